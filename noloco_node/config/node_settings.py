@@ -1,0 +1,66 @@
+"""NodeSettings: what one volunteer chooses for one node. None of it needs to agree with other nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from noloco_node.config.run_spec import Positive, PositiveFloat, Settings
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class NodeSettings(Settings):
+    """Settings of one daemon."""
+
+    run_folder: Path = Path("runs/node")
+    """Where events, final weights and the identity go."""
+    identity: Path | None = None
+    """Private key file; `run_folder/identity.key`, created when missing, where not set."""
+    stage: int | Literal["auto"] = "auto"
+    """Pipeline stage to serve; `auto` takes the one with the fewest replicas."""
+    initial_peers: tuple[str, ...] = ()
+    """Addresses of peers to join (`/ip4/…/tcp/…/p2p/…`); none starts a new swarm."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 to be reachable from other machines."""
+    port: Port = 0
+    """TCP port to listen on; 0 lets the system choose."""
+    announce: tuple[str, ...] = ()
+    """Addresses under which others reach this node, where they differ from the one it listens on."""
+    metrics_host: str = "127.0.0.1"
+    metrics_port: Port | None = None
+    """Port of `/metrics`; 0 lets the system choose, not set serves none."""
+    device: str = "cpu"
+    """Torch device of the stage."""
+    torch_threads: Positive = 1
+    """CPU threads of the compute library."""
+    in_flight: Annotated[int, Field(gt=0, le=256)] = 3
+    """Microbatches that a stage-0 replica keeps under way."""
+    max_pending: Annotated[int, Field(gt=0, le=256)] = 8
+    """Microbatches of other peers that this node holds before it answers `busy`."""
+    exchange_streams: Annotated[int, Field(gt=0, le=64)] = 4
+    """Chunks of weights in flight at once during an exchange."""
+    p2pd_start_seconds: PositiveFloat = 60.0
+    """Time that p2pd has to start; slow disks and busy machines need it."""
+    drain_seconds: PositiveFloat = 5.0
+    """After SIGINT or SIGTERM: time to finish what is under way."""
+    seed: int = 0
+    """Seed of this node's random choices (routes, partners), mixed with its peer id."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+
+class LocalSwarmSettings(Settings):
+    """Layout of `noloco-node swarm`: all daemons on this machine."""
+
+    replicas: Positive = 4
+    """Replicas of each stage."""
+    start_seconds: PositiveFloat = 180.0
+    """Time for all daemons to be up."""
+
+    @model_validator(mode="after")
+    def _bounded(self) -> LocalSwarmSettings:
+        if self.replicas > 64:
+            raise ValueError(f"local_swarm.replicas ({self.replicas}) exceeds 64: one machine will not bear it")
+        return self

@@ -1,0 +1,238 @@
+"""RunSpec: what every peer of a run must agree on. Its canonical hash is the run id."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Settings(BaseModel):
+    """Base of every group of settings: frozen, and an unknown key is an error rather than a silent default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSpec(Settings):
+    """The model, as arguments of `transformers.AutoConfig.for_model`, and the seed of its first weights."""
+
+    config: dict[str, JsonValue]
+    """Must hold `model_type`; everything else goes to that architecture's config class."""
+    seed: int = 0
+    """Seed of the first weights: each module is initialised from (seed, its full name)."""
+    stages: Annotated[int, Field(gt=0, le=256)] = 1
+    """Into how many pipeline stages the layers are cut."""
+
+
+class DataSpec(Settings):
+    """The training text and how it becomes windows of tokens."""
+
+    source: Literal["stdlib", "text", "huggingface"] = "stdlib"
+    """`stdlib`: the source files of Python's standard library; `text`: a file or folder; `huggingface`: a dataset."""
+    path: str | None = None
+    """The file or folder (`text`), or the dataset's name or local folder (`huggingface`)."""
+    text_field: str = "text"
+    """The column that holds the text (`huggingface`)."""
+    tokenizer: str = "bytes"
+    """`bytes` (vocabulary 256), or what `AutoTokenizer.from_pretrained` takes."""
+    sequence_length: Annotated[int, Field(ge=2, le=131072)] = 128
+    """Tokens that are predicted in each window."""
+    holdout: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.05
+    """Share of whole documents held out for validation, chosen by a hash of their path."""
+    seed: int = 0
+    """Seed of the shuffling of windows; each stage-0 replica adds its own peer id."""
+
+    @model_validator(mode="after")
+    def _path_where_needed(self) -> DataSpec:
+        if self.source != "stdlib" and not self.path:
+            raise ValueError(f"data.source is '{self.source}' but data.path is not set: name a file, folder or dataset")
+        if self.source == "stdlib" and self.path:
+            raise ValueError("data.path is set but data.source is 'stdlib': set data.source: text to train on it")
+        return self
+
+
+class InnerSpec(Settings):
+    """Inner training: AdamW with warm-up and cosine, steps by the replica's share of the global batch."""
+
+    target_tokens: Positive
+    """The run ends when the clock (in swarm tokens) reaches this."""
+    global_batch_tokens: Positive
+    """Tokens over all replicas of a stage that one inner step stands for."""
+    microbatch_windows: Annotated[int, Field(gt=0, le=4096)] = 8
+    """Windows of `data.sequence_length` tokens in one microbatch."""
+    learning_rate: PositiveFloat = 1e-3
+    min_learning_rate_ratio: Fraction = 0.1
+    """Share of `learning_rate` left at the end of the cosine."""
+    warmup_tokens: Annotated[int, Field(ge=0)] = 0
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    """Applies to matrices; vectors (norms, biases) are not decayed."""
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    eps: PositiveFloat = 1e-8
+    clip_norm: PositiveFloat = 1.0
+    """Gradient norm bound of each stage (a stage cannot know the norm of the others)."""
+    backward: Literal["keep", "recompute"] = "keep"
+    """`keep` holds a microbatch's graph until its gradient comes back; `recompute` holds its input only."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the published weights used in forward and backward; the masters stay fp32."""
+
+    @model_validator(mode="after")
+    def _warmup_before_target(self) -> InnerSpec:
+        if self.warmup_tokens >= self.target_tokens:
+            raise ValueError(
+                f"inner.warmup_tokens ({self.warmup_tokens}) must be below inner.target_tokens ({self.target_tokens}): "
+                "lower the warm-up or train longer"
+            )
+        if self.global_batch_tokens > self.target_tokens:
+            raise ValueError(
+                f"inner.global_batch_tokens ({self.global_batch_tokens}) exceeds inner.target_tokens "
+                f"({self.target_tokens}): not one inner step would be taken"
+            )
+        return self
+
+
+class OuterSpec(Settings):
+    """The outer step: NoLoCo's pair averaging with momentum (arXiv 2506.10911, one-tensor form)."""
+
+    inner_steps: Positive = 50
+    """H: inner steps after which a replica dials a fellow."""
+    min_inner_steps: Annotated[int, Field(ge=0)] | None = None
+    """H_min: inner steps from which a replica may be dialled; H/2 where not set."""
+    alpha: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
+    """Outer momentum."""
+    beta: Annotated[float, Field(ge=0.0, le=2.0)] = 0.5
+    """Outer learning rate; at most 1 - alpha keeps the effective rate at or below 1."""
+    gamma: PositiveFloat | None = None
+    """Pull to the group's mean; 1 - alpha where not set."""
+    momentum: Literal["averaged", "local"] = "averaged"
+    """`averaged`: the momentum is averaged over the group at no cost in bytes; `local`: the published rule."""
+    codec: Literal["fp32", "fp16"] = "fp16"
+    """Precision of the exchanged tensor on the wire."""
+    max_lag_tokens: Positive | None = None
+    """A replica whose clock lags its partner's by more than this takes the partner's state instead of averaging;
+    4·H inner steps' worth of tokens where not set."""
+    clip_multiple: PositiveFloat = 3.0
+    """The difference to a partner is clipped at this multiple of the median of recent differences."""
+    gauge_coordinates: Annotated[int, Field(ge=256, le=1 << 20)] = 1 << 16
+    """Weights sampled in each exchange for the spread across replicas (never more than 1/16 of the stage)."""
+
+    @property
+    def effective_gamma(self) -> float:
+        """γ, or its default 1 − α."""
+        return 1.0 - self.alpha if self.gamma is None else self.gamma
+
+    @property
+    def effective_min_inner_steps(self) -> int:
+        """H_min, or its default H/2 (at least 1)."""
+        return max(1, self.inner_steps // 2) if self.min_inner_steps is None else self.min_inner_steps
+
+    @model_validator(mode="after")
+    def _window_and_stability(self) -> OuterSpec:
+        if self.effective_min_inner_steps > self.inner_steps:
+            raise ValueError(
+                f"outer.min_inner_steps ({self.min_inner_steps}) exceeds outer.inner_steps ({self.inner_steps}): "
+                "a replica would dial before it may be dialled"
+            )
+        return self
+
+
+class PipelineSpec(Settings):
+    """How microbatches travel between stages."""
+
+    routing: Literal["uniform", "balanced", "fixed"] = "balanced"
+    """`uniform`: the paper's; `balanced`: of two drawn peers the less loaded; `fixed`: for the ablation."""
+    activations: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """Precision of activations and their gradients on the wire."""
+    budget_seconds: PositiveFloat = 60.0
+    """Time a microbatch has for its way there and back; each hop fails upward before it ends."""
+    progress_seconds: PositiveFloat = 15.0
+    """A stream that moves no byte for this long is given up."""
+    hop_attempts: Positive = 3
+    """Failures (not `busy`) after which a hop gives a microbatch up."""
+    put_backs: Annotated[int, Field(ge=0)] = 5
+    """Times that a sample is put back before it is dropped with a reason."""
+
+    @model_validator(mode="after")
+    def _progress_within_budget(self) -> PipelineSpec:
+        if self.progress_seconds >= self.budget_seconds:
+            raise ValueError(
+                f"pipeline.progress_seconds ({self.progress_seconds:g}) must be below pipeline.budget_seconds "
+                f"({self.budget_seconds:g}), or a dead stream would eat the whole budget"
+            )
+        return self
+
+
+class EvaluationSpec(Settings):
+    """Held-out loss through the swarm: fixed windows, forward only, random routes."""
+
+    every_tokens: Positive
+    windows: Annotated[int, Field(gt=0, le=65536)] = 64
+
+
+class LimitsSpec(Settings):
+    """Bounds that all peers share."""
+
+    max_replicas: Positive = 1024
+    """Replicas of a stage that the share of the global batch counts at most."""
+    record_seconds: PositiveFloat = 20.0
+    """Life of a directory record; it is renewed three times within it."""
+    grace_seconds: PositiveFloat = 20.0
+    """At the end of the run: how long a node waits for fellows and orphans before it leaves."""
+    exchange_progress_seconds: PositiveFloat = 20.0
+    """A weight exchange that moves no chunk for this long is aborted on both sides."""
+    chunk_bytes: Annotated[int, Field(ge=4096, le=4 << 20)] = 1 << 20
+    """Size of a chunk of weights on the wire."""
+
+
+class RunSpec(Settings):
+    """Everything that peers must agree on. Two nodes meet only if theirs are equal: the hash is the run id."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+    model: ModelSpec
+    data: DataSpec = DataSpec()
+    inner: InnerSpec
+    outer: OuterSpec = OuterSpec()
+    pipeline: PipelineSpec = PipelineSpec()
+    evaluation: EvaluationSpec
+    limits: LimitsSpec = LimitsSpec()
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages (P)."""
+        return self.model.stages
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Tokens that one microbatch predicts."""
+        return self.inner.microbatch_windows * self.data.sequence_length
+
+    @property
+    def max_lag_tokens(self) -> int:
+        """Clock difference beyond which a partner is caught up with instead of averaged with."""
+        return self.outer.max_lag_tokens or 4 * self.outer.inner_steps * self.inner.global_batch_tokens
+
+    @property
+    def run_id(self) -> str:
+        """The first 32 hex digits of the SHA-256 of the canonical JSON form."""
+        return hashlib.sha256(canonical_json(self.model_dump(mode="json")).encode()).hexdigest()[:32]
+
+    @model_validator(mode="after")
+    def _microbatch_fits(self) -> RunSpec:
+        if self.microbatch_tokens > self.inner.global_batch_tokens:
+            raise ValueError(
+                f"one microbatch holds {self.microbatch_tokens} tokens (inner.microbatch_windows "
+                f"{self.inner.microbatch_windows} × data.sequence_length {self.data.sequence_length}), more than "
+                f"inner.global_batch_tokens ({self.inner.global_batch_tokens}): lower one or raise the other"
+            )
+        return self
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal values give equal bytes on every machine."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

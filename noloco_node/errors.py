@@ -1,0 +1,58 @@
+"""What a person sees when something cannot go on: one message, one remedy, one exit code."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of `noloco-node`, the same for every command."""
+
+    OK = 0
+    FAILURE = 1
+    USAGE = 2
+    CONFIG = 3
+    PEERS_UNREACHABLE = 4
+    PORT_IN_USE = 5
+    IDENTITY_TAKEN = 6
+    RUN_FOLDER = 7
+    P2P_DAEMON = 8
+    NO_DONOR = 9
+    WRONG_RUN = 10
+    DATA = 11
+    NODE_DIED = 12
+    INTERRUPTED = 130
+
+
+EXIT_MEANINGS: dict[ExitCode, str] = {
+    ExitCode.OK: "the command did what was asked",
+    ExitCode.FAILURE: "an unexpected failure: a defect of noloco-node, please report it",
+    ExitCode.USAGE: "the command line was wrong",
+    ExitCode.CONFIG: "a setting is wrong: unknown key, value out of bounds, or settings that contradict each other",
+    ExitCode.PEERS_UNREACHABLE: "no initial peer answered",
+    ExitCode.PORT_IN_USE: "a port that the node must listen on is taken",
+    ExitCode.IDENTITY_TAKEN: "another running node uses the same identity file",
+    ExitCode.RUN_FOLDER: "the run folder cannot be written",
+    ExitCode.P2P_DAEMON: "hivemind's p2pd did not start, or died",
+    ExitCode.NO_DONOR: "the run is under way and no replica of the stage could give its state",
+    ExitCode.WRONG_RUN: "the peer serves another run (its RunSpec differs) or speaks another protocol version",
+    ExitCode.DATA: "the training text cannot be used",
+    ExitCode.NODE_DIED: "a node of the local swarm died before the run's end",
+    ExitCode.INTERRUPTED: "stopped by Ctrl-C or SIGTERM",
+}
+
+
+class UserError(Exception):
+    """Something the person at the keyboard can change.
+
+    `message` names the setting and its value; `remedy` says what to do about it.
+    """
+
+    def __init__(self, exit_code: ExitCode, message: str, remedy: str) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  remedy: {self.remedy}"

@@ -1,0 +1,86 @@
+"""The directory: who serves which stage. One DHT key a stage, one subkey a peer, a short life, signed records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from noloco_node.swarm.transport import PeerId
+
+
+class PeerState(StrEnum):
+    """What a node says of itself."""
+
+    JOINING = "joining"
+    TRAINING = "training"
+    FINISHING = "finishing"
+    """Its training is over; it still serves others and averages a last time."""
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+class PeerRecord(BaseModel):
+    """One node's entry. Tolerant of fields that newer versions add; bounded in those it knows."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    peer_id: Annotated[str, Field(min_length=10, max_length=128)]
+    stage: Annotated[int, Field(ge=0, lt=256)]
+    state: PeerState
+    clock: Annotated[float, Field(ge=0.0, le=1e18, allow_inf_nan=False)] = 0.0
+    """Clock in swarm tokens."""
+    tokens_per_second: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)] = 0.0
+    outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)] = 0
+    protocol: Annotated[int, Field(ge=0, le=1 << 16)]
+    version: Annotated[str, Field(max_length=32)]
+    sequence: Annotated[int, Field(ge=0, le=1 << 53)] = 0
+    """Rises with each publication of a node: of two records the higher is newer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRecord:
+    """A record and the DHT time at which its life ends."""
+
+    record: PeerRecord
+    expires: float
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryView:
+    """What was read last: for each stage, its records by peer id. Life is judged by the reader, per record."""
+
+    stages: tuple[Mapping[PeerId, LiveRecord], ...]
+
+    def live(self, stage: int, now: float, *states: PeerState) -> tuple[PeerRecord, ...]:
+        """Records of `stage` that live at DHT time `now` and are in one of `states` (any but GONE if none is named),
+        ordered by peer id."""
+        wanted = states or tuple(state for state in PeerState if state is not PeerState.GONE)
+        rows = self.stages[stage]
+        return tuple(
+            rows[peer].record for peer in sorted(rows) if rows[peer].expires > now and rows[peer].record.state in wanted
+        )
+
+
+class Directory(Protocol):
+    """Where nodes find each other. Implementations: `DhtDirectory`, `MemoryDirectory`."""
+
+    @property
+    def view(self) -> DirectoryView:
+        """The last view read; empty before the first `refresh`."""
+        ...
+
+    def now(self) -> float:
+        """The time in which records expire (DHT time), seconds."""
+        ...
+
+    async def publish(self, record: PeerRecord, life: float) -> bool:
+        """Store this node's record for `life` seconds. False when no peer took it (never raises for that)."""
+        ...
+
+    async def refresh(self) -> DirectoryView:
+        """Read all stages anew, each look-up with a deadline of its own; a stage that cannot be read keeps its last rows."""
+        ...

@@ -1,0 +1,192 @@
+"""The event file: what a node did, as typed JSON lines. Tests, the live display and the report read these, never log text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+
+class Event(BaseModel):
+    """Base of all events. `time` is wall time in seconds since 1970."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    time: float = Field(default_factory=time.time)
+
+
+class NodeStarted(Event):
+    """The daemon is up: its p2pd listens, its stage is built, it is about to advertise itself."""
+
+    event: Literal["node_started"] = "node_started"
+    peer_id: str
+    stage: int
+    stages: int
+    run_id: str
+    run_name: str
+    version: str
+    pid: int
+    addresses: list[str]
+    metrics_address: str | None
+    parameters: int
+    """Parameters of this stage."""
+    origin: Literal["seed", "peer"]
+    """`seed`: weights from the RunSpec's seed; `peer`: copied from a fellow."""
+
+
+class InnerStep(Event):
+    """One inner step."""
+
+    event: Literal["inner_step"] = "inner_step"
+    step: int
+    """Inner steps taken by this replica."""
+    clock: float
+    """Clock in swarm tokens after the step."""
+    tokens: int
+    """Tokens behind the step's gradient."""
+    loss: float
+    """Training loss of those tokens, nats per token."""
+    learning_rate: float
+    gradient_norm: float
+    skipped: bool
+    """True where the accumulated gradient was not finite and the weights were left alone."""
+    live_replicas: int
+
+
+class OuterStep(Event):
+    """One outer step, or a try that came to nothing (`aborted`)."""
+
+    event: Literal["outer_step"] = "outer_step"
+    kind: Literal["paired", "alone", "aborted", "caught_up"]
+    round: int
+    """Outer steps this replica has committed, this one included (`aborted` does not count)."""
+    step: int
+    """Inner steps taken by this replica at the snapshot."""
+    clock: float
+    learning_rate: float
+    partner: str | None
+    role: Literal["dialler", "dialled", "none"]
+    reason: str
+    """Why it was aborted; empty otherwise."""
+    spread: float | None
+    """mean((θ_i − θ_j)²)/2 over the sampled weights: estimates the variance across replicas."""
+    difference_norm: float | None
+    """Norm of the difference to the partner, before clipping."""
+    clipped: bool
+    bytes_sent: int
+    bytes_received: int
+    seconds: float
+    """From the proposal to the commit; training goes on meanwhile."""
+    held_seconds: float
+    """Time the compute thread was held by snapshot and apply."""
+    inner_steps_meanwhile: int
+    """Inner steps taken during the exchange, which the commit kept."""
+
+
+class Evaluation(Event):
+    """Held-out loss through the swarm, over the run's fixed windows."""
+
+    event: Literal["evaluation"] = "evaluation"
+    clock: float
+    step: int
+    loss: float
+    """Nats per token."""
+    tokens: int
+    final: bool
+    """True for the one taken after the last inner step."""
+
+
+class Account(Event):
+    """The books of a node so far. On stage 0: drawn = trained + dropped + held_at_end."""
+
+    event: Literal["account"] = "account"
+    clock: float
+    target: int
+    tokens: int
+    """Tokens trained by this replica."""
+    drawn: int
+    trained: int
+    dropped: int
+    held_at_end: int
+    """Drawn and neither trained nor dropped: under way, or put back and waiting."""
+    put_back: int
+    retried: int
+    repeated: int
+    """Sent again to another replica although the first may have trained it."""
+    served: int
+    """Microbatches of other peers answered by this node."""
+    refused: dict[str, int]
+    """Refusals given, by reason."""
+    bytes_sent: dict[str, int]
+    """By kind: activations, gradients, exchange, state, other."""
+    bytes_received: dict[str, int]
+    nodes_per_stage: list[int]
+    """Live nodes as this one sees them."""
+    loop_lag_seconds: float
+    """Worst lag of the event loop since the last account."""
+    busy_seconds: float
+    """Time the compute thread has worked since the start."""
+
+
+class NodeStopped(Event):
+    """The last event of a node that ends in order."""
+
+    event: Literal["node_stopped"] = "node_stopped"
+    reason: Literal["target_reached", "interrupted", "failed"]
+    detail: str
+    outer_rounds: int
+    partners: dict[str, int]
+    """Committed outer steps by partner."""
+    final_weights: str | None
+    """Folder of the saved state, relative to the run folder."""
+    seconds: float
+
+
+AnyEvent = Annotated[
+    NodeStarted | InnerStep | OuterStep | Evaluation | Account | NodeStopped,
+    Field(discriminator="event"),
+]
+_ADAPTER: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent)
+
+
+class EventFile:
+    """Appends events to `path`, one JSON object a line, flushed so that a killed node loses none."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, event: Event) -> None:
+        """Append one event."""
+        self._file.write(event.model_dump_json() + "\n")
+
+    def close(self) -> None:
+        """Close the file; further writes are an error."""
+        self._file.close()
+
+
+class EventReader:
+    """Reads an event file while it grows. A half-written last line is left for the next call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new_events(self) -> Iterator[AnyEvent]:
+        """Yield the events appended since the last call; none while the file does not exist."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                yield _ADAPTER.validate_json(line)
+
+
+def read_events(path: Path) -> list[AnyEvent]:
+    """All complete events of a file."""
+    return list(EventReader(path).new_events())
