@@ -16,7 +16,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 class Settings(BaseModel):
     """Base of every group of settings: frozen, and an unknown key is an error rather than a silent default."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class ModelSpec(Settings):

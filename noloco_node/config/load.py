@@ -1,0 +1,292 @@
+"""From a YAML file to validated settings: every mistake in it named at once, with what is allowed instead."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from noloco_node.config.node_settings import LocalSwarmSettings, NodeSettings
+from noloco_node.config.run_spec import RunSpec, Settings
+from noloco_node.errors import ExitCode, UserError
+
+MAX_PROBLEMS_SHOWN = 12
+"""Problems listed in one message, so that it stays on one screen."""
+
+_EXPONENT_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
+
+
+class Config(Settings):
+    """A whole configuration file."""
+
+    run: RunSpec
+    """What every peer of the run must agree on; the hash of this part is the run id."""
+    node: NodeSettings = NodeSettings()
+    """What this machine chooses for itself."""
+    local_swarm: LocalSwarmSettings = LocalSwarmSettings()
+    """Layout of `noloco-node swarm`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake: the dotted name of the setting (empty for the whole file) and what is wrong with it."""
+
+    setting: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.text}" if self.setting else self.text
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which 1e-3 is a number (YAML 1.1 reads a string) and a repeated key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping; raises ConstructorError where a key is repeated."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' is set twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
+    "tag:yaml.org,2002:float", _EXPONENT_FLOAT, list("-+.0123456789")
+)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read and validate a configuration file.
+
+    `overrides` are `dotted.name=value` pairs, the value parsed as YAML; later ones win. Raises `UserError` with all
+    mistakes of the file at once: CONFIG for the file's, USAGE for an override that is no such pair.
+    """
+    raw = _read(path)
+    for override in overrides:
+        _apply(raw, override)
+    return validate(raw, str(path))
+
+
+def validate(raw: Mapping[str, Any], where: str) -> Config:
+    """Validate a parsed configuration; `where` names it in messages. Raises `UserError` (CONFIG)."""
+    problems = list(_booleans(Config, raw, ""))
+    known = {problem.setting for problem in problems}
+    try:
+        config = Config.model_validate(raw)
+    except ValidationError as error:
+        problems += [problem for problem in _problems(error, raw) if problem.setting not in known]
+        raise _as_user_error(problems, where) from None
+    if problems:
+        raise _as_user_error(problems, where)
+    return config
+
+
+def render(config: Settings) -> str:
+    """A settings group as YAML, every setting present and explained; loading it gives an equal group."""
+    return "\n".join(_render_lines(config, 0)) + "\n"
+
+
+def setting_names(model: type[Settings] = Config, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all settings below `model`, groups left out."""
+    for name, inner in _fields(model):
+        if inner is None:
+            yield prefix + name
+        else:
+            yield from setting_names(inner, f"{prefix}{name}.")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(
+            ExitCode.CONFIG,
+            f"the configuration file {path} cannot be read: {reason}",
+            "name an existing YAML file, for example configs/tiny.yaml",
+        ) from None
+    try:
+        raw: object = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise _invalid_yaml(path, error) from None
+    if not isinstance(raw, dict):
+        found = "empty" if raw is None else f"a {type(raw).__name__}"
+        raise UserError(
+            ExitCode.CONFIG,
+            f"{path} is {found}, not a set of settings",
+            "it needs the top-level key `run:`, and may have `node:` and `local_swarm:`; see configs/tiny.yaml",
+        )
+    return cast("dict[str, Any]", raw)
+
+
+def _invalid_yaml(path: Path, error: yaml.YAMLError) -> UserError:
+    mark = getattr(error, "problem_mark", None)
+    place = f", line {mark.line + 1}, column {mark.column + 1}" if isinstance(mark, yaml.Mark) else ""
+    reason = getattr(error, "problem", None) or str(error)
+    return UserError(
+        ExitCode.CONFIG,
+        f"{path}{place}: not valid YAML: {reason}",
+        "correct that line: indentation in spaces, `name: value`, each name once",
+    )
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    name, separator, text = override.partition("=")
+    parts = name.strip().split(".")
+    if not separator or not all(parts):
+        raise UserError(
+            ExitCode.USAGE,
+            f"--set {override}: not of the form name=value",
+            "write the setting's dotted name and its value, for example --set run.inner.learning_rate=3e-3",
+        )
+    try:
+        value: object = yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        raise UserError(
+            ExitCode.USAGE, f"--set {override}: the value is not valid YAML", "quote it: --set 'name=\"value\"'"
+        ) from None
+    group = raw
+    for part in parts[:-1]:
+        inner = group.get(part)
+        if inner is None:
+            inner = group[part] = {}
+        if not isinstance(inner, dict):
+            raise UserError(
+                ExitCode.CONFIG,
+                f"--set {override}: {part} is a value, not a group of settings",
+                _suggestion(name.strip(), ()) or "see all names with: noloco-node config show CONFIG",
+            )
+        group = cast("dict[str, Any]", inner)
+    group[parts[-1]] = value
+
+
+def _fields(model: type[Settings]) -> Iterator[tuple[str, type[Settings] | None]]:
+    """Names of a group's settings, with the group's type where the setting is a group itself."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        yield name, kind if isinstance(kind, type) and issubclass(kind, Settings) else None
+
+
+def _booleans(model: type[Settings], raw: object, prefix: str) -> Iterator[Problem]:
+    """YAML's yes/no/on/off in settings that are no booleans: pydantic would take them as 1 and 0."""
+    if not isinstance(raw, Mapping):
+        return
+    values = cast("Mapping[str, object]", raw)
+    for name, inner in _fields(model):
+        value = values.get(name)
+        if inner is not None:
+            yield from _booleans(inner, value, f"{prefix}{name}.")
+        elif isinstance(value, bool) and model.model_fields[name].annotation is not bool:
+            yield Problem(prefix + name, f"{str(value).lower()} is a boolean, which this setting does not take")
+
+
+def _problems(error: ValidationError, raw: object) -> Iterator[Problem]:
+    """One problem a setting: pydantic reports each branch of a union by itself."""
+    by_setting: dict[str, list[ErrorDetails]] = {}
+    for details in error.errors(include_url=False):
+        by_setting.setdefault(_setting(details["loc"], raw), []).append(details)
+    for setting, group in by_setting.items():
+        first = group[0]
+        match first["type"]:
+            case "extra_forbidden":
+                siblings = _known_names(setting.rpartition(".")[0])
+                yield Problem(setting, f"there is no such setting; {_suggestion(setting, siblings)}")
+            case "missing":
+                yield Problem(setting, f"is not set, and has no default{_meaning(setting)}")
+            case "value_error":
+                yield Problem("", first["msg"].removeprefix("Value error, "))
+            case "model_type" | "model_attributes_type":
+                names = ", ".join(_known_names(setting))
+                yield Problem(setting, f"must be a group of settings ({names}), is {_short(first['input'])}")
+            case _:
+                allowed = " or ".join(dict.fromkeys(_allowed(details["msg"]) for details in group))
+                yield Problem(setting, f"{_short(first['input'])} is not allowed: {allowed}{_meaning(setting)}")
+
+
+def _setting(location: tuple[int | str, ...], raw: object) -> str:
+    """The dotted name behind pydantic's location, which also names branches of unions."""
+    parts: list[str] = []
+    for key in location:
+        if isinstance(key, int):
+            parts.append(str(key))
+            raw = cast("Sequence[object]", raw)[key] if isinstance(raw, Sequence) else None
+            continue
+        if not isinstance(raw, Mapping):
+            break
+        parts.append(key)
+        raw = cast("Mapping[str, object]", raw).get(key)
+    return ".".join(parts)
+
+
+def _group(dotted: str) -> type[Settings] | None:
+    model: type[Settings] | None = Config
+    for part in dotted.split(".") if dotted else []:
+        model = dict(_fields(model)).get(part) if model is not None else None
+    return model
+
+
+def _known_names(group: str) -> tuple[str, ...]:
+    model = _group(group)
+    return tuple(model.model_fields) if model is not None else ()
+
+
+def _suggestion(setting: str, siblings: Sequence[str]) -> str:
+    """The nearest known names: misspelt in its own group, the right name in another group, or the group's list."""
+    group, _, leaf = setting.rpartition(".")
+    close = [f"{group}.{name}" if group else name for name in difflib.get_close_matches(leaf, siblings, n=2)]
+    elsewhere = [name for name in setting_names() if name.rpartition(".")[2] == leaf]
+    if close or elsewhere:
+        return f"did you mean {' or '.join((close + elsewhere)[:3])}?"
+    return f"known here: {', '.join(siblings)}" if siblings else ""
+
+
+def _meaning(setting: str) -> str:
+    group, _, leaf = setting.rpartition(".")
+    model = _group(group)
+    field = model.model_fields.get(leaf) if model is not None else None
+    return f" ({' '.join(field.description.split())})" if field is not None and field.description else ""
+
+
+def _allowed(message: str) -> str:
+    return message.replace("Input should be", "must be").replace("String should", "must").rstrip(".")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _as_user_error(problems: Sequence[Problem], where: str) -> UserError:
+    shown = [f"  {problem}" for problem in problems[:MAX_PROBLEMS_SHOWN]]
+    if len(problems) > MAX_PROBLEMS_SHOWN:
+        shown.append(f"  and {len(problems) - MAX_PROBLEMS_SHOWN} more")
+    count = "a setting is wrong" if len(problems) == 1 else f"{len(problems)} settings are wrong"
+    return UserError(
+        ExitCode.CONFIG,
+        f"{where}: {count}\n" + "\n".join(shown),
+        f"correct {'it' if len(problems) == 1 else 'them'}, then check with: noloco-node config validate {where}",
+    )
+
+
+def _render_lines(group: Settings, depth: int) -> Iterator[str]:
+    indent = "  " * depth
+    values = group.model_dump(mode="json")
+    for name, field in type(group).model_fields.items():
+        if field.description:
+            yield f"{indent}# {' '.join(field.description.split())}"
+        inner = getattr(group, name)
+        if isinstance(inner, Settings):
+            yield f"{indent}{name}:"
+            yield from _render_lines(inner, depth + 1)
+        else:
+            text = yaml.safe_dump({name: values[name]}, default_flow_style=False, sort_keys=False, width=1000)
+            yield from (indent + line for line in text.rstrip("\n").split("\n"))
