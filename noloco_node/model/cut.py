@@ -1,0 +1,200 @@
+"""The model's config, and where its layers are cut into stages. Nothing here allocates a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from noloco_node.config.run_spec import ModelSpec
+from noloco_node.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_ACCEPTED_UNDECLARED = frozenset(
+    {"model_type", "head_dim", "torch_dtype", "rope_theta", "rope_scaling", "partial_rotary_factor"}
+)
+"""Keys that config classes take although they declare no such field."""
+_POSITIVE_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+_TOKEN_KEYS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+@dataclass(frozen=True, slots=True)
+class StageCut:
+    """The layers `first_layer <= i < end_layer` that stage `index` of `stages` holds."""
+
+    index: int
+    stages: int
+    first_layer: int
+    end_layer: int
+
+    @property
+    def is_first(self) -> bool:
+        """True where the stage holds the embedding and takes token ids."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True where the stage holds the final norm and the head and returns logits."""
+        return self.index == self.stages - 1
+
+
+def build_config(spec: ModelSpec) -> PretrainedConfig:
+    """The transformers config that `model.config` describes, checked.
+
+    Raises UserError (CONFIG) for an unknown `model_type` or key, a value the architecture refuses, dropout, and tied
+    embeddings with more than one stage.
+    """
+    model_type = spec.config.get("model_type")
+    if not isinstance(model_type, str):
+        raise _config_error(
+            f"model.config.model_type is {model_type!r}", "name a transformers architecture, such as llama or qwen3"
+        )
+    config = _make_config(model_type, spec.config)
+    _check_keys(model_type, spec.config, config)
+    _check_values(config)
+    _check_untied(spec, config)
+    return config
+
+
+def cut_model(spec: ModelSpec) -> tuple[StageCut, ...]:
+    """Divide the model's layers among `model.stages` so that the most expensive stage is as cheap as can be.
+
+    A layer or head costs the multiplications per token of its matrices; the embedding's look-up costs nothing. Where
+    several cuts are as good, the most even one is taken, with longer stages first. The answer depends on the spec
+    only, so all peers find the same. Raises UserError (CONFIG) as `build_config` does, and when there are more stages
+    than layers.
+    """
+    config = build_config(spec)
+    layers: int = config.num_hidden_layers
+    if spec.stages > layers:
+        raise _config_error(
+            f"model.stages is {spec.stages} but model.config.num_hidden_layers is {layers}: "
+            "every stage needs at least one layer",
+            f"set model.stages to {layers} or less, or give the model more layers",
+        )
+    counts = _layers_per_stage(layers, spec.stages, _layer_cost(config), config.hidden_size * config.vocab_size)
+    ends = [sum(counts[: index + 1]) for index in range(spec.stages)]
+    return tuple(
+        StageCut(index=index, stages=spec.stages, first_layer=end - count, end_layer=end)
+        for index, (count, end) in enumerate(zip(counts, ends, strict=True))
+    )
+
+
+def _layers_per_stage(layers: int, stages: int, layer_cost: int, head_cost: int) -> list[int]:
+    if stages == 1:
+        return [layers]
+
+    def division(in_last: int) -> list[int]:
+        share, longer = divmod(layers - in_last, stages - 1)
+        return [share + 1] * longer + [share] * (stages - 1 - longer) + [in_last]
+
+    def badness(counts: Sequence[int]) -> tuple[int, int]:
+        costs = [count * layer_cost for count in counts]
+        costs[-1] += head_cost
+        return max(costs), sum(cost * cost for cost in costs)
+
+    return min((division(in_last) for in_last in range(1, layers - stages + 2)), key=badness)
+
+
+def _layer_cost(config: PretrainedConfig) -> int:
+    hidden: int = config.hidden_size
+    heads: int = config.num_attention_heads
+    key_value_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    head_dim: int = getattr(config, "head_dim", None) or hidden // heads
+    active_experts: int = getattr(config, "num_experts_per_tok", None) or 1
+    width: int = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return 2 * hidden * head_dim * (heads + key_value_heads) + 3 * hidden * width * active_experts
+
+
+def _config_error(message: str, remedy: str) -> UserError:
+    return UserError(ExitCode.CONFIG, message, remedy)
+
+
+def _make_config(model_type: str, values: dict[str, Any]) -> PretrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if model_type not in CONFIG_MAPPING:
+        raise _config_error(
+            f"model.config.model_type is '{model_type}', which this version of transformers does not know",
+            "name an architecture that transformers has, such as llama, mistral, qwen3 or gemma3_text",
+        )
+    for key in _POSITIVE_KEYS:
+        if isinstance(value := values.get(key), int) and value < 1:
+            raise _config_error(f"model.config.{key} is {value}", "set it to 1 or more")
+    arguments = {key: value for key, value in values.items() if key != "model_type"}
+    try:
+        return AutoConfig.for_model(model_type, **arguments)  # pyright: ignore[reportUnknownMemberType]
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        reason = " ".join(str(error).split())
+        raise _config_error(
+            f"model.config is refused by the '{model_type}' architecture: {reason}", "correct the key that it names"
+        ) from error
+
+
+def _check_keys(model_type: str, values: dict[str, Any], config: PretrainedConfig) -> None:
+    known = {field.name for field in fields(config)}
+    aliases: dict[str, str] = config.attribute_map
+    unknown = sorted(values.keys() - known - aliases.keys() - _ACCEPTED_UNDECLARED)
+    if unknown:
+        raise _config_error(
+            f"model.config.{unknown[0]} is not a setting of the '{model_type}' architecture",
+            f"correct or remove it; the architecture has: {', '.join(sorted(known))}",
+        )
+
+
+def _check_values(config: PretrainedConfig) -> None:
+    parts: dict[str, Any] = config.base_model_pp_plan or {}
+    if not {"embed_tokens", "layers", "norm"} <= parts.keys() or not hasattr(config, "num_hidden_layers"):
+        raise not_llama_type(config, "transformers declares no pipeline plan of embedding, layers and norm for it")
+    heads: int = config.num_attention_heads
+    key_value_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    if heads % key_value_heads:
+        raise _config_error(
+            f"model.config.num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({key_value_heads})",
+            "change one of them",
+        )
+    for key, value in vars(config).items():
+        if "dropout" in key and isinstance(value, int | float) and value:
+            raise _config_error(
+                f"model.config.{key} is {value}: a microbatch that is recomputed or retried must give the same result",
+                "set it to 0",
+            )
+    for key in _TOKEN_KEYS:
+        value = getattr(config, key, None)
+        if isinstance(value, int) and not 0 <= value < config.vocab_size:
+            raise _config_error(
+                f"model.config.{key} is {value}, outside the vocabulary of {config.vocab_size}",
+                f"set model.config.{key} to null or to a token below vocab_size",
+            )
+
+
+def not_llama_type(config: PretrainedConfig, reason: str) -> UserError:
+    """The refusal of an architecture that the recipe does not fit."""
+    return _config_error(
+        f"model.config.model_type is '{config.model_type}', which cannot be cut into stages: {reason}",
+        "use a Llama-type text model: llama, mistral, qwen2, qwen3, gemma3_text, smollm3 or a relative",
+    )
+
+
+def _check_untied(spec: ModelSpec, config: PretrainedConfig) -> None:
+    if spec.stages == 1 or not getattr(config, "tie_word_embeddings", False):
+        return
+    origin = (
+        "is true" if "tie_word_embeddings" in spec.config else f"is not set, and '{config.model_type}' ties by default"
+    )
+    raise _config_error(
+        f"model.config.tie_word_embeddings {origin}, but model.stages is {spec.stages}: "
+        "embedding and head would be one matrix on two stages",
+        "set model.config.tie_word_embeddings to false, or model.stages to 1",
+    )

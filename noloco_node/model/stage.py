@@ -1,0 +1,166 @@
+"""One pipeline stage as a module, and its first weights.
+
+A stage is the full model with the other stages' layers taken out, not a smaller model: layers are made from the full
+config, because some architectures give a layer a role by its number (sliding windows, layers without rotary
+embedding). Only the config that the model's own forward reads is narrowed to the stage.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from noloco_node.config.run_spec import ModelSpec
+from noloco_node.model.cut import StageCut, build_config, cut_model, not_llama_type
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_LAYERS = "model.layers."
+_LOCAL_ROOT = "causal."
+
+
+class Stage(nn.Module):
+    """One stage of a causal language model.
+
+    `forward` maps token ids int64 [B, T] (first stage) or activations [B, T, hidden] to activations [B, T, hidden]
+    or, on the last stage, to logits [B, T, vocab]. It is pure: no cache, no dropout, no state.
+    Activations and logits have the precision of the parameters, and incoming activations must have it too.
+    """
+
+    def __init__(self, cut: StageCut, causal: PreTrainedModel) -> None:
+        super().__init__()
+        self.cut = cut
+        self.causal = causal
+        self.hidden_size: int = causal.config.hidden_size
+        self.vocab_size: int = causal.config.vocab_size
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Run the stage's layers. Positions count from 0, attention is causal within each row."""
+        source = {"input_ids": inputs} if self.cut.is_first else {"inputs_embeds": inputs}
+        if self.cut.is_last:
+            return self.causal(**source, use_cache=False).logits
+        return self.causal.get_submodule("model")(**source, use_cache=False).last_hidden_state
+
+    def full_names(self) -> dict[str, str]:
+        """Each parameter's name here -> its name in the full Hugging Face model."""
+        return {name: self._full_name(name) for name, _ in self.named_parameters()}
+
+    def _full_name(self, local: str) -> str:
+        return _full_name(local.removeprefix(_LOCAL_ROOT), self.cut.first_layer)
+
+
+def build_stage(spec: ModelSpec, index: int) -> Stage:
+    """Stage `index` with its first weights: fp32, on the CPU.
+
+    Each module is drawn from (model.seed, its full name) by the architecture's own rule, so two builds agree bit for
+    bit whatever the cut. Only the stage's own part is allocated. The global random state is left as it was.
+
+    Raises UserError (CONFIG) as `cut_model` does, and where the architecture is not of the Llama type.
+    """
+    config = build_config(spec)
+    cut = cut_model(spec)[index]
+    causal = _build_on_meta(config)
+    _check_anatomy(causal, config)
+    _take_out_other_stages(causal, cut)
+    _allocate(causal)
+    _initialise(causal, spec.seed, cut.first_layer)
+    _check_all_initialised(causal, config)
+    return Stage(cut, causal)
+
+
+def _build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise not_llama_type(config, "it has no causal language model")
+    with torch.device("meta"):
+        return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=torch.float32))  # pyright: ignore[reportUnknownMemberType]
+
+
+def _check_anatomy(causal: PreTrainedModel, config: PretrainedConfig) -> None:
+    children = {name for name, _ in causal.named_children()}
+    if children != {"model", "lm_head"}:
+        raise not_llama_type(config, f"its parts are {', '.join(sorted(children))}")
+    parts = dict(causal.get_submodule("model").named_children())
+    missing = {"embed_tokens", "layers", "norm"} - set(parts)
+    if missing:
+        raise not_llama_type(config, f"it has no {', '.join(sorted(missing))}")
+    strangers = {name for name, part in parts.items() if any(True for _ in part.parameters())}
+    strangers -= {"embed_tokens", "layers", "norm"}
+    if strangers:
+        raise not_llama_type(config, f"it has further weights: {', '.join(sorted(strangers))}")
+    if len(cast(nn.ModuleList, parts["layers"])) != config.num_hidden_layers:
+        raise not_llama_type(config, "its layers are not num_hidden_layers in number")
+
+
+def _take_out_other_stages(causal: PreTrainedModel, cut: StageCut) -> None:
+    base = causal.get_submodule("model")
+    layers = cast(nn.ModuleList, base.get_submodule("layers"))
+    base.register_module("layers", layers[cut.first_layer : cut.end_layer])
+    if not cut.is_first:
+        base.register_module("embed_tokens", None)
+    if not cut.is_last:
+        base.register_module("norm", nn.Identity())
+        causal.register_module("lm_head", None)
+    causal.config = _narrowed(causal.config, cut)
+    cast(Any, base).config = causal.config
+
+
+def _narrowed(config: PretrainedConfig, cut: StageCut) -> PretrainedConfig:
+    own = copy.deepcopy(config)
+    own.num_hidden_layers = cut.end_layer - cut.first_layer
+    layer_types: list[str] | None = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        own.layer_types = layer_types[cut.first_layer : cut.end_layer]
+    return own
+
+
+def _allocate(causal: PreTrainedModel) -> None:
+    causal.to_empty(device="cpu")
+    if causal.config.tie_word_embeddings:
+        causal.tie_weights()
+    with torch.no_grad():
+        for tensor in _floating_tensors(causal):
+            tensor.fill_(float("nan"))
+
+
+def _initialise(causal: PreTrainedModel, seed: int, first_layer: int) -> None:
+    initialise: Callable[[nn.Module], None] = causal._init_weights  # pyright: ignore
+    modules: list[tuple[str, nn.Module]] = list(nn.Module.named_modules(causal))  # pyright: ignore[reportUnknownArgumentType]
+    state = torch.default_generator.get_state()
+    try:
+        with torch.no_grad():
+            for name, module in reversed(modules):
+                torch.default_generator.manual_seed(_module_seed(seed, _full_name(name, first_layer)))
+                initialise(module)
+    finally:
+        torch.default_generator.set_state(state)
+
+
+def _module_seed(seed: int, full_name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{full_name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _check_all_initialised(causal: PreTrainedModel, config: PretrainedConfig) -> None:
+    for name, tensor in [*causal.named_parameters(), *causal.named_buffers()]:
+        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+            raise not_llama_type(config, f"transformers has no rule for the first values of {name}")
+
+
+def _floating_tensors(module: nn.Module) -> list[Tensor]:
+    tensors: list[Any] = [*module.parameters(), *module.buffers()]
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+
+def _full_name(name: str, first_layer: int) -> str:
+    if not name.startswith(_LAYERS):
+        return name
+    number, dot, rest = name.removeprefix(_LAYERS).partition(".")
+    return f"{_LAYERS}{int(number) + first_layer}{dot}{rest}"
