@@ -1,0 +1,287 @@
+"""What a person sees while a swarm trains: a live screen on a terminal, elsewhere one plain line every few seconds."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from noloco_node.telemetry.events import AnyEvent, Evaluation, InnerStep, NodeStarted, NodeStopped, OuterStep
+from noloco_node.telemetry.summary import NodeHistory
+
+RATE_WINDOW = 30.0
+"""Seconds over which the shown tokens per second are counted."""
+RECENT_STEPS = 5
+"""Inner steps of each first-stage replica behind the shown training loss."""
+MATRIX_REPLICAS = 8
+"""Replicas up to which the who-averaged-with-whom matrix fits a screen."""
+NOTABLE_EVENTS = 7
+PLAIN_INTERVAL = 5.0
+"""Seconds between two plain lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The swarm at one moment."""
+
+    clock: float
+    target: int
+    step: int
+    """Inner steps of the first-stage replica that is ahead."""
+    training_loss: float | None
+    validation_loss: float | None
+    tokens_per_second: float
+    nodes_per_stage: tuple[int, ...]
+    outer_rounds: int
+    """Committed outer steps over all nodes."""
+    alone: int
+    aborted: int
+    spread: float | None
+    learning_rate: float | None
+    seconds_left: float | None
+
+
+class SwarmView:
+    """Follows the events of all nodes of a local swarm. Times are wall time, seconds since 1970."""
+
+    def __init__(self, *, run_name: str, stages: int, target: int, nodes: Sequence[str]) -> None:
+        self.run_name = run_name
+        self.stages = stages
+        self.target = target
+        self.histories = {name: NodeHistory(name) for name in nodes}
+        self.gone: set[str] = set()
+        self.notes: list[tuple[float, str]] = []
+        self.last_pairs: deque[tuple[str, str]] = deque(maxlen=8)
+        self._names: dict[str, str] = {}
+
+    def observe(self, name: str, event: AnyEvent) -> None:
+        """Take in one event of a node."""
+        self.histories[name].observe(event)
+        match event:
+            case NodeStarted():
+                self._names[event.peer_id] = name
+                self.note(f"{name} is up (…{event.peer_id[-6:]})", event.time)
+            case OuterStep(kind="paired", role="dialler"):
+                self.last_pairs.append((name, self.name_of(event.partner)))
+            case OuterStep(kind="caught_up"):
+                self.note(f"{name} took over the state of {self.name_of(event.partner)}", event.time)
+            case Evaluation():
+                self.note(f"validation loss {event.loss:.4f} at {event.clock:,.0f} tokens ({name})", event.time)
+            case NodeStopped():
+                self.gone.add(name)
+                self.note(f"{name} ended: {event.reason.replace('_', ' ')}", event.time)
+            case _:
+                pass
+
+    def lost(self, name: str, what: str) -> None:
+        """A node's process ended without its last event."""
+        self.gone.add(name)
+        self.note(f"{name} DIED: {what}")
+
+    def note(self, line: str, when: float | None = None) -> None:
+        """Show a line among the notable events."""
+        self.notes.append((time.time() if when is None else when, line))
+
+    def name_of(self, peer: str | None) -> str:
+        """A node's name for its peer id; the id's end where it is no node of this swarm."""
+        return self._names.get(peer or "", f"…{(peer or '')[-6:]}")
+
+    def pairs(self, stage: int) -> dict[str, Counter[str]]:
+        """For each node of a stage: how often it averaged with whom."""
+        return {
+            name: Counter(self.name_of(step.partner) for step in history.paired)
+            for name, history in self.histories.items()
+            if history.stage == stage
+        }
+
+    def figures(self, now: float) -> Figures:
+        """The swarm at time `now`."""
+        heads = [history for history in self.histories.values() if history.stage == 0]
+        stepped = [history for history in heads if history.inner]
+        recent = [step for h in stepped for step in h.inner[-RECENT_STEPS:] if step.tokens > 0]
+        tokens = sum(step.tokens for step in recent)
+        evaluations = [row for h in self.histories.values() for row in h.evaluations]
+        paired = sorted((s for h in self.histories.values() for s in h.paired[-1:]), key=lambda step: step.time)
+        spreads = [step.spread for step in paired if step.spread is not None]
+        clock = fmean(h.inner[-1].clock for h in stepped) if stepped else 0.0
+        rate = self._rate(heads, now)
+        committed = [step for h in self.histories.values() for step in h.outer]
+        live = Counter(h.stage for name, h in self.histories.items() if h.stage is not None and name not in self.gone)
+        return Figures(
+            clock=clock,
+            target=self.target,
+            step=max((h.inner[-1].step for h in stepped), default=0),
+            training_loss=sum(step.loss * step.tokens for step in recent) / tokens if tokens else None,
+            validation_loss=max(evaluations, key=lambda row: row.time).loss if evaluations else None,
+            tokens_per_second=rate,
+            nodes_per_stage=tuple(live[stage] for stage in range(self.stages)),
+            outer_rounds=len(committed),
+            alone=sum(step.kind == "alone" for step in committed),
+            aborted=sum(h.aborted for h in self.histories.values()),
+            spread=fmean(spreads) if spreads else None,
+            learning_rate=recent[-1].learning_rate if recent else None,
+            seconds_left=max(0.0, self.target - clock) / rate if rate > 0.0 else None,
+        )
+
+    def _rate(self, heads: Sequence[NodeHistory], now: float) -> float:
+        steps = [step for history in heads for step in _after(history, now - RATE_WINDOW)]
+        if not steps:
+            return 0.0
+        first = min(step.time for step in steps)
+        before_window = any(history.inner[0].time < first for history in heads if history.inner)
+        span = RATE_WINDOW if before_window else now - first
+        return sum(step.tokens for step in steps) / span if span > 1.0 else 0.0
+
+
+def _after(history: NodeHistory, since: float) -> Iterator[InnerStep]:
+    for step in reversed(history.inner):
+        if step.time < since:
+            return
+        yield step
+
+
+def plain_line(view: SwarmView, now: float) -> str:
+    """The swarm in one line of plain text."""
+    f = view.figures(now)
+    return (
+        f"step {f.step} · {f.clock:,.0f}/{f.target:,} tokens ({_percent(f):.0f} %)"
+        f" · loss {_loss(f.training_loss)} · validation {_loss(f.validation_loss)}"
+        f" · {f.tokens_per_second:,.0f} tokens/s"
+        f" · nodes {'+'.join(map(str, f.nodes_per_stage))} · outer steps {f.outer_rounds} ({f.alone} alone)"
+        f" · spread {_scientific(f.spread)} · {_duration(f.seconds_left)} left"
+    )
+
+
+def screen(view: SwarmView, now: float) -> RenderableType:
+    """The swarm on one screen of a terminal."""
+    f = view.figures(now)
+    progress = Table.grid(padding=(0, 1))
+    progress.add_row(
+        ProgressBar(total=f.target, completed=min(f.clock, f.target), width=40),
+        f"{f.clock:,.0f} of {f.target:,} tokens",
+        Text(f"{_duration(f.seconds_left)} left", style="bold"),
+    )
+    return Panel(
+        Group(progress, Text(), _figures_table(f), Text(), _who_with_whom(view), Text(), _notable(view)),
+        title=f"[bold]{view.run_name}[/] · {view.stages} stages · {len(view.histories)} nodes",
+        subtitle="Ctrl-C ends the swarm",
+    )
+
+
+class Display:
+    """Shows a view: live on a terminal, else as lines. Use as a context manager and call `refresh` often."""
+
+    def __init__(self, view: SwarmView, console: Console) -> None:
+        self._view = view
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._next_line = 0.0
+        self._notes_shown = 0
+
+    def __enter__(self) -> Display:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.refresh(last=True)
+        if self._live:
+            self._live.stop()
+
+    def refresh(self, *, last: bool = False) -> None:
+        """Redraw, or print a line if it is time for one."""
+        now = time.time()
+        if self._live:
+            self._live.update(screen(self._view, now), refresh=True)
+            return
+        for when, line in self._view.notes[self._notes_shown :]:
+            self._line(f"{_clock_time(when)} {line}")
+        self._notes_shown = len(self._view.notes)
+        if last or now >= self._next_line:
+            self._next_line = now + PLAIN_INTERVAL
+            self._line(f"{_clock_time(now)} {plain_line(self._view, now)}")
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _figures_table(f: Figures) -> Table:
+    table = Table.grid(padding=(0, 3))
+    rows = [
+        ("inner step", f"{f.step}", "training loss", _loss(f.training_loss)),
+        ("tokens/s", f"{f.tokens_per_second:,.0f}", "validation loss", _loss(f.validation_loss)),
+        ("nodes per stage", " + ".join(map(str, f.nodes_per_stage)), "learning rate", _scientific(f.learning_rate)),
+        (
+            "outer steps",
+            f"{f.outer_rounds} ({f.alone} alone, {f.aborted} aborted)",
+            "spread of weights",
+            _scientific(f.spread),
+        ),
+    ]
+    for left, value, right, other in rows:
+        table.add_row(
+            Text(left, style="dim"), Text(value, style="bold"), Text(right, style="dim"), Text(other, style="bold")
+        )
+    return table
+
+
+def _who_with_whom(view: SwarmView) -> RenderableType:
+    by_stage = [view.pairs(stage) for stage in range(view.stages)]
+    if max((len(rows) for rows in by_stage), default=0) > MATRIX_REPLICAS or view.stages > 4:
+        return Text("last averaged: " + (", ".join(f"{a} with {b}" for a, b in view.last_pairs) or "none yet"))
+    return Columns(
+        [_matrix(f"stage {stage}: averaged with", rows) for stage, rows in enumerate(by_stage)], padding=(0, 4)
+    )
+
+
+def _matrix(title: str, rows: dict[str, Counter[str]]) -> Table:
+    table = Table(title=title, title_style="dim", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    names = sorted(rows)
+    for name in names:
+        table.add_column(name.rpartition("-")[2], justify="right", min_width=3)
+    for name in names:
+        cells = ["·" if other == name else str(rows[name][other]) for other in names]
+        table.add_row(Text(name, style="dim"), *cells)
+    return table
+
+
+def _notable(view: SwarmView) -> Text:
+    lines = [f"{_clock_time(when)} {line}" for when, line in view.notes[-NOTABLE_EVENTS:]]
+    text = Text("\n".join(lines + [""] * (NOTABLE_EVENTS - len(lines))), no_wrap=True, overflow="ellipsis")
+    text.highlight_regex(r".*DIED.*", "bold red")
+    return text
+
+
+def _percent(f: Figures) -> float:
+    return 100.0 * min(1.0, f.clock / f.target)
+
+
+def _loss(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _scientific(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2e}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes}:{rest:02} min"
+
+
+def _clock_time(when: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(when))

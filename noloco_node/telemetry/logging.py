@@ -1,0 +1,113 @@
+"""Log lines for a person: each one says who speaks (short peer id, stage, outer round). Nothing reads them back."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from noloco_node.telemetry.events import AnyEvent, Evaluation, InnerStep, NodeStarted, NodeStopped, OuterStep
+
+LOGGER_NAME = "noloco_node"
+
+logger = logging.getLogger(LOGGER_NAME)
+
+
+class NodeLog:
+    """Turns a node's events into log lines, and knows from them who the node is."""
+
+    def __init__(self) -> None:
+        self.peer_id = ""
+        self.stage: int | None = None
+        self.round = 0
+
+    @property
+    def label(self) -> str:
+        """`…peer8id s0 r12`, or `starting` before the node is up."""
+        if self.stage is None:
+            return "starting"
+        return f"…{self.peer_id[-6:]} s{self.stage} r{self.round}"
+
+    def observe(self, event: AnyEvent) -> None:
+        """Log one event of this node: INFO for what a person follows, DEBUG for the rest."""
+        if isinstance(event, NodeStarted):
+            self.peer_id, self.stage = event.peer_id, event.stage
+        elif isinstance(event, OuterStep):
+            self.round = event.round
+        level, line = describe(event)
+        if line:
+            logger.log(level, line)
+
+
+def describe(event: AnyEvent) -> tuple[int, str]:
+    """An event as level and line; the line is empty where there is nothing to say."""
+    match event:
+        case NodeStarted():
+            return logging.INFO, _started(event)
+        case InnerStep(skipped=True):
+            return logging.WARNING, f"inner step {event.step} skipped: its gradient was not finite"
+        case InnerStep():
+            return logging.DEBUG, (
+                f"inner step {event.step}: loss {event.loss:.4f}, {event.tokens} tokens, clock {event.clock:,.0f}"
+            )
+        case OuterStep():
+            return _outer(event)
+        case Evaluation():
+            kind = "final validation" if event.final else "validation"
+            return logging.INFO, f"{kind} loss {event.loss:.4f} nats/token at {event.clock:,.0f} tokens"
+        case NodeStopped():
+            level = logging.ERROR if event.reason == "failed" else logging.INFO
+            detail = f": {event.detail}" if event.detail else ""
+            return level, f"stopped ({event.reason.replace('_', ' ')}{detail}) after {event.outer_rounds} outer rounds"
+        case _:
+            return logging.DEBUG, ""
+
+
+def configure_logging(level: str, log: NodeLog) -> None:
+    """Send the log to stderr, each line with the identity that `log` knows.
+
+    Call it after hivemind is imported: hivemind puts a handler of its own on its logger, which is removed here, and
+    its lines pass from WARNING up only, since its everyday failures are ours to count.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter(log))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logger.setLevel(level)
+    hivemind = logging.getLogger("hivemind")
+    hivemind.handlers.clear()
+    hivemind.propagate = True
+    hivemind.setLevel(logging.DEBUG if level == "DEBUG" else logging.WARNING)
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, log: NodeLog) -> None:
+        super().__init__("%(asctime)s.%(msecs)03d %(levelname).1s [%(who)s] %(message)s", "%H:%M:%S")
+        self._log = log
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.who = self._log.label
+        return super().format(record)
+
+
+def _started(event: NodeStarted) -> str:
+    origin = "weights from the run's seed" if event.origin == "seed" else "weights copied from a fellow"
+    lines = [
+        f"node {event.peer_id} is up: run {event.run_name} ({event.run_id}), stage {event.stage} of {event.stages}, "
+        f"{event.parameters:,} parameters, {origin}"
+    ]
+    if event.metrics_address:
+        lines.append(f"  metrics: http://{event.metrics_address}/metrics")
+    lines += [f"  others join with: noloco-node run CONFIG --initial-peers {address}" for address in event.addresses]
+    return "\n".join(lines)
+
+
+def _outer(event: OuterStep) -> tuple[int, str]:
+    if event.kind == "aborted":
+        return logging.DEBUG, f"outer step came to nothing: {event.reason}"
+    partner = f" with …{event.partner[-6:]}" if event.partner else ""
+    spread = f", spread {event.spread:.3g}" if event.spread is not None else ""
+    return logging.INFO, (
+        f"outer step {event.round} {event.kind.replace('_', ' ')}{partner}{spread}, {event.seconds:.2f} s, "
+        f"{event.inner_steps_meanwhile} inner steps meanwhile"
+    )

@@ -1,0 +1,209 @@
+"""Prometheus metrics of one node, fed by the same events as its event file: one source of truth."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Mapping
+from threading import Thread
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, start_http_server
+
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, NodeStarted, NodeStopped, OuterStep
+
+MICROBATCH_OUTCOMES = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
+"""Counts of `Account` that only ever rise."""
+
+
+class _Server(Protocol):
+    """What `start_http_server` gives back."""
+
+    server_port: int
+
+    def shutdown(self) -> None: ...
+    def server_close(self) -> None: ...
+
+
+class Metrics:
+    """One node's metrics in a registry of their own. Labels are bounded: no peer id ever is one."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=True)
+        self._server: tuple[_Server, Thread] | None = None
+        self._last = _Totals()
+        self._speed = _Speed()
+        self._info = Info("noloco_node", "Version, stage and run of this node", registry=self.registry)
+        self._up = self._gauge("noloco_up", "1 from the start until the node ends in order")
+        self._parameters = self._gauge("noloco_stage_parameters", "Parameters of this node's stage")
+        self._training_metrics()
+        self._outer_metrics()
+        self._traffic_metrics()
+
+    def _training_metrics(self) -> None:
+        self._inner_steps = self._counter("noloco_inner_steps_total", "Inner steps taken")
+        self._skipped = self._counter("noloco_skipped_steps_total", "Inner steps left out: gradient not finite")
+        self._tokens = self._counter("noloco_tokens_total", "Tokens trained by this replica")
+        self._clock = self._gauge("noloco_clock_tokens", "Clock of this replica, in swarm tokens")
+        self._target = self._gauge("noloco_target_tokens", "Clock at which the run ends")
+        self._training_loss = self._gauge("noloco_training_loss", "Loss of the last inner step, nats per token")
+        self._validation_loss = self._gauge("noloco_validation_loss", "Last held-out loss, nats per token")
+        self._learning_rate = self._gauge("noloco_learning_rate", "Inner learning rate")
+        self._gradient_norm = self._gauge("noloco_gradient_norm", "Gradient norm of the stage before clipping")
+        self._rate = self._gauge("noloco_tokens_per_second", "Tokens of this replica per second, running mean")
+
+    def _outer_metrics(self) -> None:
+        self._rounds = self._counter("noloco_outer_rounds_total", "Outer steps by kind", "kind")
+        self._aborts = self._counter("noloco_outer_aborts_total", "Outer steps that came to nothing", "reason")
+        self._spread = self._gauge("noloco_spread", "Estimated variance of the weights across replicas")
+        self._difference = self._gauge("noloco_difference_norm", "Norm of the last difference to a partner")
+        self._clipped = self._counter("noloco_clipped_exchanges_total", "Exchanges whose difference was clipped")
+        self._exchange_seconds = self._counter("noloco_exchange_seconds_total", "Time from proposal to commit")
+        self._held_seconds = self._counter("noloco_held_seconds_total", "Time exchanges held the compute thread")
+
+    def _traffic_metrics(self) -> None:
+        self._bytes = self._counter("noloco_bytes_total", "Bytes by kind and direction", "kind", "direction")
+        self._refusals = self._counter("noloco_refusals_total", "Refusals given", "reason")
+        self._microbatches = self._counter("noloco_microbatches_total", "Microbatches by outcome", "outcome")
+        self._held = self._gauge("noloco_microbatches_held", "Drawn, and neither trained nor dropped yet")
+        self._live = self._gauge("noloco_live_replicas", "Live nodes as this one sees them", "stage")
+        self._lag = self._gauge("noloco_event_loop_lag_seconds", "Worst event loop lag since the last account")
+        self._busy = self._counter("noloco_busy_seconds_total", "Time the compute thread has worked")
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(name, help_text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        return Gauge(name, help_text, labels, registry=self.registry)
+
+    def observe(self, event: AnyEvent) -> None:
+        """Take one event of this node in."""
+        match event:
+            case NodeStarted():
+                self._up.set(1)
+                self._parameters.set(event.parameters)
+                self._info.info({"version": event.version, "stage": str(event.stage), "run_id": event.run_id})
+            case InnerStep():
+                self._inner_step(event)
+            case OuterStep():
+                self._outer_step(event)
+            case Evaluation():
+                self._validation_loss.set(event.loss)
+            case Account():
+                self._account(event)
+            case NodeStopped():
+                self._up.set(0)
+
+    def serve(self, host: str, port: int) -> str:
+        """Answer `http://host:port/metrics` from a thread of its own; returns `host:port` with the port chosen.
+
+        Raises UserError: PORT_IN_USE where the port is taken, CONFIG where the address cannot be listened on.
+        """
+        try:
+            server, thread = start_http_server(port, host, self.registry)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UserError(
+                    ExitCode.PORT_IN_USE,
+                    f"node.metrics_port: port {port} on {host} is taken",
+                    "choose another with --metrics-port, or 0 for any free one",
+                ) from None
+            raise UserError(
+                ExitCode.CONFIG,
+                f"node.metrics_host: cannot listen on {host} port {port}: {error.strerror or error}",
+                "use an address of this machine (127.0.0.1 or 0.0.0.0) and a port above 1023",
+            ) from None
+        self._server = server, thread
+        return f"{host}:{server.server_port}"
+
+    def stop(self) -> None:
+        """Close the port and end its thread; nothing where `serve` was not called."""
+        if self._server is None:
+            return
+        server, thread = self._server
+        self._server = None
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    def _inner_step(self, event: InnerStep) -> None:
+        self._inner_steps.inc()
+        self._skipped.inc(event.skipped)
+        self._tokens.inc(event.tokens)
+        self._clock.set(event.clock)
+        self._training_loss.set(event.loss)
+        self._learning_rate.set(event.learning_rate)
+        self._gradient_norm.set(event.gradient_norm)
+        self._rate.set(self._speed.after(event))
+
+    def _outer_step(self, event: OuterStep) -> None:
+        if event.kind == "aborted":
+            self._aborts.labels(_bounded(event.reason)).inc()
+            return
+        self._rounds.labels(event.kind).inc()
+        self._clipped.inc(event.clipped)
+        self._exchange_seconds.inc(event.seconds)
+        self._held_seconds.inc(event.held_seconds)
+        if event.spread is not None:
+            self._spread.set(event.spread)
+        if event.difference_norm is not None:
+            self._difference.set(event.difference_norm)
+
+    def _account(self, event: Account) -> None:
+        self._clock.set(event.clock)
+        self._target.set(event.target)
+        self._held.set(event.held_at_end)
+        self._lag.set(event.loop_lag_seconds)
+        for stage, count in enumerate(event.nodes_per_stage):
+            self._live.labels(str(stage)).set(count)
+        rise = self._last.rise
+        self._busy.inc(rise("busy", "", event.busy_seconds))
+        for outcome in MICROBATCH_OUTCOMES:
+            self._microbatches.labels(outcome).inc(rise("microbatches", outcome, getattr(event, outcome)))
+        for reason, count in event.refused.items():
+            self._refusals.labels(_bounded(reason)).inc(rise("refused", reason, count))
+        for direction, counts in (("sent", event.bytes_sent), ("received", event.bytes_received)):
+            self._traffic(direction, counts)
+
+    def _traffic(self, direction: str, counts: Mapping[str, int]) -> None:
+        for kind, count in counts.items():
+            self._bytes.labels(kind, direction).inc(self._last.rise(direction, kind, count))
+
+
+def _bounded(reason: str) -> str:
+    """A reason as a label: its leading word, so that no free text makes a new time series."""
+    word = re.match(r"[a-z_]{1,40}", reason)
+    return word.group() if word else "other"
+
+
+class _Totals:
+    """Accounts carry totals, Prometheus counters take rises."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], float] = {}
+
+    def rise(self, family: str, label: str, total: float) -> float:
+        """By how much `total` exceeds the last one; a total never falls."""
+        before = self._seen.get((family, label), 0.0)
+        self._seen[family, label] = total
+        return max(0.0, total - before)
+
+
+class _Speed:
+    """Tokens per second as an exponential mean over about ten inner steps."""
+
+    WEIGHT = 0.1
+
+    def __init__(self) -> None:
+        self._last_time: float | None = None
+        self._seconds_per_token: float | None = None
+
+    def after(self, step: InnerStep) -> float:
+        """The mean with `step` in it; 0 before the second step."""
+        before, self._last_time = self._last_time, step.time
+        if before is not None and step.tokens > 0 and step.time > before:
+            now = (step.time - before) / step.tokens
+            old = now if self._seconds_per_token is None else self._seconds_per_token
+            self._seconds_per_token = old + self.WEIGHT * (now - old)
+        return 1.0 / self._seconds_per_token if self._seconds_per_token else 0.0

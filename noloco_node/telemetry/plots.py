@@ -1,0 +1,119 @@
+"""The plot of a run: losses by tokens, and the spread of the weights beside the learning rate that it must follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from noloco_node.telemetry.summary import (
+    NodeHistory,
+    first_stage,
+    spread_curve,
+    training_curve,
+    validation_curve,
+)
+
+
+class Axes(Protocol):
+    """The part of matplotlib's axes drawn on here; its own types leave the keywords open."""
+
+    xaxis: Any
+    spines: Any
+
+    def plot(
+        self,
+        x: Sequence[float],
+        y: Sequence[float],
+        *,
+        color: str,
+        lw: float = 1.2,
+        ls: str = "-",
+        alpha: float = 1.0,
+        marker: str = "",
+        ms: float = 5.0,
+        label: str = "",
+    ) -> object: ...
+    def set_title(self, label: str, *, loc: str, fontsize: float, fontweight: str) -> object: ...
+    def set_xlabel(self, label: str) -> object: ...
+    def set_ylabel(self, label: str, *, color: str = "black") -> object: ...
+    def set_yscale(self, scale: str) -> object: ...
+    def set_ylim(self, *, bottom: float) -> object: ...
+    def legend(self, *, frameon: bool) -> object: ...
+    def get_legend_handles_labels(self) -> tuple[Sequence[object], Sequence[str]]: ...
+    def twinx(self) -> Axes: ...
+    def grid(self, visible: bool, *, color: str, lw: float) -> object: ...
+    def set_axisbelow(self, below: bool) -> object: ...
+
+
+BLUE, ORANGE, GREEN, GREY = "#2f6db3", "#d9622b", "#3a8f5c", "#8a8a8a"
+
+
+def plot_run(
+    histories: Sequence[NodeHistory], path: Path, *, title: str, merged_loss: float | None = None, dpi: int = 150
+) -> None:
+    """Write a PNG of the run: above training and validation loss, below spread (log) and learning rate.
+
+    `merged_loss` (nats per token) is drawn as the end point of the merged model. Raises OSError where `path` cannot be
+    written.
+    """
+    figure = Figure(figsize=(7.0, 6.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(2, 1, height_ratios=[3, 2])  # pyright: ignore[reportUnknownMemberType]
+    above = figure.add_subplot(grid[0])
+    losses, weights = cast("Axes", above), cast("Axes", figure.add_subplot(grid[1], sharex=above))
+    _losses(losses, histories, merged_loss)
+    _spread(weights, histories)
+    losses.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    weights.set_xlabel("tokens trained by the swarm")
+    weights.xaxis.set_major_formatter(EngFormatter(sep=""))
+    above.tick_params(labelbottom=False)  # pyright: ignore[reportUnknownMemberType]
+    figure.savefig(path, dpi=dpi)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _losses(axes: Axes, histories: Sequence[NodeHistory], merged_loss: float | None) -> None:
+    training = training_curve(first_stage(histories))
+    validation = validation_curve(histories)
+    axes.plot([p.clock for p in training], [p.loss for p in training], color=BLUE, lw=1.1, alpha=0.85, label="training")
+    axes.plot(
+        [p.clock for p in validation],
+        [p.loss for p in validation],
+        color=ORANGE,
+        lw=1.6,
+        marker="o",
+        ms=4,
+        label="validation (through the swarm)",
+    )
+    if merged_loss is not None and validation:
+        axes.plot(
+            [validation[-1].clock], [merged_loss], color=GREEN, marker="D", ms=6, ls="none", label="validation, merged"
+        )
+    axes.set_ylabel("loss (nats per token)")
+    _tidy(axes)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
+
+
+def _spread(axes: Axes, histories: Sequence[NodeHistory]) -> None:
+    curve = spread_curve(histories)
+    axes.set_ylabel("spread of weights\nacross replicas", color=GREEN)
+    if any(point.spread > 0.0 for point in curve):
+        axes.set_yscale("log")
+    axes.plot([p.clock for p in curve], [p.spread for p in curve], color=GREEN, lw=1.6, marker=".", ms=5)
+    _tidy(axes)
+    rate = axes.twinx()
+    steps = sorted((step for history in first_stage(histories) for step in history.inner), key=lambda step: step.clock)
+    rate.plot([s.clock for s in steps], [s.learning_rate for s in steps], color=GREY, lw=1.2, ls="--")
+    rate.set_ylabel("learning rate (dashed)", color=GREY)
+    rate.set_ylim(bottom=0.0)
+    rate.spines["top"].set_visible(False)
+
+
+def _tidy(axes: Axes) -> None:
+    axes.grid(True, color="#e4e4e4", lw=0.7)
+    axes.set_axisbelow(True)
+    axes.spines["top"].set_visible(False)

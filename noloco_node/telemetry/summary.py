@@ -1,0 +1,325 @@
+"""From the event files of all nodes to the figures of the run: pure functions, the same for a live and a dead swarm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from statistics import fmean
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+from noloco_node.telemetry.events import (
+    Account,
+    AnyEvent,
+    Evaluation,
+    InnerStep,
+    NodeStarted,
+    NodeStopped,
+    OuterStep,
+)
+
+TRAINING_LOSS_SHARE = 0.05
+"""The reported training loss is the mean over this last share of the clock: one step alone is noise."""
+
+
+@dataclass(slots=True)
+class NodeHistory:
+    """What one node wrote so far, sorted by kind; grows by `observe`."""
+
+    name: str
+    started: NodeStarted | None = None
+    inner: list[InnerStep] = field(default_factory=list[InnerStep])
+    outer: list[OuterStep] = field(default_factory=list[OuterStep])
+    """Committed outer steps only."""
+    aborted: int = 0
+    evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
+    account: Account | None = None
+    stopped: NodeStopped | None = None
+
+    @classmethod
+    def of(cls, name: str, events: Iterable[AnyEvent]) -> NodeHistory:
+        """The history that these events make."""
+        history = cls(name)
+        for event in events:
+            history.observe(event)
+        return history
+
+    def observe(self, event: AnyEvent) -> None:
+        """Take one more event in."""
+        match event:
+            case NodeStarted():
+                self.started = event
+            case InnerStep():
+                self.inner.append(event)
+            case OuterStep(kind="aborted"):
+                self.aborted += 1
+            case OuterStep():
+                self.outer.append(event)
+            case Evaluation():
+                self.evaluations.append(event)
+            case Account():
+                self.account = event
+            case NodeStopped():
+                self.stopped = event
+
+    @property
+    def stage(self) -> int | None:
+        """The stage it served; None where it died before it was up."""
+        return self.started.stage if self.started else None
+
+    @property
+    def paired(self) -> list[OuterStep]:
+        """Outer steps that averaged with a fellow."""
+        return [step for step in self.outer if step.kind == "paired"]
+
+
+class Frozen(BaseModel):
+    """Base of the figures: they are read, never changed."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class Microbatches(Frozen):
+    """The books of the samples. On stage 0, and so in the sum over it: drawn = trained + dropped + held_at_end."""
+
+    drawn: int = 0
+    trained: int = 0
+    dropped: int = 0
+    held_at_end: int = 0
+    put_back: int = 0
+    retried: int = 0
+    repeated: int = 0
+
+    @classmethod
+    def of(cls, account: Account | None) -> Microbatches:
+        """One node's books; zeros where it never wrote any."""
+        if account is None:
+            return cls()
+        return cls(**{name: getattr(account, name) for name in cls.model_fields})
+
+
+class SpreadPoint(Frozen):
+    """The variance of the weights across replicas at one outer round."""
+
+    round: int
+    step: int
+    """Inner steps, mean over the nodes."""
+    clock: float
+    spread: float
+    """Mean over the nodes' paired outer steps of the round."""
+    learning_rate: float
+    nodes: int
+    """Nodes behind the mean."""
+
+
+class LossPoint(Frozen):
+    """A loss (nats per token) at a time of the clock (swarm tokens)."""
+
+    clock: float
+    loss: float
+
+
+class NodeSummary(Frozen):
+    """One node's part."""
+
+    peer_id: str
+    stage: int | None
+    ended: Literal["target_reached", "interrupted", "failed", "died"]
+    """`died`: it wrote no last event; its figures are those of its last account."""
+    inner_steps: int
+    tokens: int
+    outer_steps: dict[str, int]
+    """By kind: paired, alone, caught_up, aborted."""
+    partners: dict[str, int]
+    """Paired outer steps by partner, by name where known."""
+    microbatches: Microbatches
+    served: int
+    refused: dict[str, int]
+    """Refusals it gave, by reason."""
+    busy_seconds: float
+    worst_loop_lag_seconds: float
+
+
+class Summary(Frozen):
+    """A run in figures: what `summary.json` holds. Losses are in nats per token."""
+
+    run_id: str
+    run_name: str
+    stages: int
+    nodes: int
+    died: list[str]
+    """Nodes that wrote no last event."""
+    tokens: int
+    """Tokens trained, summed over stage-0 replicas."""
+    seconds: float
+    """From the first to the last inner step of stage 0."""
+    tokens_per_second: float
+    training_loss: float | None
+    """Mean over the last 5 % of the clock, weighted by tokens."""
+    validation_loss: float | None
+    """Mean over nodes of their last evaluation (final ones where there are any)."""
+    validation_loss_merged: float | None
+    """Of the exported model, on the same windows; None where nothing was exported."""
+    validation_losses: list[LossPoint]
+    outer_rounds: dict[str, int]
+    """By node: outer steps committed."""
+    distinct_partners: dict[str, int]
+    """By node: fellows it has averaged with."""
+    spread: list[SpreadPoint]
+    microbatches: Microbatches
+    """drawn, trained, dropped, held_at_end and put_back over stage 0; retried and repeated over all nodes."""
+    bytes_sent: dict[str, dict[str, int]]
+    """By node and kind."""
+    per_node: dict[str, NodeSummary]
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Plain JSON values."""
+        return self.model_dump(mode="json")
+
+
+def summarize(events: Mapping[str, Sequence[AnyEvent]], merged_loss: float | None = None) -> Summary:
+    """The figures of a run from the events of its nodes, by node name."""
+    return summarize_histories([NodeHistory.of(name, rows) for name, rows in events.items()], merged_loss)
+
+
+def summarize_histories(histories: Sequence[NodeHistory], merged_loss: float | None = None) -> Summary:
+    """The figures of a run from its nodes' histories. Nodes that died count with what they wrote."""
+    started = next((history.started for history in histories if history.started), None)
+    heads = first_stage(histories)
+    tokens = sum(step.tokens for history in heads for step in history.inner)
+    seconds, rate = _speed(heads)
+    names = {history.started.peer_id: history.name for history in histories if history.started}
+    return Summary(
+        run_id=started.run_id if started else "",
+        run_name=started.run_name if started else "",
+        stages=started.stages if started else 0,
+        nodes=len(histories),
+        died=[history.name for history in histories if history.stopped is None],
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=rate,
+        training_loss=training_loss(heads),
+        validation_loss=validation_loss(histories),
+        validation_loss_merged=merged_loss,
+        validation_losses=validation_curve(histories),
+        outer_rounds={history.name: len(history.outer) for history in histories},
+        distinct_partners={history.name: len({step.partner for step in history.paired}) for history in histories},
+        spread=spread_curve(histories),
+        microbatches=_totals(histories),
+        bytes_sent={h.name: dict(h.account.bytes_sent) if h.account else {} for h in histories},
+        per_node={history.name: _node_summary(history, names) for history in histories},
+    )
+
+
+def first_stage(histories: Iterable[NodeHistory]) -> list[NodeHistory]:
+    """The replicas of stage 0: the ones that draw samples, so the ones that count tokens."""
+    return [history for history in histories if history.stage == 0]
+
+
+def training_loss(heads: Sequence[NodeHistory]) -> float | None:
+    """Mean loss over the last share of the clock, weighted by tokens; None before the first inner step."""
+    steps = [step for history in heads for step in history.inner if isfinite(step.loss)]
+    if not steps:
+        return None
+    since = (1.0 - TRAINING_LOSS_SHARE) * max(step.clock for step in steps)
+    late = [step for step in steps if step.clock >= since and step.tokens > 0]
+    total = sum(step.tokens for step in late)
+    return sum(step.loss * step.tokens for step in late) / total if total else None
+
+
+def training_curve(heads: Sequence[NodeHistory], points: int = 200) -> list[LossPoint]:
+    """Training loss of all first-stage replicas along the clock, averaged by tokens within `points` equal bins."""
+    steps = [s for history in heads for s in history.inner if isfinite(s.loss) and s.tokens > 0]
+    width = max((step.clock for step in steps), default=0.0) / points
+    if width <= 0.0:
+        return []
+    bins: dict[int, list[InnerStep]] = {}
+    for step in steps:
+        bins.setdefault(min(int(step.clock / width), points - 1), []).append(step)
+    return [
+        LossPoint(
+            clock=fmean(step.clock for step in rows),
+            loss=sum(step.loss * step.tokens for step in rows) / sum(step.tokens for step in rows),
+        )
+        for _, rows in sorted(bins.items())
+    ]
+
+
+def validation_curve(histories: Iterable[NodeHistory]) -> list[LossPoint]:
+    """All evaluations in the order of the clock."""
+    rows = [evaluation for history in histories for evaluation in history.evaluations if isfinite(evaluation.loss)]
+    return [LossPoint(clock=row.clock, loss=row.loss) for row in sorted(rows, key=lambda row: row.clock)]
+
+
+def validation_loss(histories: Sequence[NodeHistory]) -> float | None:
+    """Mean over nodes of the last evaluation; where any node took its final one, only final ones count."""
+    last = [history.evaluations[-1] for history in histories if history.evaluations]
+    chosen = [evaluation for evaluation in last if evaluation.final] or last
+    return fmean(evaluation.loss for evaluation in chosen) if chosen else None
+
+
+def spread_curve(histories: Iterable[NodeHistory]) -> list[SpreadPoint]:
+    """Spread by outer round, averaged over the paired outer steps of all nodes."""
+    by_round: dict[int, list[tuple[OuterStep, float]]] = {}
+    for history in histories:
+        for step in history.paired:
+            if step.spread is not None and isfinite(step.spread):
+                by_round.setdefault(step.round, []).append((step, step.spread))
+    return [
+        SpreadPoint(
+            round=number,
+            step=round(fmean(step.step for step, _ in rows)),
+            clock=fmean(step.clock for step, _ in rows),
+            spread=fmean(spread for _, spread in rows),
+            learning_rate=fmean(step.learning_rate for step, _ in rows),
+            nodes=len(rows),
+        )
+        for number, rows in sorted(by_round.items())
+    ]
+
+
+def _speed(heads: Sequence[NodeHistory]) -> tuple[float, float]:
+    """Seconds of training and tokens per second; the first step's tokens were made before its time stamp."""
+    steps = sorted((step for history in heads for step in history.inner), key=lambda step: step.time)
+    if len(steps) < 2 or steps[-1].time <= steps[0].time:
+        return 0.0, 0.0
+    seconds = steps[-1].time - steps[0].time
+    return seconds, sum(step.tokens for step in steps[1:]) / seconds
+
+
+def _totals(histories: Sequence[NodeHistory]) -> Microbatches:
+    everywhere = [Microbatches.of(history.account) for history in histories]
+    heads = [Microbatches.of(history.account) for history in first_stage(histories)]
+    return Microbatches(
+        drawn=sum(books.drawn for books in heads),
+        trained=sum(books.trained for books in heads),
+        dropped=sum(books.dropped for books in heads),
+        held_at_end=sum(books.held_at_end for books in heads),
+        put_back=sum(books.put_back for books in heads),
+        retried=sum(books.retried for books in everywhere),
+        repeated=sum(books.repeated for books in everywhere),
+    )
+
+
+def _node_summary(history: NodeHistory, names: Mapping[str, str]) -> NodeSummary:
+    account = history.account
+    partners = Counter(names.get(step.partner or "", step.partner or "") for step in history.paired)
+    kinds = Counter[str](step.kind for step in history.outer)
+    kinds["aborted"] = history.aborted
+    return NodeSummary(
+        peer_id=history.started.peer_id if history.started else "",
+        stage=history.stage,
+        ended=history.stopped.reason if history.stopped else "died",
+        inner_steps=history.inner[-1].step if history.inner else 0,
+        tokens=sum(step.tokens for step in history.inner),
+        outer_steps=dict(sorted(kinds.items())),
+        partners=dict(sorted(partners.items())),
+        microbatches=Microbatches.of(account),
+        served=account.served if account else 0,
+        refused=dict(account.refused) if account else {},
+        busy_seconds=account.busy_seconds if account else 0.0,
+        worst_loop_lag_seconds=account.loop_lag_seconds if account else 0.0,
+    )

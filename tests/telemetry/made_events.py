@@ -1,0 +1,155 @@
+"""A made-up run of 2 stages × 2 replicas, written by hand so that every figure in it can be checked in the head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from noloco_node.telemetry.events import (
+    Account,
+    AnyEvent,
+    Evaluation,
+    InnerStep,
+    NodeStarted,
+    NodeStopped,
+    OuterStep,
+)
+
+NAMES = ("s0-r0", "s0-r1", "s1-r0", "s1-r1")
+STEPS = 60
+STEPS_PER_ROUND = 10
+TOKENS = 512
+SPREADS = (1e-6, 4e-6, 8e-6, 6e-6, 4e-6, 2e-6)
+
+
+def peer_of(name: str) -> str:
+    """The peer id of a node of the made-up run."""
+    return f"12D3KooWmade-up-{name}"
+
+
+def fellow_of(name: str) -> str:
+    """The other replica of the same stage."""
+    return name[:-1] + ("1" if name.endswith("0") else "0")
+
+
+def loss_at(clock: float) -> float:
+    """The made-up loss."""
+    return 1.5 + 4.0 * math.exp(-clock / 15_000)
+
+
+def started(name: str) -> NodeStarted:
+    """A node is up."""
+    return NodeStarted(
+        time=1000.0,
+        peer_id=peer_of(name),
+        stage=int(name[1]),
+        stages=2,
+        run_id="0123456789abcdef0123456789abcdef",
+        run_name="made-up",
+        version="0.1.0",
+        pid=4242,
+        addresses=[f"/ip4/127.0.0.1/tcp/4001/p2p/{peer_of(name)}"],
+        metrics_address=None,
+        parameters=1_600_000,
+        origin="seed",
+    )
+
+
+def inner_step(step: int, **changes: object) -> InnerStep:
+    """Inner step `step`, one a second; both replicas of a stage count."""
+    values: dict[str, object] = {
+        "time": 1000.0 + step,
+        "step": step,
+        "clock": step * 2.0 * TOKENS,
+        "tokens": TOKENS,
+        "loss": loss_at(step * 2.0 * TOKENS),
+        "learning_rate": 2e-3 * min(1.0, step / 6) * (1 - 0.9 * step / STEPS),
+        "gradient_norm": 0.5,
+        "skipped": False,
+        "live_replicas": 2,
+    }
+    return InnerStep.model_validate(values | changes)
+
+
+def outer_step(number: int, partner: str | None, **changes: object) -> OuterStep:
+    """Outer round `number` (from 1) with a partner's name."""
+    step = number * STEPS_PER_ROUND
+    values: dict[str, object] = {
+        "time": 1000.0 + step,
+        "kind": "paired",
+        "round": number,
+        "step": step,
+        "clock": step * 2.0 * TOKENS,
+        "learning_rate": 2e-3 * (1 - 0.9 * step / STEPS),
+        "partner": peer_of(partner) if partner else None,
+        "role": "dialler",
+        "reason": "",
+        "spread": SPREADS[(number - 1) % len(SPREADS)],
+        "difference_norm": 3.0,
+        "clipped": False,
+        "bytes_sent": 3_200_000,
+        "bytes_received": 3_200_000,
+        "seconds": 0.5,
+        "held_seconds": 0.01,
+        "inner_steps_meanwhile": 1,
+    }
+    return OuterStep.model_validate(values | changes)
+
+
+def account(**changes: object) -> Account:
+    """Books that close: 60 = 58 + 0 + 2."""
+    values: dict[str, object] = {
+        "time": 1000.0 + STEPS,
+        "clock": STEPS * 2.0 * TOKENS,
+        "target": STEPS * 2 * TOKENS,
+        "tokens": STEPS * TOKENS,
+        "drawn": 60,
+        "trained": 58,
+        "dropped": 0,
+        "held_at_end": 2,
+        "put_back": 3,
+        "retried": 4,
+        "repeated": 1,
+        "served": 7,
+        "refused": {"busy": 5},
+        "bytes_sent": {"activations": 1000, "exchange": 500},
+        "bytes_received": {"gradients": 900},
+        "nodes_per_stage": [2, 2],
+        "loop_lag_seconds": 0.02,
+        "busy_seconds": 42.0,
+    }
+    return Account.model_validate(values | changes)
+
+
+def stopped(name: str) -> NodeStopped:
+    """The node ended in order."""
+    return NodeStopped(
+        time=1000.0 + STEPS + 1,
+        reason="target_reached",
+        detail="",
+        outer_rounds=STEPS // STEPS_PER_ROUND,
+        partners={peer_of(fellow_of(name)): STEPS // STEPS_PER_ROUND},
+        final_weights="weights",
+        seconds=61.0,
+    )
+
+
+def node_events(name: str) -> Iterator[AnyEvent]:
+    """All events of one node that ran to the end."""
+    yield started(name)
+    for step in range(1, STEPS + 1):
+        yield inner_step(step)
+        if step % STEPS_PER_ROUND == 0:
+            yield outer_step(step // STEPS_PER_ROUND, fellow_of(name))
+        if step % 20 == 0 and name.startswith("s0"):
+            clock = step * 2.0 * TOKENS
+            yield Evaluation(
+                time=1000.0 + step, clock=clock, step=step, loss=loss_at(clock) + 0.1, tokens=4096, final=step == STEPS
+            )
+    yield account()
+    yield stopped(name)
+
+
+def whole_run() -> dict[str, list[AnyEvent]]:
+    """Events of all nodes by name."""
+    return {name: list(node_events(name)) for name in NAMES}
