@@ -1,0 +1,206 @@
+"""Where text comes from: documents with stable keys, and which of them are held out for validation."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from noloco_node.config.run_spec import DataSpec
+from noloco_node.errors import ExitCode, UserError
+
+_NOT_OF_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_BINARY_PROBE_BYTES = 8192
+_FILE_BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".txt": "text"}
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text and its path-like key, which is the same on every machine that has the same text."""
+
+    key: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Documents to train on and documents to validate on; no document is in both, neither is empty."""
+
+    training: tuple[Document, ...]
+    validation: tuple[Document, ...]
+
+
+def load_split(spec: DataSpec) -> Split:
+    """Read the source and hold out a share of its documents, chosen by a hash of their keys.
+
+    A text of fewer than 2 / holdout documents is cut into pieces first, so that one's own text in one file can be
+    held out in part. Raises UserError (DATA) when the source is missing, unreadable or empty.
+    """
+    documents = [document for document in read_documents(spec) if document.text.strip()]
+    if not documents:
+        raise _data_error(f"{_setting(spec)} holds no text", "point it to text that is not empty")
+    return split_documents(_enough_pieces(documents, spec), spec.holdout)
+
+
+def read_documents(spec: DataSpec) -> Iterator[Document]:
+    """The documents of the source, in an order that depends on their keys only."""
+    if spec.source == "stdlib":
+        return _standard_library()
+    if spec.source == "text":
+        return _text(Path(spec.path or ""), spec.text_field)
+    return _dataset(spec.path or "", spec.text_field)
+
+
+def split_documents(documents: Sequence[Document], holdout: float) -> Split:
+    """Hold out each document whose hash falls below the share `holdout`, and at least one, but never all."""
+    if len(documents) < 2:
+        raise _data_error("the training text is a single short document", "add more text")
+    ranked = sorted(documents, key=lambda document: (_share(document.key), document.key))
+    held = sum(_share(document.key) < holdout for document in documents)
+    held_keys = {document.key for document in ranked[: min(max(held, 1), len(ranked) - 1)]}
+    return Split(
+        training=tuple(document for document in documents if document.key not in held_keys),
+        validation=tuple(document for document in documents if document.key in held_keys),
+    )
+
+
+def _share(key: str) -> float:
+    digest = hashlib.blake2b(key.encode("utf-8", errors="surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2.0**64
+
+
+def _enough_pieces(documents: Sequence[Document], spec: DataSpec) -> list[Document]:
+    wanted = math.ceil(2 / spec.holdout)
+    if len(documents) >= wanted:
+        return list(documents)
+    total = sum(len(document.text) for document in documents)
+    length = max(total // wanted, 4 * (spec.sequence_length + 1))
+    return [piece for document in documents for piece in _pieces(document, length)]
+
+
+def _pieces(document: Document, length: int) -> Iterator[Document]:
+    start = 0
+    while start < len(document.text):
+        end = start + length
+        if len(document.text) - end < length // 2:
+            end = len(document.text)
+        else:
+            end = document.text.rfind("\n", start + length // 2, end) + 1 or end
+        yield Document(f"{document.key}#{start}", document.text[start:end])
+        start = end
+
+
+def _standard_library() -> Iterator[Document]:
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in _files(root, skip=_NOT_OF_THE_LIBRARY):
+        if path.suffix == ".py":
+            yield Document(path.relative_to(root).as_posix(), _decode(path.read_bytes()))
+
+
+def _text(path: Path, text_field: str) -> Iterator[Document]:
+    if not path.exists():
+        raise _data_error(f"data.path is '{path}', which does not exist", "name an existing file or folder")
+    root, files = (path.parent, iter([path])) if path.is_file() else (path, _files(path))
+    for file in files:
+        key = file.relative_to(root).as_posix()
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise _data_error(f"data.path: '{file}' cannot be read: {error.strerror}", "make it readable") from error
+        if file.suffix == ".jsonl":
+            yield from _json_lines(key, content, text_field)
+        elif b"\0" not in content[:_BINARY_PROBE_BYTES]:
+            yield Document(key, _decode(content))
+
+
+def _json_lines(key: str, content: bytes, text_field: str) -> Iterator[Document]:
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row: Any = json.loads(line)
+        except ValueError as error:
+            raise _data_error(
+                f"data.path: line {number} of '{key}' is not JSON: {error}", "correct the file"
+            ) from error
+        text: Any = cast(dict[str, Any], row).get(text_field) if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            raise _data_error(
+                f"data.text_field is '{text_field}', but line {number} of '{key}' has no such text",
+                "set data.text_field to the column that holds the text",
+            )
+        yield Document(f"{key}:{number}", text)
+
+
+def _files(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+        found.extend(Path(folder, name) for name in names if not name.startswith("."))
+    regular = [path for path in found if path.is_file()]
+    return iter(sorted(regular, key=lambda path: path.relative_to(root).as_posix()))
+
+
+def _decode(content: bytes) -> str:
+    return content.decode("utf-8", errors="replace")
+
+
+def _dataset(name: str, text_field: str) -> Iterator[Document]:
+    table = _load_dataset(name)
+    columns: list[str] = table.column_names
+    if text_field not in columns:
+        raise _data_error(
+            f"data.text_field is '{text_field}', but the dataset '{name}' has the columns {', '.join(columns)}",
+            "set data.text_field to the column that holds the text",
+        )
+    for number, text in enumerate(table.select_columns([text_field])):
+        yield Document(f"{number}", text[text_field] or "")
+
+
+def _load_dataset(name: str) -> Any:
+    """The `train` split of a dataset of the hub (`owner/name`, or `owner/name:subset`), a file, or a folder."""
+    datasets: Any = importlib.import_module("datasets")  # untyped, and slow to import where it is not needed
+    load: Any = datasets.load_dataset
+    path = Path(name)
+    try:
+        if path.is_file():
+            return load(_FILE_BUILDERS.get(path.suffix, "text"), data_files=str(path), split="train")
+        if path.is_dir() and any((path / mark).exists() for mark in ("state.json", "dataset_dict.json")):
+            return _train_split(datasets.load_from_disk(str(path)), name)
+        if path.is_dir():
+            return load(str(path), split="train")
+        repository, _, subset = name.partition(":")
+        return load(repository, subset or None, split="train")
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise _data_error(
+            f"data.path is '{name}', which the datasets library cannot load: {reason}",
+            "name a dataset of the Hugging Face hub (owner/name, or owner/name:subset), a file, or a local folder",
+        ) from error
+
+
+def _train_split(loaded: Any, name: str) -> Any:
+    if not isinstance(loaded, dict):
+        return loaded
+    splits = cast(dict[str, Any], loaded)
+    if "train" in splits:
+        return splits["train"]
+    raise _data_error(
+        f"data.path is '{name}', whose splits are {', '.join(splits)}: there is no 'train'",
+        "point data.path to the folder of one split",
+    )
+
+
+def _setting(spec: DataSpec) -> str:
+    return "data.source 'stdlib'" if spec.source == "stdlib" else f"data.path '{spec.path}'"
+
+
+def _data_error(message: str, remedy: str) -> UserError:
+    return UserError(ExitCode.DATA, message, remedy)

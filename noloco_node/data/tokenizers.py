@@ -1,0 +1,104 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from noloco_node.errors import ExitCode, UserError
+
+BYTES = "bytes"
+"""The name of the built-in tokenizer: a token is a byte of the UTF-8 text."""
+
+Tokens = NDArray[np.integer[Any]]
+"""A one-dimensional array of token ids."""
+
+
+class Tokenizer(Protocol):
+    """What the data room needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """All ids are below this."""
+        ...
+
+    @property
+    def separator(self) -> Tokens:
+        """The tokens put after each document; may be empty."""
+        ...
+
+    def encode(self, text: str) -> Tokens:
+        """Token ids of the text, without special tokens around it."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids; what is no valid text shows as the replacement character."""
+        ...
+
+
+class ByteTokenizer:
+    """Ids are the bytes of the UTF-8 text, 0 to 255. Documents are separated by a newline."""
+
+    vocab_size = 256
+
+    @property
+    def separator(self) -> Tokens:
+        """A newline."""
+        return self.encode("\n")
+
+    def encode(self, text: str) -> Tokens:
+        """The UTF-8 bytes; a lone surrogate, which UTF-8 cannot hold, becomes a question mark."""
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the bytes."""
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+class PretrainedTokenizer:
+    """A tokenizer of transformers, from the hub or a folder."""
+
+    def __init__(self, name: str) -> None:
+        self.backend = _load_backend(name)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids, added tokens included."""
+        return len(self.backend)
+
+    @property
+    def separator(self) -> Tokens:
+        """The end-of-text token, or a newline where there is none."""
+        end: int | None = self.backend.eos_token_id
+        return self.encode("\n") if end is None else np.array([end], dtype=np.int64)
+
+    def encode(self, text: str) -> Tokens:
+        """Ids without special tokens."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False, verbose=False)
+        return np.asarray(ids, dtype=np.int64)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids, special tokens included."""
+        return cast(str, self.backend.decode(list(ids)))
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`bytes`, or what `AutoTokenizer.from_pretrained` takes. Raises UserError (DATA) when there is none such."""
+    return ByteTokenizer() if name == BYTES else PretrainedTokenizer(name)
+
+
+def _load_backend(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return cast(Any, AutoTokenizer.from_pretrained(name))  # pyright: ignore[reportUnknownMemberType]
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            ExitCode.DATA,
+            f"data.tokenizer is '{name}', which transformers cannot load: {reason}",
+            "set it to 'bytes', to a local tokenizer folder, or to a tokenizer of the Hugging Face hub",
+        ) from error

@@ -1,0 +1,98 @@
+"""Tokens packed into windows of equal length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from noloco_node.config.run_spec import DataSpec
+from noloco_node.data.sources import Document, load_split
+from noloco_node.data.tokenizers import Tokenizer, load_tokenizer
+from noloco_node.data.walk import Permutation
+from noloco_node.errors import ExitCode, UserError
+
+_Packed = NDArray[np.integer[Any]]
+
+
+class Windows:
+    """Training and validation windows, each of `sequence_length` + 1 tokens, without overlap.
+
+    `train` and `validation` give (inputs, labels), both int64 [len(indices), sequence_length]: labels are the inputs
+    moved on by one token.
+    """
+
+    def __init__(self, training: _Packed, validation: _Packed, seed: int) -> None:
+        self._training = training
+        self._validation = validation
+        self._seed = seed
+
+    @property
+    def train_count(self) -> int:
+        """Windows to train on."""
+        return len(self._training)
+
+    @property
+    def validation_count(self) -> int:
+        """Windows held out."""
+        return len(self._validation)
+
+    def train(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of training windows."""
+        return _inputs_and_labels(self._training, indices)
+
+    def validation(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of held-out windows."""
+        return _inputs_and_labels(self._validation, indices)
+
+    def validation_indices(self, count: int) -> list[int]:
+        """`count` held-out windows (all, where there are fewer), spread over the text; equal on every machine."""
+        order = Permutation(self.validation_count, f"validation/{self._seed}")
+        return [order[position] for position in range(min(count, self.validation_count))]
+
+
+def load_windows(spec: DataSpec, vocab_size: int) -> Windows:
+    """Read, split, tokenize and pack the text of the run.
+
+    Raises UserError (DATA) when the source or tokenizer cannot be used, when the tokenizer's vocabulary exceeds the
+    model's `vocab_size`, or when training or validation text is shorter than one window.
+    """
+    tokenizer = load_tokenizer(spec.tokenizer)
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            ExitCode.DATA,
+            f"data.tokenizer '{spec.tokenizer}' has {tokenizer.vocab_size} tokens, "
+            f"more than model.config.vocab_size ({vocab_size})",
+            f"set model.config.vocab_size to {tokenizer.vocab_size} or more",
+        )
+    split = load_split(spec)
+    return Windows(
+        _pack(split.training, tokenizer, spec, "training"),
+        _pack(split.validation, tokenizer, spec, "validation"),
+        spec.seed,
+    )
+
+
+def _pack(documents: Sequence[Document], tokenizer: Tokenizer, spec: DataSpec, purpose: str) -> _Packed:
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    separator = tokenizer.separator.astype(dtype)
+    parts = [part for document in documents for part in (tokenizer.encode(document.text).astype(dtype), separator)]
+    tokens = np.concatenate(parts)
+    length = spec.sequence_length + 1
+    count = len(tokens) // length
+    if count == 0:
+        raise UserError(
+            ExitCode.DATA,
+            f"the {purpose} text has {len(tokens)} tokens, less than one window of data.sequence_length + 1 ({length})",
+            "add text, lower data.sequence_length, or raise data.holdout where the validation text is too short",
+        )
+    return tokens[: count * length].reshape(count, length)
+
+
+def _inputs_and_labels(windows: _Packed, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    rows = torch.from_numpy(windows[np.asarray(indices, dtype=np.int64)].astype(np.int64))  # pyright: ignore[reportUnknownMemberType]
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
