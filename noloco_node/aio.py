@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
@@ -13,11 +15,58 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
     A task that swallows the cancellation is waited for, however long it takes; if the caller itself is cancelled
     meanwhile, it still sees that cancellation.
     """
-    pending = [task for task in tasks if not task.done()]
+    every = list(tasks)
+    pending = [task for task in every if not task.done()]
     for task in pending:
         task.cancel()
     if pending:
         await asyncio.wait(pending)
-    for task in pending:
-        if not task.cancelled():
+    for task in every:
+        if task.done() and not task.cancelled():
             task.exception()
+
+
+class Pulse:
+    """Wakes everyone who waits, every time something has moved. Waiters look at the state themselves.
+
+    Unlike an Event there is nothing to clear, so several waiters cannot take each other's wake-ups. Belongs to one
+    event loop; nothing is lost between a look at the state and `wait` as long as no await stands between them.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def fire(self) -> None:
+        """Wake all who wait now."""
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
+        self._waiting.clear()
+
+    async def wait(self, at_most: float | None = None) -> None:
+        """Return at the next `fire()`, or after `at_most` seconds."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        try:
+            await asyncio.wait((future,), timeout=at_most)
+        finally:
+            self._waiting.discard(future)
+
+
+async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` to its end even if the caller is cancelled meanwhile; the cancellation is raised afterwards.
+
+    For clean-ups that must not stop half-way. They need deadlines of their own.
+    """
+    task = asyncio.create_task(work)
+    cancellation: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if not task.done():
+                cancellation = error
+    if cancellation is not None:
+        task.exception()
+        raise cancellation
+    return task.result()

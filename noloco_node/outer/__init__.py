@@ -1,0 +1,1 @@
+"""The outer step as pure tensor mathematics: no network, no model, no settings object."""

@@ -1,0 +1,425 @@
+"""One replica of one stage in the swarm, on any transport: the daemon runs it over libp2p, tests also in memory.
+
+Its life: copy a fellow's state if the swarm is past its first outer round; advertise; train and average until the
+clock reaches the target (stage 0) or nobody trains any more (later stages); a last outer step; leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from noloco_node.aio import Pulse
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.model.stage import Stage
+from noloco_node.swarm import microbatch
+from noloco_node.swarm.directory import Directory, PeerState
+from noloco_node.swarm.exchange import Exchanger
+from noloco_node.swarm.membership import SERVING, Membership
+from noloco_node.swarm.microbatch import HopFailed, Ledger
+from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, decide, retry_delay
+from noloco_node.swarm.pipeline import Downstream, Origin, PipelineServer
+from noloco_node.swarm.routing import RoutingBook
+from noloco_node.swarm.state_transfer import StateDonor, StateManifest, fetch_from_any, fetch_state
+from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError
+from noloco_node.telemetry.events import Account, Evaluation, Event, InnerStep, OuterStep
+from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.stage_trainer import StageTrainer
+from noloco_node.training.stage_worker import InnerReport, StageWorker
+
+logger = logging.getLogger(__name__)
+
+ACCOUNT_SECONDS = 2.0
+LAG_PROBE_SECONDS = 0.1
+EVALUATION_RETRY_SECONDS = 1.0
+SPEED_SMOOTHING = 0.1
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Stage 0's text: `draw()` gives the next microbatch's windows, `train` and `validation` load windows as
+    (inputs, labels) int64 [b, T], and `held_out` are the fixed windows of every evaluation."""
+
+    draw: Callable[[], Sequence[int]]
+    train: Callable[[Sequence[int]], Batch]
+    validation: Callable[[Sequence[int]], Batch]
+    held_out: Sequence[int]
+
+
+class Replica:
+    """The parts of one replica and the order in which they live. `emit` receives every event."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        settings: NodeSettings,
+        stage: Stage,
+        transport: Transport,
+        directory: Directory,
+        thread: ComputeThread,
+        *,
+        samples: Samples | None,
+        emit: Callable[[Event], None],
+    ) -> None:
+        assert (samples is not None) == stage.cut.is_first, "stage 0, and only it, has the text"
+        self.spec = spec
+        self.stage = stage.cut.index
+        self._settings = settings
+        self._transport = transport
+        self._thread = thread
+        self._samples = samples
+        self._emit = emit
+        self._loop = asyncio.get_running_loop()
+        self._rng = random.Random(f"{settings.seed}/{transport.peer_id}")
+        self._moved = Pulse()
+        self.ledger = Ledger()
+        trainer = StageTrainer(
+            stage, spec.inner, device=settings.device, wire_dtype=WIRE_DTYPES[spec.pipeline.activations]
+        )
+        self.worker = StageWorker(spec, trainer, thread, self._inner_step_taken)
+        self.membership = Membership(
+            directory,
+            transport.peer_id,
+            self.stage,
+            spec.stages,
+            spec.limits.record_seconds,
+            self._describe,
+            self._directory_read,
+        )
+        self._book = RoutingBook(spec.pipeline.routing, self._rng, time.monotonic)
+        self._downstream = (
+            None if stage.cut.is_last else Downstream(spec, self.stage, transport, self._book, self.ledger, self._rng)
+        )
+        self.server = PipelineServer(
+            spec, self.stage, stage.hidden_size, self.worker, self._downstream, self.ledger, settings.max_pending
+        )
+        self.exchanger = Exchanger(
+            spec,
+            self.stage,
+            transport,
+            self.worker,
+            streams=settings.exchange_streams,
+            clocks=self.membership.fellow_clocks,
+            on_outer_step=self._outer_step_taken,
+            moved=self._moved,
+        )
+        self.donor = StateDonor(spec, self.stage, transport, self.worker)
+        self.origin = (
+            Origin(spec, self.worker, self._downstream, self.ledger, draw=samples.draw, load=samples.train)
+            if samples
+            else None
+        )
+        self.partners: dict[str, int] = {}
+        self.stop = asyncio.Event()
+        self._speed = 0.0
+        self._step_seconds = 1.0
+        self._last_step_at = time.monotonic()
+        self._worst_lag = 0.0
+        self._origins_seen = False
+
+    async def become_current(self) -> PeerId | None:
+        """Copy a fellow's state if the swarm is past its first outer round; the donor, or None where the first weights
+        stand. Raises UserError (NO_DONOR) where the state is needed and nobody gave it."""
+        await self.membership.refresh()
+        records = [r for stage in range(self.spec.stages) for r in self.membership.live(stage, *SERVING)]
+        if not any(record.outer_rounds for record in records):
+            return None
+        if not any(record.state is PeerState.TRAINING for record in records):
+            raise UserError(
+                ExitCode.NO_DONOR,
+                f"run {self.spec.run_id[:8]} ({self.spec.name}) has reached its end: nobody trains any more",
+                "start a new run, with another run.name or a higher run.inner.target_tokens",
+            )
+        donors = self.membership.fellows(*SERVING)
+        copied = await fetch_from_any(donors, self._fetch, self._rng)
+        if copied is None:
+            raise UserError(
+                ExitCode.NO_DONOR,
+                f"run {self.spec.run_id[:8]} is past its first outer round and none of {len(donors)} replicas of stage "
+                f"{self.stage} gave its state",
+                "try again when a replica of this stage is reachable, or serve another stage with --stage",
+            )
+        return copied[0]
+
+    def serve(self) -> None:
+        """Register all methods with the transport; nothing is accepted before `run`."""
+        if self.stage > 0:
+            self._transport.serve(microbatch.METHOD, self.server.admit, self.server.handle, max_concurrent_per_peer=64)
+        self.exchanger.serve()
+        self.donor.serve()
+
+    async def run(self) -> None:
+        """Train to the run's end, or until `stop` is set; then leave in order."""
+        self.server.accepting = self.exchanger.accepting = self.donor.accepting = True
+        async with asyncio.TaskGroup() as group:
+            await self.membership.announce(PeerState.TRAINING)
+            background = [
+                group.create_task(coroutine)
+                for coroutine in (
+                    self.membership.run(),
+                    self.exchanger.run(),
+                    self._pair(),
+                    self._keep_account(),
+                    self._watch_loop(),
+                )
+            ]
+            await self._live_through_the_run(group)
+            self.emit_account()
+            self.server.accepting = self.exchanger.accepting = self.donor.accepting = False
+            for task in background:
+                task.cancel()
+        await self.membership.announce(PeerState.GONE)
+
+    async def _live_through_the_run(self, group: asyncio.TaskGroup) -> None:
+        """Train, wait for the others, average a last time; cut short by `stop`."""
+        course = group.create_task(self._course())
+        stopped = group.create_task(self.stop.wait())
+        await asyncio.wait((course, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not course.done():
+            await self._drain(course)
+        stopped.cancel()
+
+    async def _drain(self, course: asyncio.Task[None]) -> None:
+        """Told to stop: draw nothing new, refuse new work, finish what is under way within the configured time."""
+        self.server.accepting = self.exchanger.accepting = False
+        await self.membership.announce(PeerState.DRAINING)
+        try:
+            async with asyncio.timeout(self._settings.drain_seconds):
+                while self.server.pending or (self.origin and self.origin.under_way) or self.exchanger.engaged:
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            logger.debug("drain time is over with work under way")
+        course.cancel()
+        await asyncio.wait((course,))
+
+    async def _course(self) -> None:
+        if self.origin is not None:
+            await self._train()
+            await self._evaluate(final=True)
+            await self.membership.announce(PeerState.FINISHING)
+        await self._until_nobody_trains()
+        await self._last_outer_step()
+
+    async def _train(self) -> None:
+        assert self.origin is not None
+        async with asyncio.TaskGroup() as group:
+            evaluations = group.create_task(self._evaluate_now_and_then())
+            await self.origin.run(self._settings.in_flight, self._training_goes_on)
+            evaluations.cancel()
+
+    def _training_goes_on(self) -> bool:
+        return self.worker.progress.clock < self.spec.inner.target_tokens and not self.stop.is_set()
+
+    async def _evaluate_now_and_then(self) -> None:
+        """At the start, and whenever the clock has gone `evaluation.every_tokens` further."""
+        due = 0.0
+        while True:
+            if self.worker.progress.clock >= due:
+                due += self.spec.evaluation.every_tokens
+                await self._evaluate(final=False)
+            await self._moved.wait()
+
+    async def _evaluate(self, *, final: bool) -> None:
+        assert self.origin is not None and self._samples is not None
+        progress = self.worker.progress
+        try:
+            loss, tokens = await self.origin.evaluate(self._samples.held_out, self._samples.validation)
+        except HopFailed as failure:
+            logger.warning("evaluation at clock %.0f came to nothing: %s", progress.clock, failure)
+            return
+        self._emit(Evaluation(clock=progress.clock, step=progress.steps, loss=loss, tokens=tokens, final=final))
+
+    async def _until_nobody_trains(self) -> None:
+        """Serve until no live stage-0 record says `training`. Orphans, whose origins vanished without a word, wait for
+        a grace time before they believe it; a node that never saw an origin waits for one."""
+        alone_since: float | None = None
+        while not self.stop.is_set():
+            if self.membership.live(0, PeerState.TRAINING):
+                self._origins_seen, alone_since = True, None
+            elif self.membership.live(0, PeerState.FINISHING, PeerState.DRAINING):
+                if self._origins_seen or self.origin is not None:
+                    return
+                self._origins_seen = True
+            elif self._origins_seen:
+                alone_since = alone_since or time.monotonic()
+                if time.monotonic() - alone_since > self.spec.limits.grace_seconds:
+                    return
+            await self._moved.wait()
+
+    async def _last_outer_step(self) -> None:
+        """Average once more with whoever is still there, and stay for fellows that have not had theirs."""
+        self.exchanger.last_round = True
+        before = self.worker.progress.outer_rounds
+        await self.membership.announce(PeerState.FINISHING)
+        self._moved.fire()
+        try:
+            async with asyncio.timeout(self.spec.limits.grace_seconds):
+                while self.worker.progress.outer_rounds == before:
+                    await self._moved.wait()
+                await self.membership.announce(PeerState.DRAINING)
+                while self.membership.fellows(PeerState.TRAINING, PeerState.FINISHING) or self.exchanger.engaged:
+                    await self.membership.refresh()
+                    await asyncio.sleep(0.2)
+        except TimeoutError:
+            logger.info("the grace time is over: leaving with %d fellows still there", len(self.membership.fellows()))
+
+    async def _pair(self) -> None:
+        """Decide on the outer step after every inner step, exchange, and refusal."""
+        next_try = 0.0
+        while True:
+            if self.exchanger.catch_up_from is not None:
+                await self._catch_up(self.exchanger.catch_up_from)
+            now = self._loop.time()
+            decision = decide(self._pairing_state(next_try), self.exchanger.window, now=now, rng=self._rng)
+            if isinstance(decision, Dial):
+                if not await self.exchanger.dial(decision.partner):
+                    next_try = self._loop.time() + retry_delay(self._step_seconds, self._rng)
+            elif isinstance(decision, StepAlone):
+                await self.exchanger.step_alone()
+            else:
+                await self._moved.wait(next_try - now if next_try > now else None)
+
+    def _pairing_state(self, next_try: float) -> PairingState:
+        last_round = self.exchanger.last_round
+        states = (*SERVING, PeerState.DRAINING) if last_round else SERVING
+        return PairingState(
+            steps_since_outer=self.worker.progress.steps_since_outer,
+            fellows=self.membership.fellows(*states),
+            engaged=self.exchanger.engaged or self.membership.state is PeerState.DRAINING,
+            next_try=next_try,
+            last_round=last_round,
+        )
+
+    async def _catch_up(self, partner: PeerId) -> None:
+        """Too far behind `partner`: take its state instead of averaging with it."""
+        self.exchanger.catch_up_from = None
+        started = time.monotonic()
+        try:
+            manifest = await self._fetch(partner)
+        except (Refused, TransportError) as error:
+            logger.debug("could not catch up with %s: %r", partner, error)
+            return
+        logger.info("caught up with %s: clock %.0f", partner, manifest.clock)
+        self._emit(
+            OuterStep(
+                kind="caught_up",
+                round=manifest.outer_rounds,
+                step=self.worker.progress.steps,
+                clock=manifest.clock,
+                learning_rate=self.worker.current_learning_rate(),
+                partner=partner,
+                role="none",
+                reason="this replica's clock lagged its partner's",
+                spread=None,
+                difference_norm=None,
+                clipped=False,
+                bytes_sent=0,
+                bytes_received=manifest.size,
+                seconds=time.monotonic() - started,
+                held_seconds=0.0,
+                inner_steps_meanwhile=0,
+            )
+        )
+
+    async def _fetch(self, donor: PeerId) -> StateManifest:
+        return await fetch_state(
+            self.spec, self.stage, self._transport, self.worker, donor, streams=self._settings.exchange_streams
+        )
+
+    async def _keep_account(self) -> None:
+        while True:
+            await asyncio.sleep(ACCOUNT_SECONDS)
+            self.emit_account()
+            self.donor.forget_unused()
+
+    async def _watch_loop(self) -> None:
+        """Measure how late the event loop wakes us: it must stay responsive while tensors stream."""
+        while True:
+            due = self._loop.time() + LAG_PROBE_SECONDS
+            await asyncio.sleep(LAG_PROBE_SECONDS)
+            self._worst_lag = max(self._worst_lag, self._loop.time() - due)
+
+    def _describe(self) -> tuple[float, float, int]:
+        """Clock, tokens per second and outer rounds for the directory record."""
+        progress = self.worker.progress
+        return progress.clock, self._speed, progress.outer_rounds
+
+    def _directory_read(self) -> None:
+        """Take over what the directory says: routes, the share of the batch, and everyone's waits."""
+        self._book.update(self.membership.next_stage_peers(), self.membership.own_rank())
+        self.worker.live_replicas = self.membership.live_replicas()
+        self._moved.fire()
+
+    def _inner_step_taken(self, report: InnerReport) -> None:
+        """Called on the compute thread."""
+        self._loop.call_soon_threadsafe(self._report_inner_step, report)
+
+    def _report_inner_step(self, report: InnerReport) -> None:
+        now = time.monotonic()
+        took, self._last_step_at = now - self._last_step_at, now
+        self._step_seconds += SPEED_SMOOTHING * (took - self._step_seconds)
+        self._speed += SPEED_SMOOTHING * (report.result.tokens / max(took, 1e-6) - self._speed)
+        self._emit(
+            InnerStep(
+                step=report.progress.steps,
+                clock=report.progress.clock,
+                tokens=report.result.tokens,
+                loss=report.result.loss,
+                learning_rate=report.learning_rate,
+                gradient_norm=report.result.gradient_norm,
+                skipped=report.result.skipped,
+                live_replicas=report.live_replicas,
+            )
+        )
+        self._moved.fire()
+
+    def _outer_step_taken(self, event: OuterStep) -> None:
+        if event.kind == "paired" and event.partner is not None:
+            self.partners[event.partner] = self.partners.get(event.partner, 0) + 1
+        self._emit(event)
+
+    def emit_account(self) -> None:
+        """Write the books so far as an event."""
+        lag, self._worst_lag = self._worst_lag, 0.0
+        ledger, traffic = self.ledger, self._transport.traffic
+        self._emit(
+            Account(
+                clock=self.worker.progress.clock,
+                target=self.spec.inner.target_tokens,
+                tokens=self.worker.progress.tokens,
+                drawn=ledger.drawn,
+                trained=ledger.trained,
+                dropped=ledger.dropped,
+                held_at_end=self.origin.held if self.origin else 0,
+                put_back=ledger.put_back,
+                retried=ledger.retried,
+                repeated=ledger.repeated,
+                served=ledger.served,
+                refused={reason.value: count for reason, count in self._transport.refusals_given.items()},
+                bytes_sent=bytes_by_kind(traffic.sent),
+                bytes_received=bytes_by_kind(traffic.received),
+                nodes_per_stage=self.membership.nodes_per_stage(),
+                loop_lag_seconds=lag,
+                busy_seconds=self._thread.busy_seconds,
+            )
+        )
+
+
+def bytes_by_kind(by_method: Mapping[str, int]) -> dict[str, int]:
+    """Traffic by what it carries instead of by method: microbatches, exchange, state, other."""
+    kinds = {"microbatch": "microbatches", "outer": "exchange", "state": "state"}
+    totals: dict[str, int] = {}
+    for method, count in by_method.items():
+        kind = kinds.get(method.split(".")[0], "other")
+        totals[kind] = totals.get(kind, 0) + count
+    return totals

@@ -1,0 +1,118 @@
+"""This node's place in the swarm: its record, renewed by heartbeat, and what the directory says of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from noloco_node import PROTOCOL_VERSION, __version__
+from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
+from noloco_node.swarm.transport import PeerId
+
+logger = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 2.0
+WITHDRAWAL_MARGIN_SECONDS = 5.0
+
+SERVING = (PeerState.TRAINING, PeerState.FINISHING)
+
+
+class Membership:
+    """Publishes this node's record and answers questions about the live records of others.
+
+    `describe` gives (clock, tokens per second, outer rounds) for the record; `on_change` is called after every look at
+    the directory.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        own: PeerId,
+        stage: int,
+        stages: int,
+        record_seconds: float,
+        describe: Callable[[], tuple[float, float, int]],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._directory = directory
+        self._own = own
+        self._stage = stage
+        self._stages = stages
+        self._record_seconds = record_seconds
+        self._describe = describe
+        self._on_change = on_change
+        self._sequence = int(directory.now() * 1000)
+        self.state = PeerState.JOINING
+
+    def live(self, stage: int, *states: PeerState) -> tuple[PeerRecord, ...]:
+        """Live records of a stage, this node's own included if it has been read back."""
+        return self._directory.view.live(stage, self._directory.now(), *states)
+
+    def fellows(self, *states: PeerState) -> list[PeerId]:
+        """Live peers of the own stage, without this one."""
+        return [PeerId(r.peer_id) for r in self.live(self._stage, *states) if r.peer_id != self._own]
+
+    def next_stage_peers(self) -> list[PeerId]:
+        """Live peers that microbatches may be sent to; none on the last stage."""
+        if self._stage + 1 >= self._stages:
+            return []
+        return [PeerId(r.peer_id) for r in self.live(self._stage + 1, *SERVING)]
+
+    def own_rank(self) -> int:
+        """This peer's place among the live replicas of its stage, by peer id."""
+        return sum(peer < self._own for peer in self.fellows(*SERVING))
+
+    def live_replicas(self) -> int:
+        """Replicas of the own stage that train, this one included."""
+        return 1 + len(self.fellows(PeerState.TRAINING))
+
+    def fellow_clocks(self) -> list[float]:
+        """Clocks of the own stage's live records, this node's own left out."""
+        return [r.clock for r in self.live(self._stage, *SERVING) if r.peer_id != self._own]
+
+    def nodes_per_stage(self) -> list[int]:
+        """Live nodes of each stage; this one counts even where its record has not been read back."""
+        counts = [len({r.peer_id for r in self.live(stage)} - {self._own}) for stage in range(self._stages)]
+        counts[self._stage] += self.state is not PeerState.GONE
+        return counts
+
+    async def announce(self, state: PeerState) -> bool:
+        """Publish the own record in a new state now. False when no peer took it."""
+        self.state = state
+        life = self._record_seconds
+        if state is PeerState.GONE:  # must outlive every earlier record, or those would come back to life
+            life += WITHDRAWAL_MARGIN_SECONDS
+        clock, speed, rounds = self._describe()
+        self._sequence += 1
+        record = PeerRecord(
+            peer_id=self._own,
+            stage=self._stage,
+            state=state,
+            clock=clock,
+            tokens_per_second=speed,
+            outer_rounds=rounds,
+            protocol=PROTOCOL_VERSION,
+            version=__version__,
+            sequence=self._sequence,
+        )
+        stored = await self._directory.publish(record, life)
+        if not stored:
+            logger.debug("no peer took this node's record (state %s)", state)
+        return stored
+
+    async def refresh(self) -> None:
+        """Look at the directory once."""
+        await self._directory.refresh()
+        self._on_change()
+
+    async def run(self) -> None:
+        """Renew the record three times within its life and look at the others every two seconds."""
+        loop = asyncio.get_running_loop()
+        renew_at = loop.time()
+        while True:
+            if loop.time() >= renew_at:
+                await self.announce(self.state)
+                renew_at = loop.time() + self._record_seconds / 3
+            await self.refresh()
+            await asyncio.sleep(min(REFRESH_SECONDS, self._record_seconds / 5))

@@ -1,0 +1,135 @@
+"""What travels with a microbatch: its header, its answer, and the books that are kept of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from noloco_node import PROTOCOL_VERSION
+from noloco_node.swarm.transport import JsonObject, ProtocolViolation, Refusal, Refused, TensorSpec
+
+METHOD = "microbatch"
+
+Mode = Literal["train", "evaluate"]
+
+
+class MicrobatchHeader(BaseModel):
+    """Goes with the activations and labels of a microbatch, from one stage to the next."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    """Random; the same on every hop and every attempt."""
+    attempt: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    budget_ms: Annotated[int, Field(ge=1, le=86_400_000)]
+    """Milliseconds left; the receiver fails upward before they are over."""
+    mode: Mode = "train"
+    run: Annotated[str, Field(max_length=64)]
+    stage: Annotated[int, Field(ge=0, lt=256)]
+    """The stage it is meant for."""
+    protocol: Annotated[int, Field(ge=0, le=1 << 16)] = PROTOCOL_VERSION
+
+
+class MicrobatchAnswer(BaseModel):
+    """Comes back with the gradient of the activations (train) or alone (evaluate)."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    loss_sum: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
+    """Nats, summed over the tokens."""
+    tokens: Annotated[int, Field(gt=0, le=1 << 32)]
+    load: Annotated[int, Field(ge=0, le=1 << 20)]
+    """Microbatches that the answering node held when it answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A microbatch that came back from the next stage."""
+
+    loss_sum: float
+    tokens: int
+    gradient: Tensor | None
+
+
+class HopFailed(Exception):
+    """A hop gave a microbatch up; `reason` says why, and its sender may try elsewhere."""
+
+    def __init__(self, reason: Refusal, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Counts of microbatches at one node. On stage 0, drawn = trained + dropped + held."""
+
+    drawn: int = 0
+    trained: int = 0
+    dropped: int = 0
+    put_back: int = 0
+    retried: int = 0
+    repeated: int = 0
+    served: int = 0
+
+
+def parse_header(header: JsonObject, *, run: str, stage: int) -> MicrobatchHeader:
+    """A validated header that is meant for this node; raises Refused otherwise."""
+    try:
+        parsed = MicrobatchHeader.model_validate(header)
+    except ValidationError as error:
+        raise Refused(Refusal.MALFORMED, _first_problem(error)) from None
+    if parsed.protocol != PROTOCOL_VERSION:
+        raise Refused(Refusal.WRONG_PROTOCOL, f"this node speaks version {PROTOCOL_VERSION}, not {parsed.protocol}")
+    if parsed.run != run:
+        raise Refused(Refusal.WRONG_RUN, f"this node serves run {run[:8]}")
+    if parsed.stage != stage:
+        raise Refused(Refusal.WRONG_STAGE, f"this node serves stage {stage}, not {parsed.stage}")
+    return parsed
+
+
+def check_specs(specs: tuple[TensorSpec, ...], *, dtype: str, windows: int, length: int, hidden: int) -> None:
+    """Refuse tensors that are not activations [b, length, hidden] and labels int32 [b, length] with b ≤ windows."""
+    if len(specs) != 2:
+        raise Refused(Refusal.MALFORMED, f"a microbatch has 2 tensors, not {len(specs)}")
+    activations, labels = specs
+    rows = activations.shape[0] if activations.shape else 0
+    if not 1 <= rows <= windows:
+        raise Refused(Refusal.TOO_LARGE, f"{rows} windows in a microbatch, 1 to {windows} are allowed")
+    for got, wanted in (
+        (activations, TensorSpec(dtype, (rows, length, hidden))),
+        (labels, TensorSpec("i32", (rows, length))),
+    ):
+        if got != wanted:
+            raise Refused(Refusal.MALFORMED, f"{got.dtype} {got.shape} where {wanted.dtype} {wanted.shape} belongs")
+
+
+def parse_answer(
+    header: JsonObject, tensors: tuple[Tensor, ...], *, activations: Tensor, mode: Mode
+) -> tuple[Trained, int]:
+    """A validated answer and the load that rode on it; raises ProtocolViolation where it breaks the protocol."""
+    try:
+        answer = MicrobatchAnswer.model_validate(header)
+    except ValidationError as error:
+        raise ProtocolViolation(f"bad answer: {_first_problem(error)}") from None
+    if mode == "evaluate":
+        return Trained(answer.loss_sum, answer.tokens, None), answer.load
+    if len(tensors) != 1 or tensors[0].shape != activations.shape or tensors[0].dtype != activations.dtype:
+        raise ProtocolViolation("the gradient does not have the shape and precision of the activations")
+    if not all_finite(tensors[0]):
+        raise ProtocolViolation("the gradient holds NaN or infinity")
+    return Trained(answer.loss_sum, answer.tokens, tensors[0]), answer.load
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """True where no element is NaN or infinite. One pass: a sum is finite only if every element is."""
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float64)))
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"

@@ -1,0 +1,124 @@
+"""Whom to average with, and when: pure decisions about the outer step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from noloco_node.swarm.transport import PeerId, Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The dialling window in inner steps since the last committed snapshot.
+
+    From `min_inner_steps` (H_min) a replica may be dialled, from `inner_steps` (H) it dials, and only after
+    H + 2·H_min does it step alone: giving up after a few tries would leave a fifth of the steps alone, the window
+    leaves next to none, also where speeds differ eightfold.
+    """
+
+    inner_steps: int
+    min_inner_steps: int
+
+    @property
+    def alone_after(self) -> int:
+        """Inner steps after which a replica that found nobody steps alone."""
+        return self.inner_steps + 2 * self.min_inner_steps
+
+
+@dataclass(frozen=True, slots=True)
+class PairingState:
+    """What the decision to dial rests on."""
+
+    steps_since_outer: int
+    fellows: Sequence[PeerId]
+    """Live fellows that may be averaged with."""
+    engaged: bool
+    """An exchange is open, here or dialled from elsewhere."""
+    next_try: float
+    """Time before which no new dial is made, after a refusal."""
+    last_round: bool = False
+    """Training is over: dial whatever the count of steps, and never step alone while fellows live."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Propose an exchange to this fellow."""
+
+    partner: PeerId
+
+
+class StepAlone:
+    """Take the outer step without a partner."""
+
+
+class Wait:
+    """Nothing to do now."""
+
+
+WAIT = Wait()
+STEP_ALONE = StepAlone()
+
+
+def decide(state: PairingState, window: Window, *, now: float, rng: random.Random) -> Dial | StepAlone | Wait:
+    """Dial a random fellow, step alone, or wait."""
+    if state.engaged or (state.steps_since_outer < window.inner_steps and not state.last_round):
+        return WAIT
+    if not state.fellows:
+        return STEP_ALONE
+    if state.steps_since_outer >= window.alone_after and not state.last_round:
+        return STEP_ALONE
+    if now < state.next_try:
+        return WAIT
+    return Dial(rng.choice(list(state.fellows)))
+
+
+def retry_delay(step_seconds: float, rng: random.Random) -> float:
+    """Seconds until the next dial after a refusal: a jittered part of an inner step, within [0.02, 5]."""
+    return min(5.0, max(0.02, step_seconds * rng.uniform(0.1, 0.6)))
+
+
+def answer_proposal(
+    *,
+    own: PeerId,
+    dialler: PeerId,
+    dialling: PeerId | None,
+    exchange_open: bool,
+    steps_since_outer: int,
+    window: Window,
+    last_round: bool,
+) -> Refusal | None:
+    """None to accept a proposal of `dialler`, else the reason to refuse it.
+
+    `dialling` is the fellow to whom an own proposal is under way. Where two dial each other, the proposal of the peer
+    with the smaller id stands and the other is refused as crossed.
+    """
+    if exchange_open:
+        return Refusal.BUSY
+    if dialling is not None:
+        if dialling != dialler:
+            return Refusal.BUSY
+        return None if dialler < own else Refusal.CROSSED
+    if steps_since_outer < window.min_inner_steps and not last_round:
+        return Refusal.TOO_EARLY
+    return None
+
+
+def believed_clock(claimed: float, directory_clocks: Sequence[float], max_lag: float) -> float:
+    """A partner's clock, kept within `max_lag` of the median of the directory's records: one peer's claim cannot push
+    the swarm's time."""
+    if not directory_clocks:
+        return claimed
+    middle = median(directory_clocks)
+    return min(middle + max_lag, max(middle - max_lag, claimed))
+
+
+def laggard(own_clock: float, other_clock: float, max_lag: float) -> str | None:
+    """`own` or `other` where that clock lags the other by more than `max_lag`, else None."""
+    if other_clock - own_clock > max_lag:
+        return "own"
+    if own_clock - other_clock > max_lag:
+        return "other"
+    return None

@@ -1,0 +1,394 @@
+"""A microbatch's way there and back.
+
+Each hop has one owner: the sender keeps the activations until the gradient is back, and on a refusal, a time-out or a
+broken stream it picks another peer. `Downstream` is that owner, `PipelineServer` answers for a stage, `Origin` draws
+the samples on stage 0 and keeps the account that must close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.swarm.microbatch import (
+    METHOD,
+    HopFailed,
+    Ledger,
+    MicrobatchHeader,
+    Mode,
+    Trained,
+    all_finite,
+    check_specs,
+    parse_answer,
+    parse_header,
+)
+from noloco_node.swarm.routing import RoutingBook
+from noloco_node.swarm.transport import (
+    JsonObject,
+    Message,
+    PeerId,
+    PeerUnreachable,
+    Refusal,
+    Refused,
+    TensorSpec,
+    Transport,
+    TransportError,
+)
+from noloco_node.training.stage_trainer import Passage
+from noloco_node.training.stage_worker import StageWorker
+
+logger = logging.getLogger(__name__)
+
+BUDGET_SHARE_PASSED_ON = 0.9
+"""Each hop gives the next one less time than it has, so that it can fail upward before its own time is over."""
+
+MIN_BUDGET_MS = 50
+ANSWERS_KEPT = 32
+IDS_KEPT = 4096
+BUSY_BACKOFF_SECONDS = (0.02, 0.2)
+
+_PASSED_UPWARD = (Refusal.DOWNSTREAM_EXHAUSTED, Refusal.BUDGET_SPENT)
+_COME_BACK = (Refusal.BUSY, Refusal.DRAINING)
+
+
+class Downstream:
+    """Sends microbatches to the next stage and brings their gradients back, trying several peers."""
+
+    def __init__(
+        self, spec: RunSpec, stage: int, transport: Transport, book: RoutingBook, ledger: Ledger, rng: random.Random
+    ) -> None:
+        self._spec = spec
+        self._stage = stage
+        self._transport = transport
+        self._book = book
+        self._ledger = ledger
+        self._rng = rng
+
+    async def send(self, microbatch: str, mode: Mode, activations: Tensor, labels: Tensor, budget: float) -> Trained:
+        """Have the next stage train (or evaluate) activations [b, T, hidden] and labels int32 [b, T].
+
+        Raises HopFailed when the budget (seconds) or the attempts are used up, or when a peer further on gave up:
+        that is passed upward at once and retried by the origin only, so that failures do not multiply over hops.
+        """
+        deadline = time.monotonic() + budget
+        failures, attempt = 0, 0
+        excluded: set[PeerId] = set()
+        while (remaining := deadline - time.monotonic()) * 1000 > MIN_BUDGET_MS:
+            peer = self._book.choose(excluded)
+            if peer is None:
+                await self._wait_for_a_peer(bool(excluded), remaining)
+                excluded.clear()
+                continue
+            try:
+                return await self._ask(peer, microbatch, attempt, mode, activations, labels, remaining)
+            except Refused as refusal:
+                if refusal.reason in _PASSED_UPWARD:
+                    raise HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, refusal.detail) from None
+                failures += refusal.reason not in _COME_BACK
+                logger.debug("microbatch %s refused by %s: %s", microbatch[:8], peer, refusal)
+            except TransportError as error:
+                failures += 1
+                self._book.failed(peer)
+                if mode == "train" and not isinstance(error, PeerUnreachable):
+                    self._ledger.repeated += 1
+                logger.debug("microbatch %s lost at %s: %r", microbatch[:8], peer, error)
+            if failures >= self._spec.pipeline.hop_attempts:
+                raise HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, f"{failures} failures at stage {self._stage + 1}")
+            attempt += 1
+            if mode == "train":
+                self._ledger.retried += 1
+            excluded.add(peer)
+        raise HopFailed(Refusal.BUDGET_SPENT, f"no peer of stage {self._stage + 1} answered within {budget:.1f} s")
+
+    async def _ask(
+        self, peer: PeerId, microbatch: str, attempt: int, mode: Mode, activations: Tensor, labels: Tensor, left: float
+    ) -> Trained:
+        header = MicrobatchHeader(
+            id=microbatch,
+            attempt=attempt,
+            budget_ms=max(1, int(left * 1000 * BUDGET_SHARE_PASSED_ON)),
+            mode=mode,
+            run=self._spec.run_id,
+            stage=self._stage + 1,
+        )
+        self._book.sent(peer)
+        try:
+            answer = await self._transport.call(
+                peer,
+                METHOD,
+                Message(header.model_dump(mode="json"), (activations, labels)),
+                timeout=left,
+                progress=self._spec.pipeline.progress_seconds,
+                max_answer_bytes=activations.nbytes,
+            )
+        finally:
+            self._book.done(peer)
+        trained, load = parse_answer(answer.header, answer.tensors, activations=activations, mode=mode)
+        self._book.reported(peer, load)
+        return trained
+
+    async def _wait_for_a_peer(self, all_asked: bool, remaining: float) -> None:
+        """After a round in which every peer said no, a short jittered pause; with no peer at all, until one appears."""
+        pause = self._rng.uniform(*BUSY_BACKOFF_SECONDS) if all_asked else remaining
+        await self._book.changed.wait(min(pause, remaining))
+
+
+class PipelineServer:
+    """Answers microbatches for this node's stage. Full means `busy` at once: nothing queues without bound."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        stage: int,
+        hidden: int,
+        worker: StageWorker,
+        downstream: Downstream | None,
+        ledger: Ledger,
+        max_pending: int,
+    ) -> None:
+        self._spec = spec
+        self._stage = stage
+        self._hidden = hidden
+        self._worker = worker
+        self._downstream = downstream
+        self._ledger = ledger
+        self._pending = 0
+        self._under_way: set[str] = set()
+        self._trained: OrderedDict[str, None] = OrderedDict()
+        self._answers: OrderedDict[str, Message] = OrderedDict()
+        self._max_pending = max_pending
+        self.accepting = False
+
+    @property
+    def pending(self) -> int:
+        """Microbatches of others that this node holds now."""
+        return self._pending
+
+    def admit(self, _peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
+        """Refuse what is not meant for this node, malformed, too large, or too much now."""
+        if not self.accepting:
+            raise Refused(Refusal.DRAINING)
+        parse_header(header, run=self._spec.run_id, stage=self._stage)
+        check_specs(
+            specs,
+            dtype=self._spec.pipeline.activations,
+            windows=self._spec.inner.microbatch_windows,
+            length=self._spec.data.sequence_length,
+            hidden=self._hidden,
+        )
+        if self._pending >= self._max_pending:
+            raise Refused(Refusal.BUSY, f"{self._pending} microbatches are pending here")
+
+    async def handle(self, _peer: PeerId, message: Message) -> Message:
+        """Train or evaluate one microbatch and answer with loss and gradient."""
+        header = parse_header(message.header, run=self._spec.run_id, stage=self._stage)
+        known = self._recall(header.id)
+        if known is not None:
+            return known
+        self._pending += 1
+        self._under_way.add(header.id)
+        try:
+            answer = await self._carry_through(header, *message.tensors)
+        finally:
+            self._pending -= 1
+            self._under_way.discard(header.id)
+        if header.mode == "train":
+            self._keep_answer(header.id, answer)
+            self._ledger.served += 1
+        return answer
+
+    async def _carry_through(self, header: MicrobatchHeader, activations: Tensor, labels: Tensor) -> Message:
+        deadline = time.monotonic() + header.budget_ms / 1000
+        if not all_finite(activations):
+            raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
+        if header.mode == "evaluate":
+            return await self._evaluate(header, activations, labels, deadline)
+        if self._downstream is None:
+            self._mark_trained(header.id)
+            result = await self._worker.loss(activations, labels)
+            return self._answer(Trained(result.loss_sum, result.tokens, result.input_gradient))
+        passage = Passage()
+        try:
+            outputs = await self._worker.forward(activations, passage)
+            trained = await self._send_on(header, outputs, labels, deadline)
+            assert trained.gradient is not None
+            self._mark_trained(header.id)
+            gradient = await self._worker.backward(passage, trained.gradient, trained.loss_sum, trained.tokens)
+            return self._answer(Trained(trained.loss_sum, trained.tokens, gradient))
+        except BaseException:
+            await self._worker.discard(passage)
+            raise
+
+    async def _evaluate(
+        self, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float
+    ) -> Message:
+        if self._downstream is None:
+            return self._answer(Trained(await self._worker.evaluate_loss(activations, labels), labels.numel(), None))
+        outputs = await self._worker.evaluate(activations)
+        return self._answer(await self._send_on(header, outputs, labels, deadline))
+
+    async def _send_on(self, header: MicrobatchHeader, outputs: Tensor, labels: Tensor, deadline: float) -> Trained:
+        assert self._downstream is not None
+        try:
+            return await self._downstream.send(header.id, header.mode, outputs, labels, deadline - time.monotonic())
+        except HopFailed as failure:
+            raise Refused(failure.reason, failure.detail) from None
+
+    def _answer(self, trained: Trained) -> Message:
+        header = {"loss_sum": trained.loss_sum, "tokens": trained.tokens, "load": self._pending}
+        return Message(header, () if trained.gradient is None else (trained.gradient,))
+
+    def _recall(self, microbatch: str) -> Message | None:
+        """The answer to a repeat. One that was trained here but whose answer is gone must not be trained again."""
+        if microbatch in self._under_way:
+            raise Refused(Refusal.BUSY, "this microbatch is under way here")
+        if microbatch in self._answers:
+            return self._answers[microbatch]
+        if microbatch in self._trained:
+            raise Refused(Refusal.ALREADY_TRAINED)
+        return None
+
+    def _mark_trained(self, microbatch: str) -> None:
+        """From here on the microbatch changes this replica: a repeat is turned away even if this attempt is cancelled."""
+        self._trained[microbatch] = None
+        if len(self._trained) > IDS_KEPT:
+            self._trained.popitem(last=False)
+
+    def _keep_answer(self, microbatch: str, answer: Message) -> None:
+        self._answers[microbatch] = answer
+        if len(self._answers) > ANSWERS_KEPT:
+            self._answers.popitem(last=False)
+
+
+@dataclass(slots=True)
+class Sample:
+    """Windows that make one microbatch, and how often they were put back."""
+
+    windows: Sequence[int]
+    put_backs: int = 0
+
+
+class Origin:
+    """Stage 0's source of microbatches: draws samples, keeps several under way, puts failed ones back.
+
+    The account closes at every moment: drawn = trained + dropped + held.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        worker: StageWorker,
+        downstream: Downstream | None,
+        ledger: Ledger,
+        *,
+        draw: Callable[[], Sequence[int]],
+        load: Callable[[Sequence[int]], tuple[Tensor, Tensor]],
+    ) -> None:
+        self._spec = spec
+        self._worker = worker
+        self._downstream = downstream
+        self._ledger = ledger
+        self._draw = draw
+        self._load = load
+        self._waiting: deque[Sample] = deque()
+        self._under_way = 0
+
+    @property
+    def under_way(self) -> int:
+        """Samples being carried through now."""
+        return self._under_way
+
+    @property
+    def held(self) -> int:
+        """Samples drawn and neither trained nor dropped."""
+        return len(self._waiting) + self._under_way
+
+    async def run(self, in_flight: int, training_goes_on: Callable[[], bool]) -> None:
+        """Keep `in_flight` microbatches under way until `training_goes_on()` is false, then finish those under way."""
+
+        async def keep_drawing() -> None:
+            while training_goes_on():
+                await self.train_one()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(in_flight):
+                group.create_task(keep_drawing())
+
+    async def train_one(self) -> None:
+        """Draw one sample (one that was put back, if there is any) and carry it to its end or back into the queue."""
+        sample = self._waiting.popleft() if self._waiting else self._draw_new()
+        self._under_way += 1
+        try:
+            await self._carry_through(sample)
+        except HopFailed as failure:
+            self._under_way -= 1
+            self._put_back(sample, failure)
+        except asyncio.CancelledError:
+            self._under_way -= 1
+            self._waiting.appendleft(sample)
+            raise
+        else:
+            self._under_way -= 1
+            self._ledger.trained += 1
+
+    async def evaluate(
+        self, windows: Sequence[int], load: Callable[[Sequence[int]], tuple[Tensor, Tensor]]
+    ) -> tuple[float, int]:
+        """Mean loss (nats per token) of held-out windows through the swarm, and their tokens; HopFailed if it cannot."""
+        size = self._spec.inner.microbatch_windows
+        parts = [windows[start : start + size] for start in range(0, len(windows), size)]
+        results = await asyncio.gather(*(self._evaluate_part(part, load) for part in parts))
+        tokens = sum(count for _, count in results)
+        return sum(loss for loss, _ in results) / tokens, tokens
+
+    async def _carry_through(self, sample: Sample) -> None:
+        inputs, labels = self._load(sample.windows)
+        if self._downstream is None:
+            await self._worker.loss(inputs, labels, draw=True)
+            return
+        passage = Passage()
+        try:
+            outputs = await self._worker.forward(inputs, passage, draw=True)
+            trained = await self._downstream.send(
+                secrets.token_hex(16), "train", outputs, labels.to(torch.int32), self._spec.pipeline.budget_seconds
+            )
+            assert trained.gradient is not None
+            await self._worker.backward(passage, trained.gradient, trained.loss_sum, trained.tokens)
+        except BaseException:
+            await self._worker.discard(passage)
+            raise
+
+    async def _evaluate_part(
+        self, windows: Sequence[int], load: Callable[[Sequence[int]], tuple[Tensor, Tensor]]
+    ) -> tuple[float, int]:
+        inputs, labels = load(windows)
+        if self._downstream is None:
+            return await self._worker.evaluate_loss(inputs, labels), labels.numel()
+        outputs = await self._worker.evaluate(inputs)
+        result = await self._downstream.send(
+            secrets.token_hex(16), "evaluate", outputs, labels.to(torch.int32), self._spec.pipeline.budget_seconds
+        )
+        return result.loss_sum, result.tokens
+
+    def _draw_new(self) -> Sample:
+        self._ledger.drawn += 1
+        return Sample(self._draw())
+
+    def _put_back(self, sample: Sample, failure: HopFailed) -> None:
+        if sample.put_backs >= self._spec.pipeline.put_backs:
+            self._ledger.dropped += 1
+            logger.warning("a sample was dropped after %d put-backs: %s", sample.put_backs, failure)
+            return
+        sample.put_backs += 1
+        self._ledger.put_back += 1
+        self._waiting.append(sample)

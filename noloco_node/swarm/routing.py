@@ -1,0 +1,123 @@
+"""Who gets the next microbatch: a pure choice, and the book that remembers what it needs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from noloco_node.aio import Pulse
+from noloco_node.swarm.transport import PeerId
+
+Strategy = Literal["uniform", "balanced", "fixed"]
+
+SUSPENSION_SECONDS = 5.0
+"""How long a peer whose stream broke or timed out is passed over (it comes back by itself if it lives)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A live next-stage peer as its caller knows it."""
+
+    peer: PeerId
+    outstanding: int
+    """Own requests under way to it."""
+    load: int
+    """Microbatches it held at its last answer, own ones included."""
+    suspended_until: float = 0.0
+
+
+def choose_peer(
+    strategy: Strategy,
+    candidates: Sequence[Candidate],
+    *,
+    own_rank: int,
+    now: float,
+    rng: random.Random,
+    excluded: Collection[PeerId] = (),
+) -> PeerId | None:
+    """The peer for one microbatch, or None where nobody may be asked now.
+
+    `uniform` draws one (the paper's); `balanced` draws two and takes the less loaded; `fixed` always takes the
+    candidate at `own_rank` (this peer's place among its fellows), modulo their number, for the ablation of routing.
+    Suspended peers are passed over, unless all are: then the one that returns first is tried, so that a stage with a
+    single slow peer is never cut off.
+    """
+    eligible = [c for c in candidates if c.peer not in excluded]
+    if strategy == "fixed" and eligible:
+        ordered = sorted(eligible, key=lambda c: c.peer)
+        return ordered[own_rank % len(ordered)].peer
+    available = [c for c in eligible if c.suspended_until <= now]
+    if not available:
+        return min(eligible, key=lambda c: c.suspended_until).peer if eligible else None
+    if strategy == "uniform" or len(available) == 1:
+        return rng.choice(available).peer
+    first, second = rng.sample(available, 2)
+    return first.peer if _burden(first) <= _burden(second) else second.peer
+
+
+def _burden(candidate: Candidate) -> int:
+    """Own requests count even when the last answer is older than they are; what others sent shows in the answer."""
+    return max(candidate.outstanding, candidate.load)
+
+
+class RoutingBook:
+    """What this node knows of its next-stage peers: who lives, own requests under way, reported load, suspensions."""
+
+    def __init__(self, strategy: Strategy, rng: random.Random, clock: Callable[[], float]) -> None:
+        self._strategy: Strategy = strategy
+        self._rng = rng
+        self._clock = clock
+        self._peers: tuple[PeerId, ...] = ()
+        self._outstanding: dict[PeerId, int] = {}
+        self._load: dict[PeerId, int] = {}
+        self._suspended: dict[PeerId, float] = {}
+        self.changed = Pulse()
+        """Fires when the set of live peers has changed."""
+        self.own_rank = 0
+
+    def update(self, peers: Sequence[PeerId], own_rank: int) -> None:
+        """Take over the directory's live next-stage peers and this peer's place among its fellows."""
+        if tuple(peers) != self._peers:
+            self._peers = tuple(peers)
+            self._load = {peer: load for peer, load in self._load.items() if peer in peers}
+            self._suspended = {peer: until for peer, until in self._suspended.items() if peer in peers}
+            self.changed.fire()
+        self.own_rank = own_rank
+
+    def choose(self, excluded: Collection[PeerId] = ()) -> PeerId | None:
+        """A peer for one microbatch, or None where nobody may be asked now."""
+        candidates = [
+            Candidate(peer, self._outstanding.get(peer, 0), self._load.get(peer, 0), self._suspended.get(peer, 0.0))
+            for peer in self._peers
+        ]
+        return choose_peer(
+            self._strategy,
+            candidates,
+            own_rank=self.own_rank,
+            now=self._clock(),
+            rng=self._rng,
+            excluded=excluded,
+        )
+
+    def sent(self, peer: PeerId) -> None:
+        """A request to `peer` is under way."""
+        self._outstanding[peer] = self._outstanding.get(peer, 0) + 1
+
+    def done(self, peer: PeerId) -> None:
+        """A request to `peer` has ended, however."""
+        left = self._outstanding.get(peer, 0) - 1
+        if left > 0:
+            self._outstanding[peer] = left
+        else:
+            self._outstanding.pop(peer, None)
+
+    def reported(self, peer: PeerId, load: int) -> None:
+        """`peer` said with its answer how many microbatches it holds."""
+        self._load[peer] = load
+        self._suspended.pop(peer, None)
+
+    def failed(self, peer: PeerId) -> None:
+        """A stream to `peer` broke or timed out: pass it over for a while."""
+        self._suspended[peer] = self._clock() + SUSPENSION_SECONDS

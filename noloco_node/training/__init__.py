@@ -1,0 +1,1 @@
+"""The stage worker: one thread that owns the device, the stage and its optimizer."""

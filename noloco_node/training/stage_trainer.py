@@ -1,0 +1,261 @@
+"""The stage on its device: forward, backward, inner step. Synchronous; belongs to the compute thread.
+
+fp32 masters live in one flat vector that AdamW updates in place. Every step publishes an immutable copy in the compute
+precision; a microbatch is carried through `torch.func.functional_call` on the copy that was current at its forward, and
+its backward uses that same copy. (Assigning to `p.data` instead gives silently wrong gradients.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage, reportUnknownVariableType]
+
+from noloco_node.config.run_spec import InnerSpec
+from noloco_node.model.stage import Stage
+from noloco_node.training.layout import FlatLayout
+from noloco_node.training.versions import Version, VersionStore
+
+COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(slots=True, eq=False)
+class Passage:
+    """A microbatch's stay at this stage, between its forward and its backward. Made by the caller, filled by `forward`,
+    emptied by `backward` or `discard`; so that whoever made it can always clean up."""
+
+    version: Version | None = None
+    inputs: Tensor | None = None
+    outputs: Tensor | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LossResult:
+    """The last stage's answer: the loss summed over tokens, the tokens, and the gradient of that sum with respect to
+    the inputs (None on a first stage, whose inputs are token ids)."""
+
+    loss_sum: float
+    tokens: int
+    input_gradient: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an inner step did. `gradient_norm` is that of the mean gradient, before clipping."""
+
+    tokens: int
+    loss: float
+    gradient_norm: float
+    skipped: bool
+
+
+class StageTrainer:
+    """One stage with its optimizer. Gradients of losses summed over tokens accumulate until `step` divides them."""
+
+    def __init__(self, stage: Stage, inner: InnerSpec, *, device: str, wire_dtype: torch.dtype) -> None:
+        self.device = torch.device(device)
+        self.wire_dtype = wire_dtype
+        self.layout = FlatLayout.of(dict(stage.named_parameters()))
+        self.master = self.layout.flatten(dict(stage.named_parameters())).to(self.device)
+        self._compute_dtype = COMPUTE_DTYPE[inner.precision]
+        self._is_first, self._is_last = stage.cut.is_first, stage.cut.is_last
+        self._stage = stage.to(self.device)
+        _without_weights(self._stage)
+        self._recompute = inner.backward == "recompute"
+        self._clip_norm = inner.clip_norm
+        self._gradient = torch.zeros_like(self.master)
+        self._gradient_views = list(self.layout.views(self._gradient).values())
+        self._tokens = 0
+        self._loss_sum = 0.0
+        self._optimizer = self._make_optimizer(inner)
+        self._versions = VersionStore(self.layout, self._compute_dtype)
+        self._versions.publish(self.master)
+
+    @property
+    def tokens_accumulated(self) -> int:
+        """Tokens behind the gradient that no step has used yet."""
+        return self._tokens
+
+    @property
+    def live_versions(self) -> int:
+        """Published weights that are current or held by a microbatch."""
+        return self._versions.live
+
+    def forward(self, inputs: Tensor, passage: Passage) -> Tensor:
+        """Activations [B, T, hidden] on the host in the wire precision; `passage` holds what the backward needs."""
+        assert passage.version is None, "a passage is used once"
+        passage.version = self._versions.acquire()
+        inputs = self._to_device(inputs)
+        if self._recompute:
+            passage.inputs = inputs
+            with torch.no_grad():
+                outputs = self._run(passage.version, inputs)
+        else:
+            passage.inputs, passage.outputs = self._forward_with_graph(passage.version, inputs)
+            outputs = passage.outputs
+        return outputs.detach().to(device="cpu", dtype=self.wire_dtype)
+
+    def backward(self, passage: Passage, output_gradient: Tensor, loss_sum: float, tokens: int) -> Tensor | None:
+        """Accumulate the gradient of a microbatch; returns that of its inputs (host, wire precision; None on stage 0).
+
+        `output_gradient` [B, T, hidden] is that of the loss summed over the microbatch's `tokens`.
+        """
+        assert passage.version is not None and passage.inputs is not None, "backward needs a forward"
+        inputs, outputs = passage.inputs, passage.outputs
+        if outputs is None:
+            inputs, outputs = self._forward_with_graph(passage.version, inputs)
+        gradient = output_gradient.to(device=self.device, dtype=outputs.dtype)
+        input_gradient = self._accumulate(passage.version, inputs, outputs, gradient)
+        self.discard(passage)
+        self._count(loss_sum, tokens)
+        return input_gradient
+
+    def loss(self, inputs: Tensor, labels: Tensor) -> LossResult:
+        """Last stage: forward, loss and backward in one. `inputs` [B, T, hidden] (ids [B, T] where P = 1), `labels`
+        int [B, T]."""
+        passage = Passage(version=self._versions.acquire())
+        assert passage.version is not None
+        try:
+            leaf, logits = self._forward_with_graph(passage.version, self._to_device(inputs))
+            loss = _summed_loss(logits, labels.to(self.device))
+            input_gradient = self._accumulate(passage.version, leaf, loss, None)
+        finally:
+            self.discard(passage)
+        result = LossResult(float(loss.detach()), labels.numel(), input_gradient)
+        self._count(result.loss_sum, result.tokens)
+        return result
+
+    def evaluate(self, inputs: Tensor) -> Tensor:
+        """Forward only: activations on the host in the wire precision."""
+        with torch.no_grad():
+            outputs = self._run(self._versions.current, self._to_device(inputs))
+        return outputs.to(device="cpu", dtype=self.wire_dtype)
+
+    def evaluate_loss(self, inputs: Tensor, labels: Tensor) -> float:
+        """Last stage, forward only: loss summed over tokens."""
+        with torch.no_grad():
+            logits = self._run(self._versions.current, self._to_device(inputs))
+            return float(_summed_loss(logits, labels.to(self.device)))
+
+    def discard(self, passage: Passage) -> None:
+        """Let go of a passage's graph and weights; harmless for one that is empty."""
+        version, passage.version = passage.version, None
+        passage.inputs = passage.outputs = None
+        if version is not None:
+            self._versions.release(version)
+
+    def step(self, learning_rate: float) -> StepResult:
+        """One inner step on the mean gradient of the accumulated tokens, clipped to this stage's norm bound.
+
+        A gradient that is not finite is thrown away and the weights stay as they are.
+        """
+        assert self._tokens > 0, "a step needs tokens"
+        tokens, loss = self._tokens, self._loss_sum / self._tokens
+        self._gradient.div_(tokens)
+        norm = float(self._gradient.norm())
+        skipped = not (norm < float("inf"))  # NaN compares false with everything
+        if not skipped:
+            if norm > self._clip_norm:
+                self._gradient.mul_(self._clip_norm / (norm + 1e-6))
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate
+            self._optimizer.step()
+            self._versions.publish(self.master)
+        self._gradient.zero_()
+        self._tokens, self._loss_sum = 0, 0.0
+        return StepResult(tokens, loss, norm, skipped)
+
+    def add_to_weights(self, correction: Tensor) -> None:
+        """θ ← θ + correction (flat, host), and publish."""
+        with torch.no_grad():
+            self.master.add_(correction.to(self.device))
+        self._versions.publish(self.master)
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Copies (host) of AdamW's moments as flat vectors and its step count as an int64 scalar."""
+        moments = {name: torch.zeros(self.layout.size) for name in ("exp_avg", "exp_avg_sq")}
+        steps = 0
+        for part, parameter in self._optimizer_parts():
+            state = self._optimizer.state.get(parameter)
+            if state:
+                steps = int(state["step"])
+                for name, flat in moments.items():
+                    flat[part].copy_(state[name])
+        return {**moments, "optimizer_steps": torch.tensor(steps)}
+
+    def load(self, fast: Tensor, optimizer_state: Mapping[str, Tensor]) -> None:
+        """Replace weights (flat, any device) and AdamW's state; `optimizer_state` as `optimizer_state()` gives it."""
+        with torch.no_grad():
+            self.master.copy_(fast)
+        for part, parameter in self._optimizer_parts():
+            self._optimizer.state[parameter] = {
+                "step": optimizer_state["optimizer_steps"].to(torch.float32).clone(),
+                "exp_avg": optimizer_state["exp_avg"][part].to(self.device, copy=True),
+                "exp_avg_sq": optimizer_state["exp_avg_sq"][part].to(self.device, copy=True),
+            }
+        self._versions.publish(self.master)
+
+    def _make_optimizer(self, inner: InnerSpec) -> torch.optim.AdamW:
+        groups: list[dict[str, Any]] = []
+        for part, decay in zip(self._parts(), (inner.weight_decay, 0.0), strict=False):
+            parameter = self.master[part]
+            parameter.grad = self._gradient[part]
+            groups.append({"params": [parameter], "weight_decay": decay})
+        return torch.optim.AdamW(groups, lr=1.0, betas=(inner.beta1, inner.beta2), eps=inner.eps, fused=True)
+
+    def _parts(self) -> list[slice]:
+        """The decayed and the other elements of the flat vector."""
+        cut, size = self.layout.decayed, self.layout.size
+        assert 0 < cut < size, "a stage has matrices and vectors"
+        return [slice(0, cut), slice(cut, size)]
+
+    def _optimizer_parts(self) -> list[tuple[slice, Tensor]]:
+        """Where in the flat vector each of the optimizer's tensors lies."""
+        return [
+            (part, group["params"][0]) for part, group in zip(self._parts(), self._optimizer.param_groups, strict=True)
+        ]
+
+    def _forward_with_graph(self, version: Version, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = inputs if self._is_first else inputs.detach().requires_grad_()
+        with torch.enable_grad():
+            return leaf, self._run(version, leaf)
+
+    def _run(self, version: Version, inputs: Tensor) -> Tensor:
+        return cast(Tensor, functional_call(self._stage, version.parameters, (inputs,)))
+
+    def _accumulate(self, version: Version, inputs: Tensor, outputs: Tensor, gradient: Tensor | None) -> Tensor | None:
+        parameters = list(version.parameters.values())
+        wanted = parameters if self._is_first else [*parameters, inputs]
+        gradients = torch.autograd.grad(outputs, wanted, gradient)
+        with torch.no_grad():
+            if self._compute_dtype == torch.float32:
+                torch._foreach_add_(self._gradient_views, list(gradients[: len(parameters)]))  # pyright: ignore
+            else:
+                for total, part in zip(self._gradient_views, gradients, strict=False):
+                    total.add_(part)
+        return None if self._is_first else gradients[-1].to(device="cpu", dtype=self.wire_dtype)
+
+    def _to_device(self, inputs: Tensor) -> Tensor:
+        if self._is_first:
+            return inputs.to(device=self.device, dtype=torch.int64)
+        return inputs.to(device=self.device, dtype=self._compute_dtype)
+
+    def _count(self, loss_sum: float, tokens: int) -> None:
+        self._loss_sum += loss_sum
+        self._tokens += tokens
+
+
+def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.reshape(-1).to(torch.int64), reduction="sum")
+
+
+def _without_weights(stage: Stage) -> None:
+    """Drop the stage's own copy of its weights: `functional_call` supplies them, the buffers stay."""
+    for module in stage.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
