@@ -1,0 +1,149 @@
+"""The weights of one stage on disk: two safetensors files and a manifest that proves them whole."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor
+
+from noloco_node import __version__
+from noloco_node.config.run_spec import canonical_json
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.model.cut import StageCut
+from noloco_node.storage import atomic
+
+MANIFEST = "manifest.json"
+SLOW = "slow.safetensors"
+FAST = "fast.safetensors"
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Manifest(BaseModel):
+    """What the files are and their SHA-256; `seal` is the SHA-256 of the other fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    version: str
+    """noloco-node's version that wrote it."""
+    run_id: str
+    stage: Annotated[int, Field(ge=0)]
+    stages: Annotated[int, Field(gt=0)]
+    first_layer: Annotated[int, Field(ge=0)]
+    end_layer: Annotated[int, Field(gt=0)]
+    clock: Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+    """Clock in swarm tokens."""
+    outer_rounds: Annotated[int, Field(ge=0)]
+    files: dict[Literal["slow.safetensors", "fast.safetensors"], Sha256]
+    seal: Sha256 | Literal[""] = ""
+
+    @property
+    def cut(self) -> StageCut:
+        """The stage's place in the model."""
+        return StageCut(self.stage, self.stages, self.first_layer, self.end_layer)
+
+    def expected_seal(self) -> str:
+        """SHA-256 of the canonical JSON of the other fields."""
+        return hashlib.sha256(canonical_json(self.model_dump(mode="json", exclude={"seal"})).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStage:
+    """A stage read back: tensors by full Hugging Face names, fp32, on the CPU."""
+
+    manifest: Manifest
+    slow: dict[str, Tensor]
+    fast: dict[str, Tensor]
+
+
+def save_stage(
+    folder: Path,
+    *,
+    run_id: str,
+    cut: StageCut,
+    clock: float,
+    outer_rounds: int,
+    slow: Mapping[str, Tensor],
+    fast: Mapping[str, Tensor],
+) -> Manifest:
+    """Write slow and fast weights (full Hugging Face name -> tensor) to `folder`, replacing it as a whole.
+
+    `clock` is in swarm tokens. Raises UserError (RUN_FOLDER) when the disk refuses; an older `folder` then stays.
+    """
+    try:
+        with atomic.new_folder(folder) as partial:
+            files = {
+                SLOW: _write_tensors(partial / SLOW, slow),
+                FAST: _write_tensors(partial / FAST, fast),
+            }
+            manifest = _sealed(run_id, cut, clock, outer_rounds, files)
+            atomic.write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"the weights cannot be saved to '{folder}': {error}",
+            "make room on the disk, or choose another run_folder",
+        ) from error
+    return manifest
+
+
+def load_stage(folder: Path) -> SavedStage:
+    """Read what `save_stage` wrote. Raises UserError (RUN_FOLDER) when a file is missing, torn or altered."""
+    try:
+        manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+        if manifest.seal != manifest.expected_seal():
+            raise _damaged(folder, f"{MANIFEST} does not match its own seal")
+        return SavedStage(manifest, _read_tensors(folder, SLOW, manifest), _read_tensors(folder, FAST, manifest))
+    except (OSError, KeyError, ValidationError) as error:
+        raise _damaged(folder, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+
+
+def _sealed(run_id: str, cut: StageCut, clock: float, outer_rounds: int, files: dict[str, str]) -> Manifest:
+    open_manifest = Manifest.model_validate(
+        {
+            "version": __version__,
+            "run_id": run_id,
+            "stage": cut.index,
+            "stages": cut.stages,
+            "first_layer": cut.first_layer,
+            "end_layer": cut.end_layer,
+            "clock": clock,
+            "outer_rounds": outer_rounds,
+            "files": files,
+        }
+    )
+    return open_manifest.model_copy(update={"seal": open_manifest.expected_seal()})
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    return _sha256(path)
+
+
+def _read_tensors(
+    folder: Path, name: Literal["slow.safetensors", "fast.safetensors"], manifest: Manifest
+) -> dict[str, Tensor]:
+    if _sha256(folder / name) != manifest.files[name]:
+        raise _damaged(folder, f"{name} does not match the hash in its {MANIFEST}")
+    return load_file(folder / name)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _damaged(folder: Path, reason: str) -> UserError:
+    return UserError(
+        ExitCode.RUN_FOLDER,
+        f"the saved weights in '{folder}' are damaged or incomplete: {reason}",
+        "remove the folder and take the weights from another replica of the stage",
+    )

@@ -1,0 +1,82 @@
+"""A file or folder is whole or absent, whenever the writer fails."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from noloco_node.storage import atomic
+
+
+def listing(folder: Path) -> list[str]:
+    """Names in the folder, hidden ones included."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """New content under the same name, and nothing else left in the folder."""
+    atomic.write_bytes(tmp_path / "a", b"one")
+    atomic.write_json(tmp_path / "a", {"two": [1, None]})
+    assert json.loads((tmp_path / "a").read_text()) == {"two": [1, None]}
+    assert listing(tmp_path) == ["a"]
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk refuses when the data is synced: the old content stays, no partial file does."""
+    atomic.write_bytes(tmp_path / "a", b"old")
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space"):
+        atomic.write_bytes(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"old"
+    assert listing(tmp_path) == ["a"]
+
+
+def test_json_refuses_what_json_does_not_have(tmp_path: Path) -> None:
+    """NaN would make a file that other readers refuse."""
+    with pytest.raises(ValueError, match="JSON"):
+        atomic.write_json(tmp_path / "a", {"loss": float("nan")})
+    assert listing(tmp_path) == []
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """Files of the former folder are gone, and so are the temporary folders."""
+    for name in ("one", "two"):
+        with atomic.new_folder(tmp_path / "w") as partial:
+            (partial / name).write_text(name)
+            assert not (tmp_path / "w" / name).exists()
+        assert listing(tmp_path / "w") == [name]
+    assert listing(tmp_path) == ["w"]
+
+
+def test_a_failed_folder_keeps_the_old_one(tmp_path: Path) -> None:
+    """An error inside the block changes nothing."""
+    with atomic.new_folder(tmp_path / "w") as partial:
+        (partial / "good").write_text("good")
+
+    def fail_half_way() -> None:
+        with atomic.new_folder(tmp_path / "w") as partial:
+            (partial / "bad").write_text("half")
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError):
+        fail_half_way()
+    assert listing(tmp_path / "w") == ["good"]
+    assert listing(tmp_path) == ["w"]
+
+
+def test_a_crash_between_the_two_renames_is_mended(tmp_path: Path) -> None:
+    """Killed after the former folder was moved aside: the next writer puts it back before it starts."""
+    with atomic.new_folder(tmp_path / "w") as partial:
+        (partial / "good").write_text("good")
+    (tmp_path / "w").rename(tmp_path / ".w.former")
+    with pytest.raises(RuntimeError), atomic.new_folder(tmp_path / "w"):
+        raise RuntimeError("stop")
+    assert listing(tmp_path / "w") == ["good"]
+    assert listing(tmp_path) == ["w"]

@@ -1,0 +1,116 @@
+"""Saved weights come back bit for bit, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.model.cut import StageCut
+from noloco_node.storage.weights import FAST, MANIFEST, SLOW, load_stage, save_stage
+
+CUT = StageCut(index=1, stages=2, first_layer=2, end_layer=4)
+
+
+def tensors(seed: int) -> dict[str, Tensor]:
+    """A matrix that is a view, and a vector."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model.layers.2.mlp.up_proj.weight": torch.randn(5, 7, generator=generator).t(),
+        "model.norm.weight": torch.randn(7, generator=generator).requires_grad_(),
+    }
+
+
+def save(folder: Path, clock: float = 12345.678901234567) -> None:
+    """A stage on disk."""
+    save_stage(folder, run_id="ab" * 16, cut=CUT, clock=clock, outer_rounds=7, slow=tensors(1), fast=tensors(2))
+
+
+def test_a_stage_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    """Slow and fast weights, their names, the cut, the clock to its last digit."""
+    save(tmp_path / "final")
+    saved = load_stage(tmp_path / "final")
+    for read, written in ((saved.slow, tensors(1)), (saved.fast, tensors(2))):
+        assert set(read) == set(written)
+        assert all(torch.equal(read[name], written[name]) for name in written)
+    assert saved.manifest.cut == CUT
+    assert (saved.manifest.clock, saved.manifest.outer_rounds) == (12345.678901234567, 7)
+    assert saved.manifest.run_id == "ab" * 16
+    assert sorted(path.name for path in (tmp_path / "final").iterdir()) == sorted([MANIFEST, SLOW, FAST])
+
+
+def test_saving_again_replaces_the_former_weights(tmp_path: Path) -> None:
+    """The second state is read, and nothing else is left."""
+    save(tmp_path / "final")
+    save(tmp_path / "final", clock=99.0)
+    assert load_stage(tmp_path / "final").manifest.clock == 99.0
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    """Delete a file."""
+    return lambda folder: (folder / name).unlink()
+
+
+def truncate(name: str) -> Callable[[Path], None]:
+    """Cut a file in half."""
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
+
+
+def flip_last_bit(name: str) -> Callable[[Path], None]:
+    """Change one bit of the last tensor."""
+
+    def damage(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[-1] ^= 1
+        (folder / name).write_bytes(bytes(content))
+
+    return damage
+
+
+def swap_files(folder: Path) -> None:
+    """Slow for fast: both files are well-formed."""
+    slow, fast = (folder / SLOW).read_bytes(), (folder / FAST).read_bytes()
+    (folder / SLOW).write_bytes(fast)
+    (folder / FAST).write_bytes(slow)
+
+
+def change_clock(folder: Path) -> None:
+    """A manifest edited by hand."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "clock": 1.0}))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(remove(name) for name in (MANIFEST, SLOW, FAST)),
+        *(truncate(name) for name in (MANIFEST, SLOW, FAST)),
+        *(flip_last_bit(name) for name in (SLOW, FAST)),
+        swap_files,
+        change_clock,
+    ],
+)
+def test_torn_or_altered_weights_are_refused(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    """Whatever was done to the files, the reader says so instead of training on them."""
+    folder = tmp_path / "final"
+    save(folder)
+    load_stage(folder)
+    damage(folder)
+    with pytest.raises(UserError, match="damaged or incomplete") as caught:
+        load_stage(folder)
+    assert caught.value.exit_code is ExitCode.RUN_FOLDER
+
+
+def test_a_disk_that_refuses_is_a_users_error(tmp_path: Path) -> None:
+    """A file where a parent folder should be."""
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="cannot be saved") as caught:
+        save(tmp_path / "file" / "final")
+    assert caught.value.exit_code is ExitCode.RUN_FOLDER
