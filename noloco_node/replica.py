@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 ACCOUNT_SECONDS = 2.0
 LAG_PROBE_SECONDS = 0.1
+DRAIN_LOOK_SECONDS = 0.1
+LAST_LOOK_SECONDS = 0.3
 EVALUATION_RETRY_SECONDS = 1.0
 SPEED_SMOOTHING = 0.1
 
@@ -74,6 +76,8 @@ class Replica:
         assert (samples is not None) == stage.cut.is_first, "stage 0, and only it, has the text"
         self.spec = spec
         self.stage = stage.cut.index
+        self.full_names = stage.full_names()
+        """Parameter name of the stage -> name in the whole model."""
         self._settings = settings
         self._transport = transport
         self._thread = thread
@@ -196,7 +200,7 @@ class Replica:
         try:
             async with asyncio.timeout(self._settings.drain_seconds):
                 while self.server.pending or (self.origin and self.origin.under_way) or self.exchanger.engaged:
-                    await asyncio.sleep(0.05)
+                    await self._moved.wait(DRAIN_LOOK_SECONDS)
         except TimeoutError:
             logger.debug("drain time is over with work under way")
         course.cancel()
@@ -230,7 +234,8 @@ class Replica:
             await self._moved.wait()
 
     async def _evaluate(self, *, final: bool) -> None:
-        assert self.origin is not None and self._samples is not None
+        assert self.origin is not None
+        assert self._samples is not None
         progress = self.worker.progress
         try:
             loss, tokens = await self.origin.evaluate(self._samples.held_out, self._samples.validation)
@@ -269,7 +274,7 @@ class Replica:
                 await self.membership.announce(PeerState.DRAINING)
                 while self.membership.fellows(PeerState.TRAINING, PeerState.FINISHING) or self.exchanger.engaged:
                     await self.membership.refresh()
-                    await asyncio.sleep(0.2)
+                    await self._moved.wait(LAST_LOOK_SECONDS)
         except TimeoutError:
             logger.info("the grace time is over: leaving with %d fellows still there", len(self.membership.fellows()))
 

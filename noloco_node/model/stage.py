@@ -65,7 +65,7 @@ def build_stage(spec: ModelSpec, index: int) -> Stage:
     """
     config = build_config(spec)
     cut = cut_model(spec)[index]
-    causal = _build_on_meta(config)
+    causal = build_on_meta(config)
     _check_anatomy(causal, config)
     _take_out_other_stages(causal, cut)
     _allocate(causal)
@@ -74,7 +74,8 @@ def build_stage(spec: ModelSpec, index: int) -> Stage:
     return Stage(cut, causal)
 
 
-def _build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
+def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
+    """The whole model without memory behind its weights. Raises UserError (CONFIG) where there is no such model."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -85,7 +85,7 @@ class OuterReplica:
 
     def difference_norm(self) -> float:
         """Norm of Σ_j (Q(s_j) − Q(s_i))/n over all chunks: how far the partners pull this replica's mean."""
-        return float(torch.linalg.vector_norm(self._difference))
+        return math.sqrt(float(self._difference.square().sum(dtype=torch.float64)))
 
     def own_motion(self) -> float:
         """Norm of this replica's own part of the step, αδ + βΔ (the scale that a difference is compared with)."""

@@ -27,6 +27,7 @@ from noloco_node.outer.clipping import DifferenceBound
 from noloco_node.outer.gauge import gauge_coordinates, spread
 from noloco_node.outer.replica import NotFinite
 from noloco_node.outer.update import token_weights
+from noloco_node.swarm.microbatch import first_problem
 from noloco_node.swarm.pairing import Window, answer_proposal, believed_clock, laggard
 from noloco_node.swarm.transport import (
     JsonObject,
@@ -47,8 +48,6 @@ logger = logging.getLogger(__name__)
 PROPOSE = "outer.propose"
 OPEN = "outer.open"
 CHUNK = "outer.chunk"
-
-CHUNK_ATTEMPTS = 2
 
 T = TypeVar("T")
 H = TypeVar("H", bound="_Wire")
@@ -113,8 +112,8 @@ class Exchanger:
     """This replica's outer steps: dials, answers, and steps alone; at most one exchange at a time.
 
     `run()` must be running in the owner's task group. `on_outer_step` receives an event for every commit and every try
-    that came to nothing. `clocks` gives the directory's clocks of live fellows. `moved` fires when an exchange has ended or a
-    catch-up is due.
+    that came to nothing. `clocks` gives the directory's clocks of live fellows. `moved` fires when an exchange has
+    ended or a catch-up is due.
     """
 
     def __init__(
@@ -247,13 +246,10 @@ class Exchanger:
     async def _swap_chunk(self, session: Session, index: int) -> None:
         header = ChunkHeader(exchange=session.exchange, index=index).model_dump(mode="json")
         own = await self._compute(lambda: self._worker.outer.encoded_chunk(index))
-        for attempt in range(CHUNK_ATTEMPTS):
-            try:
-                answer = await self._call(session.partner, CHUNK, Message(header, (own,)), own.nbytes)
-                break
-            except TransportError:
-                if attempt + 1 == CHUNK_ATTEMPTS:
-                    raise
+        try:
+            answer = await self._call(session.partner, CHUNK, Message(header, (own,)), own.nbytes)
+        except TransportError:  # one broken stream need not cost the exchange; the partner adds a chunk only once
+            answer = await self._call(session.partner, CHUNK, Message(header, (own,)), own.nbytes)
         if len(answer.tensors) != 1 or answer.specs[0] != TensorSpec.of(own):
             raise ProtocolViolation(f"chunk {index} does not have the agreed size and precision")
         await self._compute(lambda: self._worker.outer.add_chunk(index, answer.tensors[0]))
@@ -475,8 +471,7 @@ def _parse(kind: type[H], header: JsonObject) -> H:
     try:
         return kind.model_validate(header)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]
-        raise Refused(Refusal.MALFORMED, f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+        raise Refused(Refusal.MALFORMED, first_problem(error)) from None
 
 
 def _no_tensors(_peer: PeerId, _header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:

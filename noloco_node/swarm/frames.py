@@ -198,14 +198,6 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return array.data
 
 
-def tensor_from(buffer: bytearray, spec: TensorSpec) -> torch.Tensor:
-    """A tensor over `buffer`'s memory (spec.nbytes long), without a copy."""
-    dtype = WIRE_DTYPES[spec.dtype]
-    if not buffer:
-        return torch.empty(spec.shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype).reshape(spec.shape)
-
-
 def _decode_object(payload: bytes) -> dict[str, Any]:
     try:
         value: object = json.loads(

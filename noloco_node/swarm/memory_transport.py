@@ -249,8 +249,7 @@ class MemoryTransport:
                 received = _copy(envelope, request)
                 sent.add_sent(envelope.method, envelope.body_bytes)
                 self.traffic.add_received(name, envelope.body_bytes)
-                answer = await self._desk.answer(caller, envelope.method, received)
-                reply = encode_envelope("", answer.header, answer.specs)
+                reply, answer = await self._desk.answer(caller, envelope.method, received)
                 copied = _copy(decode_envelope(reply), answer)
         except Refused as refused:
             self._desk.count_refusal(refused)

@@ -82,7 +82,7 @@ def parse_header(header: JsonObject, *, run: str, stage: int) -> MicrobatchHeade
     try:
         parsed = MicrobatchHeader.model_validate(header)
     except ValidationError as error:
-        raise Refused(Refusal.MALFORMED, _first_problem(error)) from None
+        raise Refused(Refusal.MALFORMED, first_problem(error)) from None
     if parsed.protocol != PROTOCOL_VERSION:
         raise Refused(Refusal.WRONG_PROTOCOL, f"this node speaks version {PROTOCOL_VERSION}, not {parsed.protocol}")
     if parsed.run != run:
@@ -115,7 +115,7 @@ def parse_answer(
     try:
         answer = MicrobatchAnswer.model_validate(header)
     except ValidationError as error:
-        raise ProtocolViolation(f"bad answer: {_first_problem(error)}") from None
+        raise ProtocolViolation(f"bad answer: {first_problem(error)}") from None
     if mode == "evaluate":
         return Trained(answer.loss_sum, answer.tokens, None), answer.load
     if len(tensors) != 1 or tensors[0].shape != activations.shape or tensors[0].dtype != activations.dtype:
@@ -130,6 +130,7 @@ def all_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum(dtype=torch.float64)))
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
+    """The first mistake in a message, as one short line for its sender."""
     problem = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"

@@ -259,7 +259,7 @@ class PipelineServer:
         return None
 
     def _mark_trained(self, microbatch: str) -> None:
-        """From here on the microbatch changes this replica: a repeat is turned away even if this attempt is cancelled."""
+        """From here on it changes this replica: a repeat is turned away even if this attempt is cancelled."""
         self._trained[microbatch] = None
         if len(self._trained) > IDS_KEPT:
             self._trained.popitem(last=False)
@@ -344,7 +344,7 @@ class Origin:
     async def evaluate(
         self, windows: Sequence[int], load: Callable[[Sequence[int]], tuple[Tensor, Tensor]]
     ) -> tuple[float, int]:
-        """Mean loss (nats per token) of held-out windows through the swarm, and their tokens; HopFailed if it cannot."""
+        """Mean loss (nats per token) of held-out windows through the swarm, and their tokens. Raises HopFailed."""
         size = self._spec.inner.microbatch_windows
         parts = [windows[start : start + size] for start in range(0, len(windows), size)]
         results = await asyncio.gather(*(self._evaluate_part(part, load) for part in parts))

@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from noloco_node.swarm.frames import Envelope
+from noloco_node.swarm.frames import Envelope, encode_envelope, tensor_bytes
 from noloco_node.swarm.transport import (
     Admit,
     Handle,
@@ -100,10 +100,17 @@ class RequestDesk:
             if not method.running[peer]:
                 del method.running[peer]
 
-    async def answer(self, peer: PeerId, method: str, request: Message) -> Message:
-        """Run the handler. Its failures become `Refused(INTERNAL)` and are logged; nothing of them reaches the peer."""
+    async def answer(self, peer: PeerId, method: str, request: Message) -> tuple[bytes, Message]:
+        """Run the handler; its answer, and the answer's encoded envelope.
+
+        The handler's failures, and an answer that cannot be sent, become `Refused(INTERNAL)` and are logged; nothing
+        of them reaches the peer.
+        """
         try:
-            return await self._methods[method].handle(peer, request)
+            answer = await self._methods[method].handle(peer, request)
+            for tensor in answer.tensors:
+                tensor_bytes(tensor)
+            return encode_envelope("", answer.header, answer.specs), answer
         except Refused:
             raise
         except Exception:

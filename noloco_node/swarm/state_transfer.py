@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.swarm.microbatch import first_problem
 from noloco_node.swarm.transport import (
     JsonObject,
     Message,
@@ -102,9 +103,7 @@ class StateDonor:
         try:
             request = StateRequest.model_validate(header)
         except ValidationError as error:
-            raise Refused(
-                Refusal.MALFORMED, str(error.errors(include_url=False, include_input=False)[0]["msg"])
-            ) from None
+            raise Refused(Refusal.MALFORMED, first_problem(error)) from None
         if specs:
             raise Refused(Refusal.MALFORMED, "this method takes no tensors")
         if not self.accepting:

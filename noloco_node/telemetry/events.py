@@ -1,4 +1,4 @@
-"""The event file: what a node did, as typed JSON lines. Tests, the live display and the report read these, never log text."""
+"""The event file: what a node did, as typed JSON lines. Tests, live display and report read these, never log text."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Account(Event):
     refused: dict[str, int]
     """Refusals given, by reason."""
     bytes_sent: dict[str, int]
-    """By kind: activations, gradients, exchange, state, other."""
+    """By kind: microbatches (activations and labels one way, gradients the other), exchange, state, other."""
     bytes_received: dict[str, int]
     nodes_per_stage: list[int]
     """Live nodes as this one sees them."""

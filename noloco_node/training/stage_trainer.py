@@ -7,6 +7,7 @@ its backward uses that same copy. (Assigning to `p.data` instead gives silently 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -105,7 +106,8 @@ class StageTrainer:
 
         `output_gradient` [B, T, hidden] is that of the loss summed over the microbatch's `tokens`.
         """
-        assert passage.version is not None and passage.inputs is not None, "backward needs a forward"
+        assert passage.version is not None, "backward needs a forward"
+        assert passage.inputs is not None
         inputs, outputs = passage.inputs, passage.outputs
         if outputs is None:
             inputs, outputs = self._forward_with_graph(passage.version, inputs)
@@ -157,14 +159,14 @@ class StageTrainer:
         assert self._tokens > 0, "a step needs tokens"
         tokens, loss = self._tokens, self._loss_sum / self._tokens
         self._gradient.div_(tokens)
-        norm = float(self._gradient.norm())
-        skipped = not (norm < float("inf"))  # NaN compares false with everything
+        norm = math.sqrt(float(self._gradient.square().sum(dtype=torch.float64)))
+        skipped = not math.isfinite(norm)
         if not skipped:
             if norm > self._clip_norm:
                 self._gradient.mul_(self._clip_norm / (norm + 1e-6))
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
-            self._optimizer.step()
+            self._optimizer.step()  # pyright: ignore[reportUnknownMemberType]
             self._versions.publish(self.master)
         self._gradient.zero_()
         self._tokens, self._loss_sum = 0, 0.0

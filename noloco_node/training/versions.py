@@ -38,7 +38,7 @@ class VersionStore:
     @property
     def live(self) -> int:
         """Versions that are current or held by a microbatch."""
-        return len(self._held | ({self._current} if self._current else set()))
+        return len(self._held) + (self._current is not None and self._current not in self._held)
 
     @property
     def current(self) -> Version:

@@ -1,0 +1,176 @@
+"""The commands: parse, call, print. No logic."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from noloco_node import __version__
+from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
+
+DESCRIPTION = """\
+Train one language model on GPUs that nobody owns together: each node serves one pipeline stage, and averages its
+weights with a random node of the same stage now and then. There is no coordinator; any node may leave at any time."""
+
+SWARM_HELP = """\
+Train on a whole swarm of nodes on this machine: stages x replicas daemons, each a process of its own. Shows the
+training while it runs. At the end the run folder holds the model (a Hugging Face directory), a sample of generated
+text, a plot of loss and spread, summary.json, and each node's events and log.
+
+example:
+  noloco-node swarm configs/tiny.yaml
+  noloco-node swarm configs/own-text.yaml --set run.data.path=my-book.txt --run-folder runs/my-book"""
+
+RUN_HELP = """\
+Run one node. Without --initial-peers it starts a new swarm and prints the addresses under which others join it; with
+them it joins. All nodes of a run need the same `run:` part of CONFIG. Ctrl-C leaves in order.
+
+example:
+  noloco-node run configs/tiny.yaml --stage 0 --port 31337
+  noloco-node run configs/tiny.yaml --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/Qm..."""
+
+SHOW_HELP = """\
+Print every setting with its value and meaning, defaults included, as YAML that can be used as a configuration file.
+
+example:
+  noloco-node config show configs/tiny.yaml --set run.outer.inner_steps=20"""
+
+VALIDATE_HELP = """\
+Check a configuration file: names, values, and whether model, stages and batch sizes fit each other. Prints what it
+comes to: run id, parameters, inner steps, outer rounds, bytes of an outer step.
+
+example:
+  noloco-node config validate configs/tiny.yaml"""
+
+ORPHAN_SECONDS = 8.0
+"""Time that a daemon of a local swarm has to end in order after its launcher has vanished."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Never lets a traceback out, but for `--debug`."""
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.call(options))
+    except UserError as error:
+        print(f"noloco-node: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        print("noloco-node: interrupted", file=sys.stderr)
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.OK)
+    except Exception as error:  # noqa: BLE001 - the last resort: a person sees one screen, the report gets the rest
+        _report_failure(error, debug=options.debug)
+        return int(ExitCode.FAILURE)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = _parser_class("noloco-node", DESCRIPTION)
+    top.add_argument("--version", action="version", version=f"noloco-node {__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    swarm = _command(commands, "swarm", "train on a swarm of nodes on this machine", SWARM_HELP)
+    _config_arguments(swarm)
+    swarm.add_argument("--run-folder", metavar="DIR", type=Path, help="where results go (default: runs/NAME-TIME)")
+    swarm.set_defaults(call=_swarm)
+    run = _command(commands, "run", "run one node: start a swarm, or join one", RUN_HELP)
+    _config_arguments(run)
+    _node_arguments(run)
+    run.set_defaults(call=_run)
+    config = _command(commands, "config", "look at a configuration file", "Look at a configuration file.")
+    actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
+    show = _command(actions, "show", "print every setting with its value and meaning", SHOW_HELP)
+    _config_arguments(show)
+    show.set_defaults(call=_show)
+    validate = _command(actions, "validate", "check a configuration and print what it comes to", VALIDATE_HELP)
+    _config_arguments(validate)
+    validate.set_defaults(call=_validate)
+    return top
+
+
+def _parser_class(name: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        name, description=description, epilog=_exit_codes(), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],  # pyright: ignore[reportPrivateUsage]
+    name: str,
+    summary: str,
+    description: str,
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=_exit_codes(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--debug", action="store_true", help="on an unexpected failure show the whole traceback")
+    return command
+
+
+def _config_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("config", metavar="CONFIG", type=Path, help="YAML file, for example configs/tiny.yaml")
+    command.add_argument(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="override a setting, for example run.inner.learning_rate=3e-3 (may be repeated)",
+    )
+
+
+def _node_arguments(run: argparse.ArgumentParser) -> None:
+    add = run.add_argument
+    add("--initial-peers", metavar="ADDR", nargs="+", help="addresses of nodes to join (default: start a new swarm)")
+    add("--stage", metavar="N|auto", help="stage to serve; auto: the one with the fewest replicas")
+    add("--run-folder", metavar="DIR", help="where events, identity and final weights go")
+    add("--host", metavar="ADDR", help="address to listen on; 0.0.0.0 to be reachable from other machines")
+    add("--port", metavar="N", help="TCP port to listen on; 0: any free one")
+    add("--announce", metavar="ADDR", nargs="+", help="addresses under which others reach this node, behind a NAT")
+    add("--metrics-port", metavar="N", help="serve Prometheus metrics on this port; 0: any free one")
+    add("--identity", metavar="FILE", help="private key of this node, made when missing")
+    add("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
+
+
+NODE_OPTIONS = ("initial_peers", "stage", "run_folder", "host", "port", "announce", "metrics_port", "identity")
+"""Options of `run` that stand for the setting of the same name in `node:`."""
+
+
+def _overrides(options: argparse.Namespace) -> list[str]:
+    """The options of `run` as overrides, before those of --set."""
+    given = {name: getattr(options, name) for name in NODE_OPTIONS if getattr(options, name) is not None}
+    quoted = {name: value if name in {"stage", "port", "metrics_port"} else json.dumps(value) for name, value in given.items()}
+    return [f"node.{name}={value}" for name, value in quoted.items()] + list(options.set)
+
+
+def _swarm(options: argparse.Namespace) -> int:
+    from noloco_node.config.load import load_config
+
+    config = load_config(options.config, options.set)
+    from rich.console import Console
+
+    from noloco_node.local_swarm import run_local_swarm
+    from noloco_node.preflight import plan
+
+    plan(config)
+    folder: Path = options.run_folder or Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    console = Console()
+    console.print(f"run {config.run.name} ({config.run.run_id}), results in {folder}", highlight=False, soft_wrap=True)
+    result = run_local_swarm(config, folder, console)
+    for line in _results(result):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return int(result.exit_code)

@@ -1,0 +1,422 @@
+"""Many daemons on this machine: for a demo, a test, a soak. They know each other only through the swarm."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import Process
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from noloco_node.config.load import Config, render
+from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.telemetry.display import Display, SwarmView
+from noloco_node.telemetry.events import AnyEvent, EventReader, NodeStarted, NodeStopped
+from noloco_node.telemetry.summary import NodeHistory, Summary, summarize_histories
+
+DAEMON = (sys.executable, "-m", "noloco_node", "run")
+"""Command of a daemon; configuration file and options follow."""
+
+STOP_SECONDS = 6.0
+"""From SIGTERM to SIGKILL; a daemon's own drain ends before."""
+POLL_SECONDS = 0.2
+"""Interval at which event files, which cannot be awaited, are read."""
+LOG_LINES_SHOWN = 8
+ORDERLY_EXITS = (ExitCode.OK, ExitCode.INTERRUPTED)
+
+
+class Observer:
+    """Is told what happens in a local swarm; a subclass overrides what it wants to know."""
+
+    def on_event(self, node: SwarmNode, event: AnyEvent) -> None:
+        """A node has written an event."""
+
+    def on_death(self, node: SwarmNode) -> None:
+        """A node's process ended out of order, and not because the swarm was stopped."""
+
+    def on_poll(self) -> None:
+        """All event files were read; called several times a second."""
+
+
+class SwarmNode:
+    """One daemon: its process, its folder and the events it has written so far."""
+
+    def __init__(self, name: str, stage: int, folder: Path, observer: Observer) -> None:
+        self.name = name
+        self.stage = stage
+        self.folder = folder
+        self.log = RunFolder(folder).log
+        """Its standard output and error."""
+        self.events: list[AnyEvent] = []
+        self.started: NodeStarted | None = None
+        self.stopped: NodeStopped | None = None
+        self.process: Process | None = None
+        self.exit_code: int | None = None
+        """None while it runs; negative: the signal that ended it."""
+        self._observer = observer
+        self._reader = EventReader(RunFolder(folder).events)
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also its process group's. RuntimeError before it was started."""
+        if self.process is None:
+            raise RuntimeError(f"{self.name} was not started")
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        """True from its start to its end."""
+        return self.process is not None and self.exit_code is None
+
+    @property
+    def died(self) -> bool:
+        """True where the process ended out of order: killed, failed, or without its last event."""
+        if self.exit_code is None:
+            return False
+        return self.exit_code not in ORDERLY_EXITS or self.stopped is None or self.stopped.reason == "failed"
+
+    def read_events(self) -> None:
+        """Take in what it has written since the last call."""
+        for event in self._reader.new_events():
+            self.events.append(event)
+            if isinstance(event, NodeStarted):
+                self.started = event
+            elif isinstance(event, NodeStopped):
+                self.stopped = event
+            self._observer.on_event(self, event)
+
+    def describe_exit(self) -> str:
+        """Exit code with its meaning, for a person."""
+        code = self.exit_code
+        if code is None:
+            return "still running"
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        meaning = EXIT_MEANINGS[ExitCode(code)] if code in set(ExitCode) else "no exit code of noloco-node"
+        return f"exit code {code}: {meaning}"
+
+    def last_lines(self, count: int = LOG_LINES_SHOWN) -> str:
+        """The end of its log, indented."""
+        if not self.log.exists():
+            return ""
+        with self.log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
+            text = file.read().decode(errors="replace")
+        return "\n".join("    " + line for line in text.splitlines()[-count:])
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Signal the daemon and its children; nothing where all are gone."""
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            return
+
+
+class LocalSwarm:
+    """stages × replicas daemons as processes of their own, each in its own session.
+
+    `start` brings them up, `wait` returns when all have ended, `stop` ends them; after `stop` no process and no
+    socket of theirs is left. They end by themselves should this process vanish: their standard input is a pipe whose
+    only writer is here. Not reusable: one object, one run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_folder: Path,
+        *,
+        observer: Observer | None = None,
+        command: Sequence[str] = DAEMON,
+    ) -> None:
+        self.config = _for_daemons(config)
+        self.run_folder = run_folder
+        self._observer = observer or Observer()
+        self._stopping = False
+        self.nodes = tuple(
+            SwarmNode(name, stage, run_folder / "nodes" / name, self._observer)
+            for name, stage in layout(config).items()
+        )
+        self._command = tuple(command)
+        self._exits: dict[str, asyncio.Task[None]] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._temporary: Path | None = None
+
+    def node(self, name: str) -> SwarmNode:
+        """The node `sS-rR`. KeyError where there is none."""
+        return {node.name: node for node in self.nodes}[name]
+
+    async def start(self) -> None:
+        """Start the first daemon, and once it is up all others with its address; return when all are up.
+
+        Raises UserError: RUN_FOLDER where the folder is taken or cannot be written, the exit code of a daemon that
+        ends during the start, NODE_DIED where they are not up within `local_swarm.start_seconds`.
+        """
+        config_path = self._prepare_folder()
+        self._pipe = os.pipe()
+        self._temporary = Path(tempfile.mkdtemp(prefix="noloco-"))
+        seconds = self.config.local_swarm.start_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                first, *others = self.nodes
+                addresses = (await self._up(first, config_path, ())).addresses
+                for node in others:
+                    await self._launch(node, config_path, addresses)
+                for node in others:
+                    await self._until_up(node)
+        except TimeoutError:
+            missing = [node for node in self.nodes if node.started is None]
+            raise UserError(
+                ExitCode.NODE_DIED,
+                f"{', '.join(node.name for node in missing)} not up within local_swarm.start_seconds ({seconds:g})",
+                f"raise it if this machine is slow; what they said is in {missing[0].log}",
+            ) from None
+
+    async def wait(self) -> None:
+        """Return when every daemon has ended, reading events meanwhile."""
+        while any(node.running for node in self.nodes):
+            pending = [task for task in self._exits.values() if not task.done()]
+            await asyncio.wait(pending, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            self.read_events()
+
+    def read_events(self) -> None:
+        """Take in what all nodes have written since the last call."""
+        for node in self.nodes:
+            node.read_events()
+        self._observer.on_poll()
+
+    def kill(self, node: SwarmNode) -> None:
+        """kill -9, as a power cut would: the daemon gets no chance to say anything."""
+        if node.running:
+            os.kill(node.pid, signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """kill -9 for every daemon and its children, at once."""
+        for node in self.nodes:
+            if node.running:
+                node.signal_group(signal.SIGKILL)
+
+    async def stop(self, grace: float = STOP_SECONDS) -> None:
+        """End what still runs: SIGTERM, after `grace` seconds SIGKILL, then remove what sockets are left."""
+        self._stopping = True
+        for node in self.nodes:
+            if node.running:
+                os.kill(node.pid, signal.SIGTERM)
+        if self._exits:
+            await asyncio.wait(self._exits.values(), timeout=grace)
+            self.kill_all()
+            await asyncio.wait(self._exits.values())
+        self.read_events()
+        if self._pipe:
+            os.close(self._pipe[0])
+            os.close(self._pipe[1])
+            self._pipe = None
+        if self._temporary:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _prepare_folder(self) -> Path:
+        if (self.run_folder / "nodes").exists():
+            raise UserError(
+                ExitCode.RUN_FOLDER,
+                f"the run folder {self.run_folder} already holds a run",
+                "choose another with --run-folder, or remove it",
+            )
+        try:
+            for node in self.nodes:
+                node.folder.mkdir(parents=True)
+            config_path = self.run_folder / "config.yaml"
+            config_path.write_text(render(self.config), encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                ExitCode.RUN_FOLDER,
+                f"the run folder {self.run_folder} cannot be written: {error.strerror}",
+                "choose a folder that you may write to with --run-folder",
+            ) from None
+        return config_path
+
+    async def _up(self, node: SwarmNode, config_path: Path, peers: Sequence[str]) -> NodeStarted:
+        await self._launch(node, config_path, peers)
+        return await self._until_up(node)
+
+    async def _launch(self, node: SwarmNode, config_path: Path, peers: Sequence[str]) -> None:
+        assert self._pipe is not None
+        assert self._temporary is not None
+        options = ["--stage", str(node.stage), "--run-folder", str(node.folder), "--end-with-stdin"]
+        joining = ["--initial-peers", *peers] if peers else []
+        with node.log.open("wb") as log:
+            node.process = await asyncio.create_subprocess_exec(
+                *self._command,
+                str(config_path),
+                *options,
+                *joining,
+                stdin=self._pipe[0],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "TMPDIR": str(self._temporary)},
+            )
+        self._exits[node.name] = asyncio.create_task(self._reap(node), name=f"exit of {node.name}")
+
+    async def _reap(self, node: SwarmNode) -> None:
+        assert node.process is not None
+        code = await node.process.wait()
+        # A daemon that was killed leaves its p2pd behind: it ends with its process group.
+        node.signal_group(signal.SIGKILL)
+        node.read_events()
+        node.exit_code = code
+        if node.died and not self._stopping:
+            self._observer.on_death(node)
+
+    async def _until_up(self, node: SwarmNode) -> NodeStarted:
+        while node.started is None:
+            await asyncio.wait([self._exits[node.name]], timeout=POLL_SECONDS)
+            self.read_events()
+            for any_node in self.nodes:
+                if any_node.exit_code is not None and any_node.started is None:
+                    raise _failed_start(any_node)
+        return node.started
+
+
+def layout(config: Config) -> dict[str, int]:
+    """Stage by node name, `sS-rR`, in the order of their start: every stage has a replica before any has two."""
+    replicas, stages = range(config.local_swarm.replicas), range(config.run.stages)
+    return {f"s{stage}-r{replica}": stage for replica in replicas for stage in stages}
+
+
+def _for_daemons(config: Config) -> Config:
+    """The configuration that all daemons share: what must differ between them is left to the system to choose."""
+    node = config.node.model_copy(
+        update={
+            "identity": None,
+            "initial_peers": (),
+            "announce": (),
+            "host": "127.0.0.1",
+            "port": 0,
+            "metrics_host": "127.0.0.1",
+            "metrics_port": 0,
+        }
+    )
+    return config.model_copy(update={"node": node})
+
+
+def _failed_start(node: SwarmNode) -> UserError:
+    known = node.exit_code in set(ExitCode) and node.exit_code != ExitCode.OK
+    return UserError(
+        ExitCode(node.exit_code) if known else ExitCode.NODE_DIED,
+        f"{node.name} ended during the start ({node.describe_exit()}); its last lines:\n{node.last_lines()}",
+        f"see above, or the whole log: {node.log}",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmResult:
+    """How a local swarm's run ended, and its figures."""
+
+    summary: Summary
+    exit_code: ExitCode
+    files: Mapping[str, Path]
+    """What was left, by what it is."""
+
+
+def run_local_swarm(config: Config, run_folder: Path, console: Console) -> SwarmResult:
+    """Train `config.run` on a local swarm to its end, then merge, export, evaluate, plot and summarize.
+
+    Ctrl-C or SIGTERM ends all daemons within `STOP_SECONDS` and a little; a second one at once. Raises UserError as
+    `LocalSwarm.start` does, and KeyboardInterrupt where it was interrupted after the training.
+    """
+    view = SwarmView(
+        run_name=config.run.name,
+        stages=config.run.stages,
+        target=config.run.inner.target_tokens,
+        nodes=tuple(layout(config)),
+    )
+    observer = _Follower(view, Display(view, console))
+    swarm = LocalSwarm(config, run_folder, observer=observer)
+    interrupted = asyncio.run(_supervise(swarm, observer))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    histories = list(view.histories.values())
+    files = {"events and logs of each node": run_folder / "nodes", "summary": run_folder / "summary.json"}
+    _write_summary(summarize_histories(histories), files["summary"])
+    if interrupted:
+        return SwarmResult(summarize_histories(histories), ExitCode.INTERRUPTED, files)
+    merged_loss = _export(swarm, console, files)
+    summary = summarize_histories(histories, merged_loss)
+    _write_summary(summary, files["summary"])
+    files["plot of loss and spread"] = run_folder / "plot.png"
+    _plot(histories, files["plot of loss and spread"], config, merged_loss)
+    died = any(node.died for node in swarm.nodes)
+    return SwarmResult(summary, ExitCode.NODE_DIED if died else ExitCode.OK, files)
+
+
+class _Follower(Observer):
+    """Keeps the display in step with the swarm."""
+
+    def __init__(self, view: SwarmView, display: Display) -> None:
+        self.view = view
+        self.display = display
+
+    def on_event(self, node: SwarmNode, event: AnyEvent) -> None:
+        self.view.observe(node.name, event)
+
+    def on_death(self, node: SwarmNode) -> None:
+        self.view.lost(node.name, f"{node.describe_exit()}; its last lines:\n{node.last_lines()}")
+
+    def on_poll(self) -> None:
+        self.display.refresh()
+
+
+async def _supervise(swarm: LocalSwarm, observer: _Follower) -> bool:
+    """Run the swarm until all daemons have ended; True where a signal ended it."""
+    work = asyncio.create_task(_train(swarm), name="local swarm")
+    interrupted = False
+
+    def interrupt() -> None:
+        nonlocal interrupted
+        if interrupted:
+            swarm.kill_all()
+            return
+        interrupted = True
+        observer.view.note("ending all nodes; Ctrl-C again kills them at once")
+        work.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    try:
+        with observer.display:
+            try:
+                await work
+            except asyncio.CancelledError:
+                if not interrupted:
+                    raise
+            finally:
+                observer.display.refresh()
+                await swarm.stop()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+    return interrupted
+
+
+async def _train(swarm: LocalSwarm) -> None:
+    await swarm.start()
+    await swarm.wait()
+
+
+def _write_summary(summary: Summary, path: Path) -> None:
+    path.write_text(json.dumps(summary.as_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _plot(histories: Sequence[NodeHistory], path: Path, config: Config, merged_loss: float | None) -> None:
+    from noloco_node.telemetry.plots import plot_run
+
+    title = f"{config.run.name}: {config.run.stages} stages × {config.local_swarm.replicas} replicas"
+    plot_run(histories, path, title=title, merged_loss=merged_loss)

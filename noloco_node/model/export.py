@@ -1,0 +1,146 @@
+"""From stages back to one model: an ordinary Hugging Face directory, its loss, and a sample of its text."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from noloco_node.config.run_spec import ModelSpec
+from noloco_node.model.byte_tokenizer import build_byte_tokenizer
+from noloco_node.model.cut import build_config
+from noloco_node.model.stage import build_on_meta
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_TEMPERATURE = 0.8
+
+
+def merge_replicas(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of replicas of the same stage: summed in fp64, given back in fp32, in the first one's order.
+
+    ValueError when there is none, or when names or shapes differ.
+    """
+    if not states:
+        raise ValueError("no replica to merge")
+    for state in states:
+        if {name: value.shape for name, value in state.items()} != {k: v.shape for k, v in states[0].items()}:
+            raise ValueError("replicas differ in the names or shapes of their weights")
+    return {name: _mean([state[name] for state in states]) for name in states[0]}
+
+
+def export_model(spec: ModelSpec, state: Mapping[str, Tensor], folder: Path, tokenizer: str) -> None:
+    """Write config, weights, generation config and tokenizer to `folder`, for transformers alone to load.
+
+    `state` holds every parameter of the whole model under its full Hugging Face name (ValueError otherwise) and is
+    saved in fp32; `tokenizer` is `bytes` or what `AutoTokenizer.from_pretrained` takes.
+    """
+    backend = _tokenizer_backend(tokenizer)
+    config = build_config(spec)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, key, getattr(backend, key))
+    model = build_on_meta(config)
+    _assign(model, state)
+    with _quiet():
+        cast(Any, model).save_pretrained(folder)
+        backend.save_pretrained(folder)
+
+
+def load_exported(folder: Path) -> PreTrainedModel:
+    """The model of an exported folder, fp32, in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    with _quiet():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportUnknownMemberType]
+            folder, dtype=torch.float32
+        )
+    return loaded.eval()
+
+
+def evaluate_model(model: PreTrainedModel, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Mean cross-entropy of (inputs, labels), both int64 [B, T], in nats per token. ValueError without batches."""
+    total, tokens = 0.0, 0
+    with torch.inference_mode():
+        for inputs, labels in batches:
+            logits: Tensor = model(inputs, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+            total += float(loss)
+            tokens += labels.numel()
+    if not tokens:
+        raise ValueError("no window to evaluate")
+    return total / tokens
+
+
+def generate_sample(folder: Path, prompt: str, tokens: int, seed: int) -> str:
+    """The prompt and up to `tokens` further tokens of an exported model, drawn at temperature 0.8.
+
+    The same seed gives the same text; the global random state is left as it was. The sample ends early at the model's
+    last position. ValueError for an empty prompt.
+    """
+    from transformers import AutoTokenizer
+
+    model: Any = load_exported(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)  # pyright: ignore[reportUnknownMemberType]
+    ids: Tensor = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    if ids.shape[1] == 0:
+        raise ValueError("the prompt holds no token")
+    room = max(1, min(tokens, model.config.max_position_embeddings - ids.shape[1]))
+    state = torch.default_generator.get_state()
+    try:
+        torch.default_generator.manual_seed(seed)
+        drawn: Tensor = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=room,
+            do_sample=True,
+            temperature=_TEMPERATURE,
+            top_k=0,
+            pad_token_id=0,
+        )
+    finally:
+        torch.default_generator.set_state(state)
+    return cast(str, tokenizer.decode(drawn[0]))
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    total = torch.zeros(tensors[0].shape, dtype=torch.float64)
+    for tensor in tensors:
+        total += tensor.detach().cpu()
+    return (total / len(tensors)).float()
+
+
+def _assign(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
+    expected = {name: parameter.shape for name, parameter in torch.nn.Module.named_parameters(model)}
+    wrong = sorted(expected.keys() ^ state.keys()) or [name for name in state if state[name].shape != expected[name]]
+    if wrong:
+        raise ValueError(f"the state does not fit the model at {', '.join(wrong[:5])}")
+    weights = {name: value.detach().to("cpu", torch.float32) for name, value in state.items()}
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+
+
+def _tokenizer_backend(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    if name == "bytes":
+        return build_byte_tokenizer()
+    return cast(Any, AutoTokenizer.from_pretrained(name))  # pyright: ignore[reportUnknownMemberType]
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """No progress bars of transformers: they would tear the display."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,102 @@
+"""What a configuration comes to, and whether its parts fit each other: everything that can be known before training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from noloco_node.config.load import Config
+from noloco_node.config.run_spec import RunSpec
+
+CODEC_BYTES = {"fp32": 4, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run in numbers, for one replica of each stage where nothing else is said."""
+
+    stage_parameters: tuple[int, ...]
+    """Parameters of each stage."""
+    layers: tuple[int, ...]
+    """Layers of each stage."""
+    inner_steps: int
+    """Inner steps that each replica takes."""
+    outer_rounds: int
+    """Outer steps that each replica takes, the last one included."""
+    outer_bytes: tuple[int, ...]
+    """Bytes that a replica of each stage sends in one outer step; it receives as many."""
+    warnings: tuple[str, ...]
+    """What is allowed but seldom meant."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        return sum(self.stage_parameters)
+
+
+def plan(config: Config) -> Plan:
+    """Check the configuration across rooms (model against stages) and count what it comes to.
+
+    Loads transformers, but allocates no weights. Raises UserError (CONFIG) as `model.cut.cut_model` does.
+    """
+    from noloco_node.model.cut import cut_model
+
+    run = config.run
+    cuts = cut_model(run.model)
+    parameters = _stage_parameters(run, [cut.end_layer for cut in cuts])
+    inner_steps = -(-run.inner.target_tokens // run.inner.global_batch_tokens)
+    element = CODEC_BYTES[run.outer.codec]
+    return Plan(
+        stage_parameters=parameters,
+        layers=tuple(cut.end_layer - cut.first_layer for cut in cuts),
+        inner_steps=inner_steps,
+        outer_rounds=inner_steps // run.outer.inner_steps + 1,
+        outer_bytes=tuple(count * element for count in parameters),
+        warnings=tuple(_warnings(config, inner_steps)),
+    )
+
+
+def _stage_parameters(run: RunSpec, ends: list[int]) -> tuple[int, ...]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from noloco_node.model.cut import build_config
+
+    with torch.device("meta"):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(build_config(run.model))  # pyright: ignore[reportUnknownMemberType]
+    counts = [0] * len(ends)
+    for name, parameter in model.named_parameters():
+        counts[_stage_of(name, ends)] += parameter.numel()
+    return tuple(counts)
+
+
+def _stage_of(name: str, ends: list[int]) -> int:
+    layer = name.removeprefix("model.layers.")
+    if layer != name:
+        return next(stage for stage, end in enumerate(ends) if int(layer.partition(".")[0]) < end)
+    return 0 if name.startswith("model.embed_tokens.") else len(ends) - 1
+
+
+def _warnings(config: Config, inner_steps: int) -> list[str]:
+    run = config.run
+    lines: list[str] = []
+    if config.local_swarm.replicas < 4:
+        lines.append(
+            f"local_swarm.replicas is {config.local_swarm.replicas}: with fewer than 4 NoLoCo cannot be told from DiLoCo"
+        )
+    if inner_steps <= run.outer.inner_steps:
+        lines.append(
+            f"outer.inner_steps ({run.outer.inner_steps}) is not below the run's {inner_steps} inner steps: "
+            "replicas would average only at the end"
+        )
+    if run.outer.alpha + run.outer.beta > 1.0 + 1e-9:
+        lines.append(
+            f"outer.beta / (1 - outer.alpha) is {run.outer.beta / (1 - run.outer.alpha):.2f}: above 1 the outer step "
+            "overshoots, which costs loss early in the training"
+        )
+    share = run.inner.global_batch_tokens / config.local_swarm.replicas
+    if share < run.microbatch_tokens:
+        lines.append(
+            f"one microbatch ({run.microbatch_tokens} tokens) is more than a replica's share of inner.global_batch_tokens "
+            f"({share:.0f} with {config.local_swarm.replicas} replicas): the effective batch is larger than it says"
+        )
+    return lines

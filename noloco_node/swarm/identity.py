@@ -1,0 +1,233 @@
+"""A node's identity: a private key file, the peer id that follows from it, and signatures by it.
+
+The file is libp2p's: a protobuf `PrivateKey`. New keys are Ed25519 (their public key is the peer id itself, a signature
+takes 64 bytes); RSA files written by hivemind load as well.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import base58
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.padding import PKCS1v15
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPublicKey
+from google.protobuf.message import DecodeError
+from hivemind.proto import crypto_pb2
+
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.swarm.transport import PeerId
+
+logger = logging.getLogger(__name__)
+
+MAX_PUBLIC_KEY_BYTES = 1024
+MIN_RSA_BITS, MAX_RSA_BITS = 2048, 4096
+MAX_INLINE_KEY_BYTES = 42
+"""Longest encoded public key that a peer id holds whole rather than as a hash (libp2p's peer id specification)."""
+ED25519_BYTES = 32
+
+_pb: Any = crypto_pb2
+_RSA = 0
+_ED25519 = 1
+
+
+class BadKey(Exception):
+    """Bytes that are no key this version can use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A private key and what follows from it."""
+
+    path: Path
+    """The file it was read from; p2pd reads the same."""
+    peer_id: PeerId
+    public_key: bytes
+    """Encoded as libp2p does (protobuf `PublicKey`)."""
+    created: bool
+    """Made just now: nobody else can hold it."""
+    _private: Ed25519PrivateKey | RSAPrivateKey
+
+    def sign(self, data: bytes) -> bytes:
+        """A signature that `verify` accepts with this identity's public key."""
+        if isinstance(self._private, Ed25519PrivateKey):
+            return self._private.sign(data)
+        return self._private.sign(data, PKCS1v15(), hashes.SHA256())
+
+
+def load_or_create_identity(path: Path) -> Identity:
+    """Load the private key at `path`, or make one (mode 0600, written atomically). UserError if the file is no key."""
+    created = not path.exists() and _create(path)
+    try:
+        data = path.read_bytes()
+        private = _parse_private(data)
+    except (OSError, BadKey) as error:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"identity: {path} cannot be used as a private key ({error})",
+            "name another file with --identity, or move this one away to have a new key made",
+        ) from None
+    public = _encode_public(private)
+    return Identity(path, peer_id_of(public), public, created, private)
+
+
+def peer_id_of(public_key: bytes) -> PeerId:
+    """The peer id of an encoded public key: base58 of its multihash (identity hash if short, else SHA-256)."""
+    if len(public_key) <= MAX_INLINE_KEY_BYTES:
+        multihash = bytes((0x00, len(public_key))) + public_key
+    else:
+        multihash = b"\x12\x20" + hashlib.sha256(public_key).digest()
+    return PeerId(base58.b58encode(multihash).decode())
+
+
+def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
+    """Whether `signature` over `data` was made by the private half of this encoded public key. Never raises."""
+    try:
+        public = _parse_public(public_key)
+        if isinstance(public, Ed25519PublicKey):
+            public.verify(signature, data)
+        else:
+            public.verify(signature, data, PKCS1v15(), hashes.SHA256())
+    except (BadKey, InvalidSignature):
+        return False
+    return True
+
+
+class IdentityLock:
+    """Holds an identity file for this process, so that no second node on this machine runs under the same peer id.
+
+    A context manager; the system releases the lock when the process dies, whatever the reason.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.resolve()
+        self._file: int | None = None
+
+    def __enter__(self) -> IdentityLock:
+        lock_path = self._path.with_name(self._path.name + ".lock")
+        try:
+            file = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UserError(
+                ExitCode.RUN_FOLDER,
+                f"identity: {lock_path} cannot be written ({error.strerror})",
+                "put the identity into a folder that this user may write",
+            ) from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.read(file, 32).decode("ascii", "replace").strip() or "unknown"
+            os.close(file)
+            raise identity_taken(self._path, f"the process with pid {holder} on this machine") from None
+        os.ftruncate(file, 0)
+        os.write(file, str(os.getpid()).encode())
+        self._file = file
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def identity_taken(path: Path, holder: str) -> UserError:
+    """The error for an identity that someone else runs under."""
+    return UserError(
+        ExitCode.IDENTITY_TAKEN,
+        f"identity: {path} is in use by {holder}",
+        "give each node an identity file of its own (--identity or --run-folder), or stop the other node first",
+    )
+
+
+def _create(path: Path) -> bool:
+    """Write a new key unless another process was faster; True if it was written."""
+    key = Ed25519PrivateKey.generate()
+    raw = key.private_bytes(
+        serialization.Encoding.Raw, serialization.PrivateFormat.Raw, serialization.NoEncryption()
+    ) + _raw_public(key.public_key())
+    data = cast("bytes", _pb.PrivateKey(key_type=_ED25519, data=raw).SerializeToString())
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(draft, path)
+        finally:
+            draft.unlink()
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"identity: {path} cannot be written ({error.strerror})",
+            "choose a folder that this user may write with --run-folder or --identity",
+        ) from None
+    return True
+
+
+def _parse_private(data: bytes) -> Ed25519PrivateKey | RSAPrivateKey:
+    key_type, content = _unpack(_pb.PrivateKey, data)
+    if key_type == _ED25519:
+        seed, public = content[:ED25519_BYTES], content[ED25519_BYTES:]
+        if len(public) != ED25519_BYTES:
+            raise BadKey("an Ed25519 key of the wrong length")
+        private = Ed25519PrivateKey.from_private_bytes(seed)
+        if _raw_public(private.public_key()) != public:
+            raise BadKey("its two halves do not belong together")
+        return private
+    try:
+        loaded = serialization.load_der_private_key(content, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise BadKey("not a key in DER form") from None
+    if key_type != _RSA or not isinstance(loaded, RSAPrivateKey):
+        raise BadKey("neither an Ed25519 nor an RSA key")
+    return loaded
+
+
+def _parse_public(data: bytes) -> Ed25519PublicKey | RSAPublicKey:
+    if len(data) > MAX_PUBLIC_KEY_BYTES:
+        raise BadKey("a public key of unreasonable length")
+    key_type, content = _unpack(_pb.PublicKey, data)
+    try:
+        if key_type == _ED25519:
+            return Ed25519PublicKey.from_public_bytes(content)
+        loaded = serialization.load_der_public_key(content)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise BadKey("not a public key") from None
+    if key_type != _RSA or not isinstance(loaded, RSAPublicKey) or not MIN_RSA_BITS <= loaded.key_size <= MAX_RSA_BITS:
+        raise BadKey("neither an Ed25519 nor an RSA key of reasonable size")
+    return loaded
+
+
+def _unpack(message: Any, data: bytes) -> tuple[int, bytes]:
+    try:
+        parsed = message.FromString(data)
+    except DecodeError:
+        raise BadKey("not a protobuf key") from None
+    return int(parsed.key_type), bytes(parsed.data)
+
+
+def _encode_public(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
+    if isinstance(private, Ed25519PrivateKey):
+        key_type, data = _ED25519, _raw_public(private.public_key())
+    else:
+        encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        key_type, data = _RSA, private.public_key().public_bytes(encoding, form)
+    return cast("bytes", _pb.PublicKey(key_type=key_type, data=data).SerializeToString())
+
+
+def _raw_public(key: Ed25519PublicKey) -> bytes:
+    return key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)

@@ -1,0 +1,287 @@
+"""The transport on libp2p: requests and answers as frames on pooled streams, one request at a time on each.
+
+There is no half-close on these streams, and refusal, cancellation and death all look like an end of file: so every
+message ends with an END frame, a refusal is a frame of its own, and to cancel a request is to close its stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+from noloco_node.aio import cancel_and_wait
+from noloco_node.swarm.framed_stream import FramedStream, StreamEnded, StreamStalled
+from noloco_node.swarm.frames import (
+    Envelope,
+    FrameError,
+    FrameKind,
+    Prefix,
+    decode_envelope,
+    decode_refusal,
+    encode_envelope,
+    encode_refusal,
+    tensor_bytes,
+)
+from noloco_node.swarm.serving import RequestDesk, TransportLimits
+from noloco_node.swarm.stream_pool import Lease, StreamHost, StreamPool
+from noloco_node.swarm.transport import (
+    Admit,
+    BrokenStream,
+    DeadlinePassed,
+    Handle,
+    Message,
+    PeerId,
+    ProtocolViolation,
+    Refusal,
+    Refused,
+    TrafficCount,
+)
+
+logger = logging.getLogger(__name__)
+
+STREAM_PROTOCOL = "noloco/1"
+"""The one libp2p protocol that carries every method."""
+
+T = TypeVar("T")
+
+
+class _RequestNotSent(Exception):
+    """A stream from the pool turned out dead before the request was complete: it cannot have been carried out."""
+
+
+class Libp2pTransport:
+    """Implements `Transport` on a `StreamHost`. `start` must be awaited before peers can be served."""
+
+    def __init__(self, host: StreamHost, limits: TransportLimits | None = None) -> None:
+        self._host = host
+        self._limits = limits or TransportLimits()
+        self._desk = RequestDesk(self._limits)
+        self._pool = StreamPool(
+            host, STREAM_PROTOCOL, self._limits.max_streams_per_peer // 2, self._limits.idle_seconds / 2
+        )
+        self._incoming: Counter[PeerId] = Counter()
+        self._serving: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    @property
+    def peer_id(self) -> PeerId:
+        """This node's own id."""
+        return self._host.own_id
+
+    @property
+    def traffic(self) -> TrafficCount:
+        """Bytes so far, by method."""
+        return self._desk.traffic
+
+    @property
+    def refusals_given(self) -> Mapping[Refusal, int]:
+        """Refusals this node gave so far, by reason."""
+        return self._desk.refusals_given
+
+    @property
+    def incoming_streams(self) -> int:
+        """Streams that peers hold open to this node."""
+        return self._incoming.total()
+
+    @property
+    def idle_streams(self) -> int:
+        """Own streams that wait in the pool."""
+        return self._pool.idle_count
+
+    def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> None:
+        """See `Transport.serve`."""
+        self._desk.serve(method, admit, handle, max_concurrent_per_peer=max_concurrent_per_peer)
+
+    async def start(self) -> None:
+        """Take streams of other peers from now on."""
+        await self._host.serve_streams(STREAM_PROTOCOL, self._serve_stream)
+
+    async def close(self) -> None:
+        """See `Transport.close`."""
+        self._closed = True
+        await self._host.stop_serving(STREAM_PROTOCOL)
+        await cancel_and_wait(list(self._serving))
+        await self._pool.close()
+
+    async def call(
+        self,
+        peer: PeerId,
+        method: str,
+        request: Message,
+        *,
+        timeout: float,
+        progress: float,
+        max_answer_bytes: int,
+    ) -> Message:
+        """See `Transport.call`. The request's tensors must stay unchanged until the call returns."""
+        for tensor in request.tensors:
+            tensor_bytes(tensor)
+        payload = encode_envelope(method, request.header, request.specs)
+        deadline = asyncio.get_running_loop().time() + timeout
+        sending = _Sending(method, payload, request, progress, max_answer_bytes)
+        try:
+            return await self._try(peer, sending, deadline, fresh=False)
+        except _RequestNotSent:
+            return await self._try(peer, sending, deadline, fresh=True)
+
+    async def _try(self, peer: PeerId, sending: _Sending, deadline: float, *, fresh: bool) -> Message:
+        open_until = min(deadline, asyncio.get_running_loop().time() + sending.progress)
+        async with self._pool.lend(peer, open_until, fresh) as lease:
+            stream = lease.stream
+            sent, received = stream.bytes_sent, stream.bytes_received
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await _exchange(lease, sending)
+            except TimeoutError:
+                raise DeadlinePassed(f"{sending.method} of {peer}: no answer in time") from None
+            except StreamStalled as error:
+                raise DeadlinePassed(f"{sending.method} of {peer}: {error}") from None
+            except StreamEnded as error:
+                raise BrokenStream(f"{sending.method} of {peer}: {error}") from None
+            except FrameError as error:
+                raise ProtocolViolation(f"{sending.method} of {peer}: {error}") from None
+            finally:
+                self.traffic.add_sent(sending.method, stream.bytes_sent - sent)
+                self.traffic.add_received(sending.method, stream.bytes_received - received)
+
+    async def _serve_stream(self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one peer's requests on one stream until it ends, idles too long, or breaks the protocol."""
+        stream = FramedStream(reader, writer)
+        if self._closed or self._incoming[peer] >= self._limits.max_streams_per_peer:
+            stream.abort()
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        self._incoming[peer] += 1
+        try:
+            while await self._serve_request(stream, peer):
+                pass
+        except (StreamEnded, StreamStalled) as error:
+            logger.debug("a stream of %s is over: %s", peer, error)
+        except FrameError as error:
+            await self._refuse_malformed(stream, peer, error)
+        finally:
+            stream.abort()
+            self._serving.discard(task)
+            self._incoming[peer] -= 1
+            if not self._incoming[peer]:
+                del self._incoming[peer]
+
+    async def _refuse_malformed(self, stream: FramedStream, peer: PeerId, error: FrameError) -> None:
+        logger.debug("%s broke the protocol: %s", peer, error)
+        refused = Refused(Refusal.MALFORMED, str(error))
+        self._desk.count_refusal(refused)
+        try:
+            await stream.write_refusal(encode_refusal(refused), self._limits.progress_seconds)
+            await stream.close(within=1.0)
+        except (StreamEnded, StreamStalled):
+            return
+
+    async def _serve_request(self, stream: FramedStream, peer: PeerId) -> bool:
+        """Answer or refuse the next request. False where the stream must be closed."""
+        progress = self._limits.progress_seconds
+        prefix = await stream.read_prefix(progress, self._limits.idle_seconds)
+        if prefix.kind is not FrameKind.HEADER:
+            raise FrameError(f"a request begins with a HEADER frame, not {prefix.kind.name}")
+        received = stream.bytes_received
+        sent = stream.bytes_sent
+        envelope = decode_envelope(await stream.read_payload(prefix, progress))
+        body_read = False
+        try:
+            with self._desk.admitted(peer, envelope):
+                request = Message(envelope.header, await stream.read_body(envelope.specs, progress))
+                body_read = True
+                answering = self._desk.answer(peer, envelope.method, request)
+                payload, answer = await _while_open(stream, answering)
+                await stream.write_message(payload, answer.tensors, progress)
+            return True
+        except Refused as refused:
+            self._desk.count_refusal(refused)
+            await stream.write_refusal(encode_refusal(refused), progress)
+            return body_read or await self._drain(stream, envelope)
+        finally:
+            name = self._desk.traffic_name(envelope.method)
+            self.traffic.add_received(name, stream.bytes_received - received)
+            self.traffic.add_sent(name, stream.bytes_sent - sent)
+
+    async def _drain(self, stream: FramedStream, envelope: Envelope) -> bool:
+        """Throw a refused request's body away so that the stream can be used again; False if it is too large."""
+        if envelope.body_bytes <= self._limits.drain_bytes:
+            await stream.discard_body(envelope.specs, self._limits.progress_seconds)
+            return True
+        await stream.close(within=1.0)
+        return False
+
+
+class _Sending:
+    """A request as it goes out."""
+
+    __slots__ = ("max_answer_bytes", "method", "payload", "progress", "request")
+
+    def __init__(self, method: str, payload: bytes, request: Message, progress: float, max_answer_bytes: int) -> None:
+        self.method = method
+        self.payload = payload
+        self.request = request
+        self.progress = progress
+        self.max_answer_bytes = max_answer_bytes
+
+
+async def _exchange(lease: Lease, sending: _Sending) -> Message:
+    """Write the request and read the answer. The stream is read while it is written: a refusal may come early."""
+    stream, progress = lease.stream, sending.progress
+    writing = asyncio.create_task(stream.write_message(sending.payload, sending.request.tensors, progress))
+    beginning = asyncio.create_task(stream.read_prefix(progress))
+    try:
+        prefix = await _answer_begins(writing, beginning)
+        if prefix.kind is FrameKind.REFUSE:
+            refused = decode_refusal(await stream.read_payload(prefix, progress))
+            lease.reusable = writing.done() and writing.exception() is None
+            raise refused
+        await writing
+        answer = await _read_answer(stream, prefix, sending)
+        lease.reusable = True
+        return answer
+    except StreamEnded:
+        if lease.fresh or stream.message_complete:
+            raise
+        raise _RequestNotSent from None
+    finally:
+        await cancel_and_wait((writing, beginning))
+
+
+async def _answer_begins(writing: asyncio.Task[None], beginning: asyncio.Task[Prefix]) -> Prefix:
+    """The first prefix that the other side sends. A stream that ends while it is written ends for the reader too, and
+    the refusal that explains it may be on its way: so only a stalled writer stops the wait."""
+    await asyncio.wait((writing, beginning), return_when=asyncio.FIRST_COMPLETED)
+    if not beginning.done() and isinstance(error := writing.exception(), StreamStalled):
+        raise error
+    return await beginning
+
+
+async def _read_answer(stream: FramedStream, prefix: Prefix, sending: _Sending) -> Message:
+    if prefix.kind is not FrameKind.HEADER:
+        raise FrameError(f"an answer begins with a HEADER frame, not {prefix.kind.name}")
+    envelope = decode_envelope(await stream.read_payload(prefix, sending.progress))
+    if envelope.body_bytes > sending.max_answer_bytes:
+        raise FrameError(f"an answer of {envelope.body_bytes} bytes exceeds {sending.max_answer_bytes}")
+    return Message(envelope.header, await stream.read_body(envelope.specs, sending.progress))
+
+
+async def _while_open(stream: FramedStream, answering: Coroutine[Any, Any, T]) -> T:
+    """Run a handler for as long as its caller is there; StreamEnded once the caller has gone."""
+    handling = asyncio.create_task(answering)
+    watching = asyncio.create_task(stream.wait_for_end())
+    try:
+        await asyncio.wait((handling, watching), return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            watching.result()
+            raise StreamEnded("the caller went away")
+        if handling.cancelled():
+            raise Refused(Refusal.INTERNAL)
+        return handling.result()
+    finally:
+        await cancel_and_wait((handling, watching))

@@ -1,0 +1,183 @@
+"""Small swarms in memory for tests: real stages, real training, the in-memory transport and directory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import (
+    DataSpec,
+    EvaluationSpec,
+    InnerSpec,
+    LimitsSpec,
+    ModelSpec,
+    OuterSpec,
+    PipelineSpec,
+    RunSpec,
+)
+from noloco_node.model.stage import build_stage
+from noloco_node.replica import Replica, Samples
+from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
+from noloco_node.swarm.transport import PeerId
+from noloco_node.telemetry.events import Event
+from noloco_node.training.compute_thread import ComputeThread
+
+VOCABULARY = 61
+LENGTH = 16
+WINDOWS = 4
+MICROBATCH = WINDOWS * LENGTH
+
+ALONE_IS_NEUTRAL = OuterSpec(inner_steps=10_000, alpha=0.0, beta=1.0, gamma=1.0)
+"""With it a step alone leaves the fast weights as they are: φ + Δ = θ."""
+
+
+def micro_spec(
+    *,
+    stages: int = 2,
+    layers: int = 4,
+    steps: int = 50,
+    microbatches_a_step: int = 1,
+    inner: dict[str, object] | None = None,
+    outer: OuterSpec | None = None,
+    pipeline: PipelineSpec | None = None,
+    limits: LimitsSpec | None = None,
+) -> RunSpec:
+    """A run of a tiny Llama on random windows that lasts `steps` inner steps of the whole swarm."""
+    batch = MICROBATCH * microbatches_a_step
+    return RunSpec(
+        name="micro",
+        model=ModelSpec(
+            config={
+                "model_type": "llama",
+                "vocab_size": VOCABULARY,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": layers,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 64,
+                "tie_word_embeddings": False,
+            },
+            seed=3,
+            stages=stages,
+        ),
+        data=DataSpec(sequence_length=LENGTH),
+        inner=InnerSpec.model_validate(
+            {
+                "target_tokens": batch * steps,
+                "global_batch_tokens": batch,
+                "microbatch_windows": WINDOWS,
+                "learning_rate": 3e-3,
+                "warmup_tokens": batch * 4,
+                "clip_norm": 0.5,
+                **(inner or {}),
+            }
+        ),
+        outer=outer or ALONE_IS_NEUTRAL,
+        pipeline=pipeline or PipelineSpec(),
+        evaluation=EvaluationSpec(every_tokens=batch * steps, windows=4),
+        limits=limits or LimitsSpec(record_seconds=3, grace_seconds=2, chunk_bytes=4096),
+    )
+
+
+def window_batch(indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of numbered windows: a learnable sequence with noise, a pure function of the numbers."""
+    rows: list[Tensor] = []
+    for index in indices:
+        generator = torch.Generator().manual_seed(index)
+        start, stride = torch.randint(VOCABULARY, (2,), generator=generator).tolist()
+        row = (start + (1 + stride % 5) * torch.arange(LENGTH + 1)) % VOCABULARY
+        noise = torch.randint(VOCABULARY, (LENGTH + 1,), generator=generator)
+        rows.append(torch.where(torch.rand(LENGTH + 1, generator=generator) < 0.1, noise, row))
+    batch = torch.stack(rows)
+    return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+
+
+@dataclass
+class Drawn:
+    """Counts up through window numbers and remembers what was drawn."""
+
+    start: int = 0
+    batches: list[list[int]] = field(default_factory=list)
+
+    def draw(self) -> list[int]:
+        """The next microbatch's windows."""
+        first = self.start + len(self.batches) * WINDOWS
+        self.batches.append(list(range(first, first + WINDOWS)))
+        return self.batches[-1]
+
+
+def samples_of(drawn: Drawn) -> Samples:
+    """Training windows from `drawn`, held-out windows far away from them."""
+    return Samples(draw=drawn.draw, train=window_batch, validation=window_batch, held_out=range(10**6, 10**6 + 4))
+
+
+@dataclass
+class World:
+    """Replicas on one in-memory network, and what they emitted."""
+
+    network: MemoryNetwork
+    hub: MemoryDirectoryHub
+    replicas: list[Replica]
+    drawn: list[Drawn]
+    events: list[list[Event]]
+
+    def of_stage(self, stage: int) -> list[Replica]:
+        """Replicas of one stage."""
+        return [replica for replica in self.replicas if replica.stage == stage]
+
+
+def peer_name(stage: int, index: int) -> PeerId:
+    """A name for an in-memory peer, as long as a record asks for."""
+    return PeerId(f"memory-peer-{stage}-{index}")
+
+
+@asynccontextmanager
+async def world(spec: RunSpec, replicas: int = 1, settings: NodeSettings | None = None) -> AsyncIterator[World]:
+    """A swarm of `replicas` a stage, served but not yet running; compute threads and transports end with the block."""
+    settings = settings or NodeSettings(in_flight=1, drain_seconds=1)
+    network, hub = MemoryNetwork(), MemoryDirectoryHub(spec.stages)
+    made = World(network, hub, [], [], [])
+    threads: list[ComputeThread] = []
+    transports: list[MemoryTransport] = []
+    try:
+        for stage in range(spec.stages):
+            for index in range(replicas):
+                thread, transport = ComputeThread(), MemoryTransport(network, peer_name(stage, index))
+                threads.append(thread)
+                transports.append(transport)
+                drawn, events = Drawn(start=index * 100_000), list[Event]()
+                replica = Replica(
+                    spec,
+                    settings,
+                    build_stage(spec.model, stage),
+                    transport,
+                    MemoryDirectory(hub),
+                    thread,
+                    samples=samples_of(drawn) if stage == 0 else None,
+                    emit=events.append,
+                )
+                replica.serve()
+                made.replicas.append(replica)
+                made.drawn.append(drawn)
+                made.events.append(events)
+        yield made
+    finally:
+        for transport in transports:
+            await transport.close()
+        for thread in threads:
+            await thread.close()
+
+
+async def run_to_the_end(made: World, within: float = 60.0) -> None:
+    """Run every replica until the run's end."""
+    async with asyncio.timeout(within), asyncio.TaskGroup() as group:
+        for replica in made.replicas:
+            group.create_task(replica.run())
