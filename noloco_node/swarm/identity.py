@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.padding import PKCS1v15
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPublicKey
 from google.protobuf.message import DecodeError
-from hivemind.proto import crypto_pb2
+from hivemind.proto import crypto_pb2  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.transport import PeerId

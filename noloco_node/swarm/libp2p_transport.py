@@ -164,6 +164,10 @@ class Libp2pTransport:
             logger.debug("a stream of %s is over: %s", peer, error)
         except FrameError as error:
             await self._refuse_malformed(stream, peer, error)
+        except asyncio.CancelledError:
+            # The task is asyncio's own, which reports a cancelled one as a failure: `close` only wants it to end.
+            if not self._closed:
+                raise
         finally:
             stream.abort()
             self._serving.discard(task)
