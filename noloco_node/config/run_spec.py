@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from noloco_node.outer.stability import admissible_gamma, safe_gamma
+
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -138,6 +140,16 @@ class OuterSpec(Settings):
             raise ValueError(
                 f"outer.min_inner_steps ({self.min_inner_steps}) exceeds outer.inner_steps ({self.inner_steps}): "
                 "a replica would dial before it may be dialled"
+            )
+        gamma = self.effective_gamma
+        if gamma >= safe_gamma(self.alpha):
+            sharp = admissible_gamma(self.alpha, momentum=self.momentum)[1]
+            raise ValueError(
+                f"outer.gamma ({gamma:g}) is outside the admissible set: with outer.alpha {self.alpha:g} it must be in "
+                f"(0, {safe_gamma(self.alpha):g}) = (0, 2(1 - alpha)) to be stable for every number of replicas and any "
+                f"share of steps taken alone (with very many replicas and every step paired, momentum "
+                f"'{self.momentum}' diverges from {sharp:.3g}); leave it out for 1 - alpha = {1 - self.alpha:g}, the "
+                "fastest contraction"
             )
         return self
 
