@@ -13,10 +13,14 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 from noloco_node import __version__
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
+
+if TYPE_CHECKING:
+    from noloco_node.config.load import Config
+    from noloco_node.local_swarm import SwarmResult
 
 DESCRIPTION = """\
 Train one language model on GPUs that nobody owns together: each node serves one pipeline stage, and averages its
@@ -77,7 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = _parser_class("noloco-node", DESCRIPTION)
+    top = argparse.ArgumentParser(
+        "noloco-node",
+        description=DESCRIPTION,
+        epilog=_exit_codes(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     top.add_argument("--version", action="version", version=f"noloco-node {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     swarm = _command(commands, "swarm", "train on a swarm of nodes on this machine", SWARM_HELP)
@@ -97,12 +106,6 @@ def parser() -> argparse.ArgumentParser:
     _config_arguments(validate)
     validate.set_defaults(call=_validate)
     return top
-
-
-def _parser_class(name: str, description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        name, description=description, epilog=_exit_codes(), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
 
 
 def _command(
@@ -153,7 +156,8 @@ NODE_OPTIONS = ("initial_peers", "stage", "run_folder", "host", "port", "announc
 def _overrides(options: argparse.Namespace) -> list[str]:
     """The options of `run` as overrides, before those of --set."""
     given = {name: getattr(options, name) for name in NODE_OPTIONS if getattr(options, name) is not None}
-    quoted = {name: value if name in {"stage", "port", "metrics_port"} else json.dumps(value) for name, value in given.items()}
+    plain = {"stage", "port", "metrics_port"}
+    quoted = {name: value if name in plain else json.dumps(value, default=str) for name, value in given.items()}
     return [f"node.{name}={value}" for name, value in quoted.items()] + list(options.set)
 
 
@@ -161,16 +165,107 @@ def _swarm(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_config
 
     config = load_config(options.config, options.set)
+    _print_plan(config)
     from rich.console import Console
 
     from noloco_node.local_swarm import run_local_swarm
+
+    folder: Path = options.run_folder or Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    result = run_local_swarm(config, folder, Console())
+    _print_result(result)
+    return int(result.exit_code)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.end_with_stdin:
+        threading.Thread(target=_end_with_stdin, name="end with stdin", daemon=True).start()
+    from noloco_node.config.load import load_config
+
+    config = load_config(options.config, _overrides(options))
+    import uvloop
+
+    from noloco_node.node import run_node
+
+    stopped = uvloop.run(run_node(config.run, config.node))
+    endings = {"target_reached": ExitCode.OK, "interrupted": ExitCode.INTERRUPTED, "failed": ExitCode.FAILURE}
+    return int(endings[stopped.reason])
+
+
+def _show(options: argparse.Namespace) -> int:
+    from noloco_node.config.load import load_config, render
+
+    config = load_config(options.config, options.set)
+    print(f"# run id: {config.run.run_id}\n{render(config)}", end="")
+    return int(ExitCode.OK)
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from noloco_node.config.load import load_config
+
+    config = load_config(options.config, options.set)
+    _print_plan(config)
+    print(f"{options.config} is valid")
+    return int(ExitCode.OK)
+
+
+def _print_plan(config: Config) -> None:
     from noloco_node.preflight import plan
 
-    plan(config)
-    folder: Path = options.run_folder or Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    console = Console()
-    console.print(f"run {config.run.name} ({config.run.run_id}), results in {folder}", highlight=False, soft_wrap=True)
-    result = run_local_swarm(config, folder, console)
-    for line in _results(result):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    return int(result.exit_code)
+    numbers, run = plan(config), config.run
+    print(f"run {run.name} ({run.run_id})")
+    each = " + ".join(f"{count:,}" for count in numbers.stage_parameters)
+    print(f"  parameters        {numbers.parameters:,} ({each})")
+    print(f"  stages            {run.stages}, with {' + '.join(map(str, numbers.layers))} layers")
+    print(f"  tokens            {run.inner.target_tokens:,}, {run.inner.global_batch_tokens:,} an inner step")
+    print(f"  inner steps       {numbers.inner_steps:,} per replica")
+    print(f"  outer rounds      about {numbers.outer_rounds:,} per replica, one in {run.outer.inner_steps} inner steps")
+    sizes = " / ".join(f"{count / 1e6:,.1f}" for count in numbers.outer_bytes)
+    print(f"  outer step        {sizes} MB sent per replica ({run.outer.codec}), as many received")
+    for warning in numbers.warnings:
+        print(f"  note: {warning}")
+    sys.stdout.flush()
+
+
+def _print_result(result: SwarmResult) -> None:
+    summary = result.summary
+    losses = {
+        "training loss": summary.training_loss,
+        "validation loss": summary.validation_loss,
+        "validation loss, merged": summary.validation_loss_merged,
+    }
+    print(f"\n{summary.tokens:,} tokens in {summary.seconds:,.0f} s, {summary.tokens_per_second:,.0f} tokens/s")
+    for name, loss in losses.items():
+        if loss is not None:
+            print(f"{name:<30} {loss:.4f} nats per token")
+    for name in summary.died:
+        print(f"{name:<30} ended without a last word, see its log")
+    for name, path in result.files.items():
+        print(f"{name:<30} {path}")
+
+
+def _end_with_stdin() -> None:
+    """A daemon of a local swarm ends when its launcher does: the launcher holds the only writing end of stdin."""
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_SECONDS)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+
+
+def _report_failure(error: Exception, *, debug: bool) -> None:
+    """One screen for a person; the traceback to the log where stderr is one, else to a file."""
+    text = "".join(traceback.format_exception(error))
+    print(f"noloco-node: an unexpected failure: {type(error).__name__}: {str(error)[:500]}", file=sys.stderr)
+    if debug or not sys.stderr.isatty():
+        print(text, file=sys.stderr)
+        return
+    handle, path = tempfile.mkstemp(prefix="noloco-node-failure-", suffix=".log")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    print(f"  this is a defect of noloco-node: please report it, with {path}", file=sys.stderr)
+
+
+def _exit_codes() -> str:
+    rows = [f"  {code.value:>3}  {meaning}" for code, meaning in EXIT_MEANINGS.items()]
+    return "\n".join(["exit codes:", *rows])

@@ -347,7 +347,7 @@ def run_local_swarm(config: Config, run_folder: Path, console: Console) -> Swarm
     _write_summary(summarize_histories(histories), files["summary"])
     if interrupted:
         return SwarmResult(summarize_histories(histories), ExitCode.INTERRUPTED, files)
-    merged_loss = _export(swarm, console, files)
+    merged_loss = _merge(swarm, console, files)
     summary = summarize_histories(histories, merged_loss)
     _write_summary(summary, files["summary"])
     files["plot of loss and spread"] = run_folder / "plot.png"
@@ -409,6 +409,25 @@ async def _supervise(swarm: LocalSwarm, observer: _Follower) -> bool:
 async def _train(swarm: LocalSwarm) -> None:
     await swarm.start()
     await swarm.wait()
+
+
+def _merge(swarm: LocalSwarm, console: Console, files: dict[str, Path]) -> float | None:
+    """Merge what the nodes saved into one model; its loss. None, with the reason shown, where a stage left nothing."""
+    saved: dict[int, list[Path]] = {stage: [] for stage in range(swarm.config.run.stages)}
+    for node in swarm.nodes:
+        if node.stopped and node.stopped.final_weights:
+            saved[node.stage].append(node.folder / node.stopped.final_weights)
+    lost = [str(stage) for stage, folders in saved.items() if not folders]
+    if lost:
+        console.print(f"no model was exported: no replica of stage {', '.join(lost)} left its weights")
+        return None
+    console.print("merging the replicas, evaluating and exporting the model")
+    from noloco_node.merge import merge_run
+
+    merged = merge_run(swarm.config.run, saved, swarm.run_folder)
+    files["model (Hugging Face folder)"] = merged.model
+    files["sample of its text"] = merged.sample
+    return merged.loss
 
 
 def _write_summary(summary: Summary, path: Path) -> None:

@@ -57,14 +57,12 @@ def plan(config: Config) -> Plan:
 
 def _stage_parameters(run: RunSpec, ends: list[int]) -> tuple[int, ...]:
     import torch
-    from transformers import AutoModelForCausalLM
 
     from noloco_node.model.cut import build_config
+    from noloco_node.model.stage import build_on_meta
 
-    with torch.device("meta"):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(build_config(run.model))  # pyright: ignore[reportUnknownMemberType]
     counts = [0] * len(ends)
-    for name, parameter in model.named_parameters():
+    for name, parameter in torch.nn.Module.named_parameters(build_on_meta(build_config(run.model))):
         counts[_stage_of(name, ends)] += parameter.numel()
     return tuple(counts)
 
@@ -81,7 +79,8 @@ def _warnings(config: Config, inner_steps: int) -> list[str]:
     lines: list[str] = []
     if config.local_swarm.replicas < 4:
         lines.append(
-            f"local_swarm.replicas is {config.local_swarm.replicas}: with fewer than 4 NoLoCo cannot be told from DiLoCo"
+            f"local_swarm.replicas is {config.local_swarm.replicas}: "
+            "with fewer than 4 NoLoCo cannot be told from DiLoCo"
         )
     if inner_steps <= run.outer.inner_steps:
         lines.append(
@@ -96,7 +95,8 @@ def _warnings(config: Config, inner_steps: int) -> list[str]:
     share = run.inner.global_batch_tokens / config.local_swarm.replicas
     if share < run.microbatch_tokens:
         lines.append(
-            f"one microbatch ({run.microbatch_tokens} tokens) is more than a replica's share of inner.global_batch_tokens "
-            f"({share:.0f} with {config.local_swarm.replicas} replicas): the effective batch is larger than it says"
+            f"one microbatch ({run.microbatch_tokens} tokens) is more than a replica's share of "
+            f"inner.global_batch_tokens ({share:.0f} with {config.local_swarm.replicas} replicas): "
+            "the effective batch is larger than it says"
         )
     return lines

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from noloco_node.config.node_settings import LocalSwarmSettings, NodeSettings
@@ -32,6 +32,15 @@ class Config(Settings):
     """What this machine chooses for itself."""
     local_swarm: LocalSwarmSettings = LocalSwarmSettings()
     """Layout of `noloco-node swarm`."""
+
+    @model_validator(mode="after")
+    def _stage_exists(self) -> Config:
+        if isinstance(self.node.stage, int) and not 0 <= self.node.stage < self.run.stages:
+            raise ValueError(
+                f"node.stage ({self.node.stage}) does not exist: run.model.stages is {self.run.stages}, "
+                f"so stages are 0 to {self.run.stages - 1}; choose one of them, or auto"
+            )
+        return self
 
 
 @dataclass(frozen=True, slots=True)
