@@ -25,6 +25,7 @@ _POSITIVE_KEYS = (
     "num_key_value_heads",
     "head_dim",
 )
+_ACTIVATION_KEYS = frozenset({"hidden_act", "hidden_activation"})
 _TOKEN_KEYS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -61,6 +62,7 @@ def build_config(spec: ModelSpec) -> PretrainedConfig:
         )
     config = _make_config(model_type, spec.config)
     _check_keys(model_type, spec.config, config)
+    _check_activation(spec.config)
     _check_values(config)
     _check_untied(spec, config)
     return config
@@ -151,6 +153,17 @@ def _check_keys(model_type: str, values: dict[str, Any], config: PretrainedConfi
             f"model.config.{unknown[0]} is not a setting of the '{model_type}' architecture",
             f"correct or remove it; the architecture has: {', '.join(sorted(known))}",
         )
+
+
+def _check_activation(values: dict[str, Any]) -> None:
+    for key in _ACTIVATION_KEYS & values.keys():
+        from transformers.activations import ACT2FN  # slow to import: only where there is something to check
+
+        if values[key] not in ACT2FN:
+            raise _config_error(
+                f"model.config.{key} is {values[key]!r}, which transformers does not know",
+                f"choose one of {', '.join(sorted(ACT2FN))}",
+            )
 
 
 def _check_values(config: PretrainedConfig) -> None:

@@ -40,7 +40,7 @@ def export_model(spec: ModelSpec, state: Mapping[str, Tensor], folder: Path, tok
     `state` holds every parameter of the whole model under its full Hugging Face name (ValueError otherwise) and is
     saved in fp32; `tokenizer` is `bytes` or what `AutoTokenizer.from_pretrained` takes.
     """
-    backend = _tokenizer_backend(tokenizer)
+    backend = build_byte_tokenizer() if tokenizer == "bytes" else _pretrained_tokenizer(tokenizer)
     config = build_config(spec)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, key, getattr(backend, key))
@@ -82,10 +82,8 @@ def generate_sample(folder: Path, prompt: str, tokens: int, seed: int) -> str:
     The same seed gives the same text; the global random state is left as it was. The sample ends early at the model's
     last position. ValueError for an empty prompt.
     """
-    from transformers import AutoTokenizer
-
     model: Any = load_exported(folder)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)  # pyright: ignore[reportUnknownMemberType]
+    tokenizer = _pretrained_tokenizer(str(folder))
     ids: Tensor = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     if ids.shape[1] == 0:
         raise ValueError("the prompt holds no token")
@@ -124,11 +122,9 @@ def _assign(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
     model.tie_weights()
 
 
-def _tokenizer_backend(name: str) -> Any:
+def _pretrained_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
-    if name == "bytes":
-        return build_byte_tokenizer()
     return cast(Any, AutoTokenizer.from_pretrained(name))  # pyright: ignore[reportUnknownMemberType]
 
 

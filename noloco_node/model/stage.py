@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from noloco_node.config.run_spec import ModelSpec
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import StageCut, build_config, cut_model, not_llama_type
 
 if TYPE_CHECKING:
@@ -80,8 +81,16 @@ def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise not_llama_type(config, "it has no causal language model")
-    with torch.device("meta"):
-        return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=torch.float32))  # pyright: ignore[reportUnknownMemberType]
+    try:
+        with torch.device("meta"):
+            return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=torch.float32))  # pyright: ignore[reportUnknownMemberType]
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"model.config: the '{config.model_type}' architecture cannot be built from it "
+            f"({type(error).__name__}: {' '.join(str(error).split())})",
+            "correct the value that the reason points to",
+        ) from error
 
 
 def _check_anatomy(causal: PreTrainedModel, config: PretrainedConfig) -> None:
