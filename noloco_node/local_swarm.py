@@ -347,11 +347,14 @@ def run_local_swarm(config: Config, run_folder: Path, console: Console) -> Swarm
     _write_summary(summarize_histories(histories), files["summary"])
     if interrupted:
         return SwarmResult(summarize_histories(histories), ExitCode.INTERRUPTED, files)
-    merged_loss = _merge(swarm, console, files)
+    files["plot of loss and spread"] = run_folder / "plot.png"
+    merged_loss: float | None = None
+    try:
+        merged_loss = _merge(swarm, console, files)
+    finally:
+        _plot(histories, files["plot of loss and spread"], config, merged_loss)
     summary = summarize_histories(histories, merged_loss)
     _write_summary(summary, files["summary"])
-    files["plot of loss and spread"] = run_folder / "plot.png"
-    _plot(histories, files["plot of loss and spread"], config, merged_loss)
     died = any(node.died for node in swarm.nodes)
     return SwarmResult(summary, ExitCode.NODE_DIED if died else ExitCode.OK, files)
 
