@@ -68,6 +68,8 @@ class PrivateP2P:
         self._reading = asyncio.create_task(self._read_output())
         self._p2p: Any = None
         self._addresses: list[str] = []
+        self.joined_peers: tuple[str, ...] = ()
+        """Initial peers that this node is connected to."""
 
     @property
     def own_id(self) -> PeerId:
@@ -288,15 +290,14 @@ async def _check_identity_free(settings: NodeSettings, identity: Identity, peers
 
 
 async def _connect_to_some(daemon: PrivateP2P, peers: Sequence[PeerAddress]) -> None:
-    """A port that answers may belong to anything: go on only if one of the peers is who its address says."""
-    reasons: dict[str, str] = {}
-    for peer in peers:
-        why = await daemon.connect(peer.peer, [peer.text])
-        if why is None:
-            return
-        reasons[peer.text] = f"something listens, but it is not this peer ({why[:200]})"
-    if reasons:
-        raise peers_unreachable(reasons)
+    """A port that answers may belong to anything: go on only with the peers that are who their address says."""
+    failures = await asyncio.gather(*(daemon.connect(peer.peer, [peer.text]) for peer in peers))
+    daemon.joined_peers = tuple(peer.text for peer, failure in zip(peers, failures, strict=True) if failure is None)
+    if peers and not daemon.joined_peers:
+        reasons = zip((peer.text for peer in peers), failures, strict=True)
+        raise peers_unreachable(
+            {text: f"something listens, but it is not this peer ({str(why)[:200]})" for text, why in reasons}
+        )
 
 
 def _private_folder() -> Path:

@@ -1,0 +1,137 @@
+"""Signed directory records: how they are written, and the total predicate that every node applies to them.
+
+A value is stored under (key of the stage, subkey = the peer's id, expiry). Its signature, by the key behind the peer
+id, covers all of these, so nobody can move a record to another place or lengthen its life. The predicate reads no
+clock: a skewed one would empty the directory. It never raises: one value that passed and did not parse would hang the
+look-ups of every reader.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections import OrderedDict
+from typing import Any, cast
+
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.dht.crypto import DHTRecord, RecordValidatorBase  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs]
+
+from noloco_node.swarm.directory import PeerRecord
+from noloco_node.swarm.identity import MAX_PUBLIC_KEY_BYTES, Identity, peer_id_of, verify
+
+MAX_RECORD_BYTES = 4096
+MAX_SUBKEY_BYTES = 160
+MAX_EXPIRY = float(1 << 40)
+"""Seconds since 1970 that no honest record reaches; keeps arithmetic with expiries harmless."""
+CACHED_VERDICTS = 8192
+
+_DOMAIN = b"noloco directory record 1\0"
+_LENGTHS = struct.Struct(">BHH")
+_FORMAT = 1
+_msgpack: Any = msgpack
+
+
+def stage_key(run_id: str, stage: int) -> str:
+    """The DHT key under which the peers of a stage are found."""
+    return f"{run_id}.stage.{stage}"
+
+
+def sign_record(identity: Identity, key: str, record: PeerRecord, expires: float) -> bytes:
+    """The bytes to store under (key, own peer id) until DHT time `expires`."""
+    payload = record.model_dump_json().encode()
+    place = _place(_digest(key), identity.peer_id, expires)
+    signature = identity.sign(place + payload)
+    lengths = _LENGTHS.pack(_FORMAT, len(identity.public_key), len(signature))
+    return lengths + identity.public_key + signature + payload
+
+
+class RecordValidator(RecordValidatorBase):
+    """Accepts signed records at the stage keys of one run, and nothing else at any key."""
+
+    def __init__(self, run_id: str, stages: int) -> None:
+        self._stages = {_digest(stage_key(run_id, stage)): stage for stage in range(stages)}
+        self._verdicts: OrderedDict[bytes, PeerRecord | None] = OrderedDict()
+
+    def validate(self, record: DHTRecord) -> bool:
+        """hivemind's question: may this be stored, or believed when another node returns it? Never raises."""
+        return self.read(record.key, record.subkey, record.value, record.expiration_time) is not None
+
+    def read(self, key: object, subkey: object, value: object, expires: object) -> PeerRecord | None:
+        """The record, if it is exactly what its owner signed for this place; None otherwise.
+
+        `subkey` and `value` are as hivemind stores them: MessagePack of the peer id and of the signed bytes. What
+        hivemind unpacks from a stranger's dictionary may be of any type.
+        """
+        if not (isinstance(key, bytes) and isinstance(subkey, bytes) and isinstance(value, bytes)):
+            return None
+        if not isinstance(expires, float):
+            return None
+        stage = self._stages.get(key)
+        bounded = len(value) <= MAX_RECORD_BYTES and len(subkey) <= MAX_SUBKEY_BYTES
+        if stage is None or not bounded or not math.isfinite(expires) or not 0 < expires <= MAX_EXPIRY:
+            return None
+        digest = hashlib.sha256(struct.pack(">dII", expires, len(subkey), len(value)) + key + subkey + value).digest()
+        if digest in self._verdicts:
+            self._verdicts.move_to_end(digest)
+            return self._verdicts[digest]
+        try:
+            verdict = _parse(stage, key, subkey, value, expires)
+        except (ValueError, struct.error, RecursionError):
+            verdict = None
+        self._verdicts[digest] = verdict
+        if len(self._verdicts) > CACHED_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return verdict
+
+    def read_found(self, key: str, subkey: object, value: object, expires: float) -> PeerRecord | None:
+        """Like `read`, for what hivemind's `get` hands out."""
+        if not isinstance(subkey, str) or not isinstance(value, bytes):
+            return None
+        return self.read(_digest(key), _pack(subkey), _pack(value), expires)
+
+
+def _parse(stage: int, key: bytes, packed_subkey: bytes, packed_value: bytes, expires: float) -> PeerRecord | None:
+    subkey, value = _unpack(packed_subkey), _unpack(packed_value)
+    if not isinstance(subkey, str) or not isinstance(value, bytes):
+        return None
+    # Only one spelling of each is accepted, or a copy in another spelling would be a second record.
+    if _pack(subkey) != packed_subkey or _pack(value) != packed_value:
+        return None
+    version, public_length, signature_length = cast("tuple[int, int, int]", _LENGTHS.unpack_from(value))
+    public_end = _LENGTHS.size + public_length
+    payload_start = public_end + signature_length
+    if version != _FORMAT or public_length > MAX_PUBLIC_KEY_BYTES or payload_start >= len(value):
+        return None
+    public_key, signature = value[_LENGTHS.size : public_end], value[public_end:payload_start]
+    payload = value[payload_start:]
+    if peer_id_of(public_key) != subkey:
+        return None
+    record = PeerRecord.model_validate_json(payload)
+    if record.peer_id != subkey or record.stage != stage:
+        return None
+    return record if verify(public_key, signature, _place(key, subkey, expires) + payload) else None
+
+
+def _place(key: bytes, subkey: str, expires: float) -> bytes:
+    name = subkey.encode()
+    return _DOMAIN + struct.pack(">dHH", expires, len(key), len(name)) + key + name
+
+
+def _digest(key: str) -> bytes:
+    identifier: Any = DHTID.generate(source=key)
+    return bytes(identifier.to_bytes())
+
+
+def _pack(value: object) -> bytes:
+    return bytes(_msgpack.packb(value, use_bin_type=True))
+
+
+def _unpack(data: bytes) -> object:
+    """One MessagePack value without extension types; ValueError for anything else."""
+    return _msgpack.unpackb(data, raw=False, strict_map_key=True, ext_hook=_no_extension)
+
+
+def _no_extension(code: int, data: bytes) -> object:
+    raise ValueError(f"extension type {code} of {len(data)} bytes")
