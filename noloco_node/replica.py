@@ -30,7 +30,7 @@ from noloco_node.swarm.pipeline import Downstream, Origin, PipelineServer
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.state_transfer import StateDonor, StateManifest, fetch_from_any, fetch_state
 from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError
-from noloco_node.telemetry.events import Account, Evaluation, Event, InnerStep, OuterStep
+from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import InnerReport, StageWorker
@@ -71,7 +71,7 @@ class Replica:
         thread: ComputeThread,
         *,
         samples: Samples | None,
-        emit: Callable[[Event], None],
+        emit: Callable[[AnyEvent], None],
     ) -> None:
         assert (samples is not None) == stage.cut.is_first, "stage 0, and only it, has the text"
         self.spec = spec

@@ -29,7 +29,9 @@ def whole_model(spec: RunSpec) -> tuple[torch.nn.Module, list[list[str]]]:
     return model, groups
 
 
-def train(spec: RunSpec, batches: Sequence[tuple[Tensor, Tensor]], microbatches_a_step: int = 1) -> tuple[list[float], dict[str, Tensor]]:
+def train(
+    spec: RunSpec, batches: Sequence[tuple[Tensor, Tensor]], microbatches_a_step: int = 1
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of each inner step, and the final weights by full name. AdamW from torch, clipped stage by stage."""
     inner = spec.inner
     model, groups = whole_model(spec)

@@ -26,7 +26,7 @@ from noloco_node.replica import Replica, Samples
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
 from noloco_node.swarm.transport import PeerId
-from noloco_node.telemetry.events import Event
+from noloco_node.telemetry.events import AnyEvent
 from noloco_node.training.compute_thread import ComputeThread
 
 VOCABULARY = 61
@@ -127,7 +127,7 @@ class World:
     hub: MemoryDirectoryHub
     replicas: list[Replica]
     drawn: list[Drawn]
-    events: list[list[Event]]
+    events: list[list[AnyEvent]]
 
     def of_stage(self, stage: int) -> list[Replica]:
         """Replicas of one stage."""
@@ -153,7 +153,7 @@ async def world(spec: RunSpec, replicas: int = 1, settings: NodeSettings | None 
                 thread, transport = ComputeThread(), MemoryTransport(network, peer_name(stage, index))
                 threads.append(thread)
                 transports.append(transport)
-                drawn, events = Drawn(start=index * 100_000), list[Event]()
+                drawn, events = Drawn(start=index * 100_000), list[AnyEvent]()
                 replica = Replica(
                     spec,
                     settings,

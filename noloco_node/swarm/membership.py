@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable
 
 from noloco_node import PROTOCOL_VERSION, __version__
-from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
+from noloco_node.swarm.directory import Directory, DirectoryView, PeerRecord, PeerState
 from noloco_node.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -16,6 +17,12 @@ REFRESH_SECONDS = 2.0
 WITHDRAWAL_MARGIN_SECONDS = 5.0
 
 SERVING = (PeerState.TRAINING, PeerState.FINISHING)
+
+
+def choose_stage(view: DirectoryView, stages: int, now: float, rng: random.Random) -> int:
+    """The stage with the fewest live replicas, joining ones included; at random among equals."""
+    counts = [len(view.live(stage, now)) for stage in range(stages)]
+    return rng.choice([stage for stage, count in enumerate(counts) if count == min(counts)])
 
 
 class Membership:

@@ -24,7 +24,11 @@ def vectors(count: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> li
 
 
 def textbook(
-    rule: OuterRule, fast: Sequence[Tensor], slow: Sequence[Tensor], momentum: Sequence[Tensor], weights: Sequence[float]
+    rule: OuterRule,
+    fast: Sequence[Tensor],
+    slow: Sequence[Tensor],
+    momentum: Sequence[Tensor],
+    weights: Sequence[float],
 ) -> list[tuple[Tensor, Tensor]]:
     """The published two-tensor rule (three tensors where the momentum is averaged), for every member of one group."""
     n = len(fast)
@@ -97,7 +101,9 @@ def exchange(left: OuterReplica, right: OuterReplica, weights: tuple[float, floa
     right.commit()
 
 
-def replicas(count: int, rule: OuterRule, codec: str = "fp32", dtype: torch.dtype = torch.float32) -> list[OuterReplica]:
+def replicas(
+    count: int, rule: OuterRule, codec: str = "fp32", dtype: torch.dtype = torch.float32
+) -> list[OuterReplica]:
     """Replicas with independent weights, fast = slow, no momentum."""
     made: list[OuterReplica] = []
     for weights in vectors(count, dtype, seed=8):
@@ -113,7 +119,9 @@ def test_plain_averaging_keeps_the_mean_and_halves_the_variance() -> None:
     group = replicas(64, rule)
     before = torch.stack([r.slow.double() for r in group])
     order = torch.randperm(64, generator=torch.Generator().manual_seed(9)).tolist()
-    for a, b in itertools.batched(order, 2) if hasattr(itertools, "batched") else zip(order[::2], order[1::2], strict=True):
+    for a, b in (
+        itertools.batched(order, 2) if hasattr(itertools, "batched") else zip(order[::2], order[1::2], strict=True)
+    ):
         exchange(group[a], group[b])
     after = torch.stack([r.slow.double() for r in group])
     assert float((after.mean(0) - before.mean(0)).abs().max()) < 1e-6
@@ -123,7 +131,7 @@ def test_plain_averaging_keeps_the_mean_and_halves_the_variance() -> None:
 
 @pytest.mark.parametrize("codec", ["fp32", "fp16"])
 def test_the_difference_form_keeps_the_mean_whatever_the_codec(codec: str) -> None:
-    """Mean over the pair of φ after the step = that of the exact step, to 1e-10 of fp64 state, also when fp16 travels."""
+    """The pair's mean φ stays to 1e-10 in fp64 state, also when fp16 travels, and the pair still contracts."""
     rule = OuterRule(0.5, 0.5, 0.5, "averaged")
     left, right = replicas(2, rule, codec, torch.float64)
     left.slow.add_(100.0)  # far from zero, so that fp16 rounds hard

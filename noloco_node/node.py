@@ -1,0 +1,285 @@
+"""The daemon on one screen: build the parts, start them, stop them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncGenerator, Callable, Generator
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from noloco_node import __version__
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.data.walk import WindowWalk
+from noloco_node.data.windows import load_windows
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.model.stage import Stage, build_stage
+from noloco_node.replica import Replica, Samples
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.storage.weights import save_stage
+from noloco_node.swarm.dht_directory import running_directory
+from noloco_node.swarm.directory import Directory
+from noloco_node.swarm.hello import check_same_run, serve_hello
+from noloco_node.swarm.identity import Identity, IdentityLock, load_or_create_identity
+from noloco_node.swarm.libp2p_transport import Libp2pTransport
+from noloco_node.swarm.membership import choose_stage
+from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
+from noloco_node.swarm.transport import PeerId
+from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped
+from noloco_node.telemetry.logging import NodeLog, configure_logging
+from noloco_node.telemetry.metrics import Metrics
+from noloco_node.training.compute_thread import ComputeThread
+
+logger = logging.getLogger(__name__)
+
+Emit = Callable[[AnyEvent], None]
+
+
+async def run_node(spec: RunSpec, settings: NodeSettings) -> NodeStopped:
+    """Run one daemon to the run's end, or until SIGINT or SIGTERM. Leaves no process, socket or thread behind.
+
+    Raises UserError for everything that the person who started it can change.
+    """
+    started = time.monotonic()
+    folder = RunFolder.create(settings.run_folder)
+    with _telemetry(folder, settings) as (emit, metrics_address), _interruptible() as interrupts:
+        try:
+            stopped = await _live(spec, settings, folder, emit, metrics_address, interrupts, started)
+        except asyncio.CancelledError:
+            if not interrupts.cancelled_by_signal:
+                raise
+            stopped = _stopped("interrupted", "before the work under way was finished", started)
+        except UserError as error:
+            emit(_stopped("failed", error.message, started))
+            raise
+        emit(stopped)
+        return stopped
+
+
+async def _live(
+    spec: RunSpec,
+    settings: NodeSettings,
+    folder: RunFolder,
+    emit: Emit,
+    metrics_address: str | None,
+    interrupts: Interrupts,
+    started: float,
+) -> NodeStopped:
+    torch.set_num_threads(settings.torch_threads)
+    async with _network(spec, settings, folder) as (daemon, transport, directory):
+        stage_index = await _stage_to_serve(spec, settings, directory)
+        serve_hello(transport, spec, stage_index)
+        await check_same_run(transport, spec, settings.initial_peers)
+        stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, daemon.own_id)
+        async with _compute_thread() as thread:
+            replica = Replica(spec, settings, stage, transport, directory, thread, samples=samples, emit=emit)
+            replica.serve()
+            donor = await replica.become_current()
+            emit(_started_event(spec, stage, daemon, metrics_address, donor))
+            interrupts.graceful(replica.stop)
+            await _run_while_p2pd_lives(replica, daemon)
+            await _save(spec, stage, replica, folder)
+            return _stopped(
+                "interrupted" if replica.stop.is_set() else "target_reached",
+                "",
+                started,
+                outer_rounds=replica.worker.progress.outer_rounds,
+                partners=replica.partners,
+                final_weights=str(folder.final.relative_to(folder.path)),
+            )
+
+
+@contextlib.asynccontextmanager
+async def _network(
+    spec: RunSpec, settings: NodeSettings, folder: RunFolder
+) -> AsyncGenerator[tuple[PrivateP2P, Libp2pTransport, Directory]]:
+    """Identity, p2pd, transport and directory; all gone at the end of the block, whatever ends it."""
+    path: Path = settings.identity or folder.identity
+    with IdentityLock(path):
+        identity: Identity = load_or_create_identity(path)
+        async with running_p2p(settings, identity) as daemon:
+            transport = Libp2pTransport(daemon)
+            await transport.start()
+            try:
+                async with running_directory(daemon, identity, spec.run_id, spec.stages) as directory:
+                    yield daemon, transport, directory
+            finally:
+                await transport.close()
+
+
+async def _stage_to_serve(spec: RunSpec, settings: NodeSettings, directory: Directory) -> int:
+    if settings.stage != "auto":
+        if not 0 <= settings.stage < spec.stages:
+            raise UserError(
+                ExitCode.CONFIG,
+                f"node.stage is {settings.stage}, but the run has stages 0 to {spec.stages - 1}",
+                "name one of those, or `auto`",
+            )
+        return settings.stage
+    view = await directory.refresh()
+    return choose_stage(view, spec.stages, directory.now(), random.Random())
+
+
+def _prepare(spec: RunSpec, stage_index: int, own: PeerId) -> tuple[Stage, Samples | None]:
+    """Build the stage and, on stage 0, read the text. Runs off the event loop."""
+    stage = build_stage(spec.model, stage_index)
+    if stage_index > 0:
+        return stage, None
+    windows = load_windows(spec.data, stage.vocab_size)
+    walk = WindowWalk(windows.train_count, spec.data.seed, own)
+    samples = Samples(
+        draw=lambda: walk.take(spec.inner.microbatch_windows),
+        train=windows.train,
+        validation=windows.validation,
+        held_out=windows.validation_indices(spec.evaluation.windows),
+    )
+    return stage, samples
+
+
+async def _run_while_p2pd_lives(replica: Replica, daemon: PrivateP2P) -> None:
+    """Run the replica, and end it with an error when p2pd dies under it: then nobody can be reached any more."""
+
+    async def watch() -> None:
+        status = await daemon.wait_until_dead()
+        raise UserError(
+            ExitCode.P2P_DAEMON,
+            f"p2pd died with status {status}; its last words:\n  {daemon.last_output()}",
+            "start the node again; if it happens again, look for a lack of memory or of open files",
+        )
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(watch())
+            await replica.run()
+            watching.cancel()
+    except* UserError as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _save(spec: RunSpec, stage: Stage, replica: Replica, folder: RunFolder) -> None:
+    """Write the final slow and fast weights under their names in the whole model."""
+    slow, fast = (
+        {replica.full_names[local]: weight for local, weight in weights.items()}
+        for weights in await replica.worker.named_weights()
+    )
+    progress = replica.worker.progress
+    await asyncio.to_thread(
+        save_stage,
+        folder.final,
+        run_id=spec.run_id,
+        cut=stage.cut,
+        clock=progress.clock,
+        outer_rounds=progress.outer_rounds,
+        slow=slow,
+        fast=fast,
+    )
+
+
+class Interrupts:
+    """SIGINT and SIGTERM: the first asks for an orderly end, the second (or one before training) cancels at once."""
+
+    def __init__(self) -> None:
+        self._main = asyncio.current_task()
+        self._stop: asyncio.Event | None = None
+        self.cancelled_by_signal = False
+
+    def graceful(self, stop: asyncio.Event) -> None:
+        """From now on the first signal sets `stop`."""
+        self._stop = stop
+
+    def on_signal(self) -> None:
+        """A signal has come."""
+        if self._stop is not None and not self._stop.is_set():
+            logger.info("stopping: finishing what is under way; once more to leave at once")
+            self._stop.set()
+        elif self._main is not None:
+            self.cancelled_by_signal = True
+            self._main.cancel()
+
+
+@contextlib.contextmanager
+def _interruptible() -> Generator[Interrupts]:
+    loop = asyncio.get_running_loop()
+    interrupts = Interrupts()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupts.on_signal)
+    try:
+        yield interrupts
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _telemetry(folder: RunFolder, settings: NodeSettings) -> Generator[tuple[Emit, str | None]]:
+    """Event file, metrics and log, fed by the same events; and the address of `/metrics`, if it is served."""
+    log, metrics, events = NodeLog(), Metrics(), EventFile(folder.events)
+    configure_logging(settings.log_level, log)
+
+    def emit(event: AnyEvent) -> None:
+        events.write(event)
+        metrics.observe(event)
+        log.observe(event)
+
+    try:
+        address = None
+        if settings.metrics_port is not None:
+            address = metrics.serve(settings.metrics_host, settings.metrics_port)
+        yield emit, address
+    finally:
+        metrics.stop()
+        events.close()
+
+
+@contextlib.asynccontextmanager
+async def _compute_thread() -> AsyncGenerator[ComputeThread]:
+    thread = ComputeThread()
+    try:
+        yield thread
+    finally:
+        await thread.close()
+
+
+def _started_event(
+    spec: RunSpec, stage: Stage, daemon: PrivateP2P, metrics_address: str | None, donor: PeerId | None
+) -> NodeStarted:
+    return NodeStarted(
+        peer_id=daemon.own_id,
+        stage=stage.cut.index,
+        stages=spec.stages,
+        run_id=spec.run_id,
+        run_name=spec.name,
+        version=__version__,
+        pid=os.getpid(),
+        addresses=daemon.visible_addresses(),
+        metrics_address=metrics_address,
+        parameters=sum(parameter.numel() for parameter in stage.parameters()),
+        origin="seed" if donor is None else "peer",
+    )
+
+
+def _stopped(
+    reason: Literal["target_reached", "interrupted", "failed"],
+    detail: str,
+    started: float,
+    *,
+    outer_rounds: int = 0,
+    partners: dict[str, int] | None = None,
+    final_weights: str | None = None,
+) -> NodeStopped:
+    return NodeStopped(
+        reason=reason,
+        detail=detail,
+        outer_rounds=outer_rounds,
+        partners=partners or {},
+        final_weights=final_weights,
+        seconds=time.monotonic() - started,
+    )
