@@ -16,7 +16,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
     Raises OSError as the file system does; then no temporary file is left.
     """
-    partial = _partial_name(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.write_bytes(content)
         sync(partial)
@@ -38,9 +38,10 @@ def new_folder(path: Path) -> Generator[Path]:
 
     A folder already there is replaced. When the block fails nothing changes and the temporary folder is removed.
     """
-    partial, former = _partial_name(path), path.with_name(f".{path.name}.former")
+    partial, former = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "former"))
     _recover(path, former)
-    shutil.rmtree(partial, ignore_errors=True)
+    for left_by_a_crash in (partial, former):
+        shutil.rmtree(left_by_a_crash, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -70,7 +71,3 @@ def sync(path: Path) -> None:
 def _recover(path: Path, former: Path) -> None:
     if former.exists() and not path.exists():
         former.rename(path)
-
-
-def _partial_name(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.partial")

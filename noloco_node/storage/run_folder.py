@@ -25,7 +25,7 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             atomic.write_bytes(probe, b"noloco-node")
-            probe.unlink()
+            probe.unlink(missing_ok=True)
         except OSError as error:
             raise UserError(
                 ExitCode.RUN_FOLDER,

@@ -81,7 +81,6 @@ def test_an_export_holds_the_weights_it_was_given(family: str, tmp_path: Path) -
     assert config["num_hidden_layers"] == 6
     assert config["model_type"] == family
     assert config["architectures"][0].endswith("ForCausalLM")
-    assert config.get("eos_token_id") is None
 
 
 def test_a_tied_model_exports_and_loads(tmp_path: Path) -> None:
@@ -92,6 +91,21 @@ def test_a_tied_model_exports_and_loads(tmp_path: Path) -> None:
     model: Any = load_exported(tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(model(token_ids()).logits, stages[0](token_ids()))
+
+
+def test_special_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
+    """Defaults of the architecture would end generated text at byte 2; a tokenizer's own end token is taken over."""
+    spec = spec_of("llama", 1, bos_token_id=1, eos_token_id=2)
+    weights = parameters_by_full_name(build_all(spec))
+    own = build_byte_tokenizer()
+    own.add_special_tokens({"eos_token": "<end>"})
+    own.save_pretrained(tmp_path / "tokenizer")
+    for tokenizer, end in (("bytes", None), (str(tmp_path / "tokenizer"), 256)):
+        export_model(spec, weights, tmp_path / "model", tokenizer)
+        for name in ("config.json", "generation_config.json"):
+            written = json.loads((tmp_path / "model" / name).read_text())
+            assert (written.get("bos_token_id"), written.get("eos_token_id")) == (None, end)
+        assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token_id == end
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown", "misshapen"])

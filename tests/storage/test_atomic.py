@@ -76,7 +76,18 @@ def test_a_crash_between_the_two_renames_is_mended(tmp_path: Path) -> None:
     with atomic.new_folder(tmp_path / "w") as partial:
         (partial / "good").write_text("good")
     (tmp_path / "w").rename(tmp_path / ".w.former")
-    with pytest.raises(RuntimeError), atomic.new_folder(tmp_path / "w"):
-        raise RuntimeError("stop")
-    assert listing(tmp_path / "w") == ["good"]
+    with atomic.new_folder(tmp_path / "w"):
+        assert listing(tmp_path / "w") == ["good"]
+    assert listing(tmp_path / "w") == []
+    assert listing(tmp_path) == ["w"]
+
+
+def test_what_a_killed_writer_left_does_not_stop_the_next(tmp_path: Path) -> None:
+    """Killed half-way, or after the renames and before the former folder was removed."""
+    for name in ("w", ".w.partial", ".w.former"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "left").write_text("left")
+    with atomic.new_folder(tmp_path / "w") as partial:
+        (partial / "new").write_text("new")
+    assert listing(tmp_path / "w") == ["new"]
     assert listing(tmp_path) == ["w"]
