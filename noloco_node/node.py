@@ -25,7 +25,7 @@ from noloco_node.model.stage import Stage, build_stage
 from noloco_node.replica import Replica, Samples
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
-from noloco_node.swarm.dht_directory import running_directory
+from noloco_node.swarm.dht_directory import join_directory
 from noloco_node.swarm.directory import Directory
 from noloco_node.swarm.hello import check_same_run, serve_hello
 from noloco_node.swarm.identity import Identity, IdentityLock, load_or_create_identity
@@ -109,8 +109,11 @@ async def _network(
             transport = Libp2pTransport(daemon)
             await transport.start()
             try:
-                async with running_directory(daemon, identity, spec.run_id, spec.stages) as directory:
+                directory = await join_directory(daemon, identity, spec.run_id, spec.stages)
+                try:
                     yield daemon, transport, directory
+                finally:
+                    await directory.close()
             finally:
                 await transport.close()
 

@@ -130,6 +130,7 @@ class Replica:
         self._last_step_at = time.monotonic()
         self._worst_lag = 0.0
         self._origins_seen = False
+        self._last_step_taken = False
 
     async def become_current(self) -> PeerId | None:
         """Copy a fellow's state if the swarm is past its first outer round; the donor, or None where the first weights
@@ -264,12 +265,11 @@ class Replica:
     async def _last_outer_step(self) -> None:
         """Average once more with whoever is still there, and stay for fellows that have not had theirs."""
         self.exchanger.last_round = True
-        before = self.worker.progress.outer_rounds
         await self.membership.announce(PeerState.FINISHING)
         self._moved.fire()
         try:
             async with asyncio.timeout(self.spec.limits.grace_seconds):
-                while self.worker.progress.outer_rounds == before:
+                while not self._last_step_taken:
                     await self._moved.wait()
                 await self.membership.announce(PeerState.DRAINING)
                 while self.membership.fellows(PeerState.TRAINING, PeerState.FINISHING) or self.exchanger.engaged:
@@ -303,6 +303,7 @@ class Replica:
             engaged=self.exchanger.engaged or self.membership.state is PeerState.DRAINING,
             next_try=next_try,
             last_round=last_round,
+            last_done=self._last_step_taken,
         )
 
     async def _catch_up(self, partner: PeerId) -> None:
@@ -389,6 +390,8 @@ class Replica:
         self._moved.fire()
 
     def _outer_step_taken(self, event: OuterStep) -> None:
+        if self.exchanger.last_round and event.kind != "aborted":
+            self._last_step_taken = True
         if event.kind == "paired" and event.partner is not None:
             self.partners[event.partner] = self.partners.get(event.partner, 0) + 1
         self._emit(event)

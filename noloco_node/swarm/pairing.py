@@ -41,6 +41,8 @@ class PairingState:
     """Time before which no new dial is made, after a refusal."""
     last_round: bool = False
     """Training is over: dial whatever the count of steps, and never step alone while fellows live."""
+    last_done: bool = False
+    """The last outer step has been taken: others may still dial, this replica does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ STEP_ALONE = StepAlone()
 
 def decide(state: PairingState, window: Window, *, now: float, rng: random.Random) -> Dial | StepAlone | Wait:
     """Dial a random fellow, step alone, or wait."""
-    if state.engaged or (state.steps_since_outer < window.inner_steps and not state.last_round):
+    if state.engaged or state.last_done or (state.steps_since_outer < window.inner_steps and not state.last_round):
         return WAIT
     if not state.fellows:
         return STEP_ALONE
