@@ -153,7 +153,7 @@ NODE_OPTIONS = ("initial_peers", "stage", "run_folder", "host", "port", "announc
 """Options of `run` that stand for the setting of the same name in `node:`."""
 
 
-def _overrides(options: argparse.Namespace) -> list[str]:
+def node_overrides(options: argparse.Namespace) -> list[str]:
     """The options of `run` as overrides, before those of --set."""
     given = {name: getattr(options, name) for name in NODE_OPTIONS if getattr(options, name) is not None}
     plain = {"stage", "port", "metrics_port"}
@@ -181,7 +181,7 @@ def _run(options: argparse.Namespace) -> int:
         threading.Thread(target=_end_with_stdin, name="end with stdin", daemon=True).start()
     from noloco_node.config.load import load_config
 
-    config = load_config(options.config, _overrides(options))
+    config = load_config(options.config, node_overrides(options))
     import uvloop
 
     from noloco_node.node import run_node

@@ -272,7 +272,7 @@ class LocalSwarm:
         node.signal_group(signal.SIGKILL)
         node.read_events()
         node.exit_code = code
-        if node.died and not self._stopping:
+        if node.started and node.died and not self._stopping:
             self._observer.on_death(node)
 
     async def _until_up(self, node: SwarmNode) -> NodeStarted:

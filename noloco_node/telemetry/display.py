@@ -239,14 +239,13 @@ def _who_with_whom(view: SwarmView) -> RenderableType:
     by_stage = [view.pairs(stage) for stage in range(view.stages)]
     if max((len(rows) for rows in by_stage), default=0) > MATRIX_REPLICAS or view.stages > 4:
         return Text("last averaged: " + (", ".join(f"{a} with {b}" for a, b in view.last_pairs) or "none yet"))
-    return Columns(
-        [_matrix(f"stage {stage}: averaged with", rows) for stage, rows in enumerate(by_stage)], padding=(0, 4)
-    )
+    matrices = Columns([_matrix(f"stage {stage}", rows) for stage, rows in enumerate(by_stage)], padding=(0, 4))
+    return Group(Text("who averaged with whom, and how often", style="dim"), matrices)
 
 
 def _matrix(title: str, rows: dict[str, Counter[str]]) -> Table:
-    table = Table(title=title, title_style="dim", title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
+    table = Table(box=None, pad_edge=False)
+    table.add_column(title)
     names = sorted(rows)
     for name in names:
         table.add_column(name.rpartition("-")[2], justify="right", min_width=3)

@@ -33,7 +33,6 @@ class Axes(Protocol):
         color: str,
         lw: float = 1.2,
         ls: str = "-",
-        alpha: float = 1.0,
         marker: str = "",
         ms: float = 5.0,
         label: str = "",
@@ -78,16 +77,11 @@ def plot_run(
 def _losses(axes: Axes, histories: Sequence[NodeHistory], merged_loss: float | None) -> None:
     training = training_curve(first_stage(histories))
     validation = validation_curve(histories)
-    axes.plot([p.clock for p in training], [p.loss for p in training], color=BLUE, lw=1.1, alpha=0.85, label="training")
-    axes.plot(
-        [p.clock for p in validation],
-        [p.loss for p in validation],
-        color=ORANGE,
-        lw=1.6,
-        marker="o",
-        ms=4,
-        label="validation (through the swarm)",
-    )
+    if training:
+        axes.plot([p.clock for p in training], [p.loss for p in training], color=BLUE, lw=1.1, label="training")
+    if validation:
+        clocks, held_out = [p.clock for p in validation], [p.loss for p in validation]
+        axes.plot(clocks, held_out, color=ORANGE, lw=1.6, marker="o", ms=4, label="validation (through the swarm)")
     if merged_loss is not None and validation:
         axes.plot(
             [validation[-1].clock], [merged_loss], color=GREEN, marker="D", ms=6, ls="none", label="validation, merged"

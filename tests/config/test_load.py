@@ -1,0 +1,158 @@
+"""A configuration file's mistakes are named: which setting, what is wrong with it, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from noloco_node.config.load import Config, load_config, render, setting_names
+from noloco_node.errors import ExitCode, UserError
+
+ROOT = Path(__file__).parent.parent.parent
+GOOD = """
+run:
+  name: good
+  model: {stages: 2, config: {model_type: llama}}
+  inner: {target_tokens: 100_000, global_batch_tokens: 4096, learning_rate: 1e-3}
+  evaluation: {every_tokens: 10_000}
+"""
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> Config:
+    """The configuration that `text` makes."""
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(path, overrides)
+
+
+def refusal(tmp_path: Path, text: str, *overrides: str) -> UserError:
+    """The error that `text` gets."""
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, text, *overrides)
+    assert caught.value.remedy
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "path", [*sorted((ROOT / "configs").glob("*.yaml")), ROOT / "tests/configs/micro.yaml"], ids=str
+)
+def test_every_configuration_of_the_repository_is_valid(path: Path) -> None:
+    """What we hand out can be loaded, and is what it says when it is written out again."""
+    config = load_config(path)
+    assert config.run.stages >= 1
+
+
+def test_a_rendered_configuration_is_complete_and_loads_as_itself(tmp_path: Path) -> None:
+    """`config show` prints every setting, and its output is a configuration file of the same run."""
+    config = load(tmp_path, GOOD, "node.initial_peers=[/ip4/127.0.0.1/tcp/1/p2p/QmA]", "run.inner.eps=1e-9")
+    text = render(config)
+    assert load(tmp_path, text) == config
+    assert load(tmp_path, text).run.run_id == config.run.run_id
+    for name in setting_names():
+        assert f"{name.rpartition('.')[2]}:" in text
+
+
+def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
+    """YAML 1.1 reads 1e-3 as a string."""
+    assert load(tmp_path, GOOD).run.inner.learning_rate == 0.001
+    assert load(tmp_path, GOOD, "run.inner.target_tokens=1e6").run.inner.target_tokens == 1_000_000
+    rope = load(tmp_path, GOOD, "run.model.config.rope_theta=1e4").run.model.config["rope_theta"]
+    assert isinstance(rope, float)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["run.inner.lerning_rate=1"], ["run.inner.lerning_rate", "did you mean run.inner.learning_rate"]),
+        (["run.learning_rate=1"], ["run.learning_rate", "did you mean run.inner.learning_rate"]),
+        (["xyzzy=1"], ["xyzzy", "known here: run, node, local_swarm"]),
+        (["run.inner.learning_rate=-1"], ["run.inner.learning_rate", "-1", "greater than 0"]),
+        (["run.inner.beta1=fast"], ["run.inner.beta1", "'fast'", "valid number"]),
+        (["run.outer.codec=int8"], ["run.outer.codec", "'int8'", "'fp32' or 'fp16'"]),
+        (["run.outer.gamma=1.5"], ["outer.gamma (1.5)", "1 - alpha"]),
+        (["run.name=Not Good"], ["run.name", "'Not Good'", "pattern"]),
+        (["run.model.stages=yes"], ["run.model.stages", "boolean"]),
+        (["node.metrics_port=on"], ["node.metrics_port", "boolean"]),
+        (["node.port=99999"], ["node.port", "99999", "65535"]),
+        (["node.stage=first"], ["node.stage", "'first'", "'auto'"]),
+        (["node.stage=2"], ["node.stage (2)", "run.model.stages is 2", "0 to 1"]),
+        (["run.inner.warmup_tokens=100_000"], ["inner.warmup_tokens", "100000", "lower the warm-up"]),
+        (["run.inner.global_batch_tokens=512"], ["1024 tokens", "inner.global_batch_tokens (512)"]),
+        (["run.data.source=text"], ["data.path is not set"]),
+        (["run.evaluation=5"], ["run.evaluation", "group of settings", "every_tokens"]),
+        (["run.inner=null"], ["run.inner", "group of settings"]),
+        (["local_swarm.replicas=65"], ["local_swarm.replicas (65)"]),
+        (["run.name.x=3"], ["run.name", "not a group", "--set"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_is_allowed(
+    tmp_path: Path, overrides: Sequence[str], named: list[str]
+) -> None:
+    """One mistake: its dotted name, its value, and what would do."""
+    good = GOOD if overrides != ["run.name.x=3"] else GOOD.replace("name: good", "name: [good]")
+    error = refusal(tmp_path, good, *overrides)
+    assert error.exit_code is ExitCode.CONFIG
+    for words in named:
+        assert words in str(error)
+
+
+def test_a_missing_setting_is_named(tmp_path: Path) -> None:
+    """What has no default must be there."""
+    error = refusal(tmp_path, GOOD.replace("target_tokens: 100_000, ", ""))
+    assert "run.inner.target_tokens: is not set" in str(error)
+
+
+def test_all_mistakes_come_at_once_on_one_screen(tmp_path: Path) -> None:
+    """A person corrects a file once, not once a mistake; and a wholly wrong file still fits the screen."""
+    error = refusal(tmp_path, GOOD, "run.inner.beta1=3", "run.outer.codec=x", "node.port=-1", "foo=1", "node.seed=no")
+    assert "5 settings are wrong" in error.message
+    for name in ("run.inner.beta1", "run.outer.codec", "node.port", "foo", "node.seed"):
+        assert f"  {name}: " in error.message
+    many = refusal(tmp_path, GOOD, *(f"run.wrong_{number}=1" for number in range(40)))
+    assert len(str(many).splitlines()) <= 24
+    assert "and 28 more" in many.message
+
+
+def test_each_branch_of_a_union_is_one_problem(tmp_path: Path) -> None:
+    """`stage: first` is one mistake, although it is neither an integer nor `auto`."""
+    assert "a setting is wrong" in refusal(tmp_path, GOOD, "node.stage=first").message
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("run:\n  a: 1\n b: 2\n", ["line 3, column 2", "not valid YAML"]),
+        ("run:\n  name: a\n  name: b\n", ["line 3, column 3", "'name' is set twice"]),
+        ("", ["is empty", "run:"]),
+        ("- a\n- b\n", ["is a list", "run:"]),
+        ("run: !!python/object/apply:os.system [ls]\n", ["not valid YAML"]),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, named: list[str]) -> None:
+    """Bad YAML is placed by line and column; nothing in it is ever run."""
+    error = refusal(tmp_path, text)
+    assert error.exit_code is ExitCode.CONFIG
+    for words in named:
+        assert words in str(error)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    """Missing, a folder, or no text at all."""
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    for path, reason in [("missing.yaml", "No such file"), (".", "directory"), ("binary.yaml", "UTF-8")]:
+        with pytest.raises(UserError, match=reason) as caught:
+            load_config(tmp_path / path)
+        assert caught.value.exit_code is ExitCode.CONFIG
+
+
+@pytest.mark.parametrize("override", ["run.name", "=3", "run..name=3", "run.name=["])
+def test_an_override_that_is_none_is_a_usage_error(tmp_path: Path, override: str) -> None:
+    """`--set` takes name=value."""
+    assert refusal(tmp_path, GOOD, override).exit_code is ExitCode.USAGE
+
+
+def test_the_last_override_wins(tmp_path: Path) -> None:
+    """As everywhere on a command line."""
+    assert load(tmp_path, GOOD, "run.outer.inner_steps=3", "run.outer.inner_steps=4").run.outer.inner_steps == 4

@@ -1,0 +1,105 @@
+"""The display shows the swarm's figures, on one screen or in one line."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from noloco_node.telemetry.display import Display, SwarmView, plain_line, screen
+from tests.telemetry import made_events as made
+
+NOW = 1061.5
+
+
+def whole_view() -> SwarmView:
+    """The made-up run, to its end."""
+    view = SwarmView(run_name="made-up", stages=2, target=100_000, nodes=made.NAMES)
+    for name, events in made.whole_run().items():
+        for event in events:
+            view.observe(name, event)
+    return view
+
+
+def half_view() -> SwarmView:
+    """The made-up run at step 30."""
+    view = SwarmView(run_name="made-up", stages=2, target=61_440, nodes=made.NAMES)
+    for name, events in made.whole_run().items():
+        for event in events:
+            if event.time <= 1030.0:
+                view.observe(name, event)
+    return view
+
+
+def test_the_figures_are_those_of_the_events() -> None:
+    """Clock, rate, time left, live nodes and rounds at the middle of the run."""
+    figures = half_view().figures(1030.0)
+    assert (figures.step, figures.clock, figures.nodes_per_stage) == (30, 30 * 1024.0, (2, 2))
+    assert figures.tokens_per_second == pytest.approx(1024, rel=0.05)
+    assert figures.seconds_left == pytest.approx(30, rel=0.05)
+    assert figures.outer_rounds == 4 * 3
+    assert figures.spread == pytest.approx(made.SPREADS[2])
+    assert figures.training_loss == pytest.approx(sum(made.loss_at(step * 1024) for step in range(26, 31)) / 5)
+
+
+def test_a_node_that_died_is_no_longer_counted_and_is_reported() -> None:
+    """Its stage shows one node less, and the screen says so."""
+    view = half_view()
+    view.lost("s1-r1", "killed by SIGKILL")
+    assert view.figures(1030.0).nodes_per_stage == (2, 1)
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, height=40)
+    console.print(screen(view, 1030.0))
+    assert "s1-r1 DIED: killed by SIGKILL" in _text(console)
+
+
+def test_the_screen_shows_what_a_person_wants_to_know_and_fits() -> None:
+    """Every promised figure, within the 40 lines of a common terminal."""
+    console = Console(file=io.StringIO(), width=120, height=40)
+    console.print(screen(whole_view(), NOW))
+    text = _text(console)
+    assert len(text.splitlines()) <= 40
+    for words in (
+        *("inner step", "training loss", "validation loss", "tokens/s", "nodes per stage", "outer steps", "spread"),
+        *("61,440 of 100,000 tokens", "left", "made-up", "who averaged with whom"),
+    ):
+        assert words in text
+    matrix = [line.strip("│ ").split() for line in text.splitlines()]
+    assert ["s0-r0", "·", "6", "s1-r0", "·", "6"] in matrix
+    assert ["s0-r1", "6", "·", "s1-r1", "6", "·"] in matrix
+
+
+def test_many_replicas_show_the_last_pairs_instead_of_a_matrix() -> None:
+    """Nine replicas of a stage are too many for a matrix."""
+    names = [f"s0-r{number}" for number in range(9)]
+    view = SwarmView(run_name="wide", stages=1, target=1000, nodes=names)
+    for name in names:
+        view.observe(name, made.started(name))
+    view.observe("s0-r3", made.outer_step(1, "s0-r7"))
+    console = Console(file=io.StringIO(), width=120, height=40)
+    console.print(screen(view, NOW))
+    assert "last averaged: s0-r3 with s0-r7" in _text(console)
+
+
+def test_without_a_terminal_lines_are_plain_and_not_too_many() -> None:
+    """One line of figures for many refreshes, each notable event once, no escape codes."""
+    console = Console(file=io.StringIO(), width=80)
+    with Display(whole_view(), console) as display:
+        for _ in range(50):
+            display.refresh()
+    lines = _text(console).splitlines()
+    assert "\x1b" not in _text(console)
+    assert sum("tokens/s" in line for line in lines) == 2
+    assert sum("s0-r0 is up" in line for line in lines) == 1
+
+
+def test_a_view_without_events_can_be_shown() -> None:
+    """Before the first node is up there is nothing to divide by."""
+    view = SwarmView(run_name="empty", stages=2, target=1000, nodes=made.NAMES)
+    assert "step 0" in plain_line(view, NOW)
+    Console(file=io.StringIO()).print(screen(view, NOW))
+
+
+def _text(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()

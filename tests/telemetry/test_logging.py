@@ -1,0 +1,71 @@
+"""Log lines say who speaks, and other libraries speak through the same handler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from noloco_node.telemetry.events import Evaluation
+from noloco_node.telemetry.logging import NodeLog, configure_logging
+from tests.telemetry import made_events as made
+
+
+@pytest.fixture
+def untouched_logging() -> Iterator[None]:
+    """Puts the process's logging back as it was."""
+    loggers = [logging.getLogger(name) for name in (None, "noloco_node", "hivemind")]
+    before = [(logger, list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, handlers, level, propagate in before:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+@pytest.mark.usefixtures("untouched_logging")
+def test_each_line_carries_short_peer_id_stage_and_round(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who speaks is known from the node's own events."""
+    log = NodeLog()
+    configure_logging("INFO", log)
+    logging.getLogger("noloco_node.swarm").info("looking for peers")
+    log.observe(made.started("s1-r0"))
+    log.observe(made.outer_step(3, "s1-r1"))
+    logging.getLogger("noloco_node.swarm").info("still there")
+    log.observe(made.inner_step(4))
+    lines = capsys.readouterr().err.splitlines()
+    assert "[starting] looking for peers" in lines[0]
+    assert any("others join with" in line and "/ip4/127.0.0.1/tcp/4001" in line for line in lines)
+    assert "[…-s1-r0 s1 r3] still there" in lines[-1]
+    assert not any("inner step 4:" in line for line in lines)
+
+
+@pytest.mark.usefixtures("untouched_logging")
+def test_what_is_shown_follows_the_level(capsys: pytest.CaptureFixture[str]) -> None:
+    """INFO shows evaluations and hides inner steps and aborted exchanges; DEBUG shows all."""
+    log = NodeLog()
+    events = [
+        made.inner_step(1),
+        made.outer_step(1, "s0-r1", kind="aborted", reason="busy"),
+        Evaluation(clock=5.0, step=1, loss=2.0, tokens=10, final=True),
+    ]
+    for level, shown in (("INFO", 1), ("DEBUG", 3), ("ERROR", 0)):
+        configure_logging(level, log)
+        for event in events:
+            log.observe(event)
+        assert len(capsys.readouterr().err.splitlines()) == shown
+
+
+@pytest.mark.usefixtures("untouched_logging")
+def test_hivemind_speaks_through_our_handler_and_only_of_trouble(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own handler is taken off; its everyday lines are not shown."""
+    own = logging.StreamHandler()
+    logging.getLogger("hivemind").addHandler(own)
+    logging.getLogger("hivemind").propagate = False
+    configure_logging("INFO", NodeLog())
+    logging.getLogger("hivemind.dht").info("chatter")
+    logging.getLogger("hivemind.dht").warning("trouble")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].endswith("[starting] trouble")

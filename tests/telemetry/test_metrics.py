@@ -1,0 +1,112 @@
+"""Metrics say what the events say, at an address that is really served, with labels that cannot explode."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from urllib.request import urlopen
+
+import pytest
+
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.telemetry.events import Evaluation
+from noloco_node.telemetry.metrics import Metrics
+from tests.telemetry import made_events as made
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    """The sample of that name and labels."""
+    return metrics.registry.get_sample_value(name, labels)
+
+
+def test_metrics_follow_the_events_of_a_whole_run() -> None:
+    """Each figure after all events of one node."""
+    metrics = Metrics()
+    for event in made.node_events("s0-r0"):
+        metrics.observe(event)
+    assert value(metrics, "noloco_inner_steps_total") == 60
+    assert value(metrics, "noloco_tokens_total") == 60 * made.TOKENS
+    assert value(metrics, "noloco_clock_tokens") == 60 * 2 * made.TOKENS
+    assert value(metrics, "noloco_training_loss") == pytest.approx(made.loss_at(60 * 1024))
+    assert value(metrics, "noloco_validation_loss") == pytest.approx(made.loss_at(60 * 1024) + 0.1)
+    assert value(metrics, "noloco_outer_rounds_total", kind="paired") == 6
+    assert value(metrics, "noloco_spread") == made.SPREADS[-1]
+    assert value(metrics, "noloco_tokens_per_second") == pytest.approx(made.TOKENS)
+    assert value(metrics, "noloco_microbatches_total", outcome="trained") == 58
+    assert value(metrics, "noloco_microbatches_held") == 2
+    assert value(metrics, "noloco_refusals_total", reason="busy") == 5
+    assert value(metrics, "noloco_bytes_total", kind="exchange", direction="sent") == 500
+    assert value(metrics, "noloco_bytes_total", kind="gradients", direction="received") == 900
+    assert value(metrics, "noloco_live_replicas", stage="1") == 2
+    assert value(metrics, "noloco_event_loop_lag_seconds") == 0.02
+    assert value(metrics, "noloco_up") == 0
+
+
+def test_totals_of_accounts_become_rises_of_counters() -> None:
+    """Two accounts with running totals do not add up to their sum."""
+    metrics = Metrics()
+    metrics.observe(made.account(drawn=10, refused={"busy": 2}, busy_seconds=1.5))
+    metrics.observe(made.account(drawn=25, refused={"busy": 2, "draining": 1}, busy_seconds=4.0))
+    assert value(metrics, "noloco_microbatches_total", outcome="drawn") == 25
+    assert value(metrics, "noloco_refusals_total", reason="busy") == 2
+    assert value(metrics, "noloco_refusals_total", reason="draining") == 1
+    assert value(metrics, "noloco_busy_seconds_total") == 4.0
+
+
+def test_no_free_text_and_no_peer_id_becomes_a_label() -> None:
+    """Reasons are cut to their leading word: strangers cannot make time series here."""
+    metrics = Metrics()
+    metrics.observe(made.started("s0-r0"))
+    for number in range(50):
+        peer = f"12D3KooW{number}"
+        metrics.observe(made.outer_step(1, peer, kind="aborted", reason=f"busy: peer {peer} is full"))
+        metrics.observe(made.outer_step(1, peer, kind="aborted", reason=f"{peer} went away"))
+        metrics.observe(made.outer_step(1, peer))
+    assert value(metrics, "noloco_outer_aborts_total", reason="busy") == 50
+    assert value(metrics, "noloco_outer_aborts_total", reason="other") == 50
+    labels = {text for family in metrics.registry.collect() for row in family.samples for text in row.labels.values()}
+    assert not [text for text in labels if "12D3" in text]
+
+
+def test_an_evaluation_of_a_node_is_its_validation_loss() -> None:
+    """The last one counts."""
+    metrics = Metrics()
+    for loss in (3.0, 2.5):
+        metrics.observe(Evaluation(clock=1.0, step=1, loss=loss, tokens=10, final=False))
+    assert value(metrics, "noloco_validation_loss") == 2.5
+
+
+def test_metrics_are_served_and_the_port_is_free_afterwards() -> None:
+    """`/metrics` answers in Prometheus' format; after `stop` no thread and no port is left."""
+    metrics = Metrics()
+    metrics.observe(made.inner_step(1))
+    before = threading.active_count()
+    address = metrics.serve("127.0.0.1", 0)
+    try:
+        with urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+    finally:
+        metrics.stop()
+    assert "noloco_inner_steps_total 1.0" in text
+    assert threading.active_count() == before
+    with socket.socket() as again:
+        again.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+    metrics.stop()
+
+
+def test_a_taken_port_is_named_with_its_own_exit_code() -> None:
+    """The error names the setting and the port."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port}") as caught:
+            Metrics().serve("127.0.0.1", port)
+    assert caught.value.exit_code is ExitCode.PORT_IN_USE
+
+
+def test_an_address_of_another_machine_cannot_be_served() -> None:
+    """A documentation address (RFC 5737) is not ours."""
+    with pytest.raises(UserError, match=r"node\.metrics_host") as caught:
+        Metrics().serve("192.0.2.1", 0)
+    assert caught.value.exit_code is ExitCode.CONFIG

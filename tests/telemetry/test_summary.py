@@ -1,0 +1,141 @@
+"""The summary's figures are those of the events, and a node that was killed takes nothing else down with it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from noloco_node.telemetry.events import AnyEvent, NodeStopped
+from noloco_node.telemetry.summary import (
+    NodeHistory,
+    Summary,
+    first_stage,
+    spread_curve,
+    summarize,
+    training_curve,
+)
+from tests.telemetry import made_events as made
+
+
+def last_fifth_killed() -> dict[str, list[AnyEvent]]:
+    """The made-up run in which one first-stage node was killed after its account at step 30."""
+    events = made.whole_run()
+    early = [event for event in events["s0-r1"] if event.time <= 1030.0]
+    books = made.account(time=1030.0, drawn=31, trained=29, held_at_end=2, tokens=30 * made.TOKENS)
+    events["s0-r1"] = [*early, books]
+    return events
+
+
+def test_a_whole_run_is_summed_up_right() -> None:
+    """Each figure against the made-up run, which was made so that they are known."""
+    summary = summarize(made.whole_run(), merged_loss=1.6)
+    assert (summary.run_name, summary.stages, summary.nodes, summary.died) == ("made-up", 2, 4, [])
+    assert summary.tokens == 2 * 60 * 512
+    assert summary.seconds == 59.0
+    assert summary.tokens_per_second == pytest.approx(1024 * 59 / 59.0 + 512 / 59.0)
+    assert summary.validation_loss == pytest.approx(made.loss_at(60 * 1024) + 0.1)
+    assert summary.validation_loss_merged == 1.6
+    assert summary.outer_rounds == dict.fromkeys(made.NAMES, 6)
+    assert summary.distinct_partners == dict.fromkeys(made.NAMES, 1)
+    assert summary.per_node["s1-r0"].partners == {"s1-r1": 6}
+    assert [point.spread for point in summary.spread] == pytest.approx(list(made.SPREADS))
+    assert [point.step for point in summary.spread] == [10, 20, 30, 40, 50, 60]
+    assert summary.bytes_sent["s0-r0"] == {"activations": 1000, "exchange": 500}
+
+
+def test_the_books_are_summed_over_the_first_stage_and_close() -> None:
+    """Only stage 0 draws; retries and repeats may happen at any stage."""
+    books = summarize(made.whole_run()).microbatches
+    assert (books.drawn, books.trained, books.dropped, books.held_at_end, books.put_back) == (120, 116, 0, 4, 6)
+    assert books.drawn == books.trained + books.dropped + books.held_at_end
+    assert (books.retried, books.repeated) == (16, 4)
+
+
+def test_training_loss_is_the_mean_by_tokens_of_the_last_part_of_the_clock() -> None:
+    """Steps 57 to 60 are the last 5 %; a step of three times the tokens counts three times."""
+    events = made.whole_run()
+    (place,) = [i for i, event in enumerate(events["s0-r0"]) if event.event == "inner_step" and event.step == 60]
+    events["s0-r0"][place] = made.inner_step(60, loss=5.0, tokens=3 * made.TOKENS)
+    losses = [made.loss_at(step * 1024) for step in (57, 58, 59)]
+    expected = (2 * sum(losses) + made.loss_at(60 * 1024) + 3 * 5.0) / (2 * 3 + 1 + 3)
+    assert summarize(events).training_loss == pytest.approx(expected)
+
+
+def test_a_killed_node_counts_with_what_it_wrote() -> None:
+    """Its last account is what there is; it is named as died, and the others' figures stand."""
+    summary = summarize(last_fifth_killed())
+    assert summary.died == ["s0-r1"]
+    assert summary.per_node["s0-r1"].ended == "died"
+    assert summary.per_node["s0-r0"].ended == "target_reached"
+    assert summary.tokens == (60 + 30) * 512
+    assert summary.outer_rounds["s0-r1"] == 3
+    books = summary.microbatches
+    assert (books.drawn, books.trained, books.held_at_end) == (91, 87, 4)
+    assert summary.per_node["s0-r1"].microbatches.drawn == 31
+
+
+def test_a_node_that_never_came_up_is_only_named() -> None:
+    """No event at all is no reason to fail."""
+    events = made.whole_run() | {"s1-r1": []}
+    summary = summarize(events)
+    assert summary.died == ["s1-r1"]
+    assert summary.per_node["s1-r1"].stage is None
+    assert summary.per_node["s1-r0"].partners == {made.peer_of("s1-r1"): 6}
+    assert summarize({"s0-r0": []}).tokens == 0
+
+
+def test_only_paired_outer_steps_count_as_partners_and_aborted_ones_as_no_round() -> None:
+    """Alone and caught-up steps are rounds without an averaging partner."""
+    events = {
+        "s0-r0": [
+            made.started("s0-r0"),
+            made.outer_step(1, "s0-r1"),
+            made.outer_step(2, None, kind="alone", role="none", spread=None),
+            made.outer_step(2, "s0-r1", kind="aborted", reason="busy", spread=None),
+            made.outer_step(3, "s1-r1", kind="caught_up", spread=None),
+        ]
+    }
+    summary = summarize(events)
+    assert summary.outer_rounds == {"s0-r0": 3}
+    assert summary.distinct_partners == {"s0-r0": 1}
+    assert summary.per_node["s0-r0"].outer_steps == {"aborted": 1, "alone": 1, "caught_up": 1, "paired": 1}
+    assert [point.round for point in summary.spread] == [1]
+
+
+def test_the_spread_of_a_round_is_the_mean_over_the_nodes_that_paired_in_it() -> None:
+    """A node without a partner in a round does not pull its mean down."""
+    histories = [
+        NodeHistory.of("a", [made.outer_step(1, "s0-r1", spread=1e-6, step=10)]),
+        NodeHistory.of("b", [made.outer_step(1, "s0-r0", spread=3e-6, step=14)]),
+        NodeHistory.of("c", [made.outer_step(1, None, kind="alone", spread=None, step=90)]),
+    ]
+    (point,) = spread_curve(histories)
+    assert (point.spread, point.step, point.nodes) == (pytest.approx(2e-6), 12, 2)
+
+
+def test_a_step_that_was_not_finite_does_not_poison_the_curve() -> None:
+    """NaN losses are left out of means, not spread into them."""
+    events = made.whole_run()
+    events["s0-r0"].insert(-2, made.inner_step(60, loss=float("nan"), skipped=True, tokens=0))
+    curve = training_curve(first_stage([NodeHistory.of(name, rows) for name, rows in events.items()]))
+    assert curve
+    assert all(1.0 < point.loss < 6.0 for point in curve)
+
+
+def test_the_summary_is_plain_json_and_reads_back() -> None:
+    """`summary.json` loads as the same summary."""
+    summary = summarize(made.whole_run(), merged_loss=1.6)
+    text = json.dumps(summary.as_json(), allow_nan=False)
+    assert Summary.model_validate_json(text) == summary
+
+
+def test_a_node_that_was_interrupted_did_not_die() -> None:
+    """Its last event says how it ended."""
+    events = made.whole_run()
+    last = events["s1-r0"][-1]
+    assert isinstance(last, NodeStopped)
+    events["s1-r0"][-1] = last.model_copy(update={"reason": "interrupted"})
+    summary = summarize(events)
+    assert summary.died == []
+    assert summary.per_node["s1-r0"].ended == "interrupted"

@@ -1,0 +1,130 @@
+"""The command line as a person meets it: quick, helpful, never a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from noloco_node import __version__, cli
+from noloco_node.errors import ExitCode, UserError
+
+MICRO = Path(__file__).parent / "configs" / "micro.yaml"
+
+
+def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "noloco_node", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_module_is_the_command() -> None:
+    """`python -m noloco_node` answers."""
+    answer = run_cli("--version")
+    assert (answer.returncode, answer.stdout) == (0, f"noloco-node {__version__}\n")
+
+
+def test_help_and_settings_need_no_heavy_library() -> None:
+    """Help, version and `config show` answer at once: nothing that takes seconds to load is loaded."""
+    code = (
+        "import sys; from noloco_node.cli import main\n"
+        f"assert main(['config', 'show', {str(MICRO)!r}]) == 0\n"
+        "heavy = {'torch', 'transformers', 'hivemind', 'matplotlib', 'rich', 'datasets'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "run id" in answer.stdout
+
+
+def test_validate_says_what_a_run_comes_to(capsys: pytest.CaptureFixture[str]) -> None:
+    """Parameters, steps, rounds and bytes, before anything is started."""
+    assert cli.main(["config", "validate", str(MICRO)]) == 0
+    output = capsys.readouterr().out
+    for words in (
+        "parameters        37,024 (18,496 + 18,528)",
+        "inner steps       48",
+        "is valid",
+        "with fewer than 4",
+    ):
+        assert words in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["config", "validate", "missing.yaml"], ExitCode.CONFIG, "missing.yaml"),
+        (["config", "validate", str(MICRO), "--set", "run.inner.rate=3"], ExitCode.CONFIG, "run.inner.rate"),
+        (["config", "validate", str(MICRO), "--set", "run.model.stages=3"], ExitCode.CONFIG, "model.stages"),
+        (
+            ["config", "validate", str(MICRO), "--set", "run.model.config.tie_word_embeddings=true"],
+            ExitCode.CONFIG,
+            "tie_word_embeddings",
+        ),
+        (["config", "validate", str(MICRO), "--set", "run.outer.gamma=2"], ExitCode.CONFIG, "outer.gamma"),
+        (["config", "show", str(MICRO), "--set", "nonsense"], ExitCode.USAGE, "name=value"),
+        (["run", str(MICRO), "--port", "http"], ExitCode.CONFIG, "node.port"),
+        (["run", str(MICRO), "--stage", "7"], ExitCode.CONFIG, "node.stage"),
+    ],
+)
+def test_a_mistake_gets_one_screen_and_its_own_exit_code(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: ExitCode, words: str
+) -> None:
+    """What is wrong, what to do, the documented code; no traceback."""
+    assert cli.main(arguments) == code
+    errors = capsys.readouterr().err
+    assert words in errors
+    assert "remedy:" in errors
+    assert "Traceback" not in errors
+    assert len(errors.splitlines()) <= 24
+
+
+@pytest.mark.parametrize("arguments", [[], ["swarm"], ["fly"], ["run", "a.yaml", "--speed", "9"]])
+def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse's own errors have the documented code as well."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == ExitCode.USAGE
+    assert "usage: noloco-node" in capsys.readouterr().err
+
+
+def test_options_of_run_are_settings_of_the_node() -> None:
+    """Each option stands for the setting of its name, and odd file names survive the way."""
+    line = f"run {MICRO} --stage 1 --port 4001 --host 0.0.0.0 --metrics-port 0 --set node.in_flight=7"
+    line += " --initial-peers /ip4/1.2.3.4/tcp/1/p2p/QmA /b --announce /ip4/5.6.7.8/tcp/2"
+    options = cli.parser().parse_args([*line.split(), "--identity", "yes: no", "--run-folder", "a b"])
+    from noloco_node.config.load import load_config
+
+    node = load_config(MICRO, cli.node_overrides(options)).node
+    assert (node.stage, node.port, node.host, node.metrics_port, node.in_flight) == (1, 4001, "0.0.0.0", 0, 7)
+    assert (node.identity, node.run_folder) == (Path("yes: no"), Path("a b"))
+    assert node.initial_peers == ("/ip4/1.2.3.4/tcp/1/p2p/QmA", "/b")
+    assert node.announce == ("/ip4/5.6.7.8/tcp/2",)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (
+            UserError(ExitCode.DATA, "no text", "write some"),
+            ExitCode.DATA,
+            "noloco-node: no text\n  remedy: write some",
+        ),
+        (KeyboardInterrupt(), ExitCode.INTERRUPTED, "interrupted"),
+        (RuntimeError("boom"), ExitCode.FAILURE, "unexpected failure: RuntimeError: boom"),
+    ],
+)
+def test_every_way_a_command_can_fail_has_its_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, words: str
+) -> None:
+    """Known errors, interruption and defects are told apart."""
+
+    def fail(options: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_show", fail)
+    assert cli.main(["config", "show", "x.yaml"]) == code
+    assert words in capsys.readouterr().err

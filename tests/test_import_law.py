@@ -1,0 +1,120 @@
+"""Imports run downwards only: each room may use itself and the rooms below it, whatever the import is for."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "noloco_node"
+NAME = "noloco_node"
+
+LAYERS: tuple[frozenset[str], ...] = tuple(
+    frozenset(rooms.split())
+    for rooms in (
+        "errors aio",
+        "outer",
+        "config",
+        "model data",
+        "training",
+        "storage telemetry",
+        "merge preflight swarm",
+        "replica",
+        "node",
+        "local_swarm",
+        "cli",
+        "__main__",
+    )
+)
+"""Rooms from low to high; rooms of one layer know nothing of each other."""
+
+TENSOR_ROOMS = ("outer", "model", "training", "data")
+"""Rooms of pure computation: no swarm, no network."""
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(module: str) -> str:
+    """`noloco_node.swarm.frames` -> `swarm`; the package itself -> ``."""
+    return module.removeprefix(NAME).strip(".").partition(".")[0]
+
+
+def module_of(path: Path) -> str:
+    """The dotted name of a file of the package."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(tree: ast.AST) -> Iterator[str]:
+    """Dotted names that a file imports anywhere in it, also inside functions and for types only."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide which room is meant"
+            if node.module == NAME:
+                yield from (f"{NAME}.{alias.name}" for alias in node.names)
+            elif node.module:
+                yield node.module
+
+
+def layer_of(room: str) -> int:
+    """Height of a room. KeyError for a room that the law does not know."""
+    for height, rooms in enumerate(LAYERS):
+        if room in rooms:
+            return height
+    raise KeyError(f"'{room}' is no room of the house: give it a layer in {Path(__file__).name}")
+
+
+def breaches(module: str, imported: str) -> str | None:
+    """Why this import is against the law; None where it is not."""
+    own = room_of(module)
+    if imported.partition(".")[0] == "hivemind" and own in TENSOR_ROOMS:
+        return f"{module} imports {imported}: {own} knows no network"
+    if imported.partition(".")[0] != NAME:
+        return None
+    other = room_of(imported)
+    if other in ("", own, "__version__", "PROTOCOL_VERSION"):
+        return None
+    if layer_of(other) >= layer_of(own):
+        return f"{module} imports {imported}: {own} lies below or beside {other}"
+    return None
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_of)
+def test_a_file_imports_only_from_its_own_room_and_from_rooms_below(path: Path) -> None:
+    """Every import of the file, wherever it stands, keeps the law."""
+    module = module_of(path)
+    if room_of(module):
+        layer_of(room_of(module))
+    found = [breaches(module, name) for name in imports_of(ast.parse(path.read_text(encoding="utf-8")))]
+    assert [breach for breach in found if breach] == []
+
+
+def test_the_law_sees_the_whole_package() -> None:
+    """The walk found the rooms that exist, so that the law above was not kept by an empty list."""
+    assert {room_of(module_of(path)) for path in MODULES} >= {
+        "errors",
+        "config",
+        "telemetry",
+        "outer",
+        "model",
+        "swarm",
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("noloco_node.outer.update", "noloco_node.swarm.frames"),
+        ("noloco_node.training.stage_worker", "hivemind.p2p"),
+        ("noloco_node.model.cut", "noloco_node.data.windows"),
+        ("noloco_node.swarm.routing", "noloco_node.node"),
+        ("noloco_node.config.load", "noloco_node.cli"),
+    ],
+)
+def test_the_law_refuses_what_it_must(module: str, imported: str) -> None:
+    """Known breaches are seen as such."""
+    assert breaches(module, imported)

@@ -1,0 +1,87 @@
+"""What users and tools rely on is written down in one list: adding to it means editing the list in the same commit.
+
+After a deliberate change: `python -m tests.test_public_surface > tests/public_surface.txt`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+from noloco_node.cli import parser
+from noloco_node.config.load import setting_names
+from noloco_node.errors import EXIT_MEANINGS, ExitCode
+from noloco_node.telemetry.events import AnyEvent
+from noloco_node.telemetry.metrics import Metrics
+from noloco_node.telemetry.summary import Summary
+
+LIST = Path(__file__).parent / "public_surface.txt"
+
+
+def flags(command: argparse.ArgumentParser) -> Iterator[str]:
+    """Every option and argument of a command and of its sub-commands; hidden ones too."""
+    for action in command._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in dict.fromkeys(action.choices.values()):
+                yield from flags(inner)
+        elif action.option_strings:
+            yield f"{command.prog} {'/'.join(action.option_strings)}"
+        else:
+            yield f"{command.prog} {action.metavar or action.dest}"
+
+
+def metrics() -> Iterator[str]:
+    """Every metric with its type and labels."""
+    collectors = Metrics().registry._collector_to_names
+    for collector in collectors:
+        labels = ", ".join(collector._labelnames)  # type: ignore[attr-defined]
+        for family in collector.describe():
+            suffix = "_total" if family.type == "counter" else ""
+            yield f"{family.name}{suffix} ({family.type}){f' by {labels}' if labels else ''}"
+
+
+def events() -> Iterator[str]:
+    """Every event with its fields."""
+    union, *_ = typing.get_args(AnyEvent)
+    for event in typing.get_args(union):
+        for name in event.model_fields:
+            yield f"{event.model_fields['event'].default}.{name}"
+
+
+def surface() -> str:
+    """The whole list."""
+    sections = {
+        "command line": flags(parser()),
+        "exit codes": (f"{code.value} {code.name}" for code in ExitCode),
+        "settings": setting_names(),
+        "events": events(),
+        "summary.json": iter(Summary.model_fields),
+        "metrics": iter(sorted(metrics())),
+    }
+    return "\n".join(f"[{title}]\n" + "\n".join(rows) + "\n" for title, rows in sections.items())
+
+
+def test_the_public_surface_is_the_written_one() -> None:
+    """No flag, exit code, setting, event field, figure or metric appears or vanishes unnoticed."""
+    written, found = LIST.read_text(encoding="utf-8").splitlines(), surface().splitlines()
+    missing, new = [row for row in written if row not in found], [row for row in found if row not in written]
+    assert (missing, new) == ([], []), __doc__
+    assert written == found
+
+
+def test_every_exit_code_has_a_meaning_and_every_help_ends_with_them() -> None:
+    """The table of exit codes in each help is the one of the code."""
+    assert set(EXIT_MEANINGS) == set(ExitCode)
+    texts = [parser().format_help()]
+    for action in parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            texts += [inner.format_help() for inner in action.choices.values()]
+    assert len(texts) == 4
+    for text in texts:
+        assert all(meaning in text for meaning in EXIT_MEANINGS.values())
+
+
+if __name__ == "__main__":
+    print(surface(), end="")
