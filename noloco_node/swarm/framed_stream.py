@@ -57,14 +57,6 @@ class FramedStream:
         """Close at once; what is not yet sent is lost. The other side sees the stream end."""
         self._writer.transport.abort()
 
-    async def close(self, within: float) -> None:
-        """Send what is still buffered, then close; after `within` seconds close anyway."""
-        self._writer.close()
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(within):
-                await self._writer.wait_closed()
-        self.abort()
-
     async def read_prefix(self, progress: float, idle: float | None = None) -> Prefix:
         """Wait up to `idle` seconds (None: for ever) for a frame to begin, then `progress` for its prefix to be whole.
 
@@ -102,6 +94,13 @@ class FramedStream:
             for start, end in frame_lengths(spec.nbytes):
                 await self._within(progress, self._read_piece(scratch[: end - start]))
         await self._read_end(progress)
+
+    async def discard_until_end(self, at_most: float) -> None:
+        """Throw away whatever comes, until the other side closes or `at_most` seconds have passed."""
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(at_most):
+                while await self._reader.read(BODY_FRAME_BYTES):
+                    pass
 
     async def write_message(self, envelope: bytes, tensors: Sequence[torch.Tensor], progress: float) -> None:
         """Write HEADER, BODY and END frames. The tensors must stay unchanged until the other side has answered.

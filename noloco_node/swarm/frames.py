@@ -175,9 +175,10 @@ def decode_refusal(payload: bytes) -> Refused:
     if not isinstance(reason, str) or not isinstance(detail, str):
         raise FrameError("the refusal has no reason")
     detail = detail[:MAX_DETAIL_CHARACTERS]
-    if reason not in Refusal:
+    try:
+        return Refused(Refusal(reason), detail)
+    except ValueError:
         return Refused(Refusal.INTERNAL, f"{reason[:MAX_METHOD_CHARACTERS]}: {detail}")
-    return Refused(Refusal(reason), detail)
 
 
 def frame_lengths(nbytes: int) -> Iterator[tuple[int, int]]:

@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 STREAM_PROTOCOL = "noloco/1"
 """The one libp2p protocol that carries every method."""
 
+LINGER_SECONDS = 1.0
+"""How long a stream that will be closed is still read, so that the refusal reaches the other side."""
+
 T = TypeVar("T")
 
 
@@ -181,7 +184,7 @@ class Libp2pTransport:
         self._desk.count_refusal(refused)
         try:
             await stream.write_refusal(encode_refusal(refused), self._limits.progress_seconds)
-            await stream.close(within=1.0)
+            await stream.discard_until_end(LINGER_SECONDS)
         except (StreamEnded, StreamStalled):
             return
 
@@ -213,12 +216,18 @@ class Libp2pTransport:
             self.traffic.add_sent(name, stream.bytes_sent - sent)
 
     async def _drain(self, stream: FramedStream, envelope: Envelope) -> bool:
-        """Throw a refused request's body away so that the stream can be used again; False if it is too large."""
-        if envelope.body_bytes <= self._limits.drain_bytes:
-            await stream.discard_body(envelope.specs, self._limits.progress_seconds)
-            return True
-        await stream.close(within=1.0)
-        return False
+        """Throw a refused request's body away so that the stream can be used again; False if that takes too long.
+
+        Closing with bytes unread would destroy the refusal on its way, so a large body is read for a moment too: its
+        sender stops as soon as it sees the refusal.
+        """
+        small = envelope.body_bytes <= self._limits.drain_bytes
+        try:
+            async with asyncio.timeout(None if small else LINGER_SECONDS):
+                await stream.discard_body(envelope.specs, self._limits.progress_seconds)
+        except TimeoutError:
+            return False
+        return True
 
 
 class _Sending:

@@ -171,6 +171,8 @@ class MemoryTransport:
     ) -> Message:
         """See `Transport.call`. Bytes always move in memory, so `progress` never passes before `timeout`."""
         del progress
+        for tensor in request.tensors:
+            tensor_bytes(tensor)
         payload = encode_envelope(method, request.header, request.specs)
         try:
             async with asyncio.timeout(timeout):
@@ -280,6 +282,4 @@ class MemoryTransport:
 
 
 def _copy(envelope: Envelope, message: Message) -> Message:
-    for tensor in message.tensors:
-        tensor_bytes(tensor)
     return Message(envelope.header, tuple(tensor.detach().clone() for tensor in message.tensors))

@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -307,11 +308,12 @@ def _private_folder() -> Path:
 
 
 async def _end_process(child: asyncio.subprocess.Process) -> None:
-    for stop in (child.terminate, child.kill):
+    for number in (signal.SIGTERM, signal.SIGKILL):
         if child.returncode is not None:
             return
+        # Not child.terminate(): it polls, and may take the exit status away from asyncio's watcher.
         with contextlib.suppress(ProcessLookupError):
-            stop()
+            os.kill(child.pid, number)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
                 await child.wait()

@@ -39,7 +39,8 @@ class TransportLimits:
     idle_seconds: float = 60.0
     """A stream without a request is closed after this time; callers close theirs after half of it."""
     drain_bytes: int = 4 << 20
-    """The body of a refused request is read and thrown away up to this size; a larger one closes the stream."""
+    """The body of a refused request is read and thrown away up to this size; a larger one for a moment only, then the
+    stream is closed."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,53 @@
+"""Shared by tests: waiting for conditions, and proof that a test left nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+T = TypeVar("T")
+
+
+async def eventually(check: Callable[[], T], within: float = 10.0, what: str = "") -> T:
+    """Return `check()` once it is truthy; fail after `within` seconds, naming `what` was awaited."""
+    deadline = time.monotonic() + within
+    while not (result := check()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {within:g} s: {what or check}")
+        await asyncio.sleep(0.01)
+    return result
+
+
+def p2pd_children() -> list[int]:
+    """Process ids of the p2pd processes that this process, or one it started, has running."""
+    found: list[int] = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE and any("p2pd" in part for part in child.cmdline()[:6]):
+                found.append(child.pid)
+    return found
+
+
+@contextlib.contextmanager
+def nothing_left_behind() -> Iterator[Path]:
+    """Temporary folders go into one of their own, which is yielded. At the end: no new p2pd, no folder, no socket."""
+    before = set(p2pd_children())
+    previous = tempfile.tempdir
+    base = Path(tempfile.mkdtemp(prefix="nlt-", dir="/tmp"))
+    tempfile.tempdir = str(base)
+    try:
+        yield base
+        assert not set(p2pd_children()) - before, "a p2pd is still running"
+        left = sorted(str(path) for path in base.rglob("*"))
+        assert not left, f"left behind: {left}"
+    finally:
+        tempfile.tempdir = previous
+        shutil.rmtree(base, ignore_errors=True)

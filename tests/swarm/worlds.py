@@ -1,0 +1,78 @@
+"""Two worlds that must behave alike: transports in memory, and on real p2pd processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.swarm.identity import load_or_create_identity
+from noloco_node.swarm.libp2p_transport import Libp2pTransport
+from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
+from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
+from noloco_node.swarm.serving import TransportLimits
+from noloco_node.swarm.transport import Message, PeerId
+
+LIMITS = TransportLimits(max_body_bytes=96 << 20, progress_seconds=2.0, idle_seconds=4.0)
+
+
+@dataclass
+class World:
+    """Two nodes: `caller` calls, `server` serves; `kill_server` is a sudden death."""
+
+    caller: MemoryTransport | Libp2pTransport
+    server: MemoryTransport | Libp2pTransport
+    kill_server: Callable[[], Awaitable[None]]
+    real: bool
+    daemons: tuple[PrivateP2P, ...] = ()
+
+    async def call(self, method: str, *tensors: torch.Tensor, **options: Any) -> Message:
+        """A call with generous deadlines; `header` and any deadline may be given."""
+        request = Message(options.pop("header", {}), tensors)
+        settings: dict[str, Any] = {"timeout": 30.0, "progress": 10.0, "max_answer_bytes": 256 << 20}
+        return await self.caller.call(self.server.peer_id, method, request, **(settings | options))
+
+
+@contextlib.asynccontextmanager
+async def memory_world() -> AsyncIterator[World]:
+    """Both transports on one `MemoryNetwork`."""
+    network = MemoryNetwork()
+    caller = MemoryTransport(network, PeerId("caller-in-memory"), LIMITS)
+    server = MemoryTransport(network, PeerId("server-in-memory"), LIMITS)
+
+    async def kill() -> None:
+        network.kill(server.peer_id)
+
+    try:
+        yield World(caller, server, kill, real=False)
+    finally:
+        await caller.close()
+        await server.close()
+
+
+@contextlib.asynccontextmanager
+async def real_world(folder: Path) -> AsyncIterator[World]:
+    """Each transport on a p2pd of its own."""
+    keys = [load_or_create_identity(folder / name) for name in ("server.key", "caller.key")]
+    async with (
+        running_p2p(NodeSettings(), keys[0]) as one,
+        running_p2p(NodeSettings(initial_peers=tuple(one.visible_addresses())), keys[1]) as two,
+    ):
+        server, caller = Libp2pTransport(one, LIMITS), Libp2pTransport(two, LIMITS)
+        await asyncio.gather(server.start(), caller.start())
+
+        async def kill() -> None:
+            one._child.kill()
+            await one.wait_until_dead()
+
+        try:
+            yield World(caller, server, kill, real=True, daemons=(one, two))
+        finally:
+            await caller.close()
+            await server.close()
