@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from noloco_node.config.run_spec import ModelSpec
 from noloco_node.errors import ExitCode, UserError
@@ -202,3 +202,16 @@ def test_other_architectures_are_refused_by_name(model_type: str) -> None:
         build_stage(ModelSpec(config=config), 0)
     assert caught.value.exit_code is ExitCode.CONFIG
     assert f"model.config.model_type is '{model_type}'" in caught.value.message
+
+
+def test_a_tensor_without_a_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that no initialiser wrote must never be trained on."""
+    rule = PreTrainedModel._init_weights
+
+    def forget_norms(self: PreTrainedModel, module: nn.Module) -> None:
+        if "Norm" not in type(module).__name__:
+            rule(self, module)
+
+    monkeypatch.setattr(PreTrainedModel, "_init_weights", forget_norms)
+    with pytest.raises(UserError, match=r"no rule for the first values of model\.layers\.0\..*norm"):
+        build_stage(spec_of("llama"), 0)
