@@ -164,17 +164,22 @@ def _create(path: Path) -> bool:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.link(draft, path)
+            return _link_unless_taken(draft, path)
         finally:
             draft.unlink()
-    except FileExistsError:
-        return False
     except OSError as error:
         raise UserError(
             ExitCode.RUN_FOLDER,
             f"identity: {path} cannot be written ({error.strerror})",
             "choose a folder that this user may write with --run-folder or --identity",
         ) from None
+
+
+def _link_unless_taken(draft: Path, path: Path) -> bool:
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
     return True
 
 

@@ -11,11 +11,9 @@ import contextlib
 import ipaddress
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from importlib import resources
@@ -32,6 +30,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.identity import Identity, identity_taken
 from noloco_node.swarm.peer_addresses import PeerAddress, answering_peers, peers_unreachable
+from noloco_node.swarm.private_folder import PrivateFolder, sweep_dead_folders
 from noloco_node.swarm.stream_pool import StreamHandler
 from noloco_node.swarm.transport import PeerId, PeerUnreachable
 
@@ -41,9 +40,10 @@ PEERS_ANSWER_SECONDS = 10.0
 PROBE_SECONDS = 8.0
 STOP_SECONDS = 3.0
 LAST_LINES = 20
+BOOTSTRAP_FAILED = "failed to connect to bootstrap peers"
+"""What p2pd says before it ends, when every initial peer accepted a TCP connection and none was a peer."""
+NOT_THIS_PEER = "something listens there, but it is not this peer"
 STREAM_BUFFER_BYTES = 256 * 1024
-LONGEST_FOLDER = 60
-"""A Unix socket's path must fit into about 100 bytes."""
 
 _BASE_ARGUMENTS = (
     "-connManager=1",
@@ -61,7 +61,7 @@ _pb: Any = p2pd_pb2
 class PrivateP2P:
     """A running p2pd and the connection to it. Made by `start_p2p` or `running_p2p`. Implements `StreamHost`."""
 
-    def __init__(self, folder: Path, child: asyncio.subprocess.Process) -> None:
+    def __init__(self, folder: PrivateFolder, child: asyncio.subprocess.Process) -> None:
         self._folder = folder
         self._child = child
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
@@ -90,7 +90,7 @@ class PrivateP2P:
     @property
     def folder(self) -> Path:
         """Where its sockets lie; gone after `close`."""
-        return self._folder
+        return self._folder.path
 
     def visible_addresses(self) -> list[str]:
         """Addresses under which other nodes can join through this one."""
@@ -108,7 +108,7 @@ class PrivateP2P:
         """See `StreamHost.open_stream`."""
         try:
             peer_bytes = PeerID.from_base58(peer).to_bytes()
-            reader, writer = await asyncio.open_unix_connection(self._folder / "d", limit=STREAM_BUFFER_BYTES)
+            reader, writer = await asyncio.open_unix_connection(self.folder / "d", limit=STREAM_BUFFER_BYTES)
         except (OSError, ValueError) as error:
             raise PeerUnreachable(f"{peer}: {error}") from None
         try:
@@ -164,10 +164,10 @@ class PrivateP2P:
         finally:
             await cancel_and_wait((died, started))
         # hivemind puts its own socket where this class attribute says, and has no other way to be told.
-        kind = type("FolderP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{self._folder}/"})
+        kind = type("FolderP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{self.folder}/"})
         try:
             async with asyncio.timeout(within):
-                self._p2p = await cast("Any", kind).replicate(Multiaddr(f"/unix{self._folder}/d"))
+                self._p2p = await cast("Any", kind).replicate(Multiaddr(f"/unix{self.folder}/d"))
                 _, addresses = await self._p2p._client.identify()
                 self._addresses = [f"{address}/p2p/{self.own_id}" for address in addresses]
         except (OSError, TimeoutError, P2PDaemonError, asyncio.IncompleteReadError) as error:
@@ -185,7 +185,7 @@ class PrivateP2P:
                 await cancel_and_wait((listening,))
         await _end_process(self._child)
         await cancel_and_wait((self._reading,))
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     async def _read_output(self) -> None:
         """Keep p2pd's pipe empty, remember its last lines, and notice when it is up."""
@@ -208,6 +208,7 @@ async def start_p2p(settings: NodeSettings, identity: Identity) -> PrivateP2P:
     for address in settings.announce:
         _check_announced(address)
     _check_port_free(settings.host, settings.port)
+    sweep_dead_folders()
     peers: list[PeerAddress] = []
     if settings.initial_peers:
         peers = await answering_peers(settings.initial_peers, PEERS_ANSWER_SECONDS)
@@ -235,7 +236,7 @@ async def running_p2p(settings: NodeSettings, identity: Identity) -> AsyncGenera
 
 
 async def _launch(arguments: Sequence[str], peers: Sequence[PeerAddress], within: float) -> PrivateP2P:
-    folder = _private_folder()
+    folder = PrivateFolder()
     bootstrap = ["-b=1", f"-bootstrapPeers={','.join(peer.text for peer in peers)}"] if peers else ["-b=0"]
     binary = resources.files("hivemind.hivemind_cli").joinpath("p2pd")
     launcher = [sys.executable, "-I", "-S", str(Path(__file__).with_name("p2pd_launcher.py")), str(os.getpid())]
@@ -243,7 +244,7 @@ async def _launch(arguments: Sequence[str], peers: Sequence[PeerAddress], within
         child = await asyncio.create_subprocess_exec(
             *launcher,
             str(binary),
-            f"-listen=/unix{folder}/d",
+            f"-listen=/unix{folder.path}/d",
             *_BASE_ARGUMENTS,
             *bootstrap,
             *arguments,
@@ -254,15 +255,17 @@ async def _launch(arguments: Sequence[str], peers: Sequence[PeerAddress], within
             start_new_session=True,
         )
     except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
         if isinstance(error, OSError):
             raise _daemon_failed(f"cannot be started ({error})", str(binary)) from None
         raise
     daemon = PrivateP2P(folder, child)
     try:
         await daemon.attach(within)
-    except BaseException:
+    except BaseException as error:
         await daemon.close()
+        if isinstance(error, UserError) and BOOTSTRAP_FAILED in daemon.last_output():
+            raise peers_unreachable({peer.text: NOT_THIS_PEER for peer in peers}) from None
         raise
     return daemon
 
@@ -296,15 +299,7 @@ async def _connect_to_some(daemon: PrivateP2P, peers: Sequence[PeerAddress]) -> 
     daemon.joined_peers = tuple(peer.text for peer, failure in zip(peers, failures, strict=True) if failure is None)
     if peers and not daemon.joined_peers:
         reasons = zip((peer.text for peer in peers), failures, strict=True)
-        raise peers_unreachable(
-            {text: f"something listens, but it is not this peer ({str(why)[:200]})" for text, why in reasons}
-        )
-
-
-def _private_folder() -> Path:
-    base = tempfile.gettempdir()
-    folder = tempfile.mkdtemp(prefix="noloco-", dir=base if len(base) <= LONGEST_FOLDER else "/tmp")
-    return Path(folder)
+        raise peers_unreachable({text: f"{NOT_THIS_PEER} ({str(why)[:200]})" for text, why in reasons})
 
 
 async def _end_process(child: asyncio.subprocess.Process) -> None:

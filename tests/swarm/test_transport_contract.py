@@ -1,4 +1,4 @@
-"""What every transport promises, tested alike in memory and on real p2pd processes, on the loop that nodes use (uvloop)."""
+"""What every transport promises, tested alike in memory and on real p2pd processes, on uvloop as nodes run it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,57 @@
+"""A private, short-lived folder for sockets. What a killed process leaves behind, the next one clears away."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+PREFIX = "noloco-"
+LONGEST_BASE = 60
+"""A Unix socket's path must fit into about 100 bytes, so a deep temporary folder is no good."""
+
+
+class PrivateFolder:
+    """A folder of mode 0700, held by a lock for as long as this process lives or until `remove`."""
+
+    def __init__(self) -> None:
+        base = _base()
+        draft = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base))
+        self._lock = os.open(draft / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Only now does it get the name that `sweep_dead_folders` looks for.
+        self.path = draft.rename(base / draft.name.removeprefix("."))
+
+    def remove(self) -> None:
+        """Delete the folder and all that is in it. May be repeated."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def sweep_dead_folders() -> int:
+    """Delete this user's folders whose processes were killed, and so could not do it; how many there were."""
+    swept = 0
+    for folder in _base().glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if folder.stat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+                swept += 1
+        except OSError:
+            continue
+        finally:
+            os.close(lock)
+    return swept
+
+
+def _base() -> Path:
+    base = tempfile.gettempdir()
+    return Path(base if len(base) <= LONGEST_BASE else "/tmp")

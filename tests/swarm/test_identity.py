@@ -1,0 +1,117 @@
+"""Identities: the file, the peer id, signatures, and one process at a time."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hivemind.p2p import P2P, PeerID
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.swarm.identity import IdentityLock, load_or_create_identity, peer_id_of, verify
+
+
+def test_a_new_identity_is_private_and_is_found_again(tmp_path: Path) -> None:
+    """Mode 0600, no draft left, the same peer id after a restart, folders made as needed."""
+    path = tmp_path / "deep" / "identity.key"
+    first = load_or_create_identity(path)
+    second = load_or_create_identity(path)
+    assert first.created
+    assert not second.created
+    assert (first.peer_id, first.public_key) == (second.peer_id, second.public_key)
+    assert first.peer_id.startswith("12D3KooW")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(path.parent) == ["identity.key"]
+
+
+def test_a_key_written_by_hivemind_loads(tmp_path: Path) -> None:
+    """RSA, with the peer id that hivemind gives it."""
+    path = tmp_path / "rsa.key"
+    P2P.generate_identity(str(path))
+    identity = load_or_create_identity(path)
+    assert identity.peer_id == str(PeerID.from_identity(path.read_bytes()))
+    assert identity.peer_id.startswith("Qm")
+    assert verify(identity.public_key, identity.sign(b"text"), b"text")
+
+
+@pytest.mark.parametrize("kind", ["ed25519", "rsa"])
+def test_a_signature_holds_for_its_text_and_key_only(tmp_path: Path, kind: str) -> None:
+    """Another text, another key or a changed signature is refused."""
+    path = tmp_path / "one.key"
+    if kind == "rsa":
+        P2P.generate_identity(str(path))
+    one, other = load_or_create_identity(path), load_or_create_identity(tmp_path / "other.key")
+    signature = one.sign(b"text")
+    assert verify(one.public_key, signature, b"text")
+    assert not verify(one.public_key, signature, b"texT")
+    assert not verify(other.public_key, signature, b"text")
+    assert not verify(one.public_key, signature[:-1] + bytes((signature[-1] ^ 1,)), b"text")
+    assert peer_id_of(one.public_key) == one.peer_id != other.peer_id
+
+
+@given(public_key=st.binary(max_size=1200), signature=st.binary(max_size=300), data=st.binary(max_size=50))
+def test_verifying_never_raises(public_key: bytes, signature: bytes, data: bytes) -> None:
+    """Whatever a stranger sends as key and signature is just not valid."""
+    assert not verify(public_key, signature, data)
+    assert not verify(b"\x08\x01\x12\x20" + public_key[:32], signature, data)
+    assert not verify(b"\x08\x00\x12" + bytes((len(public_key) % 128,)) + public_key, signature, data)
+
+
+@pytest.mark.parametrize("content", [b"", b"no key at all", b"\x08\x01\x12\x02ab", b"\x08\x00\x12\x03abc", bytes(100)])
+def test_a_file_that_is_no_key_is_the_users_error(tmp_path: Path, content: bytes) -> None:
+    """It is named, and left as it was."""
+    path = tmp_path / "identity.key"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        load_or_create_identity(path)
+    assert caught.value.exit_code is ExitCode.CONFIG
+    assert str(path) in caught.value.message
+    assert path.read_bytes() == content
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_error(tmp_path: Path) -> None:
+    """The run folder's exit code."""
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError) as caught:
+        load_or_create_identity(tmp_path / "file" / "identity.key")
+    assert caught.value.exit_code is ExitCode.RUN_FOLDER
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from noloco_node.swarm.identity import IdentityLock
+with IdentityLock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_an_identity_is_held_by_one_process_and_free_once_that_is_killed(tmp_path: Path) -> None:
+    """The second is told the first one's pid, also through a link; `kill -9` frees it at once."""
+    path = tmp_path / "identity.key"
+    load_or_create_identity(path)
+    link = tmp_path / "link.key"
+    link.symlink_to(path)
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"held\n"
+            for name in (path, link):
+                with pytest.raises(UserError) as caught, IdentityLock(name):
+                    pass
+                assert caught.value.exit_code is ExitCode.IDENTITY_TAKEN
+                assert f"pid {holder.pid}" in caught.value.message
+        finally:
+            holder.kill()
+    with IdentityLock(path), pytest.raises(UserError), IdentityLock(path):
+        pass
+    with IdentityLock(path):
+        pass

@@ -1,0 +1,243 @@
+"""p2pd as a child process: it starts, refuses clearly, and leaves nothing behind, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.swarm.identity import load_or_create_identity
+from noloco_node.swarm.p2p_daemon import running_p2p, start_p2p
+from noloco_node.swarm.peer_addresses import answering_peers, parse_address
+from noloco_node.swarm.private_folder import sweep_dead_folders
+from tests.support import eventually, nothing_left_behind, p2pd_children
+
+pytestmark = pytest.mark.daemons
+
+NOBODY = "12D3KooWAL5zALa3ZR1piSRmK8WGNFojeALVyS3vgSZQYawt1PGF"
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    with nothing_left_behind():
+        yield
+
+
+def joining(*addresses: str, port: int = 0) -> NodeSettings:
+    """Settings of a node that joins."""
+    return NodeSettings(initial_peers=addresses, port=port)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port on loopback where something listens that speaks no libp2p."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+async def failure(settings: NodeSettings, folder: Path) -> UserError:
+    """The error that starting ends with."""
+    with pytest.raises(UserError) as caught:
+        await start_p2p(settings, load_or_create_identity(folder / "key"))
+    return caught.value
+
+
+async def test_a_node_starts_others_join_and_all_is_private(tmp_path: Path) -> None:
+    """Sockets in a 0700 folder, p2pd in a session of its own, the peer id that of the file."""
+    one, two = load_or_create_identity(tmp_path / "one"), load_or_create_identity(tmp_path / "two")
+    async with running_p2p(NodeSettings(), one) as first:
+        assert first.own_id == one.peer_id
+        assert stat.S_IMODE(first.folder.stat().st_mode) == 0o700
+        assert os.getsid(first.pid) == first.pid != os.getsid(0)
+        [address] = first.visible_addresses()
+        assert parse_address(address).peer == one.peer_id
+        async with running_p2p(joining(address), two) as second:
+            assert second.joined_peers == (address,)
+        assert not second.folder.exists()
+        assert p2pd_children() == [first.pid]
+
+
+async def test_a_taken_port_is_named(tmp_path: Path, taken_port: int) -> None:
+    """Before anything is started."""
+    error = await failure(NodeSettings(port=taken_port), tmp_path)
+    assert error.exit_code is ExitCode.PORT_IN_USE
+    assert str(taken_port) in error.message
+
+
+async def test_each_initial_peer_is_told_off_for_its_own_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Malformed and refused addresses are listed with why."""
+    monkeypatch.setattr("noloco_node.swarm.p2p_daemon.PEERS_ANSWER_SECONDS", 0.5)
+    wrong = ("nonsense", f"/ip4/127.0.0.1/tcp/70000/p2p/{NOBODY}", "/ip4/127.0.0.1/tcp/9/p2p/QmNoPeer")
+    refused = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
+    error = await failure(joining(*wrong, refused), tmp_path)
+    assert error.exit_code is ExitCode.PEERS_UNREACHABLE
+    lines = {line.strip().partition(": ")[0]: line for line in error.message.splitlines()[1:]}
+    assert all("malformed" in lines[address] for address in wrong)
+    assert "refused" in lines[refused]
+
+
+async def test_something_else_on_the_peers_port_is_not_the_peer(tmp_path: Path, taken_port: int) -> None:
+    """A port that answers without being that peer: an error that says so, not a traceback."""
+    error = await failure(joining(f"/ip4/127.0.0.1/tcp/{taken_port}/p2p/{NOBODY}"), tmp_path)
+    assert error.exit_code is ExitCode.PEERS_UNREACHABLE
+    assert "not this peer" in error.message
+
+
+async def test_one_live_peer_among_dead_ones_is_enough(tmp_path: Path) -> None:
+    """The dead address does not count; an address with another peer's id does not either."""
+    async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "one")) as first:
+        [address] = first.visible_addresses()
+        imposter = address.replace(first.own_id, NOBODY)
+        dead = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
+        settings = joining(dead, imposter, address)
+        async with running_p2p(settings, load_or_create_identity(tmp_path / "two")) as second:
+            assert second.joined_peers == (address,)
+
+
+async def test_a_peer_that_starts_a_little_later_is_waited_for(tmp_path: Path) -> None:
+    """Its port is asked again until it answers."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{NOBODY}"
+    waiting = asyncio.create_task(answering_peers([address], 10.0))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(waiting), 0.4)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+        assert [peer.text for peer in await waiting] == [address]
+
+
+async def test_a_live_twin_is_refused_and_a_dead_one_is_replaced_at_once(tmp_path: Path) -> None:
+    """The same key in two nodes: the second is refused while the first lives, and welcome once it was killed."""
+    original = load_or_create_identity(tmp_path / "key")
+    shutil.copy(tmp_path / "key", tmp_path / "copy")
+    copied = load_or_create_identity(tmp_path / "copy")
+    async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "other")) as entrance:
+        settings = joining(*entrance.visible_addresses())
+        async with running_p2p(settings, original) as first:
+            with pytest.raises(UserError) as caught:
+                await start_p2p(settings, copied)
+            assert caught.value.exit_code is ExitCode.IDENTITY_TAKEN
+            with pytest.raises(UserError) as caught:
+                await start_p2p(joining(*first.visible_addresses()), copied)
+            assert caught.value.exit_code is ExitCode.IDENTITY_TAKEN
+            os.kill(first.pid, signal.SIGKILL)
+            await first.wait_until_dead()
+            async with running_p2p(settings, copied) as second:
+                assert second.own_id == original.peer_id
+
+
+async def test_the_death_of_p2pd_is_noticed(tmp_path: Path) -> None:
+    """`wait_until_dead` returns, and closing afterwards cleans up."""
+    async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "key")) as daemon:
+        dying = asyncio.create_task(daemon.wait_until_dead())
+        os.kill(daemon.pid, signal.SIGKILL)
+        assert await asyncio.wait_for(dying, 5) != 0
+
+
+async def test_a_p2pd_that_cannot_start_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its last words."""
+    monkeypatch.setattr("noloco_node.swarm.p2p_daemon._BASE_ARGUMENTS", ("-announceAddrs=nonsense",))
+    error = await failure(NodeSettings(), tmp_path)
+    assert error.exit_code is ExitCode.P2P_DAEMON
+    assert "nonsense" in error.message
+
+
+async def test_a_p2pd_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    """After `p2pd_start_seconds`, which is named."""
+    error = await failure(NodeSettings(p2pd_start_seconds=0.001), tmp_path)
+    assert error.exit_code is ExitCode.P2P_DAEMON
+    assert "p2pd_start_seconds" in error.message
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.02, 0.05, 0.1, 0.2])
+async def test_a_cancelled_start_leaves_nothing(tmp_path: Path, moment: float) -> None:
+    """Whenever the cancellation comes; the fixture looks for what is left."""
+    starting = asyncio.create_task(start_p2p(NodeSettings(), load_or_create_identity(tmp_path / "key")))
+    await asyncio.wait((starting,), timeout=moment)
+    starting.cancel()
+    try:
+        daemon = await starting
+    except asyncio.CancelledError:
+        return
+    await daemon.close()
+
+
+async def test_a_cancelled_close_closes_to_the_end(tmp_path: Path) -> None:
+    """The cancellation is seen, after the work is done."""
+    daemon = await start_p2p(NodeSettings(), load_or_create_identity(tmp_path / "key"))
+    closing = asyncio.create_task(daemon.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert not daemon.folder.exists()
+    await daemon.close()
+
+
+NODE = """
+import asyncio, sys
+from pathlib import Path
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.swarm.identity import load_or_create_identity
+from noloco_node.swarm.p2p_daemon import start_p2p
+
+async def main():
+    daemon = await start_p2p(NodeSettings(), load_or_create_identity(Path(sys.argv[1])))
+    print(daemon.pid, flush=True)
+    await daemon.wait_until_dead()
+asyncio.run(main())
+"""
+
+
+async def test_p2pd_dies_with_a_node_that_is_killed(tmp_path: Path) -> None:
+    """`kill -9` of the node ends p2pd within moments, and the next node to start clears its sockets away."""
+    environment = {**os.environ, "TMPDIR": tempfile.gettempdir()}
+    node = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", NODE, str(tmp_path / "key"), stdout=asyncio.subprocess.PIPE, env=environment
+    )
+    assert node.stdout is not None
+    p2pd = psutil.Process(int(await node.stdout.readline()))
+    assert p2pd.is_running()
+    node.kill()
+    await node.wait()
+    await eventually(lambda: not p2pd.is_running() or p2pd.status() == psutil.STATUS_ZOMBIE, 5, "p2pd dies too")
+    [orphan] = Path(tempfile.gettempdir()).glob("noloco-*")
+    async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "key")) as next_one:
+        assert not orphan.exists()
+        assert sweep_dead_folders() == 0, "a living node's folder was swept"
+        assert next_one.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        (NodeSettings(host="no.such.host"), "host"),
+        (NodeSettings(announce=("nonsense",)), "announce"),
+        (NodeSettings(announce=("/ip4/127.0.0.1/tcp/0",)), "announce"),
+    ],
+)
+async def test_a_wrong_address_setting_is_named(tmp_path: Path, settings: NodeSettings, word: str) -> None:
+    """Host and announced addresses."""
+    error = await failure(settings, tmp_path)
+    assert error.exit_code is ExitCode.CONFIG
+    assert error.message.startswith(word)
