@@ -38,7 +38,10 @@ def p2pd_children() -> list[int]:
 
 @contextlib.contextmanager
 def nothing_left_behind() -> Iterator[Path]:
-    """Temporary folders go into one of their own, which is yielded. At the end: no new p2pd, no folder, no socket."""
+    """Temporary folders go into one of their own, which is yielded. At the end: no new p2pd, no folder, no socket.
+
+    A fixture that uses it must ask for `tmp_path` first: pytest chooses its own temporary folder when first asked.
+    """
     before = set(p2pd_children())
     previous = tempfile.tempdir
     base = Path(tempfile.mkdtemp(prefix="nlt-", dir="/tmp"))

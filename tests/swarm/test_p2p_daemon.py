@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import glob
 import os
 import shutil
 import signal
@@ -30,7 +31,7 @@ NOBODY = "12D3KooWAL5zALa3ZR1piSRmK8WGNFojeALVyS3vgSZQYawt1PGF"
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
+def _clean(tmp_path: Path) -> Iterator[None]:
     with nothing_left_behind():
         yield
 
@@ -221,9 +222,9 @@ async def test_p2pd_dies_with_a_node_that_is_killed(tmp_path: Path) -> None:
     node.kill()
     await node.wait()
     await eventually(lambda: not p2pd.is_running() or p2pd.status() == psutil.STATUS_ZOMBIE, 5, "p2pd dies too")
-    [orphan] = Path(tempfile.gettempdir()).glob("noloco-*")
+    assert len(glob.glob(tempfile.gettempdir() + "/noloco-*")) == 1
     async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "key")) as next_one:
-        assert not orphan.exists()
+        assert glob.glob(tempfile.gettempdir() + "/noloco-*") == [str(next_one.folder)]
         assert sweep_dead_folders() == 0, "a living node's folder was swept"
         assert next_one.folder.exists()
 
