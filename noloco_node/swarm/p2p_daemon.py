@@ -179,10 +179,10 @@ class PrivateP2P:
 
     async def _stop(self) -> None:
         if self._p2p is not None:
-            listening: asyncio.Task[Any] | None = self._p2p._listen_task
+            control = self._p2p._client.control
+            tasks = (self._p2p._listen_task, control._read_task, control._write_task)
             await self._p2p.shutdown()
-            if listening is not None:
-                await cancel_and_wait((listening,))
+            await cancel_and_wait([task for task in tasks if task is not None])
         await _end_process(self._child)
         await cancel_and_wait((self._reading,))
         self._folder.remove()

@@ -1,0 +1,323 @@
+"""The directory: what it promises in both worlds, and what strangers can do to it (nothing)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hivemind.dht.crypto import DHTRecord
+from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.utils import MSGPackSerializer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.swarm.dht_directory import join_directory
+from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
+from noloco_node.swarm.identity import Identity, load_or_create_identity
+from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.swarm.p2p_daemon import running_p2p
+from noloco_node.swarm.record_validator import MAX_EXPIRY, RecordValidator, sign_record, stage_key
+from noloco_node.swarm.transport import PeerId
+from tests.support import nothing_left_behind
+
+RUN = "run-under-test"
+STAGES = 2
+
+
+def record_of(peer: str, stage: int = 0, state: PeerState = PeerState.TRAINING, sequence: int = 0) -> PeerRecord:
+    """A plausible record."""
+    return PeerRecord(peer_id=peer, stage=stage, state=state, sequence=sequence, protocol=1, version="0.1.0")
+
+
+@dataclass
+class Nodes:
+    """Some nodes of one directory: (directory, own peer id) each."""
+
+    members: list[tuple[Directory, PeerId]]
+
+
+@contextlib.asynccontextmanager
+async def dht_nodes(folder: Path, count: int) -> AsyncIterator[list[tuple[Any, Identity]]]:
+    """Nodes on p2pd processes of their own; all join through the first."""
+    async with contextlib.AsyncExitStack() as stack:
+        nodes: list[tuple[Any, Identity]] = []
+        addresses: tuple[str, ...] = ()
+        for number in range(count):
+            identity = load_or_create_identity(folder / f"{number}.key")
+            p2p = await stack.enter_async_context(running_p2p(NodeSettings(initial_peers=addresses), identity))
+            addresses = addresses or tuple(p2p.visible_addresses())
+            directory = await join_directory(p2p, identity, RUN, STAGES)
+            stack.push_async_callback(directory.close)
+            nodes.append((directory, identity))
+        yield nodes
+
+
+@pytest.fixture(params=["memory", pytest.param("dht", marks=pytest.mark.daemons)])
+async def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Nodes]:
+    """Three nodes in either world."""
+    if request.param == "memory":
+        hub = MemoryDirectoryHub(STAGES)
+        yield Nodes([(MemoryDirectory(hub), PeerId(f"peer-number-{number}")) for number in range(3)])
+        return
+    with nothing_left_behind():
+        async with dht_nodes(tmp_path, 3) as made:
+            yield Nodes([(directory, identity.peer_id) for directory, identity in made])
+
+
+def live_ids(directory: Directory, stage: int, *states: PeerState) -> set[str]:
+    """Peer ids of the live records of a stage."""
+    return {record.peer_id for record in directory.view.live(stage, directory.now(), *states)}
+
+
+async def test_everyone_sees_everyone_at_their_stage(nodes: Nodes) -> None:
+    """And nobody before the first refresh."""
+    for number, (directory, peer) in enumerate(nodes.members):
+        assert live_ids(directory, 0) == live_ids(directory, 1) == set()
+        assert await directory.publish(record_of(peer, number % 2), 30)
+    ids = [peer for _, peer in nodes.members]
+    for directory, _ in nodes.members:
+        await directory.refresh()
+        assert live_ids(directory, 0) == {ids[0], ids[2]}
+        assert live_ids(directory, 1) == {ids[1]}
+
+
+async def test_a_newer_record_replaces_the_older(nodes: Nodes) -> None:
+    """Also one that was meant to live shorter: a withdrawal wins over what it withdraws."""
+    (writer, peer), (reader, _), _ = nodes.members
+    for sequence, (state, life) in enumerate(
+        [(PeerState.JOINING, 60), (PeerState.TRAINING, 60), (PeerState.GONE, 1)], start=1
+    ):
+        assert await writer.publish(record_of(peer, 0, state, sequence), life)
+        await reader.refresh()
+        [row] = reader.view.stages[0].values()
+        assert (row.record.state, row.record.sequence) == (state, sequence)
+    assert live_ids(reader, 0) == set()
+    assert live_ids(reader, 0, PeerState.GONE) == {peer}
+
+
+async def test_life_is_judged_by_the_reader(nodes: Nodes) -> None:
+    """A record is live until its expiry and not after, without any further look-up."""
+    (writer, peer), (reader, _), _ = nodes.members
+    await writer.publish(record_of(peer), 30)
+    view = await reader.refresh()
+    now = reader.now()
+    assert len(view.live(0, now + 25)) == 1
+    assert view.live(0, now + 31) == ()
+
+
+async def test_a_hub_that_is_cut_off_keeps_the_last_rows() -> None:
+    """Publication says so, look-ups lose nobody."""
+    hub = MemoryDirectoryHub(STAGES)
+    one, two = MemoryDirectory(hub), MemoryDirectory(hub)
+    assert await one.publish(record_of("peer-number-1"), 30)
+    await two.refresh()
+    hub.reachable = False
+    assert not await one.publish(record_of("peer-number-1", state=PeerState.GONE), 30)
+    await two.refresh()
+    assert live_ids(two, 0) == {"peer-number-1"}
+
+
+@pytest.mark.daemons
+async def test_a_dead_p2pd_neither_hangs_nor_raises(tmp_path: Path) -> None:
+    """Publishing says False, look-ups end in time and keep the last rows."""
+    with nothing_left_behind():
+        first, second = (load_or_create_identity(tmp_path / name) for name in ("one", "two"))
+        async with running_p2p(NodeSettings(), first) as one:
+            directory = await join_directory(one, first, RUN, STAGES)
+            settings_ = NodeSettings(initial_peers=tuple(one.visible_addresses()))
+            async with running_p2p(settings_, second) as two:
+                other = await join_directory(two, second, RUN, STAGES)
+                await directory.publish(record_of(first.peer_id), 60)
+                await other.refresh()
+                two._child.kill()
+                await two.wait_until_dead()
+                started = time.monotonic()
+                await other.publish(record_of(second.peer_id), 30)
+                await other.refresh()
+                assert time.monotonic() - started < 15
+                assert first.peer_id in live_ids(other, 0)
+                await other.close()
+            await directory.close()
+
+
+@pytest.mark.daemons
+async def test_a_hostile_node_harms_no_reader(tmp_path: Path) -> None:
+    """A DHT node without our validator stores, under stage keys and others: a validly signed record that does not
+    parse, values without subkey, under reserved subkeys, that are no MessagePack, under another peer's name.
+    Every honest reader still sees all honest records, in time, and only those."""
+    with nothing_left_behind():
+        async with dht_nodes(tmp_path, 3) as nodes:
+            [address] = nodes[0][0]._node.protocol.p2p._visible_maddrs
+            evil = load_or_create_identity(tmp_path / "evil.key")
+            settings_ = NodeSettings(initial_peers=(f"{address}/p2p/{nodes[0][1].peer_id}",))
+            for number, (directory, identity) in enumerate(nodes):
+                assert await directory.publish(record_of(identity.peer_id, number % 2), 60)
+            async with running_p2p(settings_, evil) as p2p:
+                hostile = await DHTNode.create(p2p=p2p.hivemind_p2p, initial_peers=list(p2p.joined_peers))
+                stored = await store_poison(hostile, evil, nodes[1][1].peer_id, nodes[0][0].now() + 60)
+                assert stored == [], f"honest nodes took {stored}"
+                for directory, _ in nodes:
+                    started = time.monotonic()
+                    view = await directory.refresh()
+                    assert time.monotonic() - started < 8
+                    honest = {identity.peer_id for _, identity in nodes}
+                    seen = {peer for rows in view.stages for peer in rows}
+                    assert seen == honest
+                await hostile.shutdown()
+
+
+async def store_poison(hostile: Any, evil: Identity, victim: str, expires: float) -> list[str]:
+    """Everything a stranger may try to store at honest nodes; the names of what was accepted by any of them."""
+    key = stage_key(RUN, 0)
+    payload = dataclasses.replace(evil)
+    malformed = sign_payload(payload, key, b"\xff{ no record", expires)
+    other_stage = sign_record(evil, key, record_of(evil.peer_id, 1), expires)
+    good = sign_record(evil, key, record_of(evil.peer_id), expires)
+    attempts: dict[str, tuple[str, Any, Any, float]] = {
+        "signed but malformed": (key, malformed, evil.peer_id, expires),
+        "signed for another stage": (key, other_stage, evil.peer_id, expires),
+        "another expiry": (key, good, evil.peer_id, expires + 1),
+        "another key": (stage_key(RUN, 1), good, evil.peer_id, expires),
+        "another's name": (key, good, victim, expires),
+        "no subkey": (key, good, None, expires + 100),
+        "empty subkey": (key, good, "", expires),
+        "a number for a value": (key, 5, evil.peer_id, expires),
+        "text for a value": (key, "x" * 5000, evil.peer_id, expires),
+        "a key of no stage": ("elsewhere", good, evil.peer_id, expires),
+        "an endless life": (key, good, evil.peer_id, float("inf")),
+    }
+    accepted: list[str] = []
+    for name, (at, value, subkey, until) in attempts.items():
+        async with asyncio.timeout(10):
+            if await hostile.store(at, value, until, subkey=subkey, exclude_self=True):
+                accepted.append(name)
+        # The hostile node answers look-ups with it, too.
+        packed = MSGPackSerializer.dumps(value)
+        hostile.protocol.storage.store(DHTID.generate(source=at), packed, until, subkey=subkey)
+    raw = b"\xc1 is no MessagePack"
+    for peer in list(hostile.protocol.routing_table.uid_to_peer_id.values()):
+        for subkey_bytes in (hostile.protocol.IS_REGULAR_VALUE, MSGPackSerializer.dumps(evil.peer_id), b"\xc1"):
+            hostile.protocol.serializer = _Verbatim
+            answer = await hostile.protocol.call_store(
+                peer, [DHTID.generate(source=key)], [raw], expires, subkeys=[subkey_bytes]
+            )
+            hostile.protocol.serializer = MSGPackSerializer
+            if answer and any(answer):
+                accepted.append(f"raw bytes under {subkey_bytes!r}")
+    return accepted
+
+
+class _Verbatim:
+    """A serializer that leaves bytes as they are."""
+
+    @staticmethod
+    def dumps(value: bytes) -> bytes:
+        return value
+
+
+def sign_payload(identity: Identity, key: str, payload: bytes, expires: float) -> bytes:
+    """Like `sign_record`, for any payload."""
+
+    class Dump:
+        def model_dump_json(self) -> str:
+            return payload.decode("latin-1")
+
+    fake: Any = Dump()
+    return sign_record(identity, key, fake, expires)
+
+
+@pytest.fixture(scope="module")
+def signer(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+    """One identity for the tests of the validator."""
+    return load_or_create_identity(tmp_path_factory.mktemp("signer") / "key")
+
+
+def stored(signer: Identity, *, stage: int = 0, expires: float = 2e9) -> DHTRecord:
+    """A valid record, as hivemind hands it to a validator."""
+    value = sign_record(signer, stage_key(RUN, stage), record_of(signer.peer_id, stage), expires)
+    key = DHTID.generate(source=stage_key(RUN, stage)).to_bytes()
+    return DHTRecord(key, MSGPackSerializer.dumps(signer.peer_id), MSGPackSerializer.dumps(value), expires)
+
+
+def test_a_record_is_valid_at_its_own_place_only(signer: Identity) -> None:
+    """Any change of key, subkey, value or expiry is refused, and so is each of hivemind's special subkeys."""
+    validator = RecordValidator(RUN, STAGES)
+    good = stored(signer)
+    assert validator.validate(good)
+    assert validator.validate(good), "the cached verdict differs"
+    assert not RecordValidator("another-run", STAGES).validate(good)
+    for change in (
+        {"key": stored(signer, stage=1).key},
+        {"key": b"x" * 20},
+        {"subkey": MSGPackSerializer.dumps(None)},
+        {"subkey": b""},
+        {"subkey": MSGPackSerializer.dumps("12D3KooWsomebodyelse")},
+        {"subkey": MSGPackSerializer.dumps(signer.peer_id.encode())},
+        {"expiration_time": good.expiration_time + 1e-3},
+        {"expiration_time": float("nan")},
+        {"expiration_time": float("inf")},
+        {"expiration_time": 2 * MAX_EXPIRY},
+        {"expiration_time": None},
+        {"value": None},
+        {"value": good.value + b"\xc0"},
+    ):
+        assert not validator.validate(dataclasses.replace(good, **change)), change
+
+
+def test_the_verdict_does_not_depend_on_the_clock(signer: Identity) -> None:
+    """Long expired and far in the future alike: readers judge life."""
+    validator = RecordValidator(RUN, STAGES)
+    assert validator.validate(stored(signer, expires=1.0))
+    assert validator.validate(stored(signer, expires=9e9))
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_no_changed_byte_passes_and_nothing_raises(data: st.DataObject) -> None:
+    """One to four bytes of a valid value changed, or pieces cut out or put in."""
+    validator = RecordValidator(RUN, STAGES)
+    good = stored(_SIGNER)
+    value = bytearray(good.value)
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, len(value) - 1))
+        match data.draw(st.integers(0, 2)):
+            case 0:
+                value[position] ^= data.draw(st.integers(1, 255))
+            case 1:
+                del value[position : position + data.draw(st.integers(1, 40))]
+                value += b"\0" * (not value)
+            case _:
+                value[position:position] = data.draw(st.binary(min_size=1, max_size=40))
+    changed = bytes(value)
+    assert validator.validate(dataclasses.replace(good, value=changed)) == (changed == good.value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(subkey=st.binary(max_size=60), value=st.binary(max_size=400), expires=st.floats())
+def test_random_bytes_never_pass_and_never_raise(subkey: bytes, value: bytes, expires: float) -> None:
+    """At a stage key, with and without the frame of a signed value around them."""
+    validator = RecordValidator(RUN, STAGES)
+    key = DHTID.generate(source=stage_key(RUN, 0)).to_bytes()
+    assert not validator.validate(DHTRecord(key, subkey, value, expires))
+    name = MSGPackSerializer.dumps(_SIGNER.peer_id)
+    assert not validator.validate(DHTRecord(key, name, MSGPackSerializer.dumps(value), expires))
+    signed = sign_payload(_SIGNER, stage_key(RUN, 0), value, 5.0)
+    assert not validator.validate(DHTRecord(key, name, MSGPackSerializer.dumps(signed), 5.0))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _signer_for_hypothesis(signer: Identity) -> None:
+    global _SIGNER
+    _SIGNER = signer
+
+
+_SIGNER: Identity
