@@ -105,7 +105,7 @@ class Replica:
             None if stage.cut.is_last else Downstream(spec, self.stage, transport, self._book, self.ledger, self._rng)
         )
         self.server = PipelineServer(
-            spec, self.stage, stage.hidden_size, self.worker, self._downstream, self.ledger, settings.max_pending
+            spec, self.stage, stage.hidden_size, stage.vocab_size, self.worker, self._downstream, self.ledger, settings.max_pending
         )
         self.exchanger = Exchanger(
             spec,

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -268,6 +269,7 @@ class Exchanger:
             raise Refused(Refusal.WRONG_STAGE)
         if proposal.contract != self._contract:
             raise Refused(Refusal.WRONG_CONTRACT, "the stages differ in shapes, order, codec or chunk size")
+        self._refuse_laggards(peer, proposal.clock)
         refusal = answer_proposal(
             own=self._transport.peer_id,
             dialler=peer,
@@ -279,7 +281,6 @@ class Exchanger:
         )
         if refusal is not None:
             raise Refused(refusal)
-        self._refuse_laggards(peer, proposal.clock)
         now = time.monotonic()
         self._session = Session(proposal.exchange, peer, "dialled", now, now)
         return Message()
@@ -397,8 +398,10 @@ class Exchanger:
         )
 
     def _note_refusal(self, partner: PeerId, error: Refused | TransportError) -> None:
-        if isinstance(error, Refused) and error.reason is Refusal.LAGGING and error.detail == "yours":
-            self.catch_up_from = partner
+        told_to_catch_up = isinstance(error, Refused) and error.reason is Refusal.LAGGING and error.detail == "yours"
+        own_clock, clocks = self._worker.progress.clock, self._clocks()
+        if told_to_catch_up and clocks and median(clocks) - own_clock > self._spec.max_lag_tokens / 2:
+            self.catch_up_from = partner  # the directory agrees: one peer's word alone would let it push its state
         logger.debug("proposal to %s came to nothing: %r", partner, error)
 
     def _report_abort(self, session: Session, reason: str) -> None:

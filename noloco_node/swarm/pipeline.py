@@ -44,7 +44,7 @@ from noloco_node.swarm.transport import (
     Transport,
     TransportError,
 )
-from noloco_node.training.stage_trainer import Passage
+from noloco_node.training.stage_trainer import LossNotFinite, Passage
 from noloco_node.training.stage_worker import StageWorker
 
 logger = logging.getLogger(__name__)
@@ -151,6 +151,7 @@ class PipelineServer:
         spec: RunSpec,
         stage: int,
         hidden: int,
+        vocabulary: int,
         worker: StageWorker,
         downstream: Downstream | None,
         ledger: Ledger,
@@ -159,6 +160,7 @@ class PipelineServer:
         self._spec = spec
         self._stage = stage
         self._hidden = hidden
+        self._vocabulary = vocabulary
         self._worker = worker
         self._downstream = downstream
         self._ledger = ledger
@@ -211,11 +213,16 @@ class PipelineServer:
         deadline = time.monotonic() + header.budget_ms / 1000
         if not all_finite(activations):
             raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
+        if int(labels.min()) < 0 or int(labels.max()) >= self._vocabulary:  # on a GPU this would end the process
+            raise Refused(Refusal.MALFORMED, f"a label is outside the vocabulary of {self._vocabulary}")
         if header.mode == "evaluate":
             return await self._evaluate(header, activations, labels, deadline)
         if self._downstream is None:
             self._mark_trained(header.id)
-            result = await self._worker.loss(activations, labels)
+            try:
+                result = await self._worker.loss(activations, labels)
+            except LossNotFinite as error:
+                raise Refused(Refusal.NOT_FINITE, str(error)) from None
             return self._answer(Trained(result.loss_sum, result.tokens, result.input_gradient))
         passage = Passage()
         try:

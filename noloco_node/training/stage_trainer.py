@@ -25,6 +25,10 @@ from noloco_node.training.versions import Version, VersionStore
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+class LossNotFinite(ValueError):
+    """A microbatch's loss is NaN or infinite; nothing was accumulated."""
+
+
 @dataclass(slots=True, eq=False)
 class Passage:
     """A microbatch's stay at this stage, between its forward and its backward. Made by the caller, filled by `forward`,
@@ -119,16 +123,19 @@ class StageTrainer:
 
     def loss(self, inputs: Tensor, labels: Tensor) -> LossResult:
         """Last stage: forward, loss and backward in one. `inputs` [B, T, hidden] (ids [B, T] where P = 1), `labels`
-        int [B, T]."""
+        int [B, T]. Raises LossNotFinite."""
         passage = Passage(version=self._versions.acquire())
         assert passage.version is not None
         try:
             leaf, logits = self._forward_with_graph(passage.version, self._to_device(inputs))
             loss = _summed_loss(logits, labels.to(self.device))
+            loss_sum = float(loss.detach())
+            if not math.isfinite(loss_sum):
+                raise LossNotFinite("the loss of this microbatch is not finite")
             input_gradient = self._accumulate(passage.version, leaf, loss, None)
         finally:
             self.discard(passage)
-        result = LossResult(float(loss.detach()), labels.numel(), input_gradient)
+        result = LossResult(loss_sum, labels.numel(), input_gradient)
         self._count(result.loss_sum, result.tokens)
         return result
 

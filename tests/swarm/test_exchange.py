@@ -1,0 +1,231 @@
+"""The exchange between two replicas: exact, all or nothing, and safe against a partner that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.outer.update import OuterRule, contribution, step_
+from noloco_node.replica import Replica
+from noloco_node.swarm import exchange
+from noloco_node.swarm.memory_transport import Fault, FaultKind
+from noloco_node.swarm.transport import Message, Refusal, Refused
+from noloco_node.telemetry.events import OuterStep
+from tests.support import eventually
+from tests.worlds import World, micro_spec, peer_name, world
+
+RULE = OuterSpec(inner_steps=2, min_inner_steps=1, alpha=0.5, beta=0.5, codec="fp32")
+
+
+@contextlib.asynccontextmanager
+async def two_replicas(outer: OuterSpec = RULE) -> AsyncIterator[tuple[World, Replica, Replica]]:
+    """Two replicas of the only stage that have trained on different samples and can be dialled."""
+    spec = micro_spec(
+        stages=1,
+        outer=outer,
+        limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=0.4, record_seconds=3, grace_seconds=1),
+    )
+    async with world(spec, replicas=2) as made, asyncio.TaskGroup() as group:
+        running = [group.create_task(replica.exchanger.run()) for replica in made.replicas]
+        for replica in made.replicas:
+            replica.exchanger.accepting = True
+            assert replica.origin is not None
+            for _ in range(4):
+                await replica.origin.train_one()
+        yield made, made.replicas[0], made.replicas[1]
+        for task in running:
+            task.cancel()
+
+
+async def state_of(replica: Replica) -> dict[str, Tensor]:
+    """Copies of θ, φ and δ."""
+    return (await replica.worker.full_state())[1]
+
+
+def outer_steps(made: World, index: int, kind: str) -> list[OuterStep]:
+    """Events of one kind that a replica emitted."""
+    return [e for e in made.events[index] if isinstance(e, OuterStep) and e.kind == kind]
+
+
+async def both_committed(made: World) -> None:
+    """Wait until both replicas report a paired step."""
+    await eventually(lambda: all(outer_steps(made, i, "paired") for i in (0, 1)), what="both commit")
+
+
+def unchanged(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
+    """Bitwise equality of the whole state."""
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+async def test_an_exchange_is_the_textbook_step_on_both_sides() -> None:
+    """φ, δ and θ of both equal the rule applied to their snapshots, to fp32 rounding; clocks meet in the middle."""
+    async with two_replicas() as (made, left, right):
+        before = [await state_of(replica) for replica in (left, right)]
+        clocks = [replica.worker.progress.clock for replica in (left, right)]
+        assert await left.exchanger.dial(peer_name(0, 1))
+        await both_committed(made)
+        after = [await state_of(replica) for replica in (left, right)]
+        rule = OuterRule(0.5, 0.5, 0.5, "averaged")
+        mean = torch.stack(
+            [contribution(rule, fast=s["fast"], slow=s["slow"], momentum=s["momentum"]) for s in before]
+        ).mean(0)
+        for was, now in zip(before, after, strict=True):
+            slow, momentum = was["slow"].clone(), was["momentum"].clone()
+            step_(rule, mean, slow=slow, momentum=momentum)
+            torch.testing.assert_close(now["slow"], slow, atol=1e-6, rtol=0)
+            torch.testing.assert_close(now["momentum"], momentum, atol=1e-6, rtol=0)
+            torch.testing.assert_close(now["fast"], slow, atol=1e-6, rtol=0)
+        assert float((before[0]["fast"] - before[1]["fast"]).abs().max()) > 1e-3, "they must have differed"
+        middle = sum(clocks) / 2
+        assert [replica.worker.progress.clock for replica in (left, right)] == pytest.approx([middle, middle])
+        events = [outer_steps(made, index, "paired")[0] for index in (0, 1)]
+    true_spread = float((before[0]["fast"] - before[1]["fast"]).square().mean() / 2)
+    assert events[0].spread == events[1].spread == pytest.approx(true_spread, rel=0.15)
+    size = before[0]["fast"].numel()
+    assert events[0].bytes_sent == pytest.approx(4 * size * (1 + 1 / 16), rel=0.01), "one tensor and the gauge"
+
+
+async def test_training_goes_on_during_an_exchange_and_is_kept() -> None:
+    """Inner steps taken between snapshot and commit survive it: θ is what training gave, plus φ_new − θ_snapshot."""
+    async with two_replicas() as (made, left, _):
+        held, release = asyncio.Event(), asyncio.Event()
+
+        async def wait() -> None:
+            held.set()
+            await release.wait()
+
+        made.network.inject(Fault(FaultKind.DELAY, method=exchange.CHUNK, times=1, wait=wait))
+        dialling = asyncio.create_task(left.exchanger.dial(peer_name(0, 1)))
+        async with asyncio.timeout(5):
+            await held.wait()
+        snapshot = left.worker.outer.snapshot.clone()
+        assert left.origin is not None
+        await left.origin.train_one()
+        trained = (await state_of(left))["fast"]
+        release.set()
+        assert await dialling
+        await both_committed(made)
+        after = await state_of(left)
+        torch.testing.assert_close(after["fast"], trained + (after["slow"] - snapshot), atol=1e-6, rtol=0)
+        assert float((trained - snapshot).abs().max()) > 1e-4, "a step was taken meanwhile"
+        assert outer_steps(made, 0, "paired")[0].inner_steps_meanwhile == 1
+        assert made.network.fired[FaultKind.DELAY] == 1
+
+
+async def test_a_lost_answer_costs_one_more_request_and_adds_nothing_twice() -> None:
+    """A chunk whose answer is lost is asked for again; the partner adds it once, both commit the same mean."""
+    async with two_replicas() as (made, left, right):
+        made.network.inject(Fault(FaultKind.LOSE_ANSWER, method=exchange.CHUNK, times=1))
+        before = [await state_of(replica) for replica in (left, right)]
+        assert await left.exchanger.dial(peer_name(0, 1))
+        await both_committed(made)
+        after = [await state_of(replica) for replica in (left, right)]
+        assert made.network.fired[FaultKind.LOSE_ANSWER] == 1
+        mean_before = (before[0]["fast"] + before[1]["fast"]) / 2
+        slow_before = (before[0]["slow"] + before[1]["slow"]) / 2
+        expected = slow_before + 0.5 * (mean_before - slow_before)
+        torch.testing.assert_close((after[0]["slow"] + after[1]["slow"]) / 2, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("method", [exchange.OPEN, exchange.CHUNK])
+async def test_a_partner_that_vanishes_changes_nothing(method: str) -> None:
+    """The stream breaks for good: both sides give up, every weight is bitwise as before, and both can pair again."""
+    async with two_replicas() as (made, left, right):
+        before = [await state_of(replica) for replica in (left, right)]
+        fault = made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=method))
+        assert not await left.exchanger.dial(peer_name(0, 1))
+        await eventually(lambda: not right.exchanger.engaged, what="the dialled side gives up")
+        assert unchanged(before[0], await state_of(left))
+        assert unchanged(before[1], await state_of(right))
+        assert outer_steps(made, 0, "aborted")
+        assert "no chunk" in outer_steps(made, 1, "aborted")[0].reason
+        assert made.network.fired[FaultKind.LOSE_REQUEST] > 0
+        made.network.lift(fault)
+        assert await left.exchanger.dial(peer_name(0, 1))
+
+
+async def test_poison_is_refused_and_changes_nothing() -> None:
+    """A dialler that sends NaN is told `not_finite`; the dialled replica's weights stay bitwise as they were."""
+    async with two_replicas() as (made, left, right):
+        before = await state_of(right)
+        left.worker.outer.slow.fill_(float("nan"))
+        assert not await left.exchanger.dial(peer_name(0, 1))
+        await eventually(lambda: not right.exchanger.engaged, what="the dialled side gives up")
+        assert unchanged(before, await state_of(right))
+        assert "NaN" in outer_steps(made, 1, "aborted")[0].reason
+
+
+async def test_one_partner_moves_a_replica_by_at_most_the_bound() -> None:
+    """A partner with huge weights: the step is marked as clipped, and no longer than clip_multiple × own motion."""
+    async with two_replicas() as (made, left, right):
+        before = await state_of(right)
+        own_motion = float((0.5 * (before["fast"] - before["slow"])).norm())
+        left.worker._trainer.master.add_(1000.0)  # pyright: ignore[reportPrivateUsage]
+        assert await left.exchanger.dial(peer_name(0, 1))
+        await both_committed(made)
+        after = await state_of(right)
+        moved = float((after["slow"] - before["slow"]).norm())
+        event = outer_steps(made, 1, "paired")[0]
+    assert event.clipped
+    assert event.difference_norm is not None
+    assert event.difference_norm > 100 * own_motion
+    assert moved <= (3.0 + 1.0) * own_motion * 1.001, "own motion, plus at most three times of it from the partner"
+
+
+async def test_both_dial_and_one_exchange_comes_of_it() -> None:
+    """Two proposals that cross end in one committed step on each side."""
+    async with two_replicas() as (made, left, right):
+        results = await asyncio.gather(left.exchanger.dial(peer_name(0, 1)), right.exchanger.dial(peer_name(0, 0)))
+        await both_committed(made)
+        assert sorted(results) == [False, True]
+        assert [len(outer_steps(made, index, "paired")) for index in (0, 1)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"run": "f" * 32}, Refusal.WRONG_RUN),
+        ({"stage": 5}, Refusal.WRONG_STAGE),
+        ({"protocol": 9}, Refusal.WRONG_PROTOCOL),
+        ({"contract": "other"}, Refusal.WRONG_CONTRACT),
+        ({"exchange": "short"}, Refusal.MALFORMED),
+        ({"clock": float("1e300")}, Refusal.MALFORMED),
+    ],
+)
+async def test_proposals_that_do_not_fit_are_refused(changes: dict[str, object], reason: Refusal) -> None:
+    """Run, stage, protocol and tensor contract are compared before a byte of weights moves."""
+    async with two_replicas() as (_, left, right):
+        proposal = exchange.Proposal(
+            exchange="a" * 32, run=left.spec.run_id, stage=0, contract=left.worker.contract, clock=1.0
+        )
+        message = Message({**proposal.model_dump(mode="json"), **changes})
+        with pytest.raises(Refused) as refused:
+            await left._transport.call(  # pyright: ignore[reportPrivateUsage]
+                peer_name(0, 1), exchange.PROPOSE, message, timeout=5, progress=5, max_answer_bytes=0
+            )
+        assert refused.value.reason is reason
+        assert not right.exchanger.engaged
+
+
+async def test_chunks_without_an_exchange_are_refused() -> None:
+    """A stranger cannot push weights into a replica that has not agreed to an exchange."""
+    async with two_replicas() as (_, left, right):
+        before = await state_of(right)
+        header = exchange.ChunkHeader(exchange="a" * 32, index=0).model_dump(mode="json")
+        with pytest.raises(Refused) as refused:
+            await left._transport.call(  # pyright: ignore[reportPrivateUsage]
+                peer_name(0, 1),
+                exchange.CHUNK,
+                Message(header, (torch.zeros(1024),)),
+                timeout=5,
+                progress=5,
+                max_answer_bytes=4096,
+            )
+        assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
+        assert unchanged(before, await state_of(right))

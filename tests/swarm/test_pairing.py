@@ -1,0 +1,128 @@
+"""Whom to average with, and when: every transition of the pure decisions."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from noloco_node.swarm.pairing import (
+    STEP_ALONE,
+    WAIT,
+    Dial,
+    PairingState,
+    Window,
+    answer_proposal,
+    believed_clock,
+    decide,
+    laggard,
+    retry_delay,
+)
+from noloco_node.swarm.transport import PeerId, Refusal
+
+WINDOW = Window(inner_steps=10, min_inner_steps=5)
+FELLOWS = (PeerId("b"), PeerId("c"), PeerId("d"))
+
+
+def state(steps: int, **changes: object) -> PairingState:
+    """A replica with three fellows that took `steps` inner steps since its last outer step."""
+    values = {"steps_since_outer": steps, "fellows": FELLOWS, "engaged": False, "next_try": 0.0, **changes}
+    return PairingState(**values)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (state(9), "wait"),
+        (state(10), "dial"),
+        (state(19), "dial"),
+        (state(20), "alone"),
+        (state(20, engaged=True), "wait"),
+        (state(10, next_try=1.5), "wait"),
+        (state(10, fellows=()), "alone"),
+        (state(0, last_round=True), "dial"),
+        (state(99, last_round=True), "dial"),
+        (state(0, last_round=True, fellows=()), "alone"),
+        (state(0, last_round=True, last_done=True), "wait"),
+    ],
+)
+def test_the_dialling_window(given: PairingState, expected: str) -> None:
+    """Dial from H on, alone only from H + 2·H_min or without fellows, nothing while engaged or before the next try."""
+    decision = decide(given, WINDOW, now=1.0, rng=random.Random(0))
+    assert {WAIT: "wait", STEP_ALONE: "alone"}.get(decision, "dial") == expected
+
+
+def test_partners_are_drawn_evenly() -> None:
+    """Over many decisions every fellow is dialled about equally often."""
+    rng = random.Random(1)
+    drawn = [decide(state(10), WINDOW, now=1.0, rng=rng) for _ in range(3000)]
+    for fellow in FELLOWS:
+        assert 900 < sum(isinstance(d, Dial) and d.partner == fellow for d in drawn) < 1100
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"exchange_open": True}, Refusal.BUSY),
+        ({"dialling": PeerId("c")}, Refusal.BUSY),
+        ({"steps_since_outer": 4}, Refusal.TOO_EARLY),
+        ({"steps_since_outer": 4, "last_round": True}, None),
+        ({"steps_since_outer": 5}, None),
+    ],
+)
+def test_answers_to_a_proposal(changes: dict[str, object], expected: Refusal | None) -> None:
+    """Accept from H_min on; refuse with the reason that fits."""
+    values: dict[str, object] = {
+        "own": PeerId("m"),
+        "dialler": PeerId("b"),
+        "dialling": None,
+        "exchange_open": False,
+        "steps_since_outer": 10,
+        "window": WINDOW,
+        "last_round": False,
+        **changes,
+    }
+    assert answer_proposal(**values) == expected  # pyright: ignore[reportArgumentType]
+
+
+def test_two_that_dial_each_other_agree_who_leads() -> None:
+    """The proposal of the smaller id stands, the other is crossed: exactly one exchange comes of it."""
+
+    def answer(own: str, dialler: str) -> Refusal | None:
+        return answer_proposal(
+            own=PeerId(own),
+            dialler=PeerId(dialler),
+            dialling=PeerId(dialler),
+            exchange_open=False,
+            steps_since_outer=10,
+            window=WINDOW,
+            last_round=False,
+        )
+
+    assert answer(own="b", dialler="a") is None
+    assert answer(own="a", dialler="b") is Refusal.CROSSED
+
+
+def test_one_claim_cannot_push_the_clock() -> None:
+    """A partner's clock counts only within max_lag of the median of the directory's records."""
+    assert believed_clock(1e15, [100.0, 110.0, 120.0], 50.0) == 160.0
+    assert believed_clock(0.0, [100.0, 110.0, 120.0], 50.0) == 60.0
+    assert believed_clock(115.0, [100.0, 110.0, 120.0], 50.0) == 115.0
+    assert believed_clock(115.0, [], 50.0) == 115.0
+
+
+def test_who_lags() -> None:
+    """Only a difference beyond max_lag makes a laggard."""
+    assert laggard(100.0, 160.0, 50.0) == "own"
+    assert laggard(160.0, 100.0, 50.0) == "other"
+    assert laggard(100.0, 150.0, 50.0) is None
+
+
+def test_retries_are_jittered_and_bounded() -> None:
+    """Never below 20 ms, never above 5 s, and not all the same."""
+    rng = random.Random(2)
+    delays = [retry_delay(seconds, rng) for seconds in (0.0, 0.1, 1.0, 100.0) for _ in range(50)]
+    assert min(delays) >= 0.02
+    assert max(delays) <= 5.0
+    assert len(set(delays)) > 50

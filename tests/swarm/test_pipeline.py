@@ -1,0 +1,233 @@
+"""Microbatches under faults: nothing lost, nothing trained twice at one replica, every account closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import OuterSpec, PipelineSpec
+from noloco_node.swarm import microbatch
+from noloco_node.swarm.memory_transport import Fault, FaultKind
+from noloco_node.swarm.microbatch import MicrobatchHeader
+from noloco_node.swarm.transport import Message, Refusal, Refused
+from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
+from tests.support import eventually
+from tests.worlds import LENGTH, WINDOWS, World, micro_spec, peer_name, run_to_the_end, world
+
+QUICK = PipelineSpec(budget_seconds=2.0, progress_seconds=1.0)
+
+
+def closed_account(made: World) -> Account:
+    """The last account of the first stage-0 replica, checked to close."""
+    account = [event for event in made.events[0] if isinstance(event, Account)][-1]
+    assert account.drawn == account.trained + account.dropped + account.held_at_end
+    assert account.drawn == len(made.drawn[0].batches)
+    return account
+
+
+async def run_with_faults(made: World, *faults: Fault) -> None:
+    """Run to the end, with faults injected once every origin's first evaluation is through (it would eat some)."""
+
+    async def inject() -> None:
+        origins = [events for replica, events in zip(made.replicas, made.events, strict=True) if replica.stage == 0]
+        await eventually(lambda: all(any(isinstance(e, Evaluation) for e in events) for events in origins))
+        for fault in faults:
+            made.network.inject(fault)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(inject())
+        group.create_task(run_to_the_end(made))
+
+
+@contextlib.asynccontextmanager
+async def serving_world(stages: int = 2, pipeline: PipelineSpec = QUICK) -> AsyncIterator[World]:
+    """Replicas whose servers accept, without their loops: for requests made by hand."""
+    async with world(micro_spec(stages=stages, pipeline=pipeline)) as made:
+        for replica in made.replicas:
+            replica.server.accepting = True
+        yield made
+
+
+def request(made: World, **changes: object) -> Message:
+    """A valid microbatch for stage 1, with changed header fields."""
+    header = MicrobatchHeader(id="a" * 32, budget_ms=1500, run=made.replicas[0].spec.run_id, stage=1)
+    activations = torch.zeros(WINDOWS, LENGTH, 32)
+    labels = torch.zeros(WINDOWS, LENGTH, dtype=torch.int32)
+    return Message({**header.model_dump(mode="json"), **changes}, (activations, labels))
+
+
+async def ask(made: World, message: Message) -> Message:
+    """Send from the stage-0 replica to the stage-1 replica."""
+    return await made.replicas[0]._transport.call(  # pyright: ignore[reportPrivateUsage]
+        peer_name(1, 0), microbatch.METHOD, message, timeout=5, progress=5, max_answer_bytes=1 << 20
+    )
+
+
+async def test_lost_requests_and_answers_cost_no_sample() -> None:
+    """Streams that break before and after the work: every sample is trained, the account closes, repeats are counted."""
+    spec = micro_spec(stages=3, steps=40, microbatches_a_step=2, pipeline=QUICK)
+    async with world(spec, replicas=2, settings=NodeSettings(in_flight=3)) as made:
+        kinds = (FaultKind.LOSE_REQUEST, FaultKind.LOSE_ANSWER, FaultKind.UNREACHABLE, FaultKind.REFUSE)
+        await run_with_faults(made, *(Fault(kind, method=microbatch.METHOD, times=4) for kind in kinds))
+        fired = made.network.fired
+        accounts = [[e for e in events if isinstance(e, Account)][-1] for events in made.events]
+    assert all(fired[kind] == 4 for kind in (FaultKind.LOSE_REQUEST, FaultKind.LOSE_ANSWER, FaultKind.UNREACHABLE))
+    heads = accounts[:2]
+    assert sum(a.drawn for a in heads) == sum(a.trained for a in heads) >= 80
+    assert sum(a.dropped + a.held_at_end for a in heads) == 0
+    assert sum(a.retried for a in accounts) >= 12
+    assert 0 < sum(a.repeated for a in accounts) <= 8, (
+        "only broken streams may have been trained, not unreachable peers"
+    )
+
+
+async def test_a_sample_is_put_back_and_drawn_again() -> None:
+    """When a whole hop fails the sample returns to the queue and is trained later: put back is an event, not a loss."""
+    pipeline = PipelineSpec(budget_seconds=2.0, progress_seconds=1.0, hop_attempts=1)
+    async with world(micro_spec(steps=12, pipeline=pipeline)) as made:
+        await run_with_faults(made, Fault(FaultKind.LOSE_REQUEST, method=microbatch.METHOD, times=3))
+        account = closed_account(made)
+        losses = [event for event in made.events[0] if isinstance(event, InnerStep)]
+    assert made.network.fired[FaultKind.LOSE_REQUEST] == 3
+    assert account.put_back == 3
+    assert account.dropped == account.held_at_end == 0
+    assert len(losses) == 12 == account.trained
+
+
+async def test_a_sample_that_always_fails_is_dropped_with_the_account_closed() -> None:
+    """After put_backs returns a sample is given up; the run goes on with the next ones."""
+    pipeline = PipelineSpec(budget_seconds=2.0, progress_seconds=1.0, hop_attempts=1, put_backs=2)
+    async with world(micro_spec(steps=12, pipeline=pipeline)) as made:
+        await run_with_faults(made, Fault(FaultKind.LOSE_REQUEST, method=microbatch.METHOD, times=3))
+        account = closed_account(made)
+    assert made.network.fired[FaultKind.LOSE_REQUEST] == 3
+    assert (account.put_back, account.dropped, account.trained) == (2, 1, 12)
+
+
+async def test_a_killed_replica_is_routed_around() -> None:
+    """One of two last-stage replicas dies while training: the origin reaches the target, nothing is dropped."""
+    spec = micro_spec(stages=2, steps=60, microbatches_a_step=2, pipeline=QUICK)
+    async with world(spec, replicas=2, settings=NodeSettings(in_flight=2)) as made:
+        victim = made.replicas[3]
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            tasks = [group.create_task(replica.run()) for replica in made.replicas]
+            await eventually(lambda: victim.ledger.served >= 5, what="the victim has served")
+            made.network.kill(peer_name(1, 1))
+            tasks[3].cancel()
+            await asyncio.wait(tasks[:3])
+        accounts = [[e for e in events if isinstance(e, Account)][-1] for events in made.events[:2]]
+        clocks = [replica.worker.progress.clock for replica in made.replicas[:2]]
+    assert all(a.drawn == a.trained and a.dropped == a.held_at_end == 0 for a in accounts)
+    assert min(clocks) >= spec.inner.target_tokens
+    assert sum(a.trained for a in accounts) > 40
+
+
+async def test_a_repeat_at_the_same_replica_is_recognised() -> None:
+    """The same id gets the same answer and is trained once."""
+    async with serving_world() as made:
+        first = await ask(made, request(made))
+        steps = made.replicas[1].worker.progress.tokens
+        second = await ask(made, request(made))
+        assert torch.equal(first.tensors[0], second.tensors[0])
+        assert made.replicas[1].worker.progress.tokens == steps > 0
+
+
+async def test_a_full_node_is_busy_at_once() -> None:
+    """With max_pending microbatches held, the next is refused without waiting, and served again afterwards."""
+    async with world(micro_spec(stages=3, pipeline=QUICK), settings=NodeSettings(max_pending=1)) as made:
+        middle = made.replicas[1]
+        middle.server.accepting = True  # nobody serves stage 2, so the first microbatch stays pending here
+        waiting = asyncio.create_task(ask(made, request(made)))
+        await eventually(lambda: middle.server.pending == 1, what="the first is pending")
+        with pytest.raises(Refused) as refused:
+            await ask(made, request(made, id="b" * 32))
+        assert refused.value.reason is Refusal.BUSY
+        with pytest.raises(Refused) as upward:
+            await waiting
+        assert upward.value.reason is Refusal.BUDGET_SPENT
+        assert middle.server.pending == 0
+        assert middle.worker.live_versions == 1, "the graph of the failed microbatch is gone"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"run": "f" * 32}, Refusal.WRONG_RUN),
+        ({"stage": 0}, Refusal.WRONG_STAGE),
+        ({"protocol": 999}, Refusal.WRONG_PROTOCOL),
+        ({"id": "short"}, Refusal.MALFORMED),
+        ({"budget_ms": -1}, Refusal.MALFORMED),
+        ({"mode": "steal"}, Refusal.MALFORMED),
+        ({"attempt": 10**12}, Refusal.MALFORMED),
+    ],
+)
+async def test_headers_that_do_not_fit_are_refused_with_their_reason(
+    changes: dict[str, object], reason: Refusal
+) -> None:
+    """Each wrong field has its own typed refusal, and the replica is untouched."""
+    async with serving_world() as made:
+        with pytest.raises(Refused) as refused:
+            await ask(made, request(made, **changes))
+        assert refused.value.reason is reason
+        assert made.replicas[1].worker.progress.tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ((torch.zeros(WINDOWS, LENGTH, 33), torch.zeros(WINDOWS, LENGTH, dtype=torch.int32)), Refusal.MALFORMED),
+        ((torch.zeros(WINDOWS, LENGTH, 32).half(), torch.zeros(WINDOWS, LENGTH, dtype=torch.int32)), Refusal.MALFORMED),
+        ((torch.zeros(99, LENGTH, 32), torch.zeros(99, LENGTH, dtype=torch.int32)), Refusal.TOO_LARGE),
+        ((torch.zeros(WINDOWS, LENGTH, 32),), Refusal.MALFORMED),
+        (
+            (torch.zeros(WINDOWS, LENGTH, 32), torch.full((WINDOWS, LENGTH), 10**6, dtype=torch.int32)),
+            Refusal.MALFORMED,
+        ),
+        ((torch.zeros(WINDOWS, LENGTH, 32), torch.full((WINDOWS, LENGTH), -7, dtype=torch.int32)), Refusal.MALFORMED),
+        (
+            (torch.full((WINDOWS, LENGTH, 32), float("nan")), torch.zeros(WINDOWS, LENGTH, dtype=torch.int32)),
+            Refusal.NOT_FINITE,
+        ),
+    ],
+)
+async def test_bodies_that_do_not_fit_are_refused(tensors: tuple[torch.Tensor, ...], reason: Refusal) -> None:
+    """Wrong shape, precision, size, labels outside the vocabulary, NaN: refused, and the replica is untouched."""
+    async with serving_world() as made:
+        with pytest.raises(Refused) as refused:
+            await ask(made, Message(request(made).header, tensors))
+        assert refused.value.reason is reason
+        assert made.replicas[1].worker.progress.tokens == 0
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+async def test_activations_in_half_precision_learn_the_same(precision: str) -> None:
+    """The last validation loss differs from fp32 on the wire by less than 2 %."""
+    losses: dict[str, float] = {}
+    for wire in ("fp32", precision):
+        spec = micro_spec(steps=60, pipeline=PipelineSpec.model_validate({"activations": wire}))
+        async with world(spec) as made:
+            await run_to_the_end(made)
+            losses[wire] = [e.loss for e in made.events[0] if isinstance(e, Evaluation) and e.final][0]
+    assert losses["fp32"] < 3.7, "it must have learnt something"
+    assert losses[precision] == pytest.approx(losses["fp32"], rel=0.02)
+
+
+async def test_the_whole_swarm_averages_and_its_spread_falls_with_the_learning_rate() -> None:
+    """4 replicas × 2 stages: everyone meets every fellow, nearly no step is alone, the last spread is small."""
+    outer = OuterSpec(inner_steps=4)
+    spec = micro_spec(steps=60, microbatches_a_step=4, outer=outer)
+    async with world(spec, replicas=4, settings=NodeSettings(in_flight=2)) as made:
+        await run_to_the_end(made)
+        partners = [len(replica.partners) for replica in made.replicas]
+        steps = [event for events in made.events for event in events if isinstance(event, OuterStep)]
+    paired = [event for event in steps if event.kind == "paired"]
+    assert partners == [3] * 8
+    assert len(paired) > 80
+    assert len([event for event in steps if event.kind == "alone"]) < 0.05 * len(paired)
+    spreads = [event.spread for event in paired if event.spread is not None]
+    assert sum(spreads[-8:]) / 8 < 0.5 * max(spreads)

@@ -1,0 +1,146 @@
+"""Late joiners and laggards: a fellow's full state, verified, or no change at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.replica import Replica
+from noloco_node.swarm import state_transfer
+from noloco_node.swarm.directory import PeerState
+from noloco_node.swarm.memory_transport import Fault, FaultKind
+from noloco_node.swarm.state_transfer import StateDonor
+from noloco_node.swarm.transport import Message, PeerId
+from noloco_node.telemetry.events import OuterStep
+from tests.support import eventually
+from tests.worlds import World, micro_spec, peer_name, world
+
+OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, max_lag_tokens=1000)
+
+
+@contextlib.asynccontextmanager
+async def veteran_and_joiner(replicas: int = 2) -> AsyncIterator[tuple[World, list[Replica]]]:
+    """The first replica (all but the last, if more) is past its first outer round and says so; the last is new."""
+    spec = micro_spec(
+        stages=1, outer=OUTER, limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=2, record_seconds=5)
+    )
+    async with world(spec, replicas=replicas) as made:
+        for veteran in made.replicas[:-1]:
+            assert veteran.origin is not None
+            for _ in range(5):
+                await veteran.origin.train_one()
+            await veteran.exchanger.step_alone()
+            veteran.donor.accepting = veteran.exchanger.accepting = True
+            await veteran.membership.announce(PeerState.TRAINING)
+        yield made, made.replicas
+
+
+async def test_a_joiner_becomes_a_copy() -> None:
+    """Weights, slow weights, momentum, Adam's moments and step count, clock and round are those of the donor, bitwise;
+    and both then take the same next step."""
+    async with veteran_and_joiner() as (made, (veteran, joiner)):
+        assert await joiner.become_current() == peer_name(0, 0)
+        progress, state = await veteran.worker.full_state()
+        copied_progress, copied = await joiner.worker.full_state()
+        assert state.keys() == copied.keys()
+        assert all(torch.equal(state[name], copied[name]) for name in state)
+        assert int(state["optimizer_steps"]) == 5
+        assert (copied_progress.clock, copied_progress.outer_rounds) == (progress.clock, progress.outer_rounds)
+        made.drawn[1].start, made.drawn[1].batches = 10**5, []
+        made.drawn[0].start, made.drawn[0].batches = 10**5, []
+        for replica in (veteran, joiner):
+            assert replica.origin is not None
+            replica.worker.live_replicas = 1
+            await replica.origin.train_one()
+        after = [(await replica.worker.full_state())[1]["fast"] for replica in (veteran, joiner)]
+        assert torch.equal(*after)
+        assert not torch.equal(after[0], state["fast"])
+
+
+async def test_in_a_young_swarm_the_seeded_weights_stand() -> None:
+    """Before anyone's first outer round nothing is copied."""
+    async with world(micro_spec(stages=1, outer=OUTER), replicas=2) as made:
+        await made.replicas[0].membership.announce(PeerState.TRAINING)
+        assert await made.replicas[1].become_current() is None
+
+
+async def test_when_the_first_donor_dies_midway_the_next_one_gives_the_state() -> None:
+    """Chunks of one donor are lost for good: the joiner ends as a copy of the other."""
+    async with veteran_and_joiner(3) as (made, (_, second, joiner)):
+        made.network.inject(Fault(FaultKind.LOSE_REQUEST, target=peer_name(0, 0), method=state_transfer.CHUNK))
+        donors = {await joiner.become_current() for _ in range(4)}
+        assert donors == {peer_name(0, 1)}
+        assert made.network.fired[FaultKind.LOSE_REQUEST] >= 3
+        state, copied = [(await replica.worker.full_state())[1] for replica in (second, joiner)]
+        assert torch.equal(state["fast"], copied["fast"])
+
+
+async def test_without_a_donor_the_node_says_so_and_keeps_its_weights() -> None:
+    """Random weights must never be averaged into trained ones: exit NO_DONOR, with a remedy."""
+    async with veteran_and_joiner() as (made, (_, joiner)):
+        before = (await joiner.worker.full_state())[1]["fast"]
+        made.network.inject(Fault(FaultKind.UNREACHABLE, method=state_transfer.OPEN))
+        with pytest.raises(UserError) as error:
+            await joiner.become_current()
+        assert error.value.exit_code is ExitCode.NO_DONOR
+        assert "stage 0" in error.value.message
+        assert torch.equal(before, (await joiner.worker.full_state())[1]["fast"])
+
+
+async def test_an_altered_chunk_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A donor whose chunks do not match its manifest is given up; the joiner keeps its weights."""
+    honest = StateDonor._handle_chunk  # pyright: ignore[reportPrivateUsage]
+
+    async def forge(self: StateDonor, peer: PeerId, message: Message) -> Message:
+        answer = await honest(self, peer, message)
+        forged = answer.tensors[0].clone()
+        forged[0] ^= 1
+        return Message(answer.header, (forged,))
+
+    monkeypatch.setattr(StateDonor, "_handle_chunk", forge)
+    async with veteran_and_joiner() as (_, (_, joiner)):
+        before = (await joiner.worker.full_state())[1]["fast"]
+        with pytest.raises(UserError):
+            await joiner.become_current()
+        assert torch.equal(before, (await joiner.worker.full_state())[1]["fast"])
+
+
+async def test_a_laggard_takes_its_partners_state() -> None:
+    """Dialling a fellow that is more than max_lag ahead: no averaging, the laggard becomes a copy and goes on."""
+    async with veteran_and_joiner() as (made, (veteran, laggard)):
+        await veteran.worker.commit(await veteran.worker.snapshot(), scale=0.0, clock_shift=50_000.0)
+        await veteran.membership.announce(PeerState.TRAINING)
+        running = asyncio.create_task(laggard.run())
+        try:
+            caught = await eventually(
+                lambda: [e for e in made.events[1] if isinstance(e, OuterStep) and e.kind == "caught_up"],
+                what="the laggard has caught up",
+            )
+        finally:
+            running.cancel()
+            await asyncio.wait((running,))
+        assert caught[0].partner == peer_name(0, 0)
+        assert caught[0].clock >= 50_000
+
+
+async def test_a_busy_donor_serves_one_snapshot_to_many() -> None:
+    """Two joiners at the same time read the same snapshot."""
+    async with veteran_and_joiner(3) as (_, (veteran, second, joiner)):
+        await second.membership.announce(PeerState.GONE)
+        taken: list[int] = []
+        full_state = veteran.worker.full_state
+
+        async def counted() -> object:
+            taken.append(1)
+            return await full_state()
+
+        veteran.worker.full_state = counted  # pyright: ignore[reportAttributeAccessIssue]
+        donors = await asyncio.gather(joiner.become_current(), second.become_current())
+        assert donors == [peer_name(0, 0)] * 2
+        assert len(taken) == 1
