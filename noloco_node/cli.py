@@ -219,7 +219,7 @@ def _print_plan(config: Config) -> None:
     print(f"  tokens            {run.inner.target_tokens:,}, {run.inner.global_batch_tokens:,} an inner step")
     print(f"  inner steps       {numbers.inner_steps:,} per replica")
     print(f"  outer rounds      about {numbers.outer_rounds:,} per replica, one in {run.outer.inner_steps} inner steps")
-    sizes = " / ".join(f"{count / 1e6:,.1f}" for count in numbers.outer_bytes)
+    sizes = " / ".join(f"{count / 1e6:,.2f}" for count in numbers.outer_bytes)
     print(f"  outer step        {sizes} MB sent per replica ({run.outer.codec}), as many received")
     for warning in numbers.warnings:
         print(f"  note: {warning}")

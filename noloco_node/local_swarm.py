@@ -268,7 +268,7 @@ class LocalSwarm:
     async def _reap(self, node: SwarmNode) -> None:
         assert node.process is not None
         code = await node.process.wait()
-        # A daemon that was killed leaves its p2pd behind: it ends with its process group.
+        # A daemon that was killed could stop no child of its own.
         node.signal_group(signal.SIGKILL)
         node.read_events()
         node.exit_code = code

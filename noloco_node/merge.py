@@ -62,5 +62,6 @@ def _samples(run: RunSpec, windows: Windows, model: Path, indices: Sequence[int]
         beginning = inputs[0, : max(1, length // PROMPT_SHARE)]
         prompt = tokenizer.decode([int(token) for token in beginning])
         text = generate_sample(model, prompt, length - length // PROMPT_SHARE, seed=run.data.seed + number)
-        parts.append(f"--- held-out beginning {number + 1} ---\n{prompt}\n--- continued by the model ---\n{text}\n")
+        rest = text.removeprefix(prompt)
+        parts.append(f"--- held-out beginning {number + 1} ---\n{prompt}\n--- continued by the model ---\n{rest}\n")
     return "\n".join(parts)

@@ -1,0 +1,249 @@
+"""A whole swarm of real daemons on this machine: it ends by itself, or when told to, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from noloco_node.config.load import Config, load_config
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.local_swarm import LocalSwarm, Observer, SwarmNode
+from noloco_node.telemetry.events import InnerStep, OuterStep, read_events
+from noloco_node.telemetry.summary import Summary
+from tests.support import eventually, nothing_left_behind
+
+pytestmark = [pytest.mark.daemons, pytest.mark.timeout(240)]
+
+MICRO = Path(__file__).parent / "configs" / "micro.yaml"
+NODES = ("s0-r0", "s1-r0", "s0-r1", "s1-r1")
+ENDLESS = "run.inner.target_tokens=1_000_000_000"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Iterator[Path]:
+    """A folder for everything temporary of the swarm, empty again at the end."""
+    with nothing_left_behind() as base:
+        yield base
+
+
+class LauncherProcess:
+    """`noloco-node swarm` in a process and session of its own."""
+
+    def __init__(self, run_folder: Path, temporary: Path, *overrides: str) -> None:
+        self.run_folder = run_folder
+        command = [sys.executable, "-m", "noloco_node", "swarm", str(MICRO), "--run-folder", str(run_folder)]
+        self.process = subprocess.Popen(
+            [*command, *(part for override in overrides for part in ("--set", override))],
+            env={**os.environ, "TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(run_folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.seen: dict[int, psutil.Process] = {}
+
+    def look(self) -> int:
+        """Remember all processes below the launcher; their number now."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.seen |= {child.pid: child for child in children}
+        return len(children)
+
+    def alive(self) -> list[int]:
+        """Which of the processes ever seen still run; a process id that was used anew does not count."""
+        return [pid for pid, process in self.seen.items() if _runs(process)]
+
+    def end(self, within: float) -> tuple[int, str]:
+        """Exit code and output, once it has ended."""
+        output, _ = self.process.communicate(timeout=within)
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def launched() -> Iterator[list[LauncherProcess]]:
+    """Launchers put in here are killed with all below them, should the test fail before they end."""
+    launchers: list[LauncherProcess] = []
+    yield launchers
+    for launcher in launchers:
+        for process in (launcher.process, *launcher.seen.values()):
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                process.kill()
+        launcher.process.wait()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def training(launcher: LauncherProcess) -> bool:
+    """True once every node has taken an inner step."""
+    launcher.look()
+    files = [launcher.run_folder / "nodes" / name / "events.jsonl" for name in NODES]
+    return all(file.exists() and any(isinstance(e, InnerStep) for e in read_events(file)) for file in files)
+
+
+def starting(launcher: LauncherProcess) -> bool:
+    """True once the first daemon is there, long before it is up."""
+    return launcher.look() > 0
+
+
+def test_a_swarm_trains_to_its_end_and_leaves_what_it_promised(
+    tmp_path: Path, temporary: Path, launched: list[LauncherProcess]
+) -> None:
+    """Exit code 0, a model that transformers alone can load, figures that agree with each other, a plot, a sample."""
+    folder = tmp_path / "run"
+    launcher = LauncherProcess(folder, temporary)
+    launched.append(launcher)
+    code, output = launcher.end(within=200)
+    assert code == ExitCode.OK, output
+    for name in ("summary.json", "plot.png", "sample.txt", "model", "nodes"):
+        assert (folder / name).exists()
+        assert str(folder / name) in output
+    summary = Summary.model_validate_json((folder / "summary.json").read_text(encoding="utf-8"))
+    assert (summary.nodes, summary.stages, summary.died) == (4, 2, [])
+    books = summary.microbatches
+    assert books.drawn == books.trained + books.dropped + books.held_at_end > 0
+    assert set(summary.distinct_partners.values()) == {1}
+    assert summary.validation_loss is not None
+    assert summary.validation_loss_merged is not None
+    assert summary.validation_loss_merged < 4.5
+    assert summary.validation_loss_merged < summary.validation_loss + 0.05
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert "continued by the model" in (folder / "sample.txt").read_text(encoding="utf-8")
+    code_alone = (
+        "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T\n"
+        "model, tokenizer = M.from_pretrained(sys.argv[1]), T.from_pretrained(sys.argv[1])\n"
+        "assert model(**tokenizer('import os', return_tensors='pt')).logits.shape == (1, 9, 256)\n"
+        "assert not [name for name in sys.modules if name.startswith('noloco')]"
+    )
+    subprocess.run([sys.executable, "-I", "-c", code_alone, str(folder / "model")], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"), [(starting, signal.SIGTERM), (training, signal.SIGINT)], ids=["starting", "training"]
+)
+async def test_a_signal_ends_the_whole_swarm_within_ten_seconds(
+    tmp_path: Path, temporary: Path, launched: list[LauncherProcess], moment: object, number: signal.Signals
+) -> None:
+    """Ctrl-C or SIGTERM: exit code 130, no process of the swarm left, and its figures so far are written."""
+    launcher = LauncherProcess(tmp_path / "run", temporary, ENDLESS)
+    launched.append(launcher)
+    assert moment in (starting, training)
+    reached = starting if moment is starting else training
+    await eventually(lambda: reached(launcher), within=120, what="the moment of the signal")
+    assert launcher.alive()
+    sent = time.monotonic()
+    launcher.process.send_signal(number)
+    code, output = await asyncio.to_thread(launcher.end, 30)
+    assert code == ExitCode.INTERRUPTED, output
+    assert time.monotonic() - sent < 10.0
+    assert launcher.alive() == []
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert (summary["tokens"] > 0) == (reached is training)
+
+
+async def test_daemons_end_when_their_launcher_is_killed(
+    tmp_path: Path, temporary: Path, launched: list[LauncherProcess]
+) -> None:
+    """kill -9 of the launcher: nobody is left to stop the daemons, so they stop themselves."""
+    launcher = LauncherProcess(tmp_path / "run", temporary, ENDLESS)
+    launched.append(launcher)
+    await eventually(lambda: training(launcher), within=120, what="training")
+    assert len(launcher.alive()) >= 8
+    launcher.process.kill()
+    await eventually(lambda: not launcher.alive(), within=12, what="the end of all daemons")
+    launcher.process.wait()
+    remove_folder_without_sockets(temporary)
+
+
+def remove_folder_without_sockets(folder: Path) -> None:
+    """What a launcher that was killed could not remove: folders, but no socket."""
+    assert not [path for path in folder.rglob("*") if path.is_socket()]
+    for path in folder.iterdir():
+        shutil.rmtree(path)
+
+
+class Deaths(Observer):
+    """Remembers who died."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def on_death(self, node: SwarmNode) -> None:
+        self.names.append(node.name)
+
+
+def micro(*overrides: str) -> Config:
+    """The smallest configuration."""
+    return load_config(MICRO, overrides)
+
+
+async def test_the_others_go_on_when_the_first_node_is_killed(tmp_path: Path, temporary: Path) -> None:
+    """kill -9 of the node that all others joined through: it is reported, and they reach the target without it."""
+    deaths = Deaths()
+    swarm = LocalSwarm(micro("run.inner.target_tokens=200_000"), tmp_path / "run", observer=deaths)
+    try:
+        await swarm.start()
+        first = swarm.node("s0-r0")
+        waiting = asyncio.create_task(swarm.wait())
+        await eventually(lambda: any(isinstance(e, OuterStep) for e in first.events), within=60, what="an outer step")
+        swarm.kill(first)
+        await waiting
+    finally:
+        await swarm.stop()
+    assert deaths.names == ["s0-r0"]
+    assert first.died
+    assert first.exit_code == -signal.SIGKILL
+    assert "SIGKILL" in first.describe_exit()
+    others = [node for node in swarm.nodes if node is not first]
+    assert [node.stopped.reason if node.stopped else None for node in others] == ["target_reached"] * 3
+    assert not any(node.died for node in others)
+
+
+async def test_a_daemon_that_cannot_start_is_reported_with_its_own_exit_code(tmp_path: Path, temporary: Path) -> None:
+    """More stages than layers: the first daemon says so, and so does the launcher."""
+    swarm = LocalSwarm(micro("run.model.stages=2", "run.model.config.num_hidden_layers=1"), tmp_path / "run")
+    try:
+        with pytest.raises(UserError, match=r"num_hidden_layers") as caught:
+            await swarm.start()
+    finally:
+        await swarm.stop()
+    assert caught.value.exit_code is ExitCode.CONFIG
+    assert not any(node.running for node in swarm.nodes)
+
+
+async def test_a_run_folder_is_used_once_and_must_be_writable(tmp_path: Path, temporary: Path) -> None:
+    """Two runs never share a folder; a file is no folder."""
+    (tmp_path / "old" / "nodes").mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    for folder, words in ((tmp_path / "old", "already holds a run"), (tmp_path / "file", "cannot be written")):
+        swarm = LocalSwarm(micro(), folder)
+        with pytest.raises(UserError, match=words) as caught:
+            await swarm.start()
+        await swarm.stop()
+        assert caught.value.exit_code is ExitCode.RUN_FOLDER
+
+
+async def test_a_swarm_that_does_not_come_up_in_time_is_given_up(tmp_path: Path, temporary: Path) -> None:
+    """The setting and its value are named, and nothing is left running."""
+    swarm = LocalSwarm(micro("local_swarm.start_seconds=0.3"), tmp_path / "run")
+    try:
+        with pytest.raises(UserError, match=r"local_swarm\.start_seconds \(0\.3\)"):
+            await swarm.start()
+    finally:
+        await swarm.stop()
+    assert not any(node.running for node in swarm.nodes)
