@@ -1,0 +1,402 @@
+"""Hostile bytes: more than 10,000 random and mutated messages, against the reader alone and against a live node.
+
+A mutated message starts as a valid one; where only its envelope is changed its checksum is made right again, so that
+the changes reach the parser behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.swarm.framed_stream import FramedStream, StreamEnded
+from noloco_node.swarm.frames import (
+    BODY_FRAME_BYTES,
+    END_FRAME,
+    PREFIX_BYTES,
+    Envelope,
+    FrameError,
+    FrameKind,
+    decode_envelope,
+    decode_prefix,
+    decode_refusal,
+    encode_envelope,
+    encode_frame,
+    encode_refusal,
+    frame_lengths,
+    tensor_bytes,
+)
+from noloco_node.swarm.identity import load_or_create_identity
+from noloco_node.swarm.libp2p_transport import STREAM_PROTOCOL, Libp2pTransport
+from noloco_node.swarm.p2p_daemon import PrivateP2P, start_p2p
+from noloco_node.swarm.serving import TransportLimits
+from noloco_node.swarm.transport import MAX_TENSORS, WIRE_DTYPES, Message, Refusal, Refused, TensorSpec
+from tests.support import eventually, nothing_left_behind
+
+MAX_BODY = 1 << 20
+MUTATED, RANDOM, ENVELOPES, REFUSALS = 6000, 1500, 2500, 500
+LIVE_BATCHES, LIVE_BATCH = 15, 40
+
+QUICK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+
+
+def frames_of(envelope: bytes, tensors: tuple[torch.Tensor, ...]) -> list[bytes]:
+    """The frames of a message."""
+    frames = [encode_frame(FrameKind.HEADER, envelope)]
+    for tensor in tensors:
+        view = tensor_bytes(tensor)
+        frames += [encode_frame(FrameKind.BODY, bytes(view[a:b])) for a, b in frame_lengths(len(view))]
+    return [*frames, END_FRAME]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> list[bytes]:
+    """The frames of a valid message to the method `echo`."""
+    specs = draw(st.lists(st.tuples(st.sampled_from(sorted(WIRE_DTYPES)), shapes), max_size=3))
+    tensors = tuple(torch.zeros(shape, dtype=WIRE_DTYPES[dtype]) for dtype, shape in specs)
+    header = draw(st.dictionaries(st.text("abc", max_size=3), st.integers(-9, 9) | st.text(max_size=5), max_size=3))
+    return frames_of(encode_envelope("echo", header, [TensorSpec.of(tensor) for tensor in tensors]), tensors)
+
+
+@st.composite
+def changed_bytes(draw: st.DrawFn, data: bytes) -> bytes:
+    """A few bytes flipped, cut, repeated or put in."""
+    result = bytearray(data)
+    for _ in range(draw(st.integers(1, 3))):
+        position = draw(st.integers(0, max(len(result) - 1, 0)))
+        match draw(st.sampled_from(("flip", "cut", "insert", "end"))):
+            case "flip" if result:
+                result[position] ^= draw(st.integers(1, 255))
+            case "cut":
+                del result[position : position + draw(st.integers(1, 20))]
+            case "insert":
+                result[position:position] = draw(st.binary(min_size=1, max_size=20))
+            case _:
+                del result[position:]
+    return bytes(result)
+
+
+@st.composite
+def changed_envelopes(draw: st.DrawFn) -> bytes:
+    """An envelope that is plausible JSON with something wrong, or valid JSON text with bytes changed."""
+    value: dict[str, Any] = {"m": "echo", "h": {"x": 1}, "t": [["fp32", [2, 3]]]}
+    match draw(st.integers(0, 5)):
+        case 0:
+            value[draw(st.sampled_from("mhtz"))] = draw(json_values)
+        case 1:
+            value["t"] = draw(st.lists(json_values, max_size=MAX_TENSORS + 2))
+        case 2:
+            dimensions = st.lists(st.integers(-2, 1 << 70) | st.booleans() | st.floats(), max_size=6)
+            value["t"] = [[draw(st.sampled_from([*WIRE_DTYPES, "fp64", ""])), draw(dimensions)]]
+        case 3:
+            depth = draw(st.integers(1, 9000))
+            return ('{"m":"echo","t":[],"h":' + '{"a":' * depth + "1" + "}" * depth + "}").encode()
+        case 4:
+            return b'{"m":"echo","h":{"a":' + b"9" * draw(st.integers(1, 30_000)) + b'},"t":[]}'
+        case _:
+            return draw(changed_bytes(json.dumps(value).encode()))
+    return json.dumps(value).encode()[:60_000]
+
+
+@st.composite
+def hostile(draw: st.DrawFn) -> bytes:
+    """A valid message, then changed: in its envelope (with a right checksum), in its frames, or in its bytes."""
+    frames = draw(messages())
+    match draw(st.integers(0, 3)):
+        case 0:
+            frames[0] = encode_frame(FrameKind.HEADER, draw(changed_envelopes()))
+        case 1:
+            position = draw(st.integers(1, len(frames) - 1))
+            frames[position] = draw(changed_bytes(frames[position]))
+        case 2:
+            position, kind = draw(st.integers(0, len(frames))), draw(st.sampled_from(FrameKind))
+            extra = draw(st.binary(max_size=40)) if kind is not FrameKind.END else b""
+            frames[position : position + draw(st.integers(0, 2))] = [encode_frame(kind, extra)]
+        case _:
+            return draw(changed_bytes(b"".join(frames)))
+    return b"".join(frames)
+
+
+async def read_request(data: bytes) -> str:
+    """Read one request as a node does, with everything at once and then the end; how far it came."""
+    reader = asyncio.StreamReader()
+    reader.feed_data(data)
+    reader.feed_eof()
+    stream = FramedStream(reader, None)  # type: ignore[arg-type]
+    reached = "prefix"
+    try:
+        prefix = await stream.read_prefix(1.0, 1.0)
+        if prefix.kind is not FrameKind.HEADER:
+            return "not a header"
+        reached = "header"
+        envelope = decode_envelope(await stream.read_payload(prefix, 1.0))
+        check_bounds(envelope)
+        if envelope.body_bytes > MAX_BODY:
+            return "too large"
+        reached = "body"
+        tensors = await stream.read_body(envelope.specs, 1.0)
+        assert tuple(TensorSpec.of(tensor) for tensor in tensors) == envelope.specs
+    except (FrameError, StreamEnded):
+        return reached
+    return "whole"
+
+
+def check_bounds(envelope: Envelope) -> None:
+    """What the parser lets through can be handled without surprises."""
+    assert len(envelope.specs) <= MAX_TENSORS
+    assert all(spec.nbytes >= 0 and len(spec.shape) <= 4 for spec in envelope.specs)
+    json.dumps(dict(envelope.header), allow_nan=False).encode()
+    for text in (envelope.method, *envelope.header):
+        text.encode()
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    """One loop for all examples."""
+    with asyncio.Runner() as made:
+        yield made
+
+
+def test_mutated_messages_are_read_whole_or_end_in_a_reason(runner: asyncio.Runner) -> None:
+    """At least a fifth of them get as far as the body; none crashes or hangs the reader."""
+    outcomes: Counter[str] = Counter()
+
+    @settings(max_examples=MUTATED, **QUICK)
+    @given(data=hostile())
+    def check(data: bytes) -> None:
+        outcomes[runner.run(read_request(data))] += 1
+
+    check()
+    assert outcomes.total() >= MUTATED
+    assert (outcomes["body"] + outcomes["whole"]) / outcomes.total() >= 0.2, outcomes
+    assert all(outcomes[stage] > 0 for stage in ("prefix", "header", "body", "whole", "not a header")), outcomes
+
+
+def test_random_bytes_are_no_message(runner: asyncio.Runner) -> None:
+    """With and without the right magic and checksum in front."""
+
+    @settings(max_examples=RANDOM, **QUICK)
+    @given(data=st.binary(max_size=300), kind=st.integers(0, 6), length=st.integers(0, (1 << 32) - 1))
+    def check(data: bytes, kind: int, length: int) -> None:
+        assert runner.run(read_request(data)) == "prefix"
+        assert runner.run(read_request(b"NL\x01" + data)) in ("prefix", "header", "not a header")
+        fields = struct.pack(">2sBBI", b"NL", 1, kind, length)
+        checksum = zlib.crc32(data[:length], zlib.crc32(fields))
+        whole = fields + checksum.to_bytes(4, "big") + data
+        assert runner.run(read_request(whole)) in ("prefix", "header", "not a header")
+
+    check()
+
+
+def test_envelopes_parse_or_end_in_a_reason() -> None:
+    """Deep nesting, huge integers, NaN, repeated keys, wrong types: FrameError or an envelope within bounds."""
+    parsed = 0
+
+    @settings(max_examples=ENVELOPES, **QUICK)
+    @given(data=changed_envelopes() | st.binary(max_size=100) | json_values.map(lambda v: json.dumps(v).encode()))
+    def check(data: bytes) -> None:
+        nonlocal parsed
+        with contextlib.suppress(FrameError):
+            check_bounds(decode_envelope(data))
+            parsed += 1
+
+    check()
+    assert parsed > ENVELOPES // 50
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"m":"a","h":{},"t":[],"m":"b"}',
+        '{"m":"a","h":{"x":NaN},"t":[]}',
+        '{"m":"a","h":{"x":-Infinity},"t":[]}',
+        '{"m":"a","h":{"x":1e999},"t":[]}',
+        '{"m":"a","h":{"x":99999999999999999999},"t":[]}',
+        '{"m":"a","h":{"x":"\\ud800"},"t":[]}',
+        '{"m":"a","h":{"\\udfff":1},"t":[]}',
+        '{"m":"a","h":{"x":' + "[" * 13 + "]" * 13 + '},"t":[]}',
+        '{"m":"a","h":' + '{"x":' * 10_000 + "1" + "}" * 10_000 + ',"t":[]}',
+        '{"m":"a","h":[],"t":[]}',
+        '{"m":1,"h":{},"t":[]}',
+        '{"m":"a","h":{},"t":[["fp64",[1]]]}',
+        '{"m":"a","h":{},"t":[["fp32",[-1]]]}',
+        '{"m":"a","h":{},"t":[["fp32",[true]]]}',
+        '{"m":"a","h":{},"t":[["fp32",[1.0]]]}',
+        '{"m":"a","h":{},"t":[["fp32",[1,1,1,1,1]]]}',
+        '{"m":"a","h":{},"t":[["fp32",[0,2147483647,2147483647,2147483647]]]}',
+        "[]",
+        "",
+    ],
+)
+def test_each_trap_in_an_envelope_is_refused(text: str) -> None:
+    """One by one, so that none depends on luck."""
+    with pytest.raises(FrameError):
+        decode_envelope(text.encode())
+
+
+def test_refusals_survive_the_wire_and_hostile_ones_do_no_harm() -> None:
+    """Any reason and detail comes back; an unknown reason becomes `internal`; anything else is a FrameError."""
+
+    @settings(max_examples=REFUSALS, **QUICK)
+    @given(reason=st.sampled_from(Refusal), detail=st.text(max_size=400), noise=st.binary(max_size=80))
+    def check(reason: Refusal, detail: str, noise: bytes) -> None:
+        frame = encode_refusal(Refused(reason, detail))
+        prefix, payload = decode_prefix(frame[:PREFIX_BYTES]), frame[PREFIX_BYTES:]
+        assert prefix.length == len(payload)
+        assert decode_refusal(payload).reason is reason
+        with contextlib.suppress(FrameError):
+            decode_refusal(noise)
+
+    check()
+    assert decode_refusal(b'{"reason":"from_the_future","detail":"x"}').reason is Refusal.INTERNAL
+
+
+def test_the_number_of_examples_is_what_we_promise() -> None:
+    """At least 10,000 over all."""
+    assert MUTATED + RANDOM + ENVELOPES + REFUSALS + LIVE_BATCHES * LIVE_BATCH >= 10_000
+
+
+class LiveNode:
+    """A node that serves `echo`, and a hostile peer that opens raw streams to it."""
+
+    def __init__(self, node: PrivateP2P, peer: PrivateP2P, transport: Libp2pTransport) -> None:
+        self.node = node
+        self.peer = peer
+        self.transport = transport
+
+    async def send(self, data: bytes) -> str:
+        """Send bytes on a stream of their own; what the node does about it."""
+        reader, writer = await self.peer.open_stream(self.node.own_id, STREAM_PROTOCOL)
+        try:
+            writer.write(data)
+            async with asyncio.timeout(10):
+                start = await reader.readexactly(PREFIX_BYTES)
+                prefix = decode_prefix(start)
+                payload = await reader.readexactly(prefix.length)
+        except (OSError, asyncio.IncompleteReadError):
+            return "closed"
+        finally:
+            writer.transport.abort()
+        if prefix.kind is FrameKind.REFUSE:
+            return str(decode_refusal(payload).reason)
+        assert prefix.kind is FrameKind.HEADER
+        return "answered"
+
+    async def send_all(self, batch: list[bytes]) -> list[str]:
+        """All at once, each on its own stream."""
+        return list(await asyncio.gather(*(self.send(data) for data in batch)))
+
+    async def good_call(self) -> None:
+        """The node still does its work."""
+        frames = frames_of(encode_envelope("echo", {}, [TensorSpec("u8", (3,))]), (torch.zeros(3, dtype=torch.uint8),))
+        assert await self.send(b"".join(frames)) == "answered"
+
+
+async def start_live(folder: Path, idle_seconds: float) -> LiveNode:
+    """Two p2pd processes; the node gives up slow peers quickly."""
+    node = await start_p2p(NodeSettings(), load_or_create_identity(folder / "node"))
+    try:
+        settings_ = NodeSettings(initial_peers=tuple(node.visible_addresses()))
+        peer = await start_p2p(settings_, load_or_create_identity(folder / "peer"))
+    except BaseException:
+        await node.close()
+        raise
+    limits = TransportLimits(max_body_bytes=MAX_BODY, progress_seconds=0.3, idle_seconds=idle_seconds)
+    transport = Libp2pTransport(node, limits)
+
+    async def echo(_: Any, message: Message) -> Message:
+        return message
+
+    transport.serve("echo", lambda peer, header, specs: None, echo, max_concurrent_per_peer=LIVE_BATCH)
+    await transport.start()
+    return LiveNode(node, peer, transport)
+
+
+@pytest.fixture
+def live(request: pytest.FixtureRequest, runner: asyncio.Runner, tmp_path: Path) -> Iterator[LiveNode]:
+    """The live node, on the examples' loop. Its parameter: after how many seconds it closes an idle stream."""
+    with nothing_left_behind():
+        made = runner.run(start_live(tmp_path, getattr(request, "param", 0.6)))
+        try:
+            yield made
+        finally:
+            runner.run(made.transport.close())
+            runner.run(made.peer.close())
+            runner.run(made.node.close())
+
+
+@pytest.mark.daemons
+def test_a_live_node_refuses_or_closes_and_goes_on(
+    runner: asyncio.Runner, live: LiveNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing hangs beyond the deadlines, no handler fails, memory stays, and good calls work all along."""
+    outcomes: Counter[str] = Counter()
+    process = psutil.Process()
+    runner.run(live.good_call())
+    before = process.memory_info().rss
+
+    @settings(max_examples=LIVE_BATCHES, **QUICK)
+    @given(batch=st.lists(hostile(), min_size=LIVE_BATCH, max_size=LIVE_BATCH))
+    def check(batch: list[bytes]) -> None:
+        outcomes.update(runner.run(live.send_all(batch)))
+        runner.run(live.good_call())
+
+    check()
+    assert outcomes.total() >= LIVE_BATCHES * LIVE_BATCH
+    assert outcomes["malformed"] > 0, outcomes
+    assert outcomes["closed"] > 0, outcomes
+    assert set(outcomes) <= {"answered", "closed", *map(str, Refusal)}
+    assert Refusal.INTERNAL not in live.transport.refusals_given
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+    assert process.memory_info().rss - before < 100 << 20
+    runner.run(eventually(lambda: live.transport.incoming_streams == 0, what="every stream is closed"))
+
+
+@pytest.mark.daemons
+def test_half_a_frame_is_not_waited_for(runner: asyncio.Runner, live: LiveNode) -> None:
+    """A peer that stops within prefix, header, body or before the end is closed after the progress deadline."""
+    tensor = torch.zeros(BODY_FRAME_BYTES + 5, dtype=torch.uint8)
+    whole = b"".join(frames_of(encode_envelope("echo", {}, [TensorSpec.of(tensor)]), (tensor,)))
+    cuts = (1, PREFIX_BYTES - 1, PREFIX_BYTES + 3, 500, BODY_FRAME_BYTES, len(whole) - PREFIX_BYTES, len(whole) - 1)
+    assert runner.run(live.send_all([whole[:cut] for cut in cuts])) == ["closed"] * len(cuts)
+    assert runner.run(live.send(whole)) == "answered"
+
+
+@pytest.mark.daemons
+@pytest.mark.parametrize("live", [60.0], indirect=True)
+def test_more_streams_than_a_peer_may_have_are_closed(runner: asyncio.Runner, live: LiveNode) -> None:
+    """At once; those within the limit stay."""
+    limit = TransportLimits().max_streams_per_peer
+
+    async def flood() -> None:
+        streams = [await live.peer.open_stream(live.node.own_id, STREAM_PROTOCOL) for _ in range(limit + 20)]
+        await eventually(lambda: sum(reader.at_eof() for reader, _ in streams) == 20, what="the surplus is closed")
+        assert live.transport.incoming_streams == limit
+        for _, writer in streams:
+            writer.transport.abort()
+        await eventually(lambda: live.transport.incoming_streams == 0, what="all are gone")
+        await live.good_call()
+
+    runner.run(flood())
