@@ -26,6 +26,8 @@ from noloco_node.telemetry.summary import NodeHistory, Summary, summarize_histor
 DAEMON = (sys.executable, "-m", "noloco_node", "run")
 """Command of a daemon; configuration file and options follow."""
 
+DRAIN_SECONDS = 2.0
+"""When all daemons stop at once, nobody is left to finish the others' work: draining longer is waiting for nothing."""
 STOP_SECONDS = 6.0
 """From SIGTERM to SIGKILL; a daemon's own drain ends before."""
 POLL_SECONDS = 0.2
@@ -162,7 +164,7 @@ class LocalSwarm:
         """
         config_path = self._prepare_folder()
         self._pipe = os.pipe()
-        self._temporary = Path(tempfile.mkdtemp(prefix="noloco-"))
+        self._temporary = Path(tempfile.mkdtemp(prefix="noloco-swarm-"))
         seconds = self.config.local_swarm.start_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -302,6 +304,7 @@ def _for_daemons(config: Config) -> Config:
             "port": 0,
             "metrics_host": "127.0.0.1",
             "metrics_port": 0,
+            "drain_seconds": min(config.node.drain_seconds, DRAIN_SECONDS),
         }
     )
     return config.model_copy(update={"node": node})
