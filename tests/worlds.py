@@ -1,11 +1,12 @@
-"""Small swarms in memory for tests: real stages, real training, the in-memory transport and directory."""
+"""Small swarms for tests: real stages and real training, in memory or on real p2pd processes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,9 +24,14 @@ from noloco_node.config.run_spec import (
 )
 from noloco_node.model.stage import build_stage
 from noloco_node.replica import Replica, Samples
+from noloco_node.swarm.dht_directory import join_directory
+from noloco_node.swarm.directory import Directory
+from noloco_node.swarm.identity import load_or_create_identity
+from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.p2p_daemon import running_p2p
+from noloco_node.swarm.transport import PeerId, Transport
 from noloco_node.telemetry.events import AnyEvent
 from noloco_node.training.compute_thread import ComputeThread
 
@@ -120,18 +126,27 @@ def samples_of(drawn: Drawn) -> Samples:
 
 
 @dataclass
-class World:
-    """Replicas on one in-memory network, and what they emitted."""
+class Swarm:
+    """Replicas, what stage 0 drew, and what each emitted."""
 
-    network: MemoryNetwork
-    hub: MemoryDirectoryHub
-    replicas: list[Replica]
-    drawn: list[Drawn]
-    events: list[list[AnyEvent]]
+    replicas: list[Replica] = field(default_factory=list[Replica])
+    drawn: list[Drawn] = field(default_factory=list[Drawn])
+    events: list[list[AnyEvent]] = field(default_factory=list[list[AnyEvent]])
 
     def of_stage(self, stage: int) -> list[Replica]:
         """Replicas of one stage."""
         return [replica for replica in self.replicas if replica.stage == stage]
+
+
+@dataclass
+class World(Swarm):
+    """A swarm on one in-memory network."""
+
+    network: MemoryNetwork = field(default_factory=MemoryNetwork)
+    hub: MemoryDirectoryHub = field(default_factory=lambda: MemoryDirectoryHub(1))
+
+
+Place = tuple[Transport, Directory]
 
 
 def peer_name(stage: int, index: int) -> PeerId:
@@ -139,44 +154,88 @@ def peer_name(stage: int, index: int) -> PeerId:
     return PeerId(f"memory-peer-{stage}-{index}")
 
 
+async def _populate(
+    made: Swarm,
+    stack: AsyncExitStack,
+    spec: RunSpec,
+    replicas: int,
+    settings: NodeSettings,
+    place: Callable[[int, int], AbstractAsyncContextManager[Place]],
+) -> None:
+    """Put `replicas` a stage into `made`, each where `place(stage, index)` says. The stack ends all of it, transports
+    before compute threads."""
+    threads = [ComputeThread() for _ in range(spec.stages * replicas)]
+    for thread in threads:
+        stack.push_async_callback(thread.close)
+    for number, thread in enumerate(threads):
+        stage, index = divmod(number, replicas)
+        transport, directory = await stack.enter_async_context(place(stage, index))
+        drawn, events = Drawn(start=index * 100_000), list[AnyEvent]()
+        replica = Replica(
+            spec,
+            settings,
+            build_stage(spec.model, stage),
+            transport,
+            directory,
+            thread,
+            samples=samples_of(drawn) if stage == 0 else None,
+            emit=events.append,
+        )
+        replica.serve()
+        made.replicas.append(replica)
+        made.drawn.append(drawn)
+        made.events.append(events)
+
+
 @asynccontextmanager
 async def world(spec: RunSpec, replicas: int = 1, settings: NodeSettings | None = None) -> AsyncIterator[World]:
     """A swarm of `replicas` a stage, served but not yet running; compute threads and transports end with the block."""
-    settings = settings or NodeSettings(in_flight=1, drain_seconds=1)
-    network, hub = MemoryNetwork(), MemoryDirectoryHub(spec.stages)
-    made = World(network, hub, [], [], [])
-    threads: list[ComputeThread] = []
-    transports: list[MemoryTransport] = []
-    try:
-        for stage in range(spec.stages):
-            for index in range(replicas):
-                thread, transport = ComputeThread(), MemoryTransport(network, peer_name(stage, index))
-                threads.append(thread)
-                transports.append(transport)
-                drawn, events = Drawn(start=index * 100_000), list[AnyEvent]()
-                replica = Replica(
-                    spec,
-                    settings,
-                    build_stage(spec.model, stage),
-                    transport,
-                    MemoryDirectory(hub),
-                    thread,
-                    samples=samples_of(drawn) if stage == 0 else None,
-                    emit=events.append,
-                )
-                replica.serve()
-                made.replicas.append(replica)
-                made.drawn.append(drawn)
-                made.events.append(events)
-        yield made
-    finally:
-        for transport in transports:
+    made = World(network=MemoryNetwork(), hub=MemoryDirectoryHub(spec.stages))
+
+    @asynccontextmanager
+    async def place(stage: int, index: int) -> AsyncIterator[Place]:
+        transport = MemoryTransport(made.network, peer_name(stage, index))
+        try:
+            yield transport, MemoryDirectory(made.hub)
+        finally:
             await transport.close()
-        for thread in threads:
-            await thread.close()
+
+    async with AsyncExitStack() as stack:
+        await _populate(made, stack, spec, replicas, settings or NodeSettings(in_flight=1, drain_seconds=1), place)
+        yield made
 
 
-async def run_to_the_end(made: World, within: float = 60.0) -> None:
+@asynccontextmanager
+async def libp2p_world(
+    spec: RunSpec, folder: Path, replicas: int = 1, settings: NodeSettings | None = None
+) -> AsyncIterator[Swarm]:
+    """The same swarm on real p2pd processes, one a replica, which find each other through hivemind's DHT. Identities
+    lie in `folder`; every process and socket ends with the block."""
+    made = Swarm()
+    known: list[str] = []
+
+    @asynccontextmanager
+    async def place(stage: int, index: int) -> AsyncIterator[Place]:
+        identity = load_or_create_identity(folder / f"{stage}-{index}.key")
+        async with running_p2p(NodeSettings(initial_peers=tuple(known[:1])), identity) as daemon:
+            known.extend(daemon.visible_addresses())
+            transport = Libp2pTransport(daemon)
+            await transport.start()
+            try:
+                directory = await join_directory(daemon, identity, spec.run_id, spec.stages)
+                try:
+                    yield transport, directory
+                finally:
+                    await directory.close()
+            finally:
+                await transport.close()
+
+    async with AsyncExitStack() as stack:
+        await _populate(made, stack, spec, replicas, settings or NodeSettings(in_flight=1, drain_seconds=1), place)
+        yield made
+
+
+async def run_to_the_end(made: Swarm, within: float = 60.0) -> None:
     """Run every replica until the run's end."""
     async with asyncio.timeout(within), asyncio.TaskGroup() as group:
         for replica in made.replicas:
