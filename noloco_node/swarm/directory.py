@@ -82,5 +82,5 @@ class Directory(Protocol):
         ...
 
     async def refresh(self) -> DirectoryView:
-        """Read all stages anew, each look-up with a deadline of its own; a stage that cannot be read keeps its last rows."""
+        """Read all stages anew, each look-up with a deadline of its own; one that fails keeps the stage's last rows."""
         ...

@@ -115,6 +115,7 @@ class IdentityLock:
     def __enter__(self) -> IdentityLock:
         lock_path = self._path.with_name(self._path.name + ".lock")
         try:
+            lock_path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise UserError(
