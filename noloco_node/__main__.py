@@ -1,7 +1,6 @@
 """`python -m noloco_node`: the same as `noloco-node`."""
 
-import sys
+from noloco_node.cli import entry
 
-from noloco_node.cli import main
-
-sys.exit(main())
+if __name__ == "__main__":
+    entry()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -13,7 +15,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from noloco_node import __version__
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
@@ -58,6 +60,20 @@ example:
 
 ORPHAN_SECONDS = 8.0
 """Time that a daemon of a local swarm has to end in order after its launcher has vanished."""
+
+
+def entry() -> NoReturn:
+    """The installed command: `main`, and then an end at once.
+
+    Everything that must be closed is closed by then. Taking torch and hivemind down module by module costs 0.8 s of
+    CPU a process, which eight daemons that are told to stop together do not have.
+    """
+    code = main()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
