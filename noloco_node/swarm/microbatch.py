@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -13,6 +14,9 @@ from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.transport import JsonObject, ProtocolViolation, Refusal, Refused, TensorSpec
 
 METHOD = "microbatch"
+
+INLINE_ELEMENTS = 1 << 18
+"""Tensors up to this size are checked on the event loop: handing them to a thread would take longer (0.1 ms)."""
 
 Mode = Literal["train", "evaluate"]
 
@@ -108,7 +112,7 @@ def check_specs(specs: tuple[TensorSpec, ...], *, dtype: str, windows: int, leng
             raise Refused(Refusal.MALFORMED, f"{got.dtype} {got.shape} where {wanted.dtype} {wanted.shape} belongs")
 
 
-def parse_answer(
+async def parse_answer(
     header: JsonObject, tensors: tuple[Tensor, ...], *, activations: Tensor, mode: Mode
 ) -> tuple[Trained, int]:
     """A validated answer and the load that rode on it; raises ProtocolViolation where it breaks the protocol."""
@@ -120,13 +124,20 @@ def parse_answer(
         return Trained(answer.loss_sum, answer.tokens, None), answer.load
     if len(tensors) != 1 or tensors[0].shape != activations.shape or tensors[0].dtype != activations.dtype:
         raise ProtocolViolation("the gradient does not have the shape and precision of the activations")
-    if not all_finite(tensors[0]):
+    if not await all_finite(tensors[0]):
         raise ProtocolViolation("the gradient holds NaN or infinity")
     return Trained(answer.loss_sum, answer.tokens, tensors[0]), answer.load
 
 
-def all_finite(tensor: Tensor) -> bool:
-    """True where no element is NaN or infinite. One pass: a sum is finite only if every element is."""
+async def all_finite(tensor: Tensor) -> bool:
+    """True where no element is NaN or infinite. A large tensor is looked at off the event loop."""
+    if tensor.numel() <= INLINE_ELEMENTS:
+        return _finite(tensor)
+    return await asyncio.to_thread(_finite, tensor)
+
+
+def _finite(tensor: Tensor) -> bool:
+    """One pass: a sum is finite only if every element is."""
     return bool(torch.isfinite(tensor.sum(dtype=torch.float64)))
 
 

@@ -133,7 +133,7 @@ class Downstream:
             )
         finally:
             self._book.done(peer)
-        trained, load = parse_answer(answer.header, answer.tensors, activations=activations, mode=mode)
+        trained, load = await parse_answer(answer.header, answer.tensors, activations=activations, mode=mode)
         self._book.reported(peer, load)
         return trained
 
@@ -211,7 +211,7 @@ class PipelineServer:
 
     async def _carry_through(self, header: MicrobatchHeader, activations: Tensor, labels: Tensor) -> Message:
         deadline = time.monotonic() + header.budget_ms / 1000
-        if not all_finite(activations):
+        if not await all_finite(activations):
             raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
         if int(labels.min()) < 0 or int(labels.max()) >= self._vocabulary:  # on a GPU this would end the process
             raise Refused(Refusal.MALFORMED, f"a label is outside the vocabulary of {self._vocabulary}")

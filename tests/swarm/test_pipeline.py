@@ -69,7 +69,7 @@ async def ask(made: World, message: Message) -> Message:
 
 
 async def test_lost_requests_and_answers_cost_no_sample() -> None:
-    """Streams that break before and after the work: every sample is trained, the account closes, repeats are counted."""
+    """Streams that break before and after the work: every sample is trained, the account closes, repeats count."""
     spec = micro_spec(stages=3, steps=40, microbatches_a_step=2, pipeline=QUICK)
     async with world(spec, replicas=2, settings=NodeSettings(in_flight=3)) as made:
         kinds = (FaultKind.LOSE_REQUEST, FaultKind.LOSE_ANSWER, FaultKind.UNREACHABLE, FaultKind.REFUSE)
@@ -212,7 +212,7 @@ async def test_activations_in_half_precision_learn_the_same(precision: str) -> N
         spec = micro_spec(steps=60, pipeline=PipelineSpec.model_validate({"activations": wire}))
         async with world(spec) as made:
             await run_to_the_end(made)
-            losses[wire] = [e.loss for e in made.events[0] if isinstance(e, Evaluation) and e.final][0]
+            losses[wire] = next(e.loss for e in made.events[0] if isinstance(e, Evaluation) and e.final)
     assert losses["fp32"] < 3.7, "it must have learnt something"
     assert losses[precision] == pytest.approx(losses["fp32"], rel=0.02)
 
