@@ -1,0 +1,218 @@
+"""What the documents name exists: files, folders, modules, classes, members, functions, settings, tests."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "noloco_node"
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+MADE_BY_A_RUN = frozenset({"nodes/", "model/", "runs/"})
+"""Folders that a run leaves; they are not in the repository."""
+SETTINGS_FILES = ("config/run_spec.py", "config/node_settings.py", "config/load.py")
+
+_CODE = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
+_PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?")
+_DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+_PRIVATE = re.compile(r"_[A-Za-z]\w+")
+_TEST = re.compile(r"test_\w+")
+_CAMEL = re.compile(r"(?:[A-Z][a-z]+\w*){2,}")
+_SOURCE = (".py", ".md", ".toml", ".yaml")
+
+FOREIGN = frozenset(
+    {"AutoModelForCausalLM", "LlamaForCausalLM", "BytesWithPublicKey", "RSASignatureValidator", "_UNIX_SOCKET_PREFIX"}
+)
+"""Names of other projects that look like ours."""
+
+
+@dataclass
+class Names:
+    """Everything that has a name in the sources, read without importing any."""
+
+    modules: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+    """Last part of a module's dotted name -> the names at its top."""
+    classes: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+    """Class -> its members, those of its bases included where they are ours."""
+    everything: set[str] = field(default_factory=set[str])
+    tests: set[str] = field(default_factory=set[str])
+    texts: set[str] = field(default_factory=set[str])
+    """String constants: names of methods on the wire, protocol words."""
+    settings: set[str] = field(default_factory=set[str])
+
+
+def members_of(definition: ast.ClassDef) -> set[str]:
+    """Methods, fields and attributes that the class's own code gives it."""
+    found: set[str] = set()
+    for node in ast.walk(definition):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in (part for t in targets for part in (t.elts if isinstance(t, ast.Tuple) else [t])):
+                if isinstance(target, ast.Name):
+                    found.add(target.id)
+                elif isinstance(target, ast.Attribute):
+                    found.add(target.attr)
+    return found
+
+
+def top_of(tree: ast.Module) -> set[str]:
+    """Names that a module defines at its top."""
+    found: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return found
+
+
+def read_names() -> Names:
+    """The names of the package and of the tests."""
+    names = Names()
+    bases: dict[str, list[str]] = {}
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        ours = path.is_relative_to(PACKAGE)
+        top = top_of(tree)
+        names.everything |= top
+        names.tests |= {name for name in top if name.startswith("test_")}
+        if not ours:
+            continue
+        names.modules.setdefault(path.stem if path.stem != "__init__" else path.parent.name, set()).update(top)
+        names.modules.setdefault(path.parent.name, set()).add(path.stem)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                members = members_of(node)
+                names.classes.setdefault(node.name, set()).update(members)
+                bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
+                names.everything |= members
+                if path.relative_to(PACKAGE).as_posix() in SETTINGS_FILES:
+                    names.settings |= members
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.texts.add(node.value)
+    for name, parents in bases.items():
+        for parent in parents:
+            names.classes[name] |= names.classes.get(parent, set())
+    return names
+
+
+NAMES = read_names()
+
+
+def spans(text: str) -> Iterator[str]:
+    """Inline code and targets of links, without fenced and indented blocks."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for line in text.splitlines():
+        if not line.startswith("    "):
+            yield from _CODE.findall(line)
+            yield from _LINK.findall(line)
+
+
+def problem(span: str) -> str | None:
+    """Why what `span` names does not exist; None where it does, or where it names nothing of this repository."""
+    span = span.rstrip(",")
+    if _PATH.fullmatch(span) and ("/" in span or span.endswith(_SOURCE)):
+        return path_problem(span)
+    call = re.fullmatch(r"([\w.]+)\(.*\)", span)
+    name = call[1] if call else span
+    if _DOTTED.fullmatch(name):
+        return dotted_problem(name)
+    if _TEST.fullmatch(name):
+        return None if name in NAMES.tests else f"no test is called {name}"
+    wanted = _PRIVATE.fullmatch(name) or _CAMEL.fullmatch(name) or call
+    known = NAMES.everything | NAMES.classes.keys() | FOREIGN
+    return f"nothing is called {name}" if wanted and name not in known else None
+
+
+def path_problem(path: str) -> str | None:
+    """A path must exist from the root, from the package, or in one of the package's rooms; `*` stands for anything."""
+    if path in MADE_BY_A_RUN or (path.endswith(".yaml") and "/" not in path):
+        return None
+    places = (ROOT, PACKAGE, *(folder for folder in PACKAGE.iterdir() if folder.is_dir()))
+    return None if any(any(place.glob(path.rstrip("/"))) for place in places) else f"there is no {path}"
+
+
+def dotted_problem(name: str) -> str | None:
+    """`Class.member`, `module.name`, `group.setting` or a name on the wire; other projects' names are passed over."""
+    parts = name.split(".")
+    if name in NAMES.texts:
+        return None
+    if parts[0] == "noloco_node":
+        parts = parts[1:]
+    while len(parts) > 1:
+        owner, member = parts[0], parts[1]
+        known = NAMES.classes.get(owner)
+        if known is None and owner in NAMES.modules:
+            known = NAMES.modules[owner] | (NAMES.settings if owner in NAMES.settings else set())
+        if known is None and owner in NAMES.settings:
+            known = NAMES.settings
+        if known is None:
+            return None
+        if member not in known:
+            return f"{owner} has no {member}"
+        parts = parts[1:]
+    return None
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_whatever_a_document_names_exists(document: Path) -> None:
+    """Every path, dotted name, call, private name, class and test in inline code."""
+    found = list(spans(document.read_text(encoding="utf-8")))
+    assert found, "a document without one name proves nothing"
+    assert [why for why in map(problem, found) if why] == []
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        "swarm/no_such_file.py",
+        "docs/no-such.md",
+        "no_such_room/",
+        "tests/no_such/*",
+        "Exchanger.no_such_method",
+        "pairing.no_such_function",
+        "outer.no_such_setting",
+        "noloco_node.swarm.no_such_module",
+        "no_such_call()",
+        "_no_such_helper",
+        "NoSuchClass",
+        "test_no_such_test",
+    ],
+)
+def test_what_does_not_exist_is_found(span: str) -> None:
+    """Each kind of dead name is seen."""
+    assert problem(span)
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        "swarm/exchange.py",
+        "exchange.py",
+        "tests/outer/*",
+        "outer/",
+        "Exchanger._handle_propose",
+        "NodeStopped.time",
+        "outer.inner_steps",
+        "run.inner.learning_rate",
+        "outer.chunk",
+        "noloco_node.swarm.exchange",
+        "torch.func.functional_call",
+        "choose_peer(...)",
+        "busy",
+    ],
+)
+def test_what_exists_or_is_not_ours_passes(span: str) -> None:
+    """A member inherited, a path from a room, a name on the wire, another project's function."""
+    assert problem(span) is None
