@@ -85,7 +85,10 @@ class OuterReplica:
 
     def difference_norm(self) -> float:
         """Norm of Σ_j (Q(s_j) − Q(s_i))/n over all chunks: how far the partners pull this replica's mean."""
-        return math.sqrt(float(self._difference.square().sum(dtype=torch.float64)))
+        total = 0.0
+        for index in range(self.chunks):  # in fp64, or the square of a large finite difference would be infinite
+            total += float(self._difference[self._slice(index)].double().square().sum())
+        return math.sqrt(total)
 
     def own_motion(self) -> float:
         """Norm of this replica's own part of the step, αδ + βΔ (the scale that a difference is compared with)."""

@@ -101,9 +101,8 @@ class Session:
     snapshot: Snapshot | None = None
     partner_clock: float = 0.0
     spread: float | None = None
-    seen: set[int] = field(default_factory=set[int])
-    added: int = 0
-    """Chunks whose arithmetic is done; the commit waits for all of them."""
+    added: set[int] = field(default_factory=set[int])
+    """Chunks whose arithmetic is done (kept by the arithmetic's thread); the commit waits for all of them."""
     committing: bool = False
     sent: int = 0
     received: int = 0
@@ -308,6 +307,8 @@ class Exchanger:
         if session.snapshot is not None:
             raise Refused(Refusal.MALFORMED, "this exchange is open already")
         snapshot = await self._worker.snapshot()
+        if self._session is not session:  # given up meanwhile: another outer step may own the buffers by now
+            raise Refused(Refusal.UNKNOWN_EXCHANGE)
         own = self._sample(session.exchange)
         await self._join(session, snapshot, opening, own, message.tensors[0])
         session.snapshot = snapshot
@@ -326,13 +327,14 @@ class Exchanger:
         session = self._session_of(peer, _parse(ChunkHeader, message.header).exchange)
         if session.committing:
             raise Refused(Refusal.UNKNOWN_EXCHANGE, "already committed here")
-        first_time = index not in session.seen
-        session.seen.add(index)
+        if session.snapshot is None:  # another exchange of this name, opened while the body was on its way
+            raise Refused(Refusal.MALFORMED, f"chunk {index} before the headers")
 
         def work() -> Tensor:
             own = self._worker.outer.encoded_chunk(index)
-            if first_time:
+            if index not in session.added:
                 self._worker.outer.add_chunk(index, message.tensors[0])
+                session.added.add(index)
             return own
 
         try:
@@ -344,8 +346,7 @@ class Exchanger:
         session.last_progress = time.monotonic()
         session.sent += own.nbytes
         session.received += message.tensors[0].nbytes
-        session.added += first_time
-        if session.added == self._worker.outer.chunks and self._session is session and not session.committing:
+        if len(session.added) == self._worker.outer.chunks and self._session is session and not session.committing:
             session.committing = True
             self._ready_to_commit.put_nowait(session)
         return Message({}, (own,))

@@ -120,6 +120,8 @@ async def parse_answer(
         answer = MicrobatchAnswer.model_validate(header)
     except ValidationError as error:
         raise ProtocolViolation(f"bad answer: {first_problem(error)}") from None
+    if answer.tokens != activations.shape[0] * activations.shape[1]:
+        raise ProtocolViolation(f"the answer counts {answer.tokens} tokens in activations {tuple(activations.shape)}")
     if mode == "evaluate":
         return Trained(answer.loss_sum, answer.tokens, None), answer.load
     if len(tensors) != 1 or tensors[0].shape != activations.shape or tensors[0].dtype != activations.dtype:

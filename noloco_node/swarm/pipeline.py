@@ -44,7 +44,7 @@ from noloco_node.swarm.transport import (
     Transport,
     TransportError,
 )
-from noloco_node.training.stage_trainer import LossNotFinite, Passage
+from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
 from noloco_node.training.stage_worker import StageWorker
 
 logger = logging.getLogger(__name__)
@@ -188,8 +188,7 @@ class PipelineServer:
             length=self._spec.data.sequence_length,
             hidden=self._hidden,
         )
-        if self._pending >= self._max_pending:
-            raise Refused(Refusal.BUSY, f"{self._pending} microbatches are pending here")
+        self._refuse_when_full()
 
     async def handle(self, _peer: PeerId, message: Message) -> Message:
         """Train or evaluate one microbatch and answer with loss and gradient."""
@@ -197,6 +196,7 @@ class PipelineServer:
         known = self._recall(header.id)
         if known is not None:
             return known
+        self._refuse_when_full()  # others may have come while the body was on its way
         self._pending += 1
         self._under_way.add(header.id)
         try:
@@ -209,20 +209,28 @@ class PipelineServer:
             self._ledger.served += 1
         return answer
 
+    def _refuse_when_full(self) -> None:
+        if self._pending >= self._max_pending:
+            raise Refused(Refusal.BUSY, f"{self._pending} microbatches are pending here")
+
     async def _carry_through(self, header: MicrobatchHeader, activations: Tensor, labels: Tensor) -> Message:
-        deadline = time.monotonic() + header.budget_ms / 1000
+        deadline = time.monotonic() + min(header.budget_ms / 1000, self._spec.pipeline.budget_seconds)
         if not await all_finite(activations):
             raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
         if int(labels.min()) < 0 or int(labels.max()) >= self._vocabulary:  # on a GPU this would end the process
             raise Refused(Refusal.MALFORMED, f"a label is outside the vocabulary of {self._vocabulary}")
-        if header.mode == "evaluate":
-            return await self._evaluate(header, activations, labels, deadline)
+        try:
+            if header.mode == "evaluate":
+                return await self._evaluate(header, activations, labels, deadline)
+            return await self._train(header, activations, labels, deadline)
+        except MicrobatchNotFinite as error:
+            self._trained.pop(header.id, None)
+            raise Refused(Refusal.NOT_FINITE, str(error)) from None
+
+    async def _train(self, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float) -> Message:
         if self._downstream is None:
             self._mark_trained(header.id)
-            try:
-                result = await self._worker.loss(activations, labels)
-            except LossNotFinite as error:
-                raise Refused(Refusal.NOT_FINITE, str(error)) from None
+            result = await self._worker.loss(activations, labels)
             return self._answer(Trained(result.loss_sum, result.tokens, result.input_gradient))
         passage = Passage()
         try:
@@ -340,6 +348,9 @@ class Origin:
         except HopFailed as failure:
             self._under_way -= 1
             self._put_back(sample, failure)
+        except MicrobatchNotFinite as error:
+            self._under_way -= 1
+            self._put_back(sample, HopFailed(Refusal.NOT_FINITE, str(error)))
         except asyncio.CancelledError:
             self._under_way -= 1
             self._waiting.appendleft(sample)

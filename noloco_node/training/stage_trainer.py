@@ -25,8 +25,8 @@ from noloco_node.training.versions import Version, VersionStore
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class LossNotFinite(ValueError):
-    """A microbatch's loss is NaN or infinite; nothing was accumulated."""
+class MicrobatchNotFinite(ValueError):
+    """A microbatch's loss or one of its gradients is NaN or infinite; nothing was accumulated."""
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +108,8 @@ class StageTrainer:
     def backward(self, passage: Passage, output_gradient: Tensor, loss_sum: float, tokens: int) -> Tensor | None:
         """Accumulate the gradient of a microbatch; returns that of its inputs (host, wire precision; None on stage 0).
 
-        `output_gradient` [B, T, hidden] is that of the loss summed over the microbatch's `tokens`.
+        `output_gradient` [B, T, hidden] is that of the loss summed over the microbatch's `tokens`. Raises
+        MicrobatchNotFinite; the passage stays for `discard` then.
         """
         assert passage.version is not None, "backward needs a forward"
         assert passage.inputs is not None
@@ -123,7 +124,7 @@ class StageTrainer:
 
     def loss(self, inputs: Tensor, labels: Tensor) -> LossResult:
         """Last stage: forward, loss and backward in one. `inputs` [B, T, hidden] (ids [B, T] where P = 1), `labels`
-        int [B, T]. Raises LossNotFinite."""
+        int [B, T]. Raises MicrobatchNotFinite."""
         passage = Passage(version=self._versions.acquire())
         assert passage.version is not None
         try:
@@ -131,7 +132,7 @@ class StageTrainer:
             loss = _summed_loss(logits, labels.to(self.device))
             loss_sum = float(loss.detach())
             if not math.isfinite(loss_sum):
-                raise LossNotFinite("the loss of this microbatch is not finite")
+                raise MicrobatchNotFinite("the loss of this microbatch is not finite")
             input_gradient = self._accumulate(passage.version, leaf, loss, None)
         finally:
             self.discard(passage)
@@ -146,10 +147,13 @@ class StageTrainer:
         return outputs.to(device="cpu", dtype=self.wire_dtype)
 
     def evaluate_loss(self, inputs: Tensor, labels: Tensor) -> float:
-        """Last stage, forward only: loss summed over tokens."""
+        """Last stage, forward only: loss summed over tokens. Raises MicrobatchNotFinite."""
         with torch.no_grad():
             logits = self._run(self._versions.current, self._to_device(inputs))
-            return float(_summed_loss(logits, labels.to(self.device)))
+            loss_sum = float(_summed_loss(logits, labels.to(self.device)))
+        if not math.isfinite(loss_sum):
+            raise MicrobatchNotFinite("the loss of this microbatch is not finite")
+        return loss_sum
 
     def discard(self, passage: Passage) -> None:
         """Let go of a passage's graph and weights; harmless for one that is empty."""
@@ -241,6 +245,8 @@ class StageTrainer:
         parameters = list(version.parameters.values())
         wanted = parameters if self._is_first else [*parameters, inputs]
         gradients = torch.autograd.grad(outputs, wanted, gradient)
+        if not math.isfinite(float(nn.utils.get_total_norm(gradients))):  # one sender must not spoil the others' work
+            raise MicrobatchNotFinite("a gradient of this microbatch is not finite")
         with torch.no_grad():
             if self._compute_dtype == torch.float32:
                 torch._foreach_add_(self._gradient_views, list(gradients[: len(parameters)]))  # pyright: ignore
