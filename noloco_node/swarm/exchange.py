@@ -28,7 +28,7 @@ from noloco_node.outer.clipping import DifferenceBound
 from noloco_node.outer.gauge import gauge_coordinates, spread
 from noloco_node.outer.replica import NotFinite
 from noloco_node.outer.update import token_weights
-from noloco_node.swarm.microbatch import first_problem
+from noloco_node.swarm.microbatch import all_finite, first_problem
 from noloco_node.swarm.pairing import Window, answer_proposal, believed_clock, laggard
 from noloco_node.swarm.transport import (
     JsonObject,
@@ -98,6 +98,7 @@ class Session:
     role: Literal["dialler", "dialled"]
     started: float
     last_progress: float
+    opening: bool = False
     snapshot: Snapshot | None = None
     partner_clock: float = 0.0
     spread: float | None = None
@@ -145,6 +146,8 @@ class Exchanger:
         self.accepting = False
         self.last_round = False
         self.catch_up_from: PeerId | None = None
+        self.free_since_step = 0
+        """Inner steps of this replica when its last exchange ended."""
         self._moved = moved
 
     @property
@@ -228,6 +231,8 @@ class Exchanger:
         answer = await self._call(session.partner, OPEN, self._opening(session, snapshot, own), own.nbytes)
         if len(answer.tensors) != 1 or answer.specs[0] != TensorSpec.of(own):
             raise ProtocolViolation("the gauge does not have the agreed size")
+        if not all_finite(answer.tensors[0]):
+            raise ProtocolViolation("the gauge holds NaN or infinity")
         await self._join(session, snapshot, _parse(Opening, answer.header), own, answer.tensors[0])
         pending = list(reversed(range(self._worker.outer.chunks)))
 
@@ -286,10 +291,11 @@ class Exchanger:
 
     def _refuse_laggards(self, peer: PeerId, claimed: float) -> None:
         lag = self._spec.max_lag_tokens
-        match laggard(self._worker.progress.clock, believed_clock(claimed, self._clocks(), lag), lag):
+        match laggard(self._worker.progress.clock, self._believed(claimed), lag):
             case "own":
-                self.catch_up_from = peer
-                self._moved.fire()
+                if self._swarm_is_ahead():
+                    self.catch_up_from = peer
+                    self._moved.fire()
                 raise Refused(Refusal.LAGGING, "mine")
             case "other":
                 raise Refused(Refusal.LAGGING, "yours")
@@ -304,8 +310,11 @@ class Exchanger:
     async def _handle_open(self, peer: PeerId, message: Message) -> Message:
         opening = _parse(Opening, message.header)
         session = self._session_of(peer, opening.exchange)
-        if session.snapshot is not None:
+        if session.opening:
             raise Refused(Refusal.MALFORMED, "this exchange is open already")
+        if not all_finite(message.tensors[0]):
+            raise Refused(Refusal.NOT_FINITE, "the gauge holds NaN or infinity")
+        session.opening = True
         snapshot = await self._worker.snapshot()
         if self._session is not session:  # given up meanwhile: another outer step may own the buffers by now
             raise Refused(Refusal.UNKNOWN_EXCHANGE)
@@ -355,7 +364,7 @@ class Exchanger:
         self, session: Session, snapshot: Snapshot, other: Opening, own_gauge: Tensor, gauge: Tensor
     ) -> None:
         """Both headers are known: fix weights, clock and spread, and open the outer step on the snapshot."""
-        session.partner_clock = believed_clock(other.clock, self._clocks(), self._spec.max_lag_tokens)
+        session.partner_clock = self._believed(other.clock)
         session.spread = spread(own_gauge, gauge)
         session.sent += own_gauge.nbytes
         session.received += gauge.nbytes
@@ -400,10 +409,19 @@ class Exchanger:
 
     def _note_refusal(self, partner: PeerId, error: Refused | TransportError) -> None:
         told_to_catch_up = isinstance(error, Refused) and error.reason is Refusal.LAGGING and error.detail == "yours"
-        own_clock, clocks = self._worker.progress.clock, self._clocks()
-        if told_to_catch_up and clocks and median(clocks) - own_clock > self._spec.max_lag_tokens / 2:
-            self.catch_up_from = partner  # the directory agrees: one peer's word alone would let it push its state
+        if told_to_catch_up and self._swarm_is_ahead():
+            self.catch_up_from = partner
         logger.debug("proposal to %s came to nothing: %r", partner, error)
+
+    def _believed(self, claimed: float) -> float:
+        """A partner's clock within bounds; where the directory knows no fellow, around the own clock."""
+        own = self._worker.progress.clock
+        return believed_clock(claimed, self._clocks() or (own,), self._spec.max_lag_tokens)
+
+    def _swarm_is_ahead(self) -> bool:
+        """Whether the directory agrees that this replica lags: one peer's word alone would let it push its state."""
+        clocks = self._clocks()
+        return bool(clocks) and median(clocks) - self._worker.progress.clock > self._spec.max_lag_tokens / 2
 
     def _report_abort(self, session: Session, reason: str) -> None:
         progress = self._worker.progress
@@ -439,6 +457,7 @@ class Exchanger:
     def _close(self, session: Session) -> None:
         if self._session is session:
             self._session = None
+            self.free_since_step = self._worker.progress.steps
             self._moved.fire()
 
     def _session_of(self, peer: PeerId, exchange: str) -> Session:
