@@ -231,7 +231,7 @@ class Exchanger:
         answer = await self._call(session.partner, OPEN, self._opening(session, snapshot, own), own.nbytes)
         if len(answer.tensors) != 1 or answer.specs[0] != TensorSpec.of(own):
             raise ProtocolViolation("the gauge does not have the agreed size")
-        if not all_finite(answer.tensors[0]):
+        if not await all_finite(answer.tensors[0]):
             raise ProtocolViolation("the gauge holds NaN or infinity")
         await self._join(session, snapshot, _parse(Opening, answer.header), own, answer.tensors[0])
         pending = list(reversed(range(self._worker.outer.chunks)))
@@ -312,9 +312,9 @@ class Exchanger:
         session = self._session_of(peer, opening.exchange)
         if session.opening:
             raise Refused(Refusal.MALFORMED, "this exchange is open already")
-        if not all_finite(message.tensors[0]):
-            raise Refused(Refusal.NOT_FINITE, "the gauge holds NaN or infinity")
         session.opening = True
+        if not await all_finite(message.tensors[0]):
+            raise self._broken_off(session, "the gauge holds NaN or infinity")
         snapshot = await self._worker.snapshot()
         if self._session is not session:  # given up meanwhile: another outer step may own the buffers by now
             raise Refused(Refusal.UNKNOWN_EXCHANGE)
@@ -349,9 +349,7 @@ class Exchanger:
         try:
             own = await self._compute(work)
         except NotFinite as error:
-            self._report_abort(session, str(error))
-            self._close(session)
-            raise Refused(Refusal.NOT_FINITE, str(error)) from None
+            raise self._broken_off(session, str(error)) from None
         session.last_progress = time.monotonic()
         session.sent += own.nbytes
         session.received += message.tensors[0].nbytes
@@ -453,6 +451,13 @@ class Exchanger:
         if time.monotonic() - session.last_progress > limit:
             self._report_abort(session, f"no chunk for {limit:g} s")
             self._close(session)
+
+    def _broken_off(self, session: Session, reason: str) -> Refused:
+        """End an exchange whose partner sent NaN or infinity; the refusal to give."""
+        if self._session is session:
+            self._report_abort(session, reason)
+            self._close(session)
+        return Refused(Refusal.NOT_FINITE, reason)
 
     def _close(self, session: Session) -> None:
         if self._session is session:
