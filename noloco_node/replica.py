@@ -25,7 +25,7 @@ from noloco_node.swarm.directory import Directory, PeerState
 from noloco_node.swarm.exchange import Exchanger
 from noloco_node.swarm.membership import SERVING, Membership
 from noloco_node.swarm.microbatch import HopFailed, Ledger
-from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, decide, retry_delay
+from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, believed_clock, decide, retry_delay
 from noloco_node.swarm.pipeline import Downstream, Origin, PipelineServer
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.state_transfer import StateDonor, StateManifest, fetch_from_any, fetch_state
@@ -56,6 +56,26 @@ class Samples:
     train: Callable[[Sequence[int]], Batch]
     validation: Callable[[Sequence[int]], Batch]
     held_out: Sequence[int]
+
+
+@dataclass(slots=True)
+class Pace:
+    """How fast this replica trains: seconds and tokens of its recent inner steps, older ones fading."""
+
+    step_seconds: float = 1.0
+    tokens_per_second: float = 0.0
+    _last: float | None = None
+    _steps: int = 0
+
+    def step(self, tokens: int, now: float) -> None:
+        """An inner step ended at monotonic time `now`. The first has no beginning and only starts the watch."""
+        if self._last is not None:
+            took = max(now - self._last, 1e-6)
+            self._steps += 1
+            weight = max(SPEED_SMOOTHING, 1 / self._steps)
+            self.step_seconds += weight * (took - self.step_seconds)
+            self.tokens_per_second += weight * (tokens / took - self.tokens_per_second)
+        self._last = now
 
 
 class Replica:
@@ -105,7 +125,14 @@ class Replica:
             None if stage.cut.is_last else Downstream(spec, self.stage, transport, self._book, self.ledger, self._rng)
         )
         self.server = PipelineServer(
-            spec, self.stage, stage.hidden_size, stage.vocab_size, self.worker, self._downstream, self.ledger, settings.max_pending
+            spec,
+            self.stage,
+            stage.hidden_size,
+            stage.vocab_size,
+            self.worker,
+            self._downstream,
+            self.ledger,
+            settings.max_pending,
         )
         self.exchanger = Exchanger(
             spec,
@@ -125,9 +152,7 @@ class Replica:
         )
         self.partners: dict[str, int] = {}
         self.stop = asyncio.Event()
-        self._speed = 0.0
-        self._step_seconds = 1.0
-        self._last_step_at = time.monotonic()
+        self._pace = Pace()
         self._worst_lag = 0.0
         self._origins_seen = False
         self._last_step_taken = False
@@ -288,7 +313,7 @@ class Replica:
             decision = decide(self._pairing_state(next_try), self.exchanger.window, now=now, rng=self._rng)
             if isinstance(decision, Dial):
                 if not await self.exchanger.dial(decision.partner):
-                    next_try = self._loop.time() + retry_delay(self._step_seconds, self._rng)
+                    next_try = self._loop.time() + retry_delay(self._pace.step_seconds, self._rng)
             elif isinstance(decision, StepAlone):
                 await self.exchanger.step_alone()
             else:
@@ -299,6 +324,7 @@ class Replica:
         states = (*SERVING, PeerState.DRAINING) if last_round else SERVING
         return PairingState(
             steps_since_outer=self.worker.progress.steps_since_outer,
+            steps_free=self.worker.progress.steps - self.exchanger.free_since_step,
             fellows=self.membership.fellows(*states),
             engaged=self.exchanger.engaged or self.membership.state is PeerState.DRAINING,
             next_try=next_try,
@@ -339,7 +365,13 @@ class Replica:
 
     async def _fetch(self, donor: PeerId) -> StateManifest:
         return await fetch_state(
-            self.spec, self.stage, self._transport, self.worker, donor, streams=self._settings.exchange_streams
+            self.spec,
+            self.stage,
+            self._transport,
+            self.worker,
+            donor,
+            streams=self._settings.exchange_streams,
+            believe=lambda claimed: believed_clock(claimed, self.membership.fellow_clocks(), self.spec.max_lag_tokens),
         )
 
     async def _keep_account(self) -> None:
@@ -358,7 +390,7 @@ class Replica:
     def _describe(self) -> tuple[float, float, int]:
         """Clock, tokens per second and outer rounds for the directory record."""
         progress = self.worker.progress
-        return progress.clock, self._speed, progress.outer_rounds
+        return progress.clock, self._pace.tokens_per_second, progress.outer_rounds
 
     def _directory_read(self) -> None:
         """Take over what the directory says: routes, the share of the batch, and everyone's waits."""
@@ -371,10 +403,7 @@ class Replica:
         self._loop.call_soon_threadsafe(self._report_inner_step, report)
 
     def _report_inner_step(self, report: InnerReport) -> None:
-        now = time.monotonic()
-        took, self._last_step_at = now - self._last_step_at, now
-        self._step_seconds += SPEED_SMOOTHING * (took - self._step_seconds)
-        self._speed += SPEED_SMOOTHING * (report.result.tokens / max(took, 1e-6) - self._speed)
+        self._pace.step(report.result.tokens, time.monotonic())
         self._emit(
             InnerStep(
                 step=report.progress.steps,

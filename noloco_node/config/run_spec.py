@@ -146,7 +146,7 @@ class OuterSpec(Settings):
             sharp = admissible_gamma(self.alpha, momentum=self.momentum)[1]
             raise ValueError(
                 f"outer.gamma ({gamma:g}) is outside the admissible set: with outer.alpha {self.alpha:g} it must be in "
-                f"(0, {safe_gamma(self.alpha):g}) = (0, 2(1 - alpha)) to be stable for every number of replicas and any "
+                f"(0, {safe_gamma(self.alpha):g}) = (0, 2(1 - alpha)) to be stable for any number of replicas and any "
                 f"share of steps taken alone (with very many replicas and every step paired, momentum "
                 f"'{self.momentum}' diverges from {sharp:.3g}); leave it out for 1 - alpha = {1 - self.alpha:g}, the "
                 "fastest contraction"
@@ -231,8 +231,14 @@ class RunSpec(Settings):
 
     @property
     def run_id(self) -> str:
-        """The first 32 hex digits of the SHA-256 of the canonical JSON form."""
-        return hashlib.sha256(canonical_json(self.model_dump(mode="json")).encode()).hexdigest()[:32]
+        """The first 32 hex digits of the SHA-256 of the canonical JSON form.
+
+        Where a volunteer keeps the text of a `text` source is its own affair, so that path does not count.
+        """
+        agreed = self.model_dump(mode="json")
+        if self.data.source == "text":
+            del agreed["data"]["path"]
+        return hashlib.sha256(canonical_json(agreed).encode()).hexdigest()[:32]
 
     @model_validator(mode="after")
     def _microbatch_fits(self) -> RunSpec:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -29,7 +28,7 @@ from noloco_node.outer.gauge import gauge_coordinates, spread
 from noloco_node.outer.replica import NotFinite
 from noloco_node.outer.update import token_weights
 from noloco_node.swarm.microbatch import all_finite, first_problem
-from noloco_node.swarm.pairing import Window, answer_proposal, believed_clock, laggard
+from noloco_node.swarm.pairing import Window, answer_proposal, believed_clock, laggard, lags
 from noloco_node.swarm.transport import (
     JsonObject,
     Message,
@@ -291,11 +290,10 @@ class Exchanger:
 
     def _refuse_laggards(self, peer: PeerId, claimed: float) -> None:
         lag = self._spec.max_lag_tokens
-        match laggard(self._worker.progress.clock, self._believed(claimed), lag):
+        match laggard(self._worker.progress.clock, claimed, self._clocks(), lag):
             case "own":
-                if self._swarm_is_ahead():
-                    self.catch_up_from = peer
-                    self._moved.fire()
+                self.catch_up_from = peer
+                self._moved.fire()
                 raise Refused(Refusal.LAGGING, "mine")
             case "other":
                 raise Refused(Refusal.LAGGING, "yours")
@@ -407,7 +405,7 @@ class Exchanger:
 
     def _note_refusal(self, partner: PeerId, error: Refused | TransportError) -> None:
         told_to_catch_up = isinstance(error, Refused) and error.reason is Refusal.LAGGING and error.detail == "yours"
-        if told_to_catch_up and self._swarm_is_ahead():
+        if told_to_catch_up and lags(self._worker.progress.clock, self._clocks(), self._spec.max_lag_tokens):
             self.catch_up_from = partner
         logger.debug("proposal to %s came to nothing: %r", partner, error)
 
@@ -415,11 +413,6 @@ class Exchanger:
         """A partner's clock within bounds; where the directory knows no fellow, around the own clock."""
         own = self._worker.progress.clock
         return believed_clock(claimed, self._clocks() or (own,), self._spec.max_lag_tokens)
-
-    def _swarm_is_ahead(self) -> bool:
-        """Whether the directory agrees that this replica lags: one peer's word alone would let it push its state."""
-        clocks = self._clocks()
-        return bool(clocks) and median(clocks) - self._worker.progress.clock > self._spec.max_lag_tokens / 2
 
     def _report_abort(self, session: Session, reason: str) -> None:
         progress = self._worker.progress

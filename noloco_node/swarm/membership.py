@@ -75,8 +75,19 @@ class Membership:
         return 1 + len(self.fellows(PeerState.TRAINING))
 
     def fellow_clocks(self) -> list[float]:
-        """Clocks of the own stage's live records, this node's own left out."""
-        return [r.clock for r in self.live(self._stage, *SERVING) if r.peer_id != self._own]
+        """Present clocks of the own stage's live fellows: what each record says, moved on by its age.
+
+        A record is renewed a few times in its life only, in which a fast swarm's clocks run far: without this, partners
+        would be held to the past and the swarm's time would stand still.
+        """
+        now, replicas = self._directory.now(), self.live_replicas()
+        clocks: list[float] = []
+        for peer, row in self._directory.view.stages[self._stage].items():
+            if peer != self._own and row.expires > now and row.record.state in SERVING:
+                age = min(max(0.0, now - (row.expires - self._record_seconds)), self._record_seconds)
+                moving = row.record.state is PeerState.TRAINING
+                clocks.append(row.record.clock + moving * age * row.record.tokens_per_second * replicas)
+        return clocks
 
     def nodes_per_stage(self) -> list[int]:
         """Live nodes of each stage; this one counts even where its record has not been read back."""

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 from noloco_node.swarm.transport import PeerId, Refusal
 
@@ -33,6 +34,9 @@ class PairingState:
     """What the decision to dial rests on."""
 
     steps_since_outer: int
+    """Inner steps since the last committed snapshot."""
+    steps_free: int
+    """Inner steps since this replica was last engaged: a long exchange must not use up the time to find the next."""
     fellows: Sequence[PeerId]
     """Live fellows that may be averaged with."""
     engaged: bool
@@ -70,7 +74,8 @@ def decide(state: PairingState, window: Window, *, now: float, rng: random.Rando
         return WAIT
     if not state.fellows:
         return STEP_ALONE
-    if state.steps_since_outer >= window.alone_after and not state.last_round:
+    searched_enough = state.steps_free >= 2 * window.min_inner_steps
+    if state.steps_since_outer >= window.alone_after and searched_enough and not state.last_round:
         return STEP_ALONE
     if now < state.next_try:
         return WAIT
@@ -117,10 +122,17 @@ def believed_clock(claimed: float, directory_clocks: Sequence[float], max_lag: f
     return min(middle + max_lag, max(middle - max_lag, claimed))
 
 
-def laggard(own_clock: float, other_clock: float, max_lag: float) -> str | None:
-    """`own` or `other` where that clock lags the other by more than `max_lag`, else None."""
-    if other_clock - own_clock > max_lag:
+def lags(own_clock: float, directory_clocks: Sequence[float], max_lag: float) -> bool:
+    """Whether the directory agrees that this replica is behind: its clock is more than half of `max_lag` below the
+    median of its fellows' records. One peer's word alone would let it push its state."""
+    return bool(directory_clocks) and median(directory_clocks) - own_clock > max_lag / 2
+
+
+def laggard(
+    own_clock: float, claimed: float, directory_clocks: Sequence[float], max_lag: float
+) -> Literal["own", "other"] | None:
+    """Which of two clocks lags the other by more than `max_lag`, `own` only where the directory agrees; else None."""
+    other = believed_clock(claimed, directory_clocks, max_lag)
+    if other - own_clock > max_lag and lags(own_clock, directory_clocks, max_lag):
         return "own"
-    if own_clock - other_clock > max_lag:
-        return "other"
-    return None
+    return "other" if own_clock - other > max_lag else None

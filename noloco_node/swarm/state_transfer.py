@@ -147,11 +147,19 @@ class StateDonor:
 
 
 async def fetch_state(
-    spec: RunSpec, stage: int, transport: Transport, worker: StageWorker, donor: PeerId, *, streams: int
+    spec: RunSpec,
+    stage: int,
+    transport: Transport,
+    worker: StageWorker,
+    donor: PeerId,
+    *,
+    streams: int,
+    believe: Callable[[float], float],
 ) -> StateManifest:
     """Become a copy of `donor`: fetch its state chunk by chunk, verify each, and load it as a whole at the end.
 
-    Raises Refused or TransportError; the replica is unchanged then.
+    `believe` turns the donor's claimed clock into the one to take over. Raises Refused or TransportError; the replica
+    is unchanged then.
     """
     request = StateRequest(run=spec.run_id, stage=stage, contract=worker.contract)
     sizes = worker.state_sizes()
@@ -189,6 +197,7 @@ async def fetch_state(
     state = _unpack(buffer, sizes)
     if not all(bool(torch.isfinite(tensor).all()) for tensor in state.values()):
         raise ProtocolViolation("the donor's state holds NaN or infinity")
+    manifest = manifest.model_copy(update={"clock": believe(manifest.clock)})
     await worker.load_full_state(manifest.clock, manifest.outer_rounds, state)
     return manifest
 

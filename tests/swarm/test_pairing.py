@@ -26,7 +26,14 @@ FELLOWS = (PeerId("b"), PeerId("c"), PeerId("d"))
 
 def state(steps: int, **changes: object) -> PairingState:
     """A replica with three fellows that took `steps` inner steps since its last outer step."""
-    values = {"steps_since_outer": steps, "fellows": FELLOWS, "engaged": False, "next_try": 0.0, **changes}
+    values = {
+        "steps_since_outer": steps,
+        "steps_free": steps,
+        "fellows": FELLOWS,
+        "engaged": False,
+        "next_try": 0.0,
+        **changes,
+    }
     return PairingState(**values)  # pyright: ignore[reportArgumentType]
 
 
@@ -37,6 +44,8 @@ def state(steps: int, **changes: object) -> PairingState:
         (state(10), "dial"),
         (state(19), "dial"),
         (state(20), "alone"),
+        (state(50, steps_free=9), "dial"),
+        (state(50, steps_free=10), "alone"),
         (state(20, engaged=True), "wait"),
         (state(10, next_try=1.5), "wait"),
         (state(10, fellows=()), "alone"),
@@ -113,10 +122,16 @@ def test_one_claim_cannot_push_the_clock() -> None:
 
 
 def test_who_lags() -> None:
-    """Only a difference beyond max_lag makes a laggard."""
-    assert laggard(100.0, 160.0, 50.0) == "own"
-    assert laggard(160.0, 100.0, 50.0) == "other"
-    assert laggard(100.0, 150.0, 50.0) is None
+    """Only a difference beyond max_lag makes a laggard, and this replica only where the directory agrees."""
+    assert laggard(100.0, 160.0, [160.0, 150.0, 155.0], 50.0) == "own"
+    assert laggard(160.0, 100.0, [100.0, 158.0, 90.0], 50.0) == "other"
+    assert laggard(100.0, 150.0, [150.0, 151.0], 50.0) is None
+
+
+@pytest.mark.parametrize("claim", [1e3, 1e18])
+def test_a_claim_of_the_future_makes_no_laggard(claim: float) -> None:
+    """A replica a little below the median is not made to take the state of a peer that claims a huge clock."""
+    assert laggard(999.0, claim, [1000.0, 1000.0, 1010.0], 100.0) is None
 
 
 def test_retries_are_jittered_and_bounded() -> None:

@@ -223,7 +223,7 @@ async def test_the_whole_swarm_averages_and_its_spread_falls_with_the_learning_r
     How many inner steps an exchange spans depends on the machine's load, so the counts are bounded loosely.
     """
     outer = OuterSpec(inner_steps=4)
-    spec = micro_spec(steps=60, microbatches_a_step=4, outer=outer)
+    spec = micro_spec(steps=160, microbatches_a_step=4, outer=outer)
     async with world(spec, replicas=4, settings=NodeSettings(in_flight=2)) as made:
         await run_to_the_end(made)
         partners = [len(replica.partners) for replica in made.replicas]

@@ -1,0 +1,529 @@
+"""Hostile messages that parse: thousands of mutated requests against every method of a live replica.
+
+Each starts as a valid request of a stranger and is then changed: header fields, tensors, values, order, repetition.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import LimitsSpec, OuterSpec, PipelineSpec, RunSpec
+from noloco_node.replica import Replica
+from noloco_node.swarm import exchange, hello, microbatch, pipeline, state_transfer
+from noloco_node.swarm.directory import PeerState
+from noloco_node.swarm.frames import FrameError
+from noloco_node.swarm.identity import load_or_create_identity
+from noloco_node.swarm.libp2p_transport import Libp2pTransport
+from noloco_node.swarm.memory_transport import MemoryTransport
+from noloco_node.swarm.p2p_daemon import running_p2p
+from noloco_node.swarm.serving import RequestDesk
+from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, Transport, TransportError
+from noloco_node.telemetry.events import AnyEvent, OuterStep
+from tests.support import eventually, nothing_left_behind
+from tests.worlds import LENGTH, VOCABULARY, WINDOWS, Swarm, libp2p_world, micro_spec, world
+
+SINGLE, EXCHANGES, BURSTS, OVER_P2PD = 2500, 500, 300, 300
+"""Examples; the first three for each of two targets."""
+IDS_KEPT, ANSWERS_KEPT = 60, 10
+"""Lowered, so that the limits are reached."""
+HIDDEN = 32
+LAG = 10_000
+EXCHANGE = "e" * 32
+
+QUICK = {"deadline": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate]}
+"""Without shrinking: the target has a history, so an example does not fail alone."""
+
+METHODS = (
+    microbatch.METHOD,
+    exchange.PROPOSE,
+    exchange.OPEN,
+    exchange.CHUNK,
+    state_transfer.OPEN,
+    state_transfer.CHUNK,
+    hello.METHOD,
+    "no.such.method",
+)
+FIELDS = (
+    "id", "attempt", "budget_ms", "mode", "run", "stage", "protocol", "exchange", "contract", "clock", "tokens",
+    "index", "snapshot", "new_field",
+)  # fmt: skip
+TENSOR_CHANGES = (
+    "none", "drop", "add", "dtype", "longer", "empty", "scalar", "flat", "nan", "inf", "-inf", "huge", "tiny", "low",
+)  # fmt: skip
+
+odd_values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 63) + 1, (1 << 63) - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from(["NaN", "Infinity", "-1", "1e400", "", "\x00", "A" * 32, "a" * 32 + "\n", "a" * 5000, "é💥" * 16]),
+    st.text(st.characters(exclude_categories=("Cs",)), max_size=12),
+    st.recursive(
+        st.integers(-1, 1),
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text("ab"), inner, max_size=2),
+        max_leaves=4,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A valid request and what is then changed in it."""
+
+    method: str
+    number: int
+    """Chooses the microbatch's id, or the chunk."""
+    mode: str = "train"
+    changed: tuple[tuple[str, object], ...] = ()
+    removed: tuple[str, ...] = ()
+    tensor_change: str = "none"
+    which: int = 0
+    peer: int = 0
+
+
+@st.composite
+def recipes(draw: st.DrawFn, methods: tuple[str, ...] = METHODS) -> Recipe:
+    """Half of them have a sound header, so that the body is looked at."""
+    sound = draw(st.booleans())
+    few = st.lists(st.tuples(st.sampled_from(FIELDS), odd_values), min_size=1, max_size=3)
+    return Recipe(
+        method=draw(st.sampled_from(methods)),
+        number=draw(st.integers(0, 150)),
+        mode=draw(st.sampled_from(("train", "evaluate"))),
+        changed=() if sound else tuple(draw(few)),
+        removed=() if sound else tuple(draw(st.lists(st.sampled_from(FIELDS), max_size=2))),
+        tensor_change=draw(st.sampled_from(TENSOR_CHANGES)) if draw(st.booleans()) else "none",
+        which=draw(st.integers(0, 1)),
+        peer=draw(st.integers(0, 1)),
+    )
+
+
+def changed_tensors(tensors: tuple[Tensor, ...], change: str, which: int) -> tuple[Tensor, ...]:
+    """The tensors with one of them changed."""
+    if change == "add":
+        return (*tensors, torch.zeros(2))
+    if not tensors or change == "none":
+        return tensors
+    position = which % len(tensors)
+    if change == "drop":
+        return tensors[:position] + tensors[position + 1 :]
+    tensor = tensors[position]
+    whole = not tensor.is_floating_point()
+    filler = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "huge": 3e38, "tiny": 1e-42, "low": -7.0}
+    changed = {
+        "dtype": lambda: tensor.to(torch.int64 if tensor.dtype == torch.int32 else torch.int32),
+        "longer": lambda: torch.cat((tensor, tensor)),
+        "empty": lambda: tensor[:0].contiguous(),
+        "scalar": lambda: tensor.reshape(-1)[0].clone(),
+        "flat": lambda: tensor.reshape(-1),
+    }
+    if change in changed:
+        result = changed[change]()
+    elif whole:
+        result = torch.full_like(tensor, {"huge": (1 << 31) - 1, "low": -7}.get(change, VOCABULARY))
+    else:
+        result = tensor.clone()
+        result.view(-1)[:: 1 + 3 * which] = filler[change]
+    return (*tensors[:position], result, *tensors[position + 1 :])
+
+
+@dataclass
+class Target:
+    """A live replica, two strangers that talk to it, and what came of it."""
+
+    spec: RunSpec
+    replica: Replica
+    transport: Transport
+    strangers: list[Transport]
+    timeout: float = 20.0
+    outcomes: Counter[str] = field(default_factory=Counter[str])
+    handled: int = 0
+    snapshot: str = ""
+    trained: int = 0
+    events: list[AnyEvent] = field(default_factory=list[AnyEvent])
+    tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+
+    def valid(self, recipe: Recipe) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+        """Header and tensors before any change."""
+        run, stage, contract = self.spec.run_id, self.replica.stage, self.replica.worker.contract
+        outer, clock = self.replica.worker.outer, self.replica.worker.progress.clock
+        index = recipe.number % outer.chunks
+        match recipe.method:
+            case microbatch.METHOD:
+                rows = 1 + recipe.number % WINDOWS
+                generator = torch.Generator().manual_seed(recipe.number)
+                activations = torch.randn(rows, LENGTH, HIDDEN, generator=generator)
+                labels = torch.randint(VOCABULARY, (rows, LENGTH), generator=generator, dtype=torch.int32)
+                header = {"id": f"{recipe.number:032x}", "budget_ms": 3000, "mode": recipe.mode, "run": run}
+                return {**header, "stage": stage}, (activations, labels)
+            case exchange.PROPOSE:
+                return {"exchange": EXCHANGE, "run": run, "stage": stage, "contract": contract, "clock": clock}, ()
+            case exchange.OPEN:
+                gauge = torch.zeros(self.replica.exchanger._gauge_size)
+                return {"exchange": EXCHANGE, "clock": clock, "tokens": 64}, (gauge,)
+            case exchange.CHUNK:
+                return {"exchange": EXCHANGE, "index": index}, (torch.randn(outer.chunk_size(index)),)
+            case state_transfer.OPEN:
+                return {"run": run, "stage": stage, "contract": contract}, ()
+            case state_transfer.CHUNK:
+                named = {"snapshot": self.snapshot, "index": recipe.number % 40}
+                return {"run": run, "stage": stage, "contract": contract, **named}, ()
+            case _:
+                return {}, ()
+
+    async def send(self, recipe: Recipe) -> str:
+        """Send one request; its outcome: `answered`, a refusal's reason, `closed`, or `unsendable`."""
+        header, tensors = self.valid(recipe)
+        header |= dict(recipe.changed)
+        for name in recipe.removed:
+            header.pop(name, None)
+        message = Message(header, changed_tensors(tensors, recipe.tensor_change, recipe.which))
+        try:
+            answer = await self.strangers[recipe.peer].call(
+                self.transport.peer_id, recipe.method, message,
+                timeout=self.timeout, progress=self.timeout, max_answer_bytes=1 << 20,
+            )  # fmt: skip
+        except Refused as refused:
+            return str(refused.reason)
+        except TransportError:
+            return "closed"
+        except (ValueError, FrameError):
+            return "unsendable"
+        self.look_at(recipe, answer)
+        return "answered"
+
+    def look_at(self, recipe: Recipe, answer: Message) -> None:
+        """An answer holds nothing that would harm its reader."""
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in answer.tensors if tensor.is_floating_point()), (
+            recipe
+        )
+        if recipe.method == state_transfer.OPEN:
+            self.snapshot = answer.header["snapshot"]
+        if recipe.method == microbatch.METHOD:
+            assert math.isfinite(answer.header["loss_sum"])
+
+    def state(self) -> tuple[object, ...]:
+        """Everything that a refused request must leave as it is; the weights, moments and gradient as a hash."""
+        worker = self.replica.worker
+        trainer = worker._trainer
+        digest = hashlib.blake2b(digest_size=16)
+        for vector in (trainer.master, trainer._gradient, worker.outer.slow, worker.outer.momentum):
+            digest.update(vector.numpy().data)
+        exchanger = self.replica.exchanger
+        return (
+            digest.hexdigest(), worker.progress, trainer.tokens_accumulated, worker.live_versions,
+            self.replica.server.pending, exchanger.catch_up_from,
+        )  # fmt: skip
+
+    async def settled(self) -> None:
+        """An exchange that was complete is committed; one that was abandoned is given up."""
+        exchanger = self.replica.exchanger
+        while (session := exchanger._session) is not None:
+            exchanger._give_up_if_stalled(-1.0)
+            await eventually(lambda session=session: exchanger._session is not session, what="the commit is done")
+        await eventually(lambda: not self.replica._thread.waiting and not self.replica.server.pending)
+
+    async def try_one(self, recipe: Recipe) -> str:
+        """Send one request and hold the replica to its promises."""
+        before, session = self.state(), self.replica.exchanger._session
+        outcome = await self.send(recipe)
+        self.outcomes[outcome] += 1
+        assert outcome != Refusal.INTERNAL, recipe
+        if outcome != "answered":
+            assert self.state() == before, (recipe, outcome)
+            assert self.replica.exchanger._session in (session, None)
+        assert all(not task.done() for task in self.tasks), "a background task has died"
+        return outcome
+
+    def check_books(self) -> None:
+        """Nothing has grown beyond its limit, and nothing is left under way."""
+        server, exchanger = self.replica.server, self.replica.exchanger
+        assert len(server._trained) <= IDS_KEPT
+        assert len(server._answers) <= ANSWERS_KEPT
+        assert not server._under_way
+        assert server.pending == 0
+        assert self.replica.worker.live_versions == 1
+        assert len(exchanger._bound._latest) <= 64
+        assert all(math.isfinite(norm) for norm in exchanger._bound._latest.values())
+        assert exchanger._ready_to_commit.empty()
+        assert self.replica._thread.waiting == 0
+        assert set(self.transport.traffic.received) <= {*METHODS, "unknown"}
+        for event in self.events:
+            if isinstance(event, OuterStep) and event.kind == "paired":
+                assert event.spread is not None
+                assert math.isfinite(event.spread)
+                assert event.difference_norm is not None
+                assert math.isfinite(event.difference_norm)
+        trainer = self.replica.worker._trainer
+        for vector in (trainer.master, self.replica.worker.outer.slow, self.replica.worker.outer.momentum):
+            assert bool(torch.isfinite(vector).all())
+
+    async def still_trains(self) -> None:
+        """A valid microbatch is trained, and takes an inner step that is not skipped."""
+        await self.settled()
+        self.check_books()
+        self.trained += 1
+        before = self.replica.worker.progress
+        weights = self.replica.worker._trainer.master.clone()
+        for number in range(4):
+            fresh = Recipe(microbatch.METHOD, 3, changed=(("id", f"{1 << 100 | self.trained << 8 | number:032x}"),))
+            assert await self.send(fresh) == "answered"
+        after = self.replica.worker.progress
+        assert after.tokens > before.tokens
+        assert after.steps > before.steps
+        assert not torch.equal(weights, self.replica.worker._trainer.master), "the step was skipped"
+
+
+def fuzz_spec(stages: int) -> RunSpec:
+    """Exchanges are accepted at any time; deadlines are short; the rate stays up however far the clock goes."""
+    return micro_spec(
+        stages=stages,
+        steps=1_000_000,
+        outer=OuterSpec(inner_steps=10**6, min_inner_steps=0, max_lag_tokens=LAG, codec="fp32"),
+        pipeline=PipelineSpec(budget_seconds=4.0, progress_seconds=2.0),
+        limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=5, record_seconds=5),
+        microbatches_a_step=1,
+    )
+
+
+def count_handled(target: Target, desk: RequestDesk) -> None:
+    """Count the requests that get past admission, so that their bodies are looked at."""
+    for method in desk._methods.values():
+        original = method.handle
+
+        async def handle(peer: PeerId, message: Message, original: Any = original) -> Message:
+            target.handled += 1
+            return await original(peer, message)
+
+        method.handle = handle
+
+
+async def start(made: Swarm, spec: RunSpec, stage: int, strangers: list[Transport]) -> Target:
+    """Let all replicas accept; the one of `stage` is the target."""
+    replica = made.of_stage(stage)[0]
+    transport = replica._transport
+    assert isinstance(transport, MemoryTransport | Libp2pTransport)
+    target = Target(spec, replica, transport, strangers, events=made.events[made.replicas.index(replica)])
+    hello.serve_hello(transport, spec, stage)
+    count_handled(target, transport._desk)
+    for each in made.replicas:
+        each.server.accepting = each.exchanger.accepting = each.donor.accepting = True
+        await each.membership.announce(PeerState.TRAINING)
+    target.tasks.append(asyncio.create_task(replica.exchanger.run()))
+    if spec.stages != stage + 1:
+        await replica.membership.refresh()
+    return target
+
+
+async def end(target: Target) -> None:
+    """Stop the target's own loops."""
+    for task in target.tasks:
+        task.cancel()
+    await asyncio.wait(target.tasks)
+
+
+@contextlib.asynccontextmanager
+async def memory_target(stages: int) -> AsyncIterator[Target]:
+    """The replica of stage 1 in memory: the last of two, or the middle of three."""
+    spec = fuzz_spec(stages)
+    async with world(spec) as made:
+        strangers: list[Transport] = [MemoryTransport(made.network, PeerId(f"stranger-{i}")) for i in (0, 1)]
+        target = await start(made, spec, 1, strangers)
+        yield target
+        await end(target)
+        for stranger in strangers:
+            await stranger.close()
+
+
+@contextlib.asynccontextmanager
+async def real_target(folder: Path) -> AsyncIterator[Target]:
+    """The last of two stages on real p2pd, with one stranger on a p2pd of its own."""
+    spec = fuzz_spec(2)
+    async with libp2p_world(spec, folder) as made:
+        server = made.replicas[1]._transport
+        assert isinstance(server, Libp2pTransport)
+        peers = tuple(server._host.visible_addresses())  # type: ignore[attr-defined]
+        key = load_or_create_identity(folder / "stranger.key")
+        async with running_p2p(NodeSettings(initial_peers=peers), key) as daemon:
+            stranger = Libp2pTransport(daemon)
+            await stranger.start()
+            target = await start(made, spec, 1, [stranger, stranger])
+            try:
+                yield target
+            finally:
+                await end(target)
+                await stranger.close()
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    """One loop for all examples."""
+    with asyncio.Runner() as made:
+        yield made
+
+
+@pytest.fixture(params=[2, 3], ids=["last", "middle"])
+def target(request: pytest.FixtureRequest, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
+    """A target in memory whose books are small."""
+    monkeypatch.setattr(pipeline, "IDS_KEPT", IDS_KEPT)
+    monkeypatch.setattr(pipeline, "ANSWERS_KEPT", ANSWERS_KEPT)
+    context = memory_target(request.param)
+    made = runner.run(context.__aenter__())
+    try:
+        yield made
+    finally:
+        runner.run(context.__aexit__(None, None, None))
+
+
+def check_outcomes(target: Target, promised: int, caplog: pytest.LogCaptureFixture) -> None:
+    """As many as promised were sent, a fifth of them reached a handler, and no handler failed."""
+    outcomes = target.outcomes
+    sent = outcomes.total() - outcomes["unsendable"]
+    assert sent >= promised, outcomes
+    assert set(outcomes) <= {"answered", "closed", "unsendable", *map(str, Refusal)}
+    assert outcomes["closed"] <= sent // 50, outcomes
+    assert target.handled >= 0.2 * sent, (target.handled, outcomes)
+    assert Refusal.INTERNAL not in target.transport.refusals_given
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_each_mutated_request_is_answered_or_refused_and_a_refused_one_changes_nothing(
+    runner: asyncio.Runner, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights, gradient, clock, pending work and versions bitwise as before; the books within their limits."""
+
+    async def one(recipe: Recipe) -> None:
+        async with asyncio.timeout(30):
+            if recipe.number % 5:
+                await target.settled()
+            await target.try_one(recipe)
+            if sum(target.outcomes.values()) % 100 == 0:
+                await target.still_trains()
+
+    @settings(max_examples=SINGLE, **QUICK)
+    @given(recipe=recipes() | recipes(methods=(microbatch.METHOD,)))
+    def check(recipe: Recipe) -> None:
+        runner.run(one(recipe))
+
+    check()
+    runner.run(target.still_trains())
+    check_outcomes(target, SINGLE * 9 // 10, caplog)
+    assert len(target.replica.server._trained) == IDS_KEPT, "the limit must have been reached"
+    assert len(target.replica.server._answers) == ANSWERS_KEPT
+    for reason in ("malformed", "unknown_exchange", "unknown_method", "not_finite", "too_large", "wrong_run"):
+        assert target.outcomes[reason] > 0, target.outcomes
+
+
+def test_exchanges_that_go_wrong_anywhere_end_in_a_finite_step_or_in_none(
+    runner: asyncio.Runner, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Proposed, opened, chunks sent; anything of it mutated, repeated, left out, or said by somebody else."""
+    committed = 0
+
+    async def one(opening: Recipe, chunks: list[Recipe], complete: bool) -> None:
+        nonlocal committed
+        await target.settled()
+        before = target.replica.worker.progress
+        assert await target.try_one(Recipe(exchange.PROPOSE, 0)) == "answered"
+        if await target.try_one(opening) != "answered":
+            await target.try_one(Recipe(exchange.OPEN, 0))
+        for chunk in chunks:
+            await target.try_one(chunk)
+        if complete:
+            await asyncio.gather(
+                *(target.send(Recipe(exchange.CHUNK, index)) for index in range(target.replica.worker.outer.chunks))
+            )
+        await target.settled()
+        after = target.replica.worker.progress
+        committed += after.outer_rounds - before.outer_rounds
+        assert abs(after.clock - before.clock) <= LAG / 2
+        target.check_books()
+        if committed % 20 == 0:
+            await target.still_trains()
+
+    @settings(max_examples=EXCHANGES // 4, **QUICK)
+    @given(
+        opening=recipes(methods=(exchange.OPEN,)),
+        chunks=st.lists(recipes(methods=(exchange.CHUNK,)), min_size=2, max_size=6),
+        complete=st.booleans(),
+    )
+    def check(opening: Recipe, chunks: list[Recipe], complete: bool) -> None:
+        runner.run(asyncio.wait_for(one(opening, chunks, complete), 30))
+
+    check()
+    runner.run(target.still_trains())
+    assert committed >= EXCHANGES // 40, "some must have come to their end"
+    check_outcomes(target, EXCHANGES, caplog)
+
+
+def test_bursts_of_requests_leave_nothing_behind(
+    runner: asyncio.Runner, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Several at once, repeats among them, some callers gone before the answer."""
+
+    async def impatient(recipe: Recipe) -> None:
+        task = asyncio.create_task(target.send(recipe))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait((task,))
+
+    async def one(batch: list[Recipe], abandoned: Recipe) -> None:
+        await target.settled()
+        results = await asyncio.gather(*(target.send(recipe) for recipe in batch), impatient(abandoned))
+        target.outcomes.update(str(result) for result in results[:-1])
+        await target.settled()
+        await target.still_trains()
+
+    mixed = recipes() | recipes(methods=(microbatch.METHOD, exchange.PROPOSE, exchange.OPEN))
+
+    @settings(max_examples=BURSTS // 6, **QUICK)
+    @given(batch=st.lists(mixed, min_size=6, max_size=8), abandoned=mixed)
+    def check(batch: list[Recipe], abandoned: Recipe) -> None:
+        runner.run(asyncio.wait_for(one(batch, abandoned), 30))
+
+    check()
+    check_outcomes(target, BURSTS * 9 // 10, caplog)
+
+
+@pytest.mark.daemons
+def test_the_same_over_p2pd(runner: asyncio.Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A few hundred through real streams, then a valid microbatch."""
+    with nothing_left_behind():
+        context = real_target(tmp_path)
+        target = runner.run(context.__aenter__())
+        try:
+
+            async def one(recipe: Recipe) -> None:
+                await target.settled()
+                await target.try_one(recipe)
+
+            @settings(max_examples=OVER_P2PD, **QUICK)
+            @given(recipe=recipes() | recipes(methods=(microbatch.METHOD, exchange.PROPOSE)))
+            def check(recipe: Recipe) -> None:
+                runner.run(asyncio.wait_for(one(recipe), 30))
+
+            check()
+            runner.run(target.still_trains())
+            check_outcomes(target, OVER_P2PD * 9 // 10, caplog)
+        finally:
+            runner.run(context.__aexit__(None, None, None))
+
+
+def test_together_with_the_fuzzed_frames_there_are_ten_thousand() -> None:
+    """Those of `test_frames_fuzz` are 10,000 alone; these come on top."""
+    assert 2 * (SINGLE + EXCHANGES + BURSTS) + OVER_P2PD >= 6900
