@@ -93,7 +93,9 @@ def _leave() -> None:
 def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
     if future.cancelled():
         return
-    if error is not None:
+    if isinstance(error, StopIteration):  # a future cannot carry it: its caller would wait for ever
+        future.set_exception(RuntimeError(f"work ended with {error!r}"))
+    elif error is not None:
         future.set_exception(error)
     else:
         future.set_result(result)

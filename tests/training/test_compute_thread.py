@@ -1,0 +1,119 @@
+"""The thread that owns the device: order, cancellation, failures, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from noloco_node.training.compute_thread import ComputeThread, Priority
+from tests.support import eventually
+
+
+@asynccontextmanager
+async def busy_thread() -> AsyncIterator[tuple[ComputeThread, threading.Event]]:
+    """A thread that is busy until the event is set."""
+    thread, release = ComputeThread(), threading.Event()
+    blocked = threading.Event()
+
+    def block() -> None:
+        blocked.set()
+        assert release.wait(10)
+
+    blocking = asyncio.create_task(thread.run(Priority.STEP, block))
+    await eventually(blocked.is_set, what="the thread is busy")
+    try:
+        yield thread, release
+    finally:
+        release.set()
+        await blocking
+        await thread.close()
+
+
+async def test_work_is_taken_in_the_order_step_backward_forward_draw() -> None:
+    """Whatever the order of asking; equals keep their order."""
+    done: list[tuple[Priority, int]] = []
+    asked = [
+        (priority, number)
+        for number in range(3)
+        for priority in (Priority.DRAW, Priority.BACKWARD, Priority.FORWARD, Priority.STEP)
+    ]
+    async with busy_thread() as (thread, release):
+        tasks = [asyncio.create_task(thread.run(each[0], lambda each=each: done.append(each))) for each in asked]
+        await eventually(lambda: thread.waiting == len(asked), what="all are queued")
+        release.set()
+        await asyncio.gather(*tasks)
+    assert done == sorted(asked)
+    assert done[0][0] < done[3][0] < done[6][0] < done[9][0]
+
+
+async def test_a_call_cancelled_before_its_turn_is_not_run() -> None:
+    """And the next one is."""
+    done: list[str] = []
+    async with busy_thread() as (thread, release):
+        cancelled = asyncio.create_task(thread.run(Priority.BACKWARD, lambda: done.append("cancelled")))
+        other = asyncio.create_task(thread.run(Priority.BACKWARD, lambda: done.append("other")))
+        await eventually(lambda: thread.waiting == 2, what="both are queued")
+        cancelled.cancel()
+        await asyncio.wait((cancelled,))
+        release.set()
+        await other
+    assert done == ["other"]
+
+
+async def test_a_call_cancelled_after_it_began_runs_to_its_end() -> None:
+    """No operation on the weights is ever half done."""
+    thread, began, release, done = ComputeThread(), threading.Event(), threading.Event(), list[str]()
+
+    def work() -> None:
+        began.set()
+        assert release.wait(10)
+        done.append("whole")
+
+    task = asyncio.create_task(thread.run(Priority.FORWARD, work))
+    await eventually(began.is_set)
+    task.cancel()
+    await asyncio.wait((task,))
+    assert task.cancelled()
+    release.set()
+    await thread.close()
+    assert done == ["whole"]
+
+
+async def test_an_exception_comes_back_to_its_caller_and_the_thread_lives_on() -> None:
+    """Even one that iterators use for themselves, which a future cannot carry."""
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    thread = ComputeThread()
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        await thread.run(Priority.FORWARD, lambda: fail(ZeroDivisionError("mine")))
+    async with asyncio.timeout(5):
+        with pytest.raises(RuntimeError):
+            await thread.run(Priority.FORWARD, lambda: fail(StopIteration()))
+    assert await thread.run(Priority.FORWARD, lambda: 7) == 7
+    assert thread.busy_seconds > 0
+    await thread.close()
+
+
+async def test_closing_finishes_what_is_queued_and_ends_the_thread() -> None:
+    """Afterwards nothing is taken; closing twice is closing once."""
+    done: list[int] = []
+    threads_before = threading.active_count()
+    async with busy_thread() as (thread, release):
+        tasks = [asyncio.create_task(thread.run(Priority.DRAW, lambda n=n: done.append(n))) for n in range(5)]
+        await eventually(lambda: thread.waiting == 5, what="all are queued")
+        closing = asyncio.create_task(thread.close())
+        release.set()
+        await closing
+        await asyncio.gather(*tasks)
+        with pytest.raises(RuntimeError, match="closed"):
+            await thread.run(Priority.STEP, lambda: done.append(99))
+        await thread.close()
+    assert done == [0, 1, 2, 3, 4]
+    assert not [t for t in threading.enumerate() if t.name == "compute"]
+    assert threading.active_count() <= threads_before + 1, "asyncio's own helper thread may have started"

@@ -1,0 +1,152 @@
+"""Inner training: what trains, what is skipped, and what the clock counts."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+import torch
+
+from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.telemetry.events import InnerStep
+from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
+from tests.support import eventually
+from tests.training.made_trainers import lone_worker, make_trainer
+from tests.worlds import LENGTH, MICROBATCH, WINDOWS, micro_spec, peer_name, run_to_the_end, window_batch, world
+
+HIDDEN = 32
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_changes_nothing() -> None:
+    """Weights and AdamW's state stay bitwise; the next step is an ordinary one."""
+    trainer = make_trainer(micro_spec(stages=1), 0)
+    inputs, labels = window_batch(range(WINDOWS))
+    trainer.loss(inputs, labels)
+    assert not trainer.step(1e-3).skipped
+    weights, state = trainer.master.clone(), trainer.optimizer_state()
+    trainer.loss(inputs, labels)
+    trainer._gradient[17] = math.nan
+    result = trainer.step(1e-3)
+    assert result.skipped
+    assert result.tokens == MICROBATCH
+    assert torch.equal(trainer.master, weights)
+    assert all(torch.equal(value, state[name]) for name, value in trainer.optimizer_state().items())
+    assert trainer.tokens_accumulated == 0
+    trainer.loss(inputs, labels)
+    assert not trainer.step(1e-3).skipped
+    assert not torch.equal(trainer.master, weights)
+    assert bool(torch.isfinite(trainer.master).all())
+
+
+def test_a_microbatch_whose_gradient_overflows_does_not_spoil_those_before_it() -> None:
+    """It is refused before anything is accumulated, on the last stage and in a backward."""
+    spec = micro_spec(stages=2)
+    last, first = make_trainer(spec, 1), make_trainer(spec, 0)
+    inputs, labels = window_batch(range(WINDOWS))
+    last.loss(torch.randn(WINDOWS, LENGTH, HIDDEN), labels)
+    good = Passage()
+    first.backward(good, torch.randn_like(first.forward(inputs, good)), 1.0, MICROBATCH)
+    before = [trainer._gradient.clone() for trainer in (last, first)]
+    with pytest.raises(MicrobatchNotFinite):
+        last.loss(torch.full((WINDOWS, LENGTH, HIDDEN), 3e38), labels)
+    bad = Passage()
+    outputs = first.forward(inputs, bad)
+    with pytest.raises(MicrobatchNotFinite):
+        first.backward(bad, torch.full_like(outputs, 3e38), 1.0, MICROBATCH)
+    first.discard(bad)
+    assert all(torch.equal(t._gradient, b) for t, b in zip((last, first), before, strict=True))
+    assert [trainer.tokens_accumulated for trainer in (last, first)] == [MICROBATCH, MICROBATCH]
+    assert [trainer.live_versions for trainer in (last, first)] == [1, 1]
+
+
+async def test_a_run_of_one_stage_survives_a_loss_that_is_not_finite() -> None:
+    """The sample is put back, in the end dropped, and the account closes; the node does not fall."""
+    async with world(micro_spec(stages=1)) as made:
+        (replica,) = made.replicas
+        assert replica.origin is not None
+        trainer = replica.worker._trainer
+        sound = trainer.master.clone()
+        trainer.add_to_weights(torch.full_like(sound, 3e38))
+        attempts = 1 + replica.spec.pipeline.put_backs
+        for _ in range(attempts):
+            await replica.origin.train_one()
+        ledger = replica.ledger
+        assert (ledger.drawn, ledger.put_back, ledger.dropped, ledger.trained) == (1, attempts - 1, 1, 0)
+        assert replica.origin.held == replica.worker.progress.tokens == 0
+        trainer.load(sound, trainer.optimizer_state())
+        await replica.origin.train_one()
+        assert ledger.trained == 1
+
+
+async def test_bf16_trains_on_fp32_masters() -> None:
+    """The loss falls as in fp32; masters and moments stay fp32, only the published copies are bf16."""
+    drops = {}
+    for precision in ("fp32", "bf16"):
+        async with world(micro_spec(steps=60, inner={"precision": precision})) as made:
+            await run_to_the_end(made)
+            losses = [event.loss for event in made.events[0] if isinstance(event, InnerStep)]
+            trainer = made.replicas[1].worker._trainer
+            drops[precision] = sum(losses[:5]) / 5 - sum(losses[-5:]) / 5
+    assert trainer._versions.current.flat.dtype == torch.bfloat16
+    assert trainer.master.dtype == torch.float32
+    assert trainer.optimizer_state()["exp_avg"].dtype == torch.float32
+    assert drops["fp32"] > 0.4
+    assert drops["bf16"] == pytest.approx(drops["fp32"], rel=0.2)
+
+
+async def test_the_embedding_trains() -> None:
+    """On stage 0 of two, and on the token rows that occurred: by more than weight decay alone would move them."""
+    async with world(micro_spec(steps=12, inner={"weight_decay": 0.0})) as made:
+        first = made.replicas[0]
+        before, _ = await first.worker.named_weights()
+        await run_to_the_end(made)
+        _, after = await first.worker.named_weights()
+        seen = torch.cat([window_batch(windows)[0].flatten() for windows in made.drawn[0].batches]).unique()
+    (name,) = [local for local, full in first.full_names.items() if "embed_tokens" in full]
+    moved = (after[name] - before[name]).norm(dim=1)
+    assert bool((moved[seen] > 1e-3).all())
+
+
+async def test_the_clock_is_own_tokens_times_live_replicas_and_exchanges_keep_its_mean() -> None:
+    """Three replicas of uneven speed: before any exchange the clocks are exact; after several their sum is the same,
+    and they have come together."""
+    outer = OuterSpec(inner_steps=2, min_inner_steps=0, max_lag_tokens=10_000)
+    spec = micro_spec(stages=1, microbatches_a_step=3, outer=outer, limits=LimitsSpec(chunk_bytes=4096))
+    trained = (9, 3, 6)
+    async with world(spec, replicas=3) as made, asyncio.TaskGroup() as group:
+        running = [group.create_task(replica.exchanger.run()) for replica in made.replicas]
+        for replica, microbatches in zip(made.replicas, trained, strict=True):
+            replica.exchanger.accepting = True
+            replica.worker.live_replicas = 3
+            assert replica.origin is not None
+            for _ in range(microbatches):
+                await replica.origin.train_one()
+        workers = [replica.worker for replica in made.replicas]
+        clocks = [worker.progress.clock for worker in workers]
+        assert clocks == [3 * MICROBATCH * microbatches for microbatches in trained]
+        for dialler, partner in ((0, 1), (1, 2), (2, 0), (0, 1)):
+            assert await made.replicas[dialler].exchanger.dial(peer_name(0, partner))
+            await eventually(lambda: not any(replica.exchanger.engaged for replica in made.replicas))
+        met = [worker.progress.clock for worker in workers]
+        rounds = [worker.progress.outer_rounds for worker in workers]
+        for task in running:
+            task.cancel()
+    assert rounds == [3, 3, 2]
+    assert sum(met) == pytest.approx(sum(clocks), rel=1e-12)
+    assert max(met) - min(met) < 0.3 * (max(clocks) - min(clocks))
+
+
+async def test_a_refused_microbatch_takes_no_step() -> None:
+    """Tokens, clock and steps are those of the sound ones."""
+    async with lone_worker(micro_spec(stages=1, microbatches_a_step=2)) as (worker, trainer, reports):
+        inputs, labels = window_batch(range(WINDOWS))
+        await worker.loss(inputs, labels)
+        sound = trainer.master.clone()
+        trainer.add_to_weights(torch.full_like(sound, 3e38))
+        with pytest.raises(MicrobatchNotFinite):
+            await worker.loss(inputs, labels)
+        assert not reports
+        trainer.add_to_weights(sound - trainer.master)
+        assert trainer.tokens_accumulated == MICROBATCH
+        assert worker.live_versions == 1
