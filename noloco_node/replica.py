@@ -371,8 +371,13 @@ class Replica:
             self.worker,
             donor,
             streams=self._settings.exchange_streams,
-            believe=lambda claimed: believed_clock(claimed, self.membership.fellow_clocks(), self.spec.max_lag_tokens),
+            believe=self._not_beyond_the_swarm,
         )
+
+    def _not_beyond_the_swarm(self, claimed: float) -> float:
+        """A donor's clock, unless it is far ahead of what the directory says: it could end this replica's run."""
+        believed = believed_clock(claimed, self.membership.fellow_clocks(), self.spec.max_lag_tokens)
+        return min(claimed, believed)
 
     async def _keep_account(self) -> None:
         while True:

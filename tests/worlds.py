@@ -163,11 +163,10 @@ async def _populate(
     place: Callable[[int, int], AbstractAsyncContextManager[Place]],
 ) -> None:
     """Put `replicas` a stage into `made`, each where `place(stage, index)` says. The stack ends all of it, transports
-    before compute threads."""
-    threads = [ComputeThread() for _ in range(spec.stages * replicas)]
-    for thread in threads:
-        stack.push_async_callback(thread.close)
-    for number, thread in enumerate(threads):
+    before the compute thread, which all share: many of them in one process would starve the event loop."""
+    thread = ComputeThread()
+    stack.push_async_callback(thread.close)
+    for number in range(spec.stages * replicas):
         stage, index = divmod(number, replicas)
         transport, directory = await stack.enter_async_context(place(stage, index))
         drawn, events = Drawn(start=index * 100_000), list[AnyEvent]()
