@@ -1,0 +1,151 @@
+"""Races and lies that a peer can bring about, each found by reading or by fuzzing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import PipelineSpec
+from noloco_node.replica import Replica
+from noloco_node.swarm import exchange
+from noloco_node.swarm.microbatch import parse_answer
+from noloco_node.swarm.transport import Message, PeerId, ProtocolViolation, Refusal, Refused
+from tests.support import eventually
+from tests.swarm.test_exchange import outer_steps, state_of, two_replicas, unchanged
+from tests.swarm.test_pipeline import ask, request, serving_world
+from tests.worlds import LENGTH, WINDOWS, micro_spec, world
+
+STRANGER = PeerId("a-stranger")
+NAME = "a" * 32
+
+
+async def propose(replica: Replica) -> None:
+    """A stranger's proposal, accepted."""
+    replica.exchanger.last_round = True
+    progress, worker = replica.worker.progress, replica.worker
+    proposal = exchange.Proposal(
+        exchange=NAME, run=replica.spec.run_id, stage=0, contract=worker.contract, clock=progress.clock
+    )
+    await replica.exchanger._handle_propose(STRANGER, Message(proposal.model_dump(mode="json")))
+
+
+def opening(replica: Replica) -> Message:
+    """The stranger's header and gauge."""
+    header = exchange.Opening(exchange=NAME, clock=replica.worker.progress.clock, tokens=64).model_dump(mode="json")
+    return Message(header, (torch.zeros(replica.exchanger._gauge_size),))
+
+
+def chunk(replica: Replica, index: int) -> Message:
+    """One of the stranger's chunks."""
+    header = exchange.ChunkHeader(exchange=NAME, index=index).model_dump(mode="json")
+    return Message(header, (torch.zeros(replica.worker.outer.chunk_size(index)),))
+
+
+async def test_full_is_full_for_bodies_that_arrive_together() -> None:
+    """All were admitted while there was room; only max_pending of them are taken in."""
+    async with world(micro_spec(stages=3), settings=NodeSettings(max_pending=2)) as made:
+        middle = made.replicas[1]
+        middle.server.accepting = True
+        requests = [request(made, id=f"{number:032x}", budget_ms=100) for number in range(9)]
+        for each in requests:
+            middle.server.admit(STRANGER, each.header, each.specs)
+        handling = [asyncio.create_task(middle.server.handle(STRANGER, each)) for each in requests]
+        await eventually(lambda: middle.server.pending, what="the first are taken in")
+        assert middle.server.pending == 2
+        refusals = await asyncio.gather(*handling, return_exceptions=True)
+        reasons = [refusal.reason for refusal in refusals if isinstance(refusal, Refused)]
+        assert reasons.count(Refusal.BUSY) == 7
+        assert len(reasons) == 9
+        assert middle.server.pending == 0
+
+
+async def test_a_budget_of_a_day_holds_a_place_no_longer_than_the_runs_own() -> None:
+    """Or one stranger could fill a node whose next stage is away."""
+    pipeline = PipelineSpec(budget_seconds=0.4, progress_seconds=0.2)
+    async with serving_world(stages=3, pipeline=pipeline) as made:
+        async with asyncio.timeout(4):
+            with pytest.raises(Refused) as refused:
+                await ask(made, request(made, budget_ms=86_400_000))
+        assert refused.value.reason is Refusal.BUDGET_SPENT
+        assert made.replicas[1].server.pending == 0
+
+
+@pytest.mark.parametrize("mode", ["train", "evaluate"])
+async def test_an_answer_may_not_invent_tokens(mode: str) -> None:
+    """A next stage that claims more than it was sent would push this replica's clock and dilute its gradient."""
+    activations = torch.zeros(WINDOWS, LENGTH, 32)
+    for tokens in (1, WINDOWS * LENGTH - 1, 1 << 32):
+        header = {"loss_sum": 1.0, "tokens": tokens, "load": 0}
+        with pytest.raises(ProtocolViolation, match="tokens"):
+            await parse_answer(header, (activations,), activations=activations, mode=mode)  # type: ignore[arg-type]
+    header = {"loss_sum": 1.0, "tokens": WINDOWS * LENGTH, "load": 0}
+    trained, _ = await parse_answer(header, (activations,), activations=activations, mode=mode)  # type: ignore[arg-type]
+    assert trained.tokens == WINDOWS * LENGTH
+
+
+async def test_chunks_admitted_for_one_exchange_do_not_count_for_its_namesake() -> None:
+    """The first exchange ends while its chunks are on their way; the same name is proposed again and not opened."""
+    async with two_replicas() as (made, _, right):
+        await propose(right)
+        await right.exchanger._handle_open(STRANGER, opening(right))
+        chunks = [chunk(right, index) for index in range(right.worker.outer.chunks)]
+        for each in chunks:
+            right.exchanger._admit_chunk(STRANGER, each.header, each.specs)
+        right.exchanger._give_up_if_stalled(-1.0)
+        assert not right.exchanger.engaged
+        before = await state_of(right)
+        await propose(right)
+        for each in chunks:
+            with pytest.raises(Refused) as refused:
+                await right.exchanger._handle_chunk(STRANGER, each)
+            assert refused.value.reason is Refusal.MALFORMED
+        await eventually(lambda: not right.exchanger.engaged, what="the second is given up too")
+        assert unchanged(before, await state_of(right))
+        assert not outer_steps(made, 1, "paired")
+
+
+async def test_an_exchange_is_opened_once_however_often_it_is_asked() -> None:
+    """Two openings at once: one is refused, or it would wipe out what the other has added."""
+    async with two_replicas() as (_, _, right):
+        await propose(right)
+        results = await asyncio.gather(
+            *(right.exchanger._handle_open(STRANGER, opening(right)) for _ in range(3)), return_exceptions=True
+        )
+        assert len([result for result in results if isinstance(result, Message)]) == 1
+        refused = [result for result in results if isinstance(result, Refused)]
+        assert [each.reason for each in refused] == [Refusal.MALFORMED] * 2
+
+
+async def test_an_opening_that_was_given_up_meanwhile_touches_no_buffer() -> None:
+    """The snapshot took longer than the exchange lived: the buffers may belong to another outer step by then."""
+    async with two_replicas() as (_, _, right):
+        await propose(right)
+        handling = asyncio.create_task(right.exchanger._handle_open(STRANGER, opening(right)))
+        await asyncio.sleep(0)
+        right.exchanger._give_up_if_stalled(-1.0)
+        right.worker.outer._difference.fill_(7.0)
+        with pytest.raises(Refused) as refused:
+            await handling
+        assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
+        assert bool((right.worker.outer._difference == 7.0).all())
+
+
+async def test_a_chunk_whose_caller_left_during_the_arithmetic_counts_when_it_comes_again() -> None:
+    """Its work was done: the repeat adds nothing twice, and the exchange comes to its end."""
+    async with two_replicas() as (made, _, right):
+        await propose(right)
+        await right.exchanger._handle_open(STRANGER, opening(right))
+        session = right.exchanger._session
+        assert session is not None
+        abandoned = asyncio.create_task(right.exchanger._handle_chunk(STRANGER, chunk(right, 0)))
+        await asyncio.sleep(0)
+        right.exchanger._arithmetic.submit(int).result(5)  # behind the chunk's; the loop does not turn meanwhile
+        abandoned.cancel()
+        await asyncio.wait((abandoned,))
+        assert abandoned.cancelled()
+        for index in range(right.worker.outer.chunks):
+            await right.exchanger._handle_chunk(STRANGER, chunk(right, index))
+        await eventually(lambda: outer_steps(made, 1, "paired"), what="the step is committed")
