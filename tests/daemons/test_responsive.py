@@ -1,0 +1,61 @@
+"""The event loop answers quickly while a large exchange streams and the arithmetic runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from noloco_node.config.run_spec import LimitsSpec, ModelSpec, OuterSpec
+from noloco_node.telemetry.events import OuterStep
+from tests.support import eventually, nothing_left_behind
+from tests.worlds import libp2p_world, micro_spec
+
+BEAT = 0.02
+WORST_LAG = 0.4
+"""Seconds; generous, for machines that do other things. A whole-model operation on the loop takes longer."""
+
+
+@pytest.fixture
+def traceless(tmp_path: Path) -> Iterator[Path]:
+    """A folder for identities; afterwards no p2pd, socket or temporary folder may be left."""
+    with nothing_left_behind():
+        yield tmp_path
+
+
+@pytest.mark.daemons
+async def test_the_loop_beats_while_fifty_megabytes_cross(traceless: Path) -> None:
+    """Two replicas of 13 M weights average over p2pd; a heartbeat measures how late it is woken meanwhile."""
+    small = micro_spec(stages=1, outer=OuterSpec(inner_steps=2, min_inner_steps=0, codec="fp32"))
+    config = {**small.model.config, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 14}
+    spec = small.model_copy(
+        update={"model": ModelSpec(config=config, seed=3, stages=1), "limits": LimitsSpec(chunk_bytes=1 << 20)}
+    )
+    lags: list[float] = []
+
+    async def beat() -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + BEAT
+            await asyncio.sleep(BEAT)
+            lags.append(loop.time() - due)
+
+    async with libp2p_world(spec, traceless, replicas=2) as made, asyncio.TaskGroup() as group:
+        running = [group.create_task(replica.exchanger.run()) for replica in made.replicas]
+        for replica in made.replicas:
+            replica.exchanger.accepting = True
+            assert replica.origin is not None
+            await replica.origin.train_one()
+        heart = group.create_task(beat())
+        partner = made.replicas[1]._transport.peer_id
+        assert await made.replicas[0].exchanger.dial(partner)
+        await eventually(lambda: not made.replicas[1].exchanger.engaged, what="the partner has committed")
+        for task in (heart, *running):
+            task.cancel()
+    steps = [[event for event in events if isinstance(event, OuterStep)] for events in made.events]
+    assert [[event.kind for event in each] for each in steps] == [["paired"], ["paired"]]
+    assert steps[0][0].bytes_sent > 50e6
+    assert len(lags) >= 5, "it must have beaten during the exchange"
+    assert max(lags) < WORST_LAG, sorted(lags)[-5:]
