@@ -391,7 +391,10 @@ class Origin:
     ) -> tuple[float, int]:
         inputs, labels = load(windows)
         if self._downstream is None:
-            return await self._worker.evaluate_loss(inputs, labels), labels.numel()
+            try:
+                return await self._worker.evaluate_loss(inputs, labels), labels.numel()
+            except MicrobatchNotFinite as error:
+                raise HopFailed(Refusal.NOT_FINITE, str(error)) from None
         outputs = await self._worker.evaluate(inputs)
         result = await self._downstream.send(
             secrets.token_hex(16), "evaluate", outputs, labels.to(torch.int32), self._spec.pipeline.budget_seconds

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 class Event(BaseModel):
     """Base of all events. `time` is wall time in seconds since 1970."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")  # null would not be read back
 
     time: float = Field(default_factory=time.time)
 

@@ -119,6 +119,25 @@ async def test_an_exchange_is_opened_once_however_often_it_is_asked() -> None:
         assert [each.reason for each in refused] == [Refusal.MALFORMED] * 2
 
 
+async def test_nobody_else_can_speak_in_an_exchange() -> None:
+    """Not even one who has learnt its name."""
+    async with two_replicas() as (_, _, right):
+        await propose(right)
+        other = PeerId("another-stranger")
+        first = chunk(right, 0)
+        with pytest.raises(Refused) as refused:
+            await right.exchanger._handle_open(other, opening(right))
+        assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
+        await right.exchanger._handle_open(STRANGER, opening(right))
+        for attempt in (right.exchanger._admit_chunk, right.exchanger._admit_open):
+            with pytest.raises(Refused) as refused:
+                attempt(other, first.header, first.specs)
+        with pytest.raises(Refused) as refused:
+            await right.exchanger._handle_chunk(other, first)
+        assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
+        await right.exchanger._handle_chunk(STRANGER, first)
+
+
 async def test_an_opening_that_was_given_up_meanwhile_touches_no_buffer() -> None:
     """The snapshot took longer than the exchange lived: the buffers may belong to another outer step by then."""
     async with two_replicas() as (_, _, right):

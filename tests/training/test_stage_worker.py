@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.swarm.microbatch import HopFailed
 from noloco_node.telemetry.events import InnerStep
 from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
 from tests.support import eventually
@@ -67,13 +68,15 @@ async def test_a_run_of_one_stage_survives_a_loss_that_is_not_finite() -> None:
         assert replica.origin is not None
         trainer = replica.worker._trainer
         sound = trainer.master.clone()
-        trainer.add_to_weights(torch.full_like(sound, 3e38))
+        trainer.add_to_weights(torch.full_like(sound, math.nan))
         attempts = 1 + replica.spec.pipeline.put_backs
         for _ in range(attempts):
             await replica.origin.train_one()
         ledger = replica.ledger
         assert (ledger.drawn, ledger.put_back, ledger.dropped, ledger.trained) == (1, attempts - 1, 1, 0)
         assert replica.origin.held == replica.worker.progress.tokens == 0
+        with pytest.raises(HopFailed):
+            await replica.origin.evaluate(range(4), window_batch)
         trainer.load(sound, trainer.optimizer_state())
         await replica.origin.train_one()
         assert ledger.trained == 1
@@ -143,10 +146,12 @@ async def test_a_refused_microbatch_takes_no_step() -> None:
         inputs, labels = window_batch(range(WINDOWS))
         await worker.loss(inputs, labels)
         sound = trainer.master.clone()
-        trainer.add_to_weights(torch.full_like(sound, 3e38))
+        trainer.add_to_weights(torch.full_like(sound, math.nan))
         with pytest.raises(MicrobatchNotFinite):
             await worker.loss(inputs, labels)
+        with pytest.raises(MicrobatchNotFinite):
+            await worker.evaluate_loss(inputs, labels)
         assert not reports
-        trainer.add_to_weights(sound - trainer.master)
+        trainer.load(sound, trainer.optimizer_state())
         assert trainer.tokens_accumulated == MICROBATCH
         assert worker.live_versions == 1
