@@ -46,8 +46,8 @@ async def test_work_is_taken_in_the_order_step_backward_forward_draw() -> None:
         await eventually(lambda: thread.waiting == len(asked), what="all are queued")
         release.set()
         await asyncio.gather(*tasks)
-    assert done == sorted(asked)
-    assert done[0][0] < done[3][0] < done[6][0] < done[9][0]
+    order = (Priority.STEP, Priority.BACKWARD, Priority.FORWARD, Priority.DRAW)
+    assert done == [(priority, number) for priority in order for number in range(3)]
 
 
 async def test_a_call_cancelled_before_its_turn_is_not_run() -> None:
