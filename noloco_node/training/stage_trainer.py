@@ -169,12 +169,11 @@ class StageTrainer:
         """
         assert self._tokens > 0, "a step needs tokens"
         tokens, loss = self._tokens, self._loss_sum / self._tokens
-        self._gradient.div_(tokens)
-        norm = math.sqrt(float(self._gradient.square().sum(dtype=torch.float64)))
+        norm = float(torch.linalg.vector_norm(self._gradient)) / tokens  # pyright: ignore
         skipped = not math.isfinite(norm)
         if not skipped:
-            if norm > self._clip_norm:
-                self._gradient.mul_(self._clip_norm / (norm + 1e-6))
+            clip = min(1.0, self._clip_norm / (norm + 1e-6))
+            self._gradient.mul_(clip / tokens)
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
             self._optimizer.step()  # pyright: ignore[reportUnknownMemberType]
