@@ -5,7 +5,7 @@
 The single process takes its best of several microbatch and thread settings; then single and swarm are measured in
 turn, so that both see the same machine. The swarm's rate is taken between the moment when every first-stage replica has
 taken some inner steps and the moment when the first of them stops training: start-up and the end are left out on both
-sides. A last swarm run has one microbatch in flight, for the loss at equal tokens.
+sides. Several numbers of microbatches in flight are measured: their validation losses are at equal tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import torch
@@ -147,45 +148,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--tokens", type=int, default=400_000, help="target of each swarm run")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 2, 4], help="microbatches a replica, in turn")
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
-    quiet = [f"run.inner.target_tokens={options.tokens}", f"run.evaluation.every_tokens={10 * options.tokens}"]
-    config = load_config(options.config, [*quiet, *options.set])
-    one_in_flight = load_config(options.config, [*quiet, *options.set, "node.in_flight=1"])
     sweep = [run_single(options.config, t, w, SWEEP_SECONDS) for t, w in product(THREADS, WINDOWS)]
     best = max(sweep, key=lambda row: row["tokens_per_second"])
-    singles, swarms = [], []
-    for _ in range(options.repeats):
-        singles.append(run_single(options.config, int(best["threads"]), int(best["windows"]), SINGLE_SECONDS))
-        print(json.dumps(singles[-1]), flush=True)
-        swarms.append(asyncio.run(run_swarm(config)))
-        print(json.dumps(swarms[-1]), flush=True)
-    serial = asyncio.run(run_swarm(one_in_flight))
-    ratios = [
-        float(str(swarm["tokens_per_second"])) / single["tokens_per_second"]
-        for single, swarm in zip(singles, swarms, strict=True)
-    ]
+    rows: list[dict[str, object]] = []
+    for in_flight in options.in_flight * options.repeats:
+        quiet = [f"run.inner.target_tokens={options.tokens}", f"run.evaluation.every_tokens={10 * options.tokens}"]
+        config = load_config(options.config, [*quiet, *options.set, f"node.in_flight={in_flight}"])
+        single = run_single(options.config, int(best["threads"]), int(best["windows"]), SINGLE_SECONDS)
+        swarm = asyncio.run(run_swarm(config))
+        ratio = float(str(swarm["tokens_per_second"])) / single["tokens_per_second"]
+        rows.append({"in_flight": in_flight, "ratio": ratio, "single": single, "swarm": swarm})
+        print(json.dumps(rows[-1]), flush=True)
     result = {
         "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
         "version": __version__,
         "layout": f"{config.run.stages} stages × {config.local_swarm.replicas} replicas",
         "tokens": options.tokens,
         "single_sweep": sweep,
-        "single": singles,
-        "swarm": swarms,
-        "one_in_flight": serial,
-        "ratios": ratios,
-        "ratio": statistics.median(ratios),
-        "loss_over_one_in_flight": statistics.mean(float(str(s["validation_loss"])) for s in swarms)
-        / float(str(serial["validation_loss"])),
+        "runs": rows,
+        "by_in_flight": {str(count): summary(rows, count) for count in sorted(set(options.in_flight))},
     }
     text = json.dumps(result, indent=2)
     print(text)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text + "\n")
+
+
+def summary(rows: list[dict[str, object]], in_flight: int) -> dict[str, float]:
+    """Medians over the runs with that many microbatches in flight."""
+    mine = [row for row in rows if row["in_flight"] == in_flight]
+    swarms = [cast(dict[str, Any], row["swarm"]) for row in mine]
+    return {
+        "ratio": statistics.median(cast(float, row["ratio"]) for row in mine),
+        "tokens_per_second": statistics.median(s["tokens_per_second"] for s in swarms),
+        "cpu_seconds_per_million_tokens": statistics.median(s["cpu_seconds_per_million_tokens"] for s in swarms),
+        "validation_loss": statistics.median(s["validation_loss"] for s in swarms),
+    }
 
 
 if __name__ == "__main__":

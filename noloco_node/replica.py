@@ -254,8 +254,10 @@ class Replica:
         """At the start, and whenever the clock has gone `evaluation.every_tokens` further."""
         due = 0.0
         while True:
-            if self.worker.progress.clock >= due:
-                due += self.spec.evaluation.every_tokens
+            clock = self.worker.progress.clock
+            if clock >= due:
+                every = self.spec.evaluation.every_tokens
+                due = (clock // every + 1) * every
                 await self._evaluate(final=False)
             await self._moved.wait()
 

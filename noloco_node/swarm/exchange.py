@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeVar
+from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION
@@ -27,7 +26,8 @@ from noloco_node.outer.clipping import DifferenceBound
 from noloco_node.outer.gauge import gauge_coordinates, spread
 from noloco_node.outer.replica import NotFinite
 from noloco_node.outer.update import token_weights
-from noloco_node.swarm.microbatch import all_finite, first_problem
+from noloco_node.swarm.exchange_messages import CHUNK, OPEN, PROPOSE, ChunkHeader, Opening, Proposal
+from noloco_node.swarm.microbatch import all_finite
 from noloco_node.swarm.pairing import Window, answer_proposal, believed_clock, laggard, lags
 from noloco_node.swarm.transport import (
     JsonObject,
@@ -40,52 +40,13 @@ from noloco_node.swarm.transport import (
     Transport,
     TransportError,
 )
+from noloco_node.swarm.wire import no_tensors, parse
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.stage_worker import Snapshot, StageWorker
 
 logger = logging.getLogger(__name__)
 
-PROPOSE = "outer.propose"
-OPEN = "outer.open"
-CHUNK = "outer.chunk"
-
 T = TypeVar("T")
-H = TypeVar("H", bound="_Wire")
-
-
-class _Wire(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-ExchangeId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-ClockValue = Annotated[float, Field(ge=0.0, le=1e18, allow_inf_nan=False)]
-
-
-class Proposal(_Wire):
-    """The dialler's request to average. Answered by acceptance (an empty header) or a typed refusal."""
-
-    exchange: ExchangeId
-    run: Annotated[str, Field(max_length=64)]
-    protocol: Annotated[int, Field(ge=0, le=1 << 16)] = PROTOCOL_VERSION
-    stage: Annotated[int, Field(ge=0, lt=256)]
-    contract: Annotated[str, Field(max_length=64)]
-    clock: ClockValue
-
-
-class Opening(_Wire):
-    """What each side says of its snapshot, before any chunk. With it travels the gauge: sampled fast weights, fp32."""
-
-    exchange: ExchangeId
-    clock: ClockValue
-    tokens: Annotated[int, Field(ge=0, le=1 << 53)]
-    """Tokens behind Δ."""
-
-
-class ChunkHeader(_Wire):
-    """Names a chunk of s."""
-
-    exchange: ExchangeId
-    index: Annotated[int, Field(ge=0, le=1 << 32)]
 
 
 @dataclass(slots=True, eq=False)
@@ -156,7 +117,7 @@ class Exchanger:
 
     def serve(self) -> None:
         """Register the three methods with the transport."""
-        self._transport.serve(PROPOSE, _no_tensors, self._handle_propose, max_concurrent_per_peer=2)
+        self._transport.serve(PROPOSE, no_tensors, self._handle_propose, max_concurrent_per_peer=2)
         self._transport.serve(OPEN, self._admit_open, self._handle_open, max_concurrent_per_peer=2)
         self._transport.serve(CHUNK, self._admit_chunk, self._handle_chunk, max_concurrent_per_peer=64)
 
@@ -232,7 +193,7 @@ class Exchanger:
             raise ProtocolViolation("the gauge does not have the agreed size")
         if not await all_finite(answer.tensors[0]):
             raise ProtocolViolation("the gauge holds NaN or infinity")
-        await self._join(session, snapshot, _parse(Opening, answer.header), own, answer.tensors[0])
+        await self._join(session, snapshot, parse(Opening, answer.header), own, answer.tensors[0])
         pending = list(reversed(range(self._worker.outer.chunks)))
 
         async def stripe() -> None:
@@ -261,7 +222,7 @@ class Exchanger:
         session.received += answer.tensors[0].nbytes
 
     async def _handle_propose(self, peer: PeerId, message: Message) -> Message:
-        proposal = _parse(Proposal, message.header)
+        proposal = parse(Proposal, message.header)
         if not self.accepting:
             raise Refused(Refusal.DRAINING)
         if proposal.protocol != PROTOCOL_VERSION:
@@ -301,12 +262,12 @@ class Exchanger:
                 return
 
     def _admit_open(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
-        self._session_of(peer, _parse(Opening, header).exchange)
+        self._session_of(peer, parse(Opening, header).exchange)
         if specs != (TensorSpec("fp32", (self._gauge_size,)),):
             raise Refused(Refusal.MALFORMED, "the gauge does not have the agreed size")
 
     async def _handle_open(self, peer: PeerId, message: Message) -> Message:
-        opening = _parse(Opening, message.header)
+        opening = parse(Opening, message.header)
         session = self._session_of(peer, opening.exchange)
         if session.opening:
             raise Refused(Refusal.MALFORMED, "this exchange is open already")
@@ -322,7 +283,7 @@ class Exchanger:
         return self._opening(session, snapshot, own)
 
     def _admit_chunk(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
-        chunk = _parse(ChunkHeader, header)
+        chunk = parse(ChunkHeader, header)
         session = self._session_of(peer, chunk.exchange)
         if session.snapshot is None or chunk.index >= self._worker.outer.chunks:
             raise Refused(Refusal.MALFORMED, f"chunk {chunk.index} before the headers, or out of range")
@@ -330,8 +291,8 @@ class Exchanger:
             raise Refused(Refusal.MALFORMED, f"chunk {chunk.index} does not have the agreed size and precision")
 
     async def _handle_chunk(self, peer: PeerId, message: Message) -> Message:
-        index = _parse(ChunkHeader, message.header).index
-        session = self._session_of(peer, _parse(ChunkHeader, message.header).exchange)
+        index = parse(ChunkHeader, message.header).index
+        session = self._session_of(peer, parse(ChunkHeader, message.header).exchange)
         if session.committing:
             raise Refused(Refusal.UNKNOWN_EXCHANGE, "already committed here")
         if session.snapshot is None:  # another exchange of this name, opened while the body was on its way
@@ -486,15 +447,3 @@ class Exchanger:
         """Arithmetic of the open step, one piece after another on its own thread: what a closed session left there is
         done before the next session clears the buffers."""
         return await asyncio.get_running_loop().run_in_executor(self._arithmetic, work)
-
-
-def _parse(kind: type[H], header: JsonObject) -> H:
-    try:
-        return kind.model_validate(header)
-    except ValidationError as error:
-        raise Refused(Refusal.MALFORMED, first_problem(error)) from None
-
-
-def _no_tensors(_peer: PeerId, _header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
-    if specs:
-        raise Refused(Refusal.MALFORMED, "this method takes no tensors")

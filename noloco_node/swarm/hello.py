@@ -7,22 +7,20 @@ import logging
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.peer_addresses import parse_address
 from noloco_node.swarm.transport import (
-    JsonObject,
     Message,
     PeerId,
-    Refusal,
     Refused,
-    TensorSpec,
     Transport,
     TransportError,
 )
+from noloco_node.swarm.wire import ProtocolVersion, RunName, StageIndex, WireModel, no_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +28,14 @@ METHOD = "hello"
 TIMEOUT_SECONDS = 10.0
 
 
-class Hello(BaseModel):
+class Hello(WireModel):
     """What a node says of itself to anyone who asks."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    run: Annotated[str, Field(max_length=64)]
+    run: RunName
     name: Annotated[str, Field(max_length=64)]
-    protocol: Annotated[int, Field(ge=0, le=1 << 16)]
+    protocol: ProtocolVersion
     version: Annotated[str, Field(max_length=32)]
-    stage: Annotated[int, Field(ge=0, lt=256)]
+    stage: StageIndex
 
 
 def serve_hello(transport: Transport, spec: RunSpec, stage: int) -> None:
@@ -49,7 +45,7 @@ def serve_hello(transport: Transport, spec: RunSpec, stage: int) -> None:
     async def handle(_peer: PeerId, _message: Message) -> Message:
         return Message(own.model_dump(mode="json"))
 
-    transport.serve(METHOD, _nothing_attached, handle, max_concurrent_per_peer=4)
+    transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=4)
 
 
 async def check_same_run(transport: Transport, spec: RunSpec, initial_peers: Sequence[str]) -> None:
@@ -88,8 +84,3 @@ async def _ask(transport: Transport, peer: PeerId) -> Hello | None:
     except (Refused, TransportError, ValidationError) as error:
         logger.debug("hello to %s came to nothing: %r", peer, error)
         return None
-
-
-def _nothing_attached(_peer: PeerId, _header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
-    if specs:
-        raise Refused(Refusal.MALFORMED, "this method takes no tensors")

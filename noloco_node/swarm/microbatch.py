@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.transport import JsonObject, ProtocolViolation, Refusal, Refused, TensorSpec
+from noloco_node.swarm.wire import ProtocolVersion, RandomId, RunName, StageIndex, WireModel, first_problem, parse
 
 METHOD = "microbatch"
 
@@ -21,27 +22,23 @@ INLINE_ELEMENTS = 1 << 18
 Mode = Literal["train", "evaluate"]
 
 
-class MicrobatchHeader(BaseModel):
+class MicrobatchHeader(WireModel):
     """Goes with the activations and labels of a microbatch, from one stage to the next."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    id: RandomId
     """Random; the same on every hop and every attempt."""
     attempt: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     budget_ms: Annotated[int, Field(ge=1, le=86_400_000)]
     """Milliseconds left; the receiver fails upward before they are over."""
     mode: Mode = "train"
-    run: Annotated[str, Field(max_length=64)]
-    stage: Annotated[int, Field(ge=0, lt=256)]
+    run: RunName
+    stage: StageIndex
     """The stage it is meant for."""
-    protocol: Annotated[int, Field(ge=0, le=1 << 16)] = PROTOCOL_VERSION
+    protocol: ProtocolVersion = PROTOCOL_VERSION
 
 
-class MicrobatchAnswer(BaseModel):
+class MicrobatchAnswer(WireModel):
     """Comes back with the gradient of the activations (train) or alone (evaluate)."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     loss_sum: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
     """Nats, summed over the tokens."""
@@ -83,10 +80,7 @@ class Ledger:
 
 def parse_header(header: JsonObject, *, run: str, stage: int) -> MicrobatchHeader:
     """A validated header that is meant for this node; raises Refused otherwise."""
-    try:
-        parsed = MicrobatchHeader.model_validate(header)
-    except ValidationError as error:
-        raise Refused(Refusal.MALFORMED, first_problem(error)) from None
+    parsed = parse(MicrobatchHeader, header)
     if parsed.protocol != PROTOCOL_VERSION:
         raise Refused(Refusal.WRONG_PROTOCOL, f"this node speaks version {PROTOCOL_VERSION}, not {parsed.protocol}")
     if parsed.run != run:
@@ -141,9 +135,3 @@ async def all_finite(tensor: Tensor) -> bool:
 def _finite(tensor: Tensor) -> bool:
     """One pass: a sum is finite only if every element is."""
     return bool(torch.isfinite(tensor.sum(dtype=torch.float64)))
-
-
-def first_problem(error: ValidationError) -> str:
-    """The first mistake in a message, as one short line for its sender."""
-    problem = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from torch import Tensor
 
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.swarm.microbatch import first_problem
 from noloco_node.swarm.transport import (
     JsonObject,
     Message,
@@ -30,6 +29,7 @@ from noloco_node.swarm.transport import (
     Transport,
     TransportError,
 )
+from noloco_node.swarm.wire import ClockValue, RunName, StageIndex, WireModel, no_tensors, parse
 from noloco_node.training.stage_worker import Progress, StageWorker
 
 logger = logging.getLogger(__name__)
@@ -43,25 +43,21 @@ SNAPSHOT_SHARED_SECONDS = 10.0
 CHUNK_ATTEMPTS = 3
 
 
-class StateRequest(BaseModel):
+class StateRequest(WireModel):
     """Asks for a manifest (no snapshot named) or for a chunk of a snapshot."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    run: Annotated[str, Field(max_length=64)]
-    stage: Annotated[int, Field(ge=0, lt=256)]
+    run: RunName
+    stage: StageIndex
     contract: Annotated[str, Field(max_length=64)]
     snapshot: Annotated[str, Field(max_length=32)] = ""
     index: Annotated[int, Field(ge=0, le=1 << 32)] = 0
 
 
-class StateManifest(BaseModel):
+class StateManifest(WireModel):
     """Describes one snapshot. The hash of every chunk travels with it as a tensor u8 [chunks, 16]."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
     snapshot: Annotated[str, Field(max_length=32)]
-    clock: Annotated[float, Field(ge=0.0, le=1e18, allow_inf_nan=False)]
+    clock: ClockValue
     outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)]
     size: Annotated[int, Field(gt=0, le=1 << 44)]
     """Bytes of the whole state."""
@@ -99,13 +95,9 @@ class StateDonor:
         if self._held is not None and time.monotonic() - self._held.used > SNAPSHOT_LIFE_SECONDS:
             self._held = None
 
-    def _admit(self, _peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
-        try:
-            request = StateRequest.model_validate(header)
-        except ValidationError as error:
-            raise Refused(Refusal.MALFORMED, first_problem(error)) from None
-        if specs:
-            raise Refused(Refusal.MALFORMED, "this method takes no tensors")
+    def _admit(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
+        request = parse(StateRequest, header)
+        no_tensors(peer, header, specs)
         if not self.accepting:
             raise Refused(Refusal.DRAINING)
         if request.run != self._spec.run_id:
