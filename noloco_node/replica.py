@@ -124,26 +124,8 @@ class Replica:
         self._downstream = (
             None if stage.cut.is_last else Downstream(spec, self.stage, transport, self._book, self.ledger, self._rng)
         )
-        self.server = PipelineServer(
-            spec,
-            self.stage,
-            stage.hidden_size,
-            stage.vocab_size,
-            self.worker,
-            self._downstream,
-            self.ledger,
-            settings.max_pending,
-        )
-        self.exchanger = Exchanger(
-            spec,
-            self.stage,
-            transport,
-            self.worker,
-            streams=settings.exchange_streams,
-            clocks=self.membership.fellow_clocks,
-            on_outer_step=self._outer_step_taken,
-            moved=self._moved,
-        )
+        self.server = self._make_server(stage)
+        self.exchanger = self._make_exchanger()
         self.donor = StateDonor(spec, self.stage, transport, self.worker)
         self.origin = (
             Origin(spec, self.worker, self._downstream, self.ledger, draw=samples.draw, load=samples.train)
@@ -156,6 +138,30 @@ class Replica:
         self._worst_lag = 0.0
         self._origins_seen = False
         self._last_step_taken = False
+
+    def _make_server(self, stage: Stage) -> PipelineServer:
+        return PipelineServer(
+            self.spec,
+            self.stage,
+            stage.hidden_size,
+            stage.vocab_size,
+            self.worker,
+            self._downstream,
+            self.ledger,
+            self._settings.max_pending,
+        )
+
+    def _make_exchanger(self) -> Exchanger:
+        return Exchanger(
+            self.spec,
+            self.stage,
+            self._transport,
+            self.worker,
+            streams=self._settings.exchange_streams,
+            clocks=self.membership.fellow_clocks,
+            on_outer_step=self._outer_step_taken,
+            moved=self._moved,
+        )
 
     async def become_current(self) -> PeerId | None:
         """Copy a fellow's state if the swarm is past its first outer round; the donor, or None where the first weights
