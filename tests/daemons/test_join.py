@@ -36,13 +36,9 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 async def joining(folder: Path, address: str) -> AsyncIterator[list[AnyEvent]]:
     """A daemon that joins through `address`; its events so far. It is told to leave at the end of the block."""
     arguments = ["run", str(MICRO), "--set", ENDLESS, "--initial-peers", address, "--run-folder", str(folder)]
+    quiet = asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "noloco_node",
-        *arguments,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=(folder.parent / "log").open("wb"),
+        sys.executable, "-m", "noloco_node", *arguments, stdout=quiet, stderr=quiet
     )
     reader, events = EventReader(folder / "events.jsonl"), list[AnyEvent]()
 
