@@ -1,0 +1,67 @@
+"""Does a finished run of the main job keep its promises? Prints each with its figure; exit code 1 if one is broken.
+
+make swarm && python -m benchmarks.check_run runs/tiny-*
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+from noloco_node.telemetry.events import Evaluation, read_events
+from noloco_node.telemetry.summary import Summary
+
+
+def checks(folder: Path) -> list[tuple[str, str, bool]]:
+    """Promise, figure, and whether it holds."""
+    summary = Summary.model_validate_json((folder / "summary.json").read_text(encoding="utf-8"))
+    finals = [
+        event.loss
+        for file in sorted((folder / "nodes").glob("*/events.jsonl"))
+        for event in read_events(file)
+        if isinstance(event, Evaluation) and event.final
+    ]
+    mean_replica, merged = statistics.mean(finals), summary.validation_loss_merged or float("inf")
+    spreads = [point.spread for point in summary.spread]
+    books = summary.microbatches
+    fellows = summary.nodes // summary.stages - 1
+    rounds, partners = summary.outer_rounds.values(), summary.distinct_partners.values()
+    return [
+        ("validation loss below 2.4 nats/byte", f"{mean_replica:.4f}", mean_replica < 2.4),
+        ("at least 25 outer rounds a node", f"{min(rounds)} to {max(rounds)}", min(rounds) >= 25),
+        (f"every node averaged with all {fellows} fellows", f"at least {min(partners)}", min(partners) == fellows),
+        (
+            "last spread at most half of its maximum",
+            f"{spreads[-1]:.2e} of {max(spreads):.2e}",
+            spreads[-1] <= max(spreads) / 2,
+        ),
+        (
+            "merged model not worse than the mean replica by 0.01",
+            f"{merged - mean_replica:+.4f}",
+            merged <= mean_replica + 0.01,
+        ),
+        (
+            "drawn = trained + dropped + held",
+            f"{books.drawn} = {books.trained} + {books.dropped} + {books.held_at_end}",
+            books.drawn == books.trained + books.dropped + books.held_at_end,
+        ),
+        ("no node died", ", ".join(summary.died) or "none", not summary.died),
+    ]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="+")
+    broken = 0
+    for folder in parser.parse_args().folder:
+        for promise, figure, holds in checks(folder):
+            print(f"{'ok  ' if holds else 'FAIL'} {promise:<55} {figure}")
+            broken += not holds
+    sys.exit(1 if broken else 0)
+
+
+if __name__ == "__main__":
+    main()
