@@ -206,7 +206,7 @@ class StageTrainer:
             self.master.copy_(fast)
         for part, parameter in self._optimizer_parts():
             self._optimizer.state[parameter] = {
-                "step": optimizer_state["optimizer_steps"].to(torch.float32).clone(),
+                "step": optimizer_state["optimizer_steps"].to(device=self.device, dtype=torch.float32, copy=True),
                 "exp_avg": optimizer_state["exp_avg"][part].to(self.device, copy=True),
                 "exp_avg_sq": optimizer_state["exp_avg_sq"][part].to(self.device, copy=True),
             }
@@ -269,7 +269,13 @@ def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _without_weights(stage: Stage) -> None:
-    """Drop the stage's own copy of its weights: `functional_call` supplies them, the buffers stay."""
+    """Drop the stage's own copy of its weights: `functional_call` supplies them, the buffers stay.
+
+    A parameter that two modules share stays shared, or `functional_call` would supply only one of them.
+    """
+    shells: dict[nn.Parameter, nn.Parameter] = {}
     for module in stage.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
+            if parameter not in shells:
+                shells[parameter] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+            setattr(module, name, shells[parameter])
