@@ -16,9 +16,9 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Settings(BaseModel):
-    """Base of every group of settings: frozen, and an unknown key is an error rather than a silent default."""
+    """Base of every group of settings: frozen, and an unknown key is an error rather than a silent default. Numbers are finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelSpec(Settings):
@@ -104,7 +104,7 @@ class OuterSpec(Settings):
 
     inner_steps: Positive = 50
     """H: inner steps after which a replica dials a fellow."""
-    min_inner_steps: Annotated[int, Field(ge=0)] | None = None
+    min_inner_steps: Positive | None = None
     """H_min: inner steps from which a replica may be dialled; H/2 where not set."""
     alpha: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
     """Outer momentum."""

@@ -156,3 +156,20 @@ def test_an_override_that_is_none_is_a_usage_error(tmp_path: Path, override: str
 def test_the_last_override_wins(tmp_path: Path) -> None:
     """As everywhere on a command line."""
     assert load(tmp_path, GOOD, "run.outer.inner_steps=3", "run.outer.inner_steps=4").run.outer.inner_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("run.outer.min_inner_steps", "0"),
+        ("run.inner.learning_rate", ".inf"),
+        ("run.outer.clip_multiple", ".nan"),
+        ("run.model.config.rope_theta", ".inf"),
+        ("node.drain_seconds", ".inf"),
+    ],
+)
+def test_numbers_that_would_break_the_run_later_are_refused_by_name(tmp_path: Path, setting: str, value: str) -> None:
+    """No averaging window of zero steps, and nothing infinite: the run id could not be made of it."""
+    error = refusal(tmp_path, GOOD, f"{setting}={value}")
+    assert error.exit_code is ExitCode.CONFIG
+    assert setting.partition(".")[2] in error.message
