@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from statistics import median_low
 
@@ -12,7 +13,7 @@ class DifferenceBound:
     """An adaptive bound on the norm of the difference to a partner.
 
     The bound is `multiple` × the low median over distinct voices: each remembered peer's latest accepted (clipped)
-    difference, and this replica's own motion since its last outer step. One peer is one voice however often it comes,
+    difference, and this replica's own motion since its last outer step; zeros say nothing and are left out. One peer is one voice however often it comes,
     and the own motion always speaks, so a single peer cannot ratchet the bound up.
     """
 
@@ -21,8 +22,9 @@ class DifferenceBound:
         self._latest: OrderedDict[str, float] = OrderedDict()
 
     def bound(self, own_motion: float) -> float:
-        """Largest norm accepted whole now. `own_motion` is the norm of this replica's own part of the step."""
-        return self._multiple * median_low([own_motion, *self._latest.values()])
+        """Largest norm accepted whole now; infinite while no voice is above zero. `own_motion` is the norm of this replica's own part of the step."""
+        voices = [norm for norm in (own_motion, *self._latest.values()) if norm > 0.0]
+        return self._multiple * median_low(voices) if voices else math.inf
 
     def scale(self, difference: float, own_motion: float) -> float:
         """Factor in (0, 1] that brings a difference of that norm within the bound."""
