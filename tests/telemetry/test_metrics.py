@@ -80,7 +80,7 @@ def test_metrics_are_served_and_the_port_is_free_afterwards() -> None:
     """`/metrics` answers in Prometheus' format; after `stop` no thread and no port is left."""
     metrics = Metrics()
     metrics.observe(made.inner_step(1))
-    before = threading.active_count()
+    before = set(threading.enumerate())
     address = metrics.serve("127.0.0.1", 0)
     try:
         with urlopen(f"http://{address}/metrics", timeout=10) as answer:
@@ -88,8 +88,12 @@ def test_metrics_are_served_and_the_port_is_free_afterwards() -> None:
     finally:
         metrics.stop()
     assert "noloco_inner_steps_total 1.0" in text
-    assert threading.active_count() == before
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)  # the thread of the answered request ends by itself, a moment after its answer
+        assert not thread.is_alive()
     with socket.socket() as again:
+        # The answered connection may linger (TIME_WAIT, if the server closed it first); a listener would still be told.
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         again.bind(("127.0.0.1", int(address.rpartition(":")[2])))
     metrics.stop()
 
