@@ -32,6 +32,7 @@ from noloco_node.swarm.state_transfer import StateDonor, StateManifest, fetch_fr
 from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError
 from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep
 from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.pace import Pace
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import InnerReport, StageWorker
 
@@ -41,8 +42,10 @@ ACCOUNT_SECONDS = 2.0
 LAG_PROBE_SECONDS = 0.1
 DRAIN_LOOK_SECONDS = 0.1
 LAST_LOOK_SECONDS = 0.3
-EVALUATION_RETRY_SECONDS = 1.0
-SPEED_SMOOTHING = 0.1
+NEAR_TARGET = 0.9
+JOIN_LOOK_SECONDS = 10.0
+ORPHAN_GRACES = 15
+FINAL_EVALUATION_TRIES = 3
 
 Batch = tuple[Tensor, Tensor]
 
@@ -56,26 +59,6 @@ class Samples:
     train: Callable[[Sequence[int]], Batch]
     validation: Callable[[Sequence[int]], Batch]
     held_out: Sequence[int]
-
-
-@dataclass(slots=True)
-class Pace:
-    """How fast this replica trains: seconds and tokens of its recent inner steps, older ones fading."""
-
-    step_seconds: float = 1.0
-    tokens_per_second: float = 0.0
-    _last: float | None = None
-    _steps: int = 0
-
-    def step(self, tokens: int, now: float) -> None:
-        """An inner step ended at monotonic time `now`. The first has no beginning and only starts the watch."""
-        if self._last is not None:
-            took = max(now - self._last, 1e-6)
-            self._steps += 1
-            weight = max(SPEED_SMOOTHING, 1 / self._steps)
-            self.step_seconds += weight * (took - self.step_seconds)
-            self.tokens_per_second += weight * (tokens / took - self.tokens_per_second)
-        self._last = now
 
 
 class Replica:
@@ -128,7 +111,9 @@ class Replica:
         self.exchanger = self._make_exchanger()
         self.donor = StateDonor(spec, self.stage, transport, self.worker)
         self.origin = (
-            Origin(spec, self.worker, self._downstream, self.ledger, draw=samples.draw, load=samples.train)
+            Origin(
+                spec, self.worker, self._downstream, self.ledger, draw=samples.draw, load=samples.train, rng=self._rng
+            )
             if samples
             else None
         )
@@ -166,7 +151,7 @@ class Replica:
     async def become_current(self) -> PeerId | None:
         """Copy a fellow's state if the swarm is past its first outer round; the donor, or None where the first weights
         stand. Raises UserError (NO_DONOR) where the state is needed and nobody gave it."""
-        await self.membership.refresh()
+        await self._look_around()
         records = [r for stage in range(self.spec.stages) for r in self.membership.live(stage, *SERVING)]
         if not any(record.outer_rounds for record in records):
             return None
@@ -186,6 +171,17 @@ class Replica:
                 "try again when a replica of this stage is reachable, or serve another stage with --stage",
             )
         return copied[0]
+
+    async def _look_around(self) -> None:
+        """Read the directory; a node that joined through others looks until it sees one, for a while: an empty view
+        would make it start from the seed beside a trained swarm."""
+        until = self._loop.time() + (JOIN_LOOK_SECONDS if self._settings.initial_peers else 0.0)
+        while True:
+            await self.membership.refresh()
+            seen = any(self.membership.live(stage) for stage in range(self.spec.stages))
+            if seen or self._loop.time() >= until:
+                return
+            await self._moved.wait(LAST_LOOK_SECONDS)
 
     def serve(self) -> None:
         """Register all methods with the transport; nothing is accepted before `run`."""
@@ -271,29 +267,41 @@ class Replica:
         assert self.origin is not None
         assert self._samples is not None
         progress = self.worker.progress
-        try:
-            loss, tokens = await self.origin.evaluate(self._samples.held_out, self._samples.validation)
-        except HopFailed as failure:
-            logger.warning("evaluation at clock %.0f came to nothing: %s", progress.clock, failure)
-            return
-        self._emit(Evaluation(clock=progress.clock, step=progress.steps, loss=loss, tokens=tokens, final=final))
+        for _ in range(FINAL_EVALUATION_TRIES if final else 1):
+            try:
+                loss, tokens = await self.origin.evaluate(self._samples.held_out, self._samples.validation)
+            except HopFailed as failure:
+                logger.warning("evaluation at clock %.0f came to nothing: %s", progress.clock, failure)
+            else:
+                self._emit(Evaluation(clock=progress.clock, step=progress.steps, loss=loss, tokens=tokens, final=final))
+                return
 
     async def _until_nobody_trains(self) -> None:
-        """Serve until no live stage-0 record says `training`. Orphans, whose origins vanished without a word, wait for
-        a grace time before they believe it; a node that never saw an origin waits for one."""
+        """Serve until no live stage-0 record says `training` and one says `finishing`.
+
+        Orphans, whose origins left without that word, wait for a grace time if their own clock is near the target, and
+        else much longer (the origins may only be out of sight); then they raise UserError (PEERS_UNREACHABLE). A node
+        that never saw an origin waits for one.
+        """
+        grace = self.spec.limits.grace_seconds
         alone_since: float | None = None
         while not self.stop.is_set():
             if self.membership.live(0, PeerState.TRAINING):
                 self._origins_seen, alone_since = True, None
-            elif self.membership.live(0, PeerState.FINISHING, PeerState.DRAINING):
-                if self._origins_seen or self.origin is not None:
-                    return
-                self._origins_seen = True
-            elif self._origins_seen:
+            elif self.membership.live(0, PeerState.FINISHING):
+                return
+            elif self._origins_seen or self.origin is not None:
                 alone_since = alone_since or time.monotonic()
-                if time.monotonic() - alone_since > self.spec.limits.grace_seconds:
+                alone = time.monotonic() - alone_since
+                if self.worker.progress.clock > NEAR_TARGET * self.spec.inner.target_tokens and alone > grace:
                     return
-            await self._moved.wait()
+                if alone > ORPHAN_GRACES * grace:
+                    raise UserError(
+                        ExitCode.PEERS_UNREACHABLE,
+                        f"no replica of stage 0 has been seen for {alone:.0f} s, far from the run's end",
+                        "look whether the run goes on and whether this machine is connected, then start the node again",
+                    )
+            await self._moved.wait(grace / 4)
 
     async def _last_outer_step(self) -> None:
         """Average once more with whoever is still there, and stay for fellows that have not had theirs."""
@@ -310,12 +318,14 @@ class Replica:
                     await self._moved.wait(LAST_LOOK_SECONDS)
         except TimeoutError:
             logger.info("the grace time is over: leaving with %d fellows still there", len(self.membership.fellows()))
+        if not self._last_step_taken and not self.exchanger.engaged:
+            await self.exchanger.step_alone()
 
     async def _pair(self) -> None:
         """Decide on the outer step after every inner step, exchange, and refusal."""
         next_try = 0.0
         while True:
-            if self.exchanger.catch_up_from is not None:
+            if self.exchanger.catch_up_from is not None and not self.exchanger.engaged:
                 await self._catch_up(self.exchanger.catch_up_from)
             now = self._loop.time()
             decision = decide(self._pairing_state(next_try), self.exchanger.window, now=now, rng=self._rng)
@@ -343,12 +353,17 @@ class Replica:
     async def _catch_up(self, partner: PeerId) -> None:
         """Too far behind `partner`: take its state instead of averaging with it."""
         self.exchanger.catch_up_from = None
+        if partner not in self.membership.fellows(*SERVING):
+            return
         started = time.monotonic()
+        self.exchanger.catching_up = True
         try:
             manifest = await self._fetch(partner)
         except (Refused, TransportError) as error:
             logger.debug("could not catch up with %s: %r", partner, error)
             return
+        finally:
+            self.exchanger.catching_up = False
         logger.info("caught up with %s: clock %.0f", partner, manifest.clock)
         self._emit(
             OuterStep(

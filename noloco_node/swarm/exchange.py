@@ -106,14 +106,16 @@ class Exchanger:
         self.accepting = False
         self.last_round = False
         self.catch_up_from: PeerId | None = None
+        self.catching_up = False
+        """While a fellow's state is fetched and loaded no exchange may open: it would mix the two states."""
         self.free_since_step = 0
         """Inner steps of this replica when its last exchange ended."""
         self._moved = moved
 
     @property
     def engaged(self) -> bool:
-        """True while an exchange is open or proposed."""
-        return self._session is not None or self._dialling is not None
+        """True while an exchange is open or proposed, or a fellow's state is being taken over."""
+        return self._session is not None or self._dialling is not None or self.catching_up
 
     def serve(self) -> None:
         """Register the three methods with the transport."""
@@ -193,7 +195,9 @@ class Exchanger:
             raise ProtocolViolation("the gauge does not have the agreed size")
         if not await all_finite(answer.tensors[0]):
             raise ProtocolViolation("the gauge holds NaN or infinity")
-        await self._join(session, snapshot, parse(Opening, answer.header), own, answer.tensors[0])
+        opening = parse(Opening, answer.header)
+        self._refuse_laggards(session.partner, opening.clock)
+        await self._join(session, snapshot, opening, own, answer.tensors[0])
         pending = list(reversed(range(self._worker.outer.chunks)))
 
         async def stripe() -> None:
@@ -233,6 +237,8 @@ class Exchanger:
             raise Refused(Refusal.WRONG_STAGE)
         if proposal.contract != self._contract:
             raise Refused(Refusal.WRONG_CONTRACT, "the stages differ in shapes, order, codec or chunk size")
+        if self._session is not None or self.catching_up:
+            raise Refused(Refusal.BUSY)
         self._refuse_laggards(peer, proposal.clock)
         refusal = answer_proposal(
             own=self._transport.peer_id,

@@ -44,7 +44,7 @@ class MicrobatchAnswer(WireModel):
     """Nats, summed over the tokens."""
     tokens: Annotated[int, Field(gt=0, le=1 << 32)]
     load: Annotated[int, Field(ge=0, le=1 << 20)]
-    """Microbatches that the answering node held when it answered."""
+    """Microbatches that the answering node held when it answered, this one not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,14 @@ class Trained:
 
 
 class HopFailed(Exception):
-    """A hop gave a microbatch up; `reason` says why, and its sender may try elsewhere."""
+    """A hop gave a microbatch up; `reason` says why, and its sender may try elsewhere. `reached` is False where no peer
+    ever had it in hand: that says nothing against the microbatch."""
 
-    def __init__(self, reason: Refusal, detail: str) -> None:
+    def __init__(self, reason: Refusal, detail: str, *, reached: bool) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+        self.reached = reached
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.microbatch import (
     METHOD,
@@ -56,6 +57,11 @@ MIN_BUDGET_MS = 50
 ANSWERS_KEPT = 32
 IDS_KEPT = 4096
 BUSY_BACKOFF_SECONDS = (0.02, 0.2)
+NOBODY_WARNING_SECONDS = 30.0
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 5.0
+KEPT_ANSWER_BYTES = 64 << 20
+EVALUATED_AT_ONCE = 2
 
 _PASSED_UPWARD = (Refusal.DOWNSTREAM_EXHAUSTED, Refusal.BUDGET_SPENT)
 _COME_BACK = (Refusal.BUSY, Refusal.DRAINING)
@@ -73,6 +79,7 @@ class Downstream:
         self._book = book
         self._ledger = ledger
         self._rng = rng
+        self._warn_again_at = 0.0
 
     async def send(self, microbatch: str, mode: Mode, activations: Tensor, labels: Tensor, budget: float) -> Trained:
         """Have the next stage train (or evaluate) activations [b, T, hidden] and labels int32 [b, T].
@@ -81,7 +88,7 @@ class Downstream:
         that is passed upward at once and retried by the origin only, so that failures do not multiply over hops.
         """
         deadline = time.monotonic() + budget
-        failures, attempt = 0, 0
+        failures, attempt, reached = 0, 0, False
         excluded: set[PeerId] = set()
         while (remaining := deadline - time.monotonic()) * 1000 > MIN_BUDGET_MS:
             peer = self._book.choose(excluded)
@@ -90,25 +97,37 @@ class Downstream:
                 excluded.clear()
                 continue
             try:
-                return await self._ask(peer, microbatch, attempt, mode, activations, labels, remaining)
+                return await self._ask(peer, microbatch, attempt, mode, activations, labels, self._patience(remaining))
             except Refused as refusal:
                 if refusal.reason in _PASSED_UPWARD:
-                    raise HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, refusal.detail) from None
+                    raise HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, refusal.detail, reached=True) from None
+                reached = True
                 failures += refusal.reason not in _COME_BACK
                 logger.debug("microbatch %s refused by %s: %s", microbatch[:8], peer, refusal)
             except TransportError as error:
                 failures += 1
                 self._book.failed(peer)
+                reached = reached or not isinstance(error, PeerUnreachable)
                 if mode == "train" and not isinstance(error, PeerUnreachable):
                     self._ledger.repeated += 1
                 logger.debug("microbatch %s lost at %s: %r", microbatch[:8], peer, error)
             if failures >= self._spec.pipeline.hop_attempts:
-                raise HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, f"{failures} failures at stage {self._stage + 1}")
+                why = f"{failures} failures at stage {self._stage + 1}"
+                raise HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, why, reached=reached)
             attempt += 1
             if mode == "train":
                 self._ledger.retried += 1
             excluded.add(peer)
-        raise HopFailed(Refusal.BUDGET_SPENT, f"no peer of stage {self._stage + 1} answered within {budget:.1f} s")
+        why = f"no peer of stage {self._stage + 1} answered within {budget:.1f} s"
+        raise HopFailed(Refusal.BUDGET_SPENT, why, reached=reached)
+
+    def _patience(self, remaining: float) -> float:
+        """Seconds for one attempt. The origin keeps half of what is left for a second one, so that a peer that is
+        silent (stopped, hung) does not eat the whole budget; a later hop gives all it has, or a deep pipeline's share
+        would shrink to nothing."""
+        if self._stage > 0:
+            return remaining
+        return min(remaining, max(remaining / 2, self._spec.pipeline.progress_seconds))
 
     async def _ask(
         self, peer: PeerId, microbatch: str, attempt: int, mode: Mode, activations: Tensor, labels: Tensor, left: float
@@ -139,6 +158,10 @@ class Downstream:
 
     async def _wait_for_a_peer(self, all_asked: bool, remaining: float) -> None:
         """After a round in which every peer said no, a short jittered pause; with no peer at all, until one appears."""
+        now = time.monotonic()
+        if not all_asked and now >= self._warn_again_at:
+            self._warn_again_at = now + NOBODY_WARNING_SECONDS
+            logger.warning("stage %d has no replica that this node knows of: waiting for one", self._stage + 1)
         pause = self._rng.uniform(*BUSY_BACKOFF_SECONDS) if all_asked else remaining
         await self._book.changed.wait(min(pause, remaining))
 
@@ -168,6 +191,7 @@ class PipelineServer:
         self._under_way: set[str] = set()
         self._trained: OrderedDict[str, None] = OrderedDict()
         self._answers: OrderedDict[str, Message] = OrderedDict()
+        self._kept_bytes = 0
         self._max_pending = max_pending
         self.accepting = False
 
@@ -241,7 +265,7 @@ class PipelineServer:
             gradient = await self._worker.backward(passage, trained.gradient, trained.loss_sum, trained.tokens)
             return self._answer(Trained(trained.loss_sum, trained.tokens, gradient))
         except BaseException:
-            await self._worker.discard(passage)
+            await run_to_end(self._worker.discard(passage))
             raise
 
     async def _evaluate(
@@ -260,7 +284,7 @@ class PipelineServer:
             raise Refused(failure.reason, failure.detail) from None
 
     def _answer(self, trained: Trained) -> Message:
-        header = {"loss_sum": trained.loss_sum, "tokens": trained.tokens, "load": self._pending}
+        header = {"loss_sum": trained.loss_sum, "tokens": trained.tokens, "load": max(0, self._pending - 1)}
         return Message(header, () if trained.gradient is None else (trained.gradient,))
 
     def _recall(self, microbatch: str) -> Message | None:
@@ -281,8 +305,14 @@ class PipelineServer:
 
     def _keep_answer(self, microbatch: str, answer: Message) -> None:
         self._answers[microbatch] = answer
-        if len(self._answers) > ANSWERS_KEPT:
-            self._answers.popitem(last=False)
+        self._kept_bytes += _size(answer)
+        while self._answers and (len(self._answers) > ANSWERS_KEPT or self._kept_bytes > KEPT_ANSWER_BYTES):
+            _, dropped = self._answers.popitem(last=False)
+            self._kept_bytes -= _size(dropped)
+
+
+def _size(message: Message) -> int:
+    return sum(tensor.nbytes for tensor in message.tensors)
 
 
 @dataclass(slots=True)
@@ -308,6 +338,7 @@ class Origin:
         *,
         draw: Callable[[], Sequence[int]],
         load: Callable[[Sequence[int]], tuple[Tensor, Tensor]],
+        rng: random.Random,
     ) -> None:
         self._spec = spec
         self._worker = worker
@@ -315,6 +346,7 @@ class Origin:
         self._ledger = ledger
         self._draw = draw
         self._load = load
+        self._rng = rng
         self._waiting: deque[Sample] = deque()
         self._under_way = 0
 
@@ -332,15 +364,23 @@ class Origin:
         """Keep `in_flight` microbatches under way until `training_goes_on()` is false, then finish those under way."""
 
         async def keep_drawing() -> None:
+            pause = FIRST_PAUSE_SECONDS
             while training_goes_on():
-                await self.train_one()
+                if await self.train_one():
+                    pause = FIRST_PAUSE_SECONDS
+                else:  # others are in trouble: come back later and later, and not all at once
+                    await asyncio.sleep(pause * self._rng.uniform(0.5, 1.5))
+                    pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(in_flight):
                 group.create_task(keep_drawing())
 
-    async def train_one(self) -> None:
-        """Draw one sample (one that was put back, if there is any) and carry it to its end or back into the queue."""
+    async def train_one(self) -> bool:
+        """Draw one sample (one that was put back, if there is any) and carry it to its end or back into the queue.
+
+        True where it was trained.
+        """
         sample = self._waiting.popleft() if self._waiting else self._draw_new()
         self._under_way += 1
         try:
@@ -348,9 +388,11 @@ class Origin:
         except HopFailed as failure:
             self._under_way -= 1
             self._put_back(sample, failure)
+            return False
         except MicrobatchNotFinite as error:
             self._under_way -= 1
-            self._put_back(sample, HopFailed(Refusal.NOT_FINITE, str(error)))
+            self._put_back(sample, HopFailed(Refusal.NOT_FINITE, str(error), reached=True))
+            return False
         except asyncio.CancelledError:
             self._under_way -= 1
             self._waiting.appendleft(sample)
@@ -358,6 +400,7 @@ class Origin:
         else:
             self._under_way -= 1
             self._ledger.trained += 1
+            return True
 
     async def evaluate(
         self, windows: Sequence[int], load: Callable[[Sequence[int]], tuple[Tensor, Tensor]]
@@ -365,7 +408,18 @@ class Origin:
         """Mean loss (nats per token) of held-out windows through the swarm, and their tokens. Raises HopFailed."""
         size = self._spec.inner.microbatch_windows
         parts = [windows[start : start + size] for start in range(0, len(windows), size)]
-        results = await asyncio.gather(*(self._evaluate_part(part, load) for part in parts))
+        results: list[tuple[float, int]] = []
+
+        async def work_off() -> None:
+            while parts:
+                results.append(await self._evaluate_part(parts.pop(), load))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(EVALUATED_AT_ONCE, len(parts))):
+                    group.create_task(work_off())
+        except* HopFailed as failures:
+            raise failures.exceptions[0] from None
         tokens = sum(count for _, count in results)
         return sum(loss for loss, _ in results) / tokens, tokens
 
@@ -383,7 +437,7 @@ class Origin:
             assert trained.gradient is not None
             await self._worker.backward(passage, trained.gradient, trained.loss_sum, trained.tokens)
         except BaseException:
-            await self._worker.discard(passage)
+            await run_to_end(self._worker.discard(passage))
             raise
 
     async def _evaluate_part(
@@ -394,7 +448,7 @@ class Origin:
             try:
                 return await self._worker.evaluate_loss(inputs, labels), labels.numel()
             except MicrobatchNotFinite as error:
-                raise HopFailed(Refusal.NOT_FINITE, str(error)) from None
+                raise HopFailed(Refusal.NOT_FINITE, str(error), reached=True) from None
         outputs = await self._worker.evaluate(inputs)
         result = await self._downstream.send(
             secrets.token_hex(16), "evaluate", outputs, labels.to(torch.int32), self._spec.pipeline.budget_seconds
@@ -406,10 +460,11 @@ class Origin:
         return Sample(self._draw())
 
     def _put_back(self, sample: Sample, failure: HopFailed) -> None:
-        if sample.put_backs >= self._spec.pipeline.put_backs:
-            self._ledger.dropped += 1
-            logger.warning("a sample was dropped after %d put-backs: %s", sample.put_backs, failure)
-            return
-        sample.put_backs += 1
+        if failure.reached:  # where nobody had it in hand, an outage says nothing against the sample
+            if sample.put_backs >= self._spec.pipeline.put_backs:
+                self._ledger.dropped += 1
+                logger.warning("a sample was dropped after %d put-backs: %s", sample.put_backs, failure)
+                return
+            sample.put_backs += 1
         self._ledger.put_back += 1
         self._waiting.append(sample)

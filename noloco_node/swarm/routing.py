@@ -13,7 +13,13 @@ from noloco_node.swarm.transport import PeerId
 Strategy = Literal["uniform", "balanced", "fixed"]
 
 SUSPENSION_SECONDS = 5.0
-"""How long a peer whose stream broke or timed out is passed over (it comes back by itself if it lives)."""
+"""How long a peer whose stream broke or timed out is passed over; doubled with each failure, up to a minute."""
+
+LONGEST_SUSPENSION_SECONDS = 60.0
+
+LOAD_LIFE_SECONDS = 3.0
+"""How long a reported load counts. One that never aged would keep a peer that was busy once from ever being asked again,
+and with it from correcting its figure: routes would lock in, and with them the mixing that the method rests on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +30,7 @@ class Candidate:
     outstanding: int
     """Own requests under way to it."""
     load: int
-    """Microbatches it held at its last answer, own ones included."""
+    """Microbatches that it held besides the answered one at its last answer; 0 where that is too long ago."""
     suspended_until: float = 0.0
 
 
@@ -71,8 +77,9 @@ class RoutingBook:
         self._clock = clock
         self._peers: tuple[PeerId, ...] = ()
         self._outstanding: dict[PeerId, int] = {}
-        self._load: dict[PeerId, int] = {}
+        self._load: dict[PeerId, tuple[int, float]] = {}
         self._suspended: dict[PeerId, float] = {}
+        self._failures: dict[PeerId, int] = {}
         self.changed = Pulse()
         """Fires when the set of live peers has changed."""
         self.own_rank = 0
@@ -83,20 +90,22 @@ class RoutingBook:
             self._peers = tuple(peers)
             self._load = {peer: load for peer, load in self._load.items() if peer in peers}
             self._suspended = {peer: until for peer, until in self._suspended.items() if peer in peers}
+            self._failures = {peer: count for peer, count in self._failures.items() if peer in peers}
             self.changed.fire()
         self.own_rank = own_rank
 
     def choose(self, excluded: Collection[PeerId] = ()) -> PeerId | None:
         """A peer for one microbatch, or None where nobody may be asked now."""
+        now = self._clock()
         candidates = [
-            Candidate(peer, self._outstanding.get(peer, 0), self._load.get(peer, 0), self._suspended.get(peer, 0.0))
+            Candidate(peer, self._outstanding.get(peer, 0), self._load_of(peer, now), self._suspended.get(peer, 0.0))
             for peer in self._peers
         ]
         return choose_peer(
             self._strategy,
             candidates,
             own_rank=self.own_rank,
-            now=self._clock(),
+            now=now,
             rng=self._rng,
             excluded=excluded,
         )
@@ -114,10 +123,17 @@ class RoutingBook:
             self._outstanding.pop(peer, None)
 
     def reported(self, peer: PeerId, load: int) -> None:
-        """`peer` said with its answer how many microbatches it holds."""
-        self._load[peer] = load
+        """`peer` said with its answer how many other microbatches it holds."""
+        self._load[peer] = (load, self._clock())
         self._suspended.pop(peer, None)
+        self._failures.pop(peer, None)
 
     def failed(self, peer: PeerId) -> None:
         """A stream to `peer` broke or timed out: pass it over for a while."""
-        self._suspended[peer] = self._clock() + SUSPENSION_SECONDS
+        failures = self._failures[peer] = min(self._failures.get(peer, 0) + 1, 10)
+        pause = min(LONGEST_SUSPENSION_SECONDS, SUSPENSION_SECONDS * 2 ** (failures - 1))
+        self._suspended[peer] = self._clock() + pause
+
+    def _load_of(self, peer: PeerId, now: float) -> int:
+        load, when = self._load.get(peer, (0, now))
+        return load if now - when < LOAD_LIFE_SECONDS else 0

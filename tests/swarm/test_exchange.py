@@ -229,3 +229,13 @@ async def test_chunks_without_an_exchange_are_refused() -> None:
             )
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
         assert unchanged(before, await state_of(right))
+
+
+async def test_no_exchange_opens_while_a_state_is_taken_over_and_none_is_disturbed_by_a_lag() -> None:
+    """A replica that catches up answers `busy`; one in an exchange does too, even to a fellow far ahead."""
+    async with two_replicas() as (_, left, right):
+        right.exchanger.catching_up = True
+        assert not await left.exchanger.dial(peer_name(0, 1))
+        assert right.exchanger.engaged
+        right.exchanger.catching_up = False
+        assert await left.exchanger.dial(peer_name(0, 1))

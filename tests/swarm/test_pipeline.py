@@ -12,6 +12,7 @@ import torch
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec, PipelineSpec
 from noloco_node.swarm import microbatch
+from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.memory_transport import Fault, FaultKind
 from noloco_node.swarm.microbatch import MicrobatchHeader
 from noloco_node.swarm.transport import Message, Refusal, Refused
@@ -107,6 +108,51 @@ async def test_a_sample_that_always_fails_is_dropped_with_the_account_closed() -
         account = closed_account(made)
     assert made.network.fired[FaultKind.LOSE_REQUEST] == 3
     assert (account.put_back, account.dropped, account.trained) == (2, 1, 12)
+
+
+async def test_an_outage_drops_no_sample() -> None:
+    """The only next-stage peer cannot be reached for a while: samples wait with growing pauses, none is dropped."""
+    pipeline = PipelineSpec(budget_seconds=1.0, progress_seconds=0.2, put_backs=1)
+    async with world(micro_spec(steps=12, pipeline=pipeline)) as made:
+        await run_with_faults(made, Fault(FaultKind.UNREACHABLE, method=microbatch.METHOD, times=20))
+        account = closed_account(made)
+    assert made.network.fired[FaultKind.UNREACHABLE] == 20
+    assert account.put_back >= 3
+    assert account.dropped == account.held_at_end == 0
+
+
+async def test_a_silent_peer_leaves_time_for_another() -> None:
+    """A peer that takes a microbatch and never answers costs half of the budget; the second peer trains it."""
+    pipeline = PipelineSpec(budget_seconds=3.0, progress_seconds=0.3)
+    async with world(micro_spec(pipeline=pipeline), replicas=2) as made:
+        origin = made.replicas[0]
+        for replica in made.replicas:
+            replica.server.accepting = True
+            await replica.membership.announce(PeerState.TRAINING)
+        await origin.membership.refresh()
+        never = asyncio.Event()
+        made.network.inject(Fault(FaultKind.DELAY, method=microbatch.METHOD, times=1, wait=never.wait))
+        assert origin.origin is not None
+        assert await origin.origin.train_one()
+        assert made.network.fired[FaultKind.DELAY] == 1
+        assert origin.ledger.retried == 1
+        assert origin.ledger.put_back == 0
+
+
+async def test_an_origin_that_leaves_does_not_end_the_run() -> None:
+    """SIGTERM to the only origin far from the target: later stages wait for another instead of leaving as if done."""
+    spec = micro_spec(steps=10_000)
+    async with world(spec) as made:
+        head, tail = made.replicas
+        running = [asyncio.create_task(replica.run()) for replica in made.replicas]
+        await eventually(lambda: head.worker.progress.steps >= 5, what="training")
+        head.stop.set()
+        await asyncio.wait_for(running[0], 10)
+        done, _ = await asyncio.wait(running[1:], timeout=4 * spec.limits.grace_seconds)
+        assert not done
+        assert tail.membership.state is PeerState.TRAINING
+        tail.stop.set()
+        await asyncio.wait_for(running[1], 10)
 
 
 async def test_a_killed_replica_is_routed_around() -> None:
@@ -222,8 +268,8 @@ async def test_the_whole_swarm_averages_and_its_spread_falls_with_the_learning_r
 
     How many inner steps an exchange spans depends on the machine's load, so the counts are bounded loosely.
     """
-    outer = OuterSpec(inner_steps=4)
-    spec = micro_spec(steps=160, microbatches_a_step=4, outer=outer)
+    outer = OuterSpec(inner_steps=10)
+    spec = micro_spec(steps=240, microbatches_a_step=4, outer=outer)
     async with world(spec, replicas=4, settings=NodeSettings(in_flight=2)) as made:
         await run_to_the_end(made)
         partners = [len(replica.partners) for replica in made.replicas]

@@ -83,3 +83,56 @@ def test_the_book_forgets_those_who_left_and_suspends_those_who_failed() -> None
     assert {book.choose() for _ in range(50)} == {"a", "b"}
     book.update(PEERS[1:2], 0)
     assert {book.choose() for _ in range(50)} == {"b"}
+
+
+def test_balanced_routing_keeps_using_every_peer() -> None:
+    """Three origins and three servers with a queue each, in simulated time: a load reported once must not lock a peer
+    out for ever, so every origin keeps asking every server, each at least half of its fair share."""
+    rng, now = random.Random(3), [0.0]
+    servers = [PeerId(name) for name in ("x", "y", "z")]
+    books = [RoutingBook("balanced", random.Random(seed), lambda: now[0]) for seed in range(3)]
+    for book in books:
+        book.update(servers, 0)
+    free_at = dict.fromkeys(servers, 0.0)
+    queued: dict[PeerId, list[float]] = {server: [] for server in servers}
+    events = [(rng.random(), origin) for origin in range(3) for _ in range(2)]
+    under_way: list[tuple[float, int, PeerId]] = []
+    asked: Counter[tuple[int, PeerId]] = Counter()
+    while now[0] < 600:
+        now[0], origin = min(events)
+        events.remove((now[0], origin))
+        for done in [entry for entry in under_way if entry[0] <= now[0]]:
+            under_way.remove(done)
+            books[done[1]].done(done[2])
+            queued[done[2]].remove(done[0])
+            books[done[1]].reported(done[2], len(queued[done[2]]))
+        server = books[origin].choose()
+        assert server is not None
+        asked[origin, server] += 1
+        books[origin].sent(server)
+        free_at[server] = max(free_at[server], now[0]) + rng.uniform(0.5, 1.5)
+        queued[server].append(free_at[server])
+        under_way.append((free_at[server], origin, server))
+        events.append((free_at[server] + 1e-6, origin))
+    for origin in range(3):
+        total = sum(asked[origin, server] for server in servers)
+        assert min(asked[origin, server] for server in servers) > 0.5 * total / 3
+
+
+def test_a_peer_that_keeps_failing_is_passed_over_longer_each_time() -> None:
+    """5 s, 10 s, 20 s and so on up to a minute; one good answer forgives all of it."""
+    now = [0.0]
+    book = RoutingBook("uniform", random.Random(0), lambda: now[0])
+    book.update(PEERS[:2], 0)
+    pauses: list[float] = []
+    for _ in range(6):
+        book.failed(PEERS[0])
+        start = now[0]
+        while {book.choose() for _ in range(30)} == {"b"}:
+            now[0] += 0.5
+        pauses.append(now[0] - start)
+    assert pauses == pytest.approx([5, 10, 20, 40, 60, 60], abs=1.0)
+    book.reported(PEERS[0], 0)
+    book.failed(PEERS[0])
+    now[0] += 5.1
+    assert {book.choose() for _ in range(50)} == {"a", "b"}

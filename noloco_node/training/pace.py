@@ -1,0 +1,27 @@
+"""How fast a replica trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SMOOTHING = 0.1
+
+
+@dataclass(slots=True)
+class Pace:
+    """How fast this replica trains: seconds and tokens of its recent inner steps, older ones fading."""
+
+    step_seconds: float = 1.0
+    tokens_per_second: float = 0.0
+    _last: float | None = None
+    _steps: int = 0
+
+    def step(self, tokens: int, now: float) -> None:
+        """An inner step ended at monotonic time `now`. The first has no beginning and only starts the watch."""
+        if self._last is not None:
+            took = max(now - self._last, 1e-6)
+            self._steps += 1
+            weight = max(SMOOTHING, 1 / self._steps)
+            self.step_seconds += weight * (took - self.step_seconds)
+            self.tokens_per_second += weight * (tokens / took - self.tokens_per_second)
+        self._last = now
