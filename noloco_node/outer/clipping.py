@@ -13,8 +13,9 @@ class DifferenceBound:
     """An adaptive bound on the norm of the difference to a partner.
 
     The bound is `multiple` × the low median over distinct voices: each remembered peer's latest accepted (clipped)
-    difference, and this replica's own motion since its last outer step; zeros say nothing and are left out. One peer is one voice however often it comes,
-    and the own motion always speaks, so a single peer cannot ratchet the bound up.
+    difference, and this replica's own motion since its last outer step; zeros say nothing and are left out.
+    One peer is one voice however often it comes, so a single peer cannot ratchet the bound up against a replica that
+    moves.
     """
 
     def __init__(self, multiple: float) -> None:
@@ -22,7 +23,10 @@ class DifferenceBound:
         self._latest: OrderedDict[str, float] = OrderedDict()
 
     def bound(self, own_motion: float) -> float:
-        """Largest norm accepted whole now; infinite while no voice is above zero. `own_motion` is the norm of this replica's own part of the step."""
+        """Largest norm accepted whole now; infinite while no voice is above zero.
+
+        `own_motion` is the norm of this replica's own part of the step.
+        """
         voices = [norm for norm in (own_motion, *self._latest.values()) if norm > 0.0]
         return self._multiple * median_low(voices) if voices else math.inf
 

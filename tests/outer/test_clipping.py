@@ -10,7 +10,7 @@ from noloco_node.outer.clipping import DifferenceBound
 
 
 def test_zero_voices_never_scale_a_difference_to_nothing() -> None:
-    """Replicas that have not moved say nothing about distances: they neither forbid a difference nor lower the bound."""
+    """Replicas that have not moved say nothing about distances: they do not lower the bound."""
     bound = DifferenceBound(3.0)
     assert bound.bound(0.0) == math.inf
     assert bound.scale(7.0, 0.0) == 1.0
