@@ -168,7 +168,7 @@ async def fetch_state(
         max_answer_bytes=chunks * DIGEST_BYTES,
     )
     manifest, digests = _checked_manifest(answer, expected, chunks)
-    buffer = bytearray(expected)
+    buffer = await asyncio.to_thread(bytearray, expected)
     pending = list(reversed(range(chunks)))
 
     async def stripe() -> None:
@@ -186,9 +186,7 @@ async def fetch_state(
                 group.create_task(stripe())
     except* (Refused, TransportError) as failures:
         raise failures.exceptions[0] from None
-    state = _unpack(buffer, sizes)
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in state.values()):
-        raise ProtocolViolation("the donor's state holds NaN or infinity")
+    state = await asyncio.to_thread(_unpack, buffer, sizes)
     manifest = manifest.model_copy(update={"clock": believe(manifest.clock)})
     await worker.load_full_state(manifest.clock, manifest.outer_rounds, state)
     return manifest
@@ -246,12 +244,18 @@ def _checked_manifest(answer: Message, expected: int, chunks: int) -> tuple[Stat
 
 def _pack(state: dict[str, Tensor], chunk: int) -> tuple[memoryview, Tensor]:
     """All tensors one after another in the order of their names, and the digest of each chunk, u8 [chunks, 16]."""
-    payload = memoryview(bytearray(b"".join(state[name].numpy().tobytes() for name in sorted(state))))
+    payload = memoryview(bytearray(sum(tensor.nbytes for tensor in state.values())))
+    offset = 0
+    for name in sorted(state):
+        tensor = state[name]
+        payload[offset : offset + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8).numpy().data
+        offset += tensor.nbytes
     digests = b"".join(_digest(payload[start : start + chunk]) for start in range(0, len(payload), chunk))
     return payload, torch.frombuffer(bytearray(digests), dtype=torch.uint8).view(-1, DIGEST_BYTES)
 
 
 def _unpack(buffer: bytearray, sizes: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
+    """The tensors that `_pack` put in, as views. Raises ProtocolViolation where one is not finite."""
     state: dict[str, Tensor] = {}
     offset = 0
     for name in sorted(sizes):
@@ -259,6 +263,8 @@ def _unpack(buffer: bytearray, sizes: dict[str, tuple[torch.dtype, tuple[int, ..
         count = math.prod(shape)
         state[name] = torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(shape)
         offset += count * dtype.itemsize
+        if not bool(torch.isfinite(state[name]).all()):
+            raise ProtocolViolation("the donor's state holds NaN or infinity")
     return state
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from noloco_node.swarm import state_transfer
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.memory_transport import Fault, FaultKind
 from noloco_node.swarm.state_transfer import StateDonor
-from noloco_node.swarm.transport import Message, PeerId
+from noloco_node.swarm.transport import Message, PeerId, ProtocolViolation
 from noloco_node.telemetry.events import OuterStep
 from tests.support import eventually
 from tests.worlds import World, micro_spec, peer_name, world
@@ -144,3 +146,37 @@ async def test_a_busy_donor_serves_one_snapshot_to_many() -> None:
         donors = await asyncio.gather(joiner.become_current(), second.become_current())
         assert donors == [peer_name(0, 0)] * 2
         assert len(taken) == 1
+
+
+def test_a_packed_state_is_its_tensors_one_after_another() -> None:
+    """Scalars and 64-bit numbers as well; unpacked, it is the same state, and NaN in it is refused."""
+    state = {
+        "fast": torch.arange(7, dtype=torch.float32),
+        "exp_avg": torch.randn(3, 5),
+        "optimizer_steps": torch.tensor(11),
+    }
+    payload, digests = state_transfer._pack(state, 16)
+    assert payload.tobytes() == b"".join(state[name].numpy().tobytes() for name in sorted(state))
+    assert digests.shape == (-(-payload.nbytes // 16), state_transfer.DIGEST_BYTES)
+    sizes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+    unpacked = state_transfer._unpack(bytearray(payload), sizes)
+    assert all(torch.equal(unpacked[name], state[name]) for name in state)
+    state["fast"][3] = float("nan")
+    with pytest.raises(ProtocolViolation, match="NaN"):
+        state_transfer._unpack(bytearray(state_transfer._pack(state, 16)[0]), sizes)
+
+
+async def test_a_fetched_state_is_checked_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large state takes seconds to look at; the loop answers peers meanwhile."""
+    threads: list[int] = []
+    unpack = state_transfer._unpack
+
+    def noted(*arguments: Any) -> dict[str, torch.Tensor]:
+        threads.append(threading.get_ident())
+        return unpack(*arguments)
+
+    monkeypatch.setattr(state_transfer, "_unpack", noted)
+    async with veteran_and_joiner() as (_, (_, joiner)):
+        assert await joiner.become_current() == peer_name(0, 0)
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
