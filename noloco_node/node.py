@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,7 @@ import torch
 
 from noloco_node import __version__
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.run_spec import RunSpec
+from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
 from noloco_node.data.walk import WindowWalk
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
@@ -73,6 +73,7 @@ async def _live(
     interrupts: Interrupts,
     started: float,
 ) -> NodeStopped:
+    check_device(settings.device)
     torch.set_num_threads(settings.torch_threads)
     async with _network(spec, settings, folder) as (daemon, transport, directory):
         stage_index = await _stage_to_serve(spec, settings, directory)
@@ -85,8 +86,7 @@ async def _live(
             donor = await replica.become_current()
             emit(_started_event(spec, stage, daemon, metrics_address, donor))
             interrupts.graceful(replica.stop)
-            await _run_while_p2pd_lives(replica, daemon)
-            await _save(spec, stage, replica, folder)
+            await run_and_save(_run_while_p2pd_lives(replica, daemon), lambda: _save(spec, stage, replica, folder))
             return _stopped(
                 "interrupted" if replica.stop.is_set() else "target_reached",
                 "",
@@ -134,6 +134,7 @@ async def _stage_to_serve(spec: RunSpec, settings: NodeSettings, directory: Dire
 def _prepare(spec: RunSpec, stage_index: int, own: PeerId) -> tuple[Stage, Samples | None]:
     """Build the stage and, on stage 0, read the text. Runs off the event loop."""
     stage = build_stage(spec.model, stage_index)
+    check_microbatch_bytes(spec, stage.hidden_size)
     if stage_index > 0:
         return stage, None
     windows = load_windows(spec.data, stage.vocab_size)
@@ -165,6 +166,51 @@ async def _run_while_p2pd_lives(replica: Replica, daemon: PrivateP2P) -> None:
             watching.cancel()
     except* UserError as errors:
         raise errors.exceptions[0] from None
+
+
+async def run_and_save(run: Awaitable[None], save: Callable[[], Awaitable[None]]) -> None:
+    """Await `run`, then save. Where it fails, what was trained so far is saved and its failure goes on.
+
+    A failure of that rescue is logged, so that it does not take the first one's place. Nothing is saved on
+    cancellation: it means to leave at once.
+    """
+    try:
+        await run
+    except Exception:
+        try:
+            await save()
+            logger.info("the weights were saved as they are")
+        except Exception:
+            logger.exception("the weights could not be saved either")
+        raise
+    await save()
+
+
+def check_device(name: str) -> None:
+    """Raise UserError (CONFIG) where `node.device` is no device of this machine that torch can compute on."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise _no_device(name, "torch knows no such device") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise _no_device(name, "torch finds no CUDA device")
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise _no_device(name, f"this machine has CUDA devices 0 to {count - 1}")
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise _no_device(name, f"it cannot be computed on ({reason})") from None
+
+
+def _no_device(name: str, reason: str) -> UserError:
+    return UserError(
+        ExitCode.CONFIG,
+        f"node.device is '{name}', but {reason}",
+        "set node.device to cpu, cuda, or cuda:N with the number of a GPU of this machine",
+    )
 
 
 async def _save(spec: RunSpec, stage: Stage, replica: Replica, folder: RunFolder) -> None:

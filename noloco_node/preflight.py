@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from noloco_node.config.load import Config
-from noloco_node.config.run_spec import RunSpec
+from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
 
 CODEC_BYTES = {"fp32": 4, "fp16": 2}
 
@@ -36,12 +36,14 @@ class Plan:
 def plan(config: Config) -> Plan:
     """Check the configuration across rooms (model against stages) and count what it comes to.
 
-    Loads transformers, but allocates no weights. Raises UserError (CONFIG) as `model.cut.cut_model` does.
+    Loads transformers, but allocates no weights. Raises UserError (CONFIG) as `model.cut.cut_model` does, and
+    where a microbatch is too large to travel.
     """
-    from noloco_node.model.cut import cut_model
+    from noloco_node.model.cut import build_config, cut_model
 
     run = config.run
     cuts = cut_model(run.model)
+    check_microbatch_bytes(run, build_config(run.model).hidden_size)
     parameters = _stage_parameters(run, [cut.end_layer for cut in cuts])
     inner_steps = -(-run.inner.target_tokens // run.inner.global_batch_tokens)
     element = CODEC_BYTES[run.outer.codec]

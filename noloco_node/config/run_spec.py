@@ -8,7 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.stability import admissible_gamma, safe_gamma
+
+MAX_BODY_BYTES = 256 << 20
+"""Largest body of a request that peers grant each other."""
 
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
@@ -16,7 +20,10 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Settings(BaseModel):
-    """Base of every group of settings: frozen, and an unknown key is an error rather than a silent default. Numbers are finite."""
+    """Base of every group of settings: frozen, and an unknown key is an error rather than a silent default.
+
+    Numbers are finite: the run id could not be made of others.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -249,6 +256,27 @@ class RunSpec(Settings):
                 f"inner.global_batch_tokens ({self.inner.global_batch_tokens}): lower one or raise the other"
             )
         return self
+
+
+def check_microbatch_bytes(run: RunSpec, hidden: int) -> None:
+    """Raise UserError (CONFIG) where a microbatch of activations of `hidden` numbers and labels exceeds MAX_BODY_BYTES.
+
+    Every peer would refuse it, however often it is sent. With one stage nothing travels.
+    """
+    element = 4 if run.pipeline.activations == "fp32" else 2
+    size = run.microbatch_tokens * (hidden * element + 4)
+    if run.stages == 1 or size <= MAX_BODY_BYTES:
+        return
+    windows = MAX_BODY_BYTES // (run.data.sequence_length * (hidden * element + 4))
+    raise UserError(
+        ExitCode.CONFIG,
+        f"inner.microbatch_windows is {run.inner.microbatch_windows}: with data.sequence_length "
+        f"{run.data.sequence_length}, hidden size {hidden} and pipeline.activations {run.pipeline.activations} one "
+        f"microbatch takes {size} bytes on the wire, and peers accept {MAX_BODY_BYTES}",
+        f"set inner.microbatch_windows to {windows} or less"
+        if windows
+        else "lower data.sequence_length: one window is too large",
+    )
 
 
 def canonical_json(value: Any) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from noloco_node.config.run_spec import MAX_BODY_BYTES
 from noloco_node.swarm.frames import Envelope, encode_envelope, tensor_bytes
 from noloco_node.swarm.transport import (
     Admit,
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 class TransportLimits:
     """What one node grants its peers."""
 
-    max_body_bytes: int = 256 << 20
+    max_body_bytes: int = MAX_BODY_BYTES
     """Largest body of a request."""
     max_streams_per_peer: int = 128
     """Open streams from one peer; one more is closed at once."""

@@ -1,0 +1,90 @@
+"""Parts of the daemon that need no network: what it checks before p2pd starts, and what it saves when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from noloco_node.config.load import load_config
+from noloco_node.config.run_spec import MAX_BODY_BYTES, check_microbatch_bytes
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.node import check_device, run_and_save
+from noloco_node.preflight import plan
+
+MICRO = Path(__file__).parent / "configs" / "micro.yaml"
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "meta", f"cuda:{torch.cuda.device_count()}", ""])
+def test_a_device_that_is_not_there_is_refused_by_name(name: str) -> None:
+    """A misspelt one, one that holds no numbers, and a GPU that this machine does not have."""
+    with pytest.raises(UserError, match=f"node.device is '{name}'") as caught:
+        check_device(name)
+    assert caught.value.exit_code is ExitCode.CONFIG
+    assert "cpu" in caught.value.remedy
+
+
+def test_a_gpu_number_too_high_names_the_numbers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with two GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match="CUDA devices 0 to 1"):
+        check_device("cuda:2")
+
+
+def test_the_processor_is_always_there() -> None:
+    """The default device passes."""
+    check_device("cpu")
+
+
+def test_a_microbatch_that_no_peer_would_accept_is_refused_before_the_start() -> None:
+    """Validation and the node's start use the same bound; the remedy's number fits, one more does not."""
+    long = ["run.data.sequence_length=65536", "run.inner.global_batch_tokens=1e9", "run.inner.target_tokens=1e10"]
+    with pytest.raises(UserError, match=r"inner\.microbatch_windows is 4096") as caught:
+        plan(load_config(MICRO, [*long, "run.inner.microbatch_windows=4096"]))
+    assert caught.value.exit_code is ExitCode.CONFIG
+    fitting = int(caught.value.remedy.split()[3])
+    plan(load_config(MICRO, [*long, f"run.inner.microbatch_windows={fitting}"]))
+    run = load_config(MICRO, [*long, f"run.inner.microbatch_windows={fitting + 1}"]).run
+    with pytest.raises(UserError):
+        check_microbatch_bytes(run, int(str(run.model.config["hidden_size"])))
+    with pytest.raises(UserError, match="bytes on the wire") as caught:
+        check_microbatch_bytes(run, MAX_BODY_BYTES)
+    assert "sequence_length" in caught.value.remedy
+
+
+@pytest.mark.parametrize("rescue", [None, OSError("disk full")])
+async def test_a_run_that_fails_saves_its_weights_and_fails_with_its_own_error(rescue: OSError | None) -> None:
+    """Whether the rescue succeeds or not."""
+    saves: list[str] = []
+
+    async def run() -> None:
+        raise UserError(ExitCode.P2P_DAEMON, "p2pd died", "start again")
+
+    async def save() -> None:
+        saves.append("saved")
+        if rescue:
+            raise rescue
+
+    with pytest.raises(UserError, match="p2pd died"):
+        await run_and_save(run(), save)
+    assert saves == ["saved"]
+
+
+async def test_a_cancelled_run_saves_nothing_and_a_finished_one_saves_once() -> None:
+    """The second signal means at once."""
+    saves: list[str] = []
+
+    async def save() -> None:
+        saves.append("saved")
+
+    task = asyncio.create_task(run_and_save(asyncio.Event().wait(), save))  # pyright: ignore[reportArgumentType]
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert saves == []
+    await run_and_save(asyncio.to_thread(lambda: None), save)
+    assert saves == ["saved"]
