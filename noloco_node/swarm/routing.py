@@ -18,8 +18,8 @@ SUSPENSION_SECONDS = 5.0
 LONGEST_SUSPENSION_SECONDS = 60.0
 
 LOAD_LIFE_SECONDS = 3.0
-"""How long a reported load counts. One that never aged would keep a peer that was busy once from ever being asked again,
-and with it from correcting its figure: routes would lock in, and with them the mixing that the method rests on."""
+"""How long a reported load counts. One that never aged would keep a peer that was busy once from ever being asked
+again, and so from correcting its figure: routes would lock in, and the mixing that the method rests on would end."""
 
 
 @dataclass(frozen=True, slots=True)
