@@ -144,6 +144,7 @@ class Replica:
             self.worker,
             streams=self._settings.exchange_streams,
             clocks=self.membership.fellow_clocks,
+            recorded_clocks=self.membership.recorded_clocks,
             on_outer_step=self._outer_step_taken,
             moved=self._moved,
         )

@@ -111,7 +111,7 @@ class OuterSpec(Settings):
 
     inner_steps: Positive = 50
     """H: inner steps after which a replica dials a fellow."""
-    min_inner_steps: Positive | None = None
+    min_inner_steps: Annotated[int, Field(ge=0)] | None = None
     """H_min: inner steps from which a replica may be dialled; H/2 where not set."""
     alpha: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
     """Outer momentum."""

@@ -73,7 +73,8 @@ class Exchanger:
     """This replica's outer steps: dials, answers, and steps alone; at most one exchange at a time.
 
     `run()` must be running in the owner's task group. `on_outer_step` receives an event for every commit and every try
-    that came to nothing. `clocks` gives the directory's clocks of live fellows. `moved` fires when an exchange has
+    that came to nothing. `clocks` estimates the present clocks of live fellows, `recorded_clocks` gives those of their
+    records. `moved` fires when an exchange has
     ended or a catch-up is due.
     """
 
@@ -86,6 +87,7 @@ class Exchanger:
         *,
         streams: int,
         clocks: Callable[[], Sequence[float]],
+        recorded_clocks: Callable[[], Sequence[float]],
         on_outer_step: Callable[[OuterStep], None],
         moved: Pulse,
     ) -> None:
@@ -95,6 +97,7 @@ class Exchanger:
         self._worker = worker
         self._streams = streams
         self._clocks = clocks
+        self._recorded_clocks = recorded_clocks
         self._on_outer_step = on_outer_step
         self._bound = DifferenceBound(spec.outer.clip_multiple)
         self._contract = worker.contract
@@ -259,6 +262,8 @@ class Exchanger:
         lag = self._spec.max_lag_tokens
         match laggard(self._worker.progress.clock, claimed, self._clocks(), lag):
             case "own":
+                if not lags(self._worker.progress.clock, self._recorded_clocks(), lag):
+                    return  # only the estimate of present clocks says so
                 self.catch_up_from = peer
                 self._moved.fire()
                 raise Refused(Refusal.LAGGING, "mine")
@@ -372,7 +377,7 @@ class Exchanger:
 
     def _note_refusal(self, partner: PeerId, error: Refused | TransportError) -> None:
         told_to_catch_up = isinstance(error, Refused) and error.reason is Refusal.LAGGING and error.detail == "yours"
-        if told_to_catch_up and lags(self._worker.progress.clock, self._clocks(), self._spec.max_lag_tokens):
+        if told_to_catch_up and lags(self._worker.progress.clock, self._recorded_clocks(), self._spec.max_lag_tokens):
             self.catch_up_from = partner
         logger.debug("proposal to %s came to nothing: %r", partner, error)
 

@@ -74,6 +74,10 @@ class Membership:
         """Replicas of the own stage that train, this one included."""
         return 1 + len(self.fellows(PeerState.TRAINING))
 
+    def recorded_clocks(self) -> list[float]:
+        """Clocks of the own stage's live fellows as their records say: never ahead of the true ones."""
+        return [r.clock for r in self.live(self._stage, *SERVING) if r.peer_id != self._own]
+
     def fellow_clocks(self) -> list[float]:
         """Present clocks of the own stage's live fellows: what each record says, moved on by its age.
 

@@ -26,7 +26,12 @@ class Window:
     @property
     def alone_after(self) -> int:
         """Inner steps after which a replica that found nobody steps alone."""
-        return self.inner_steps + 2 * self.min_inner_steps
+        return self.inner_steps + self.search_steps
+
+    @property
+    def search_steps(self) -> int:
+        """Inner steps that a replica spends looking for a partner before it steps alone, at least two."""
+        return 2 * max(1, self.min_inner_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ def decide(state: PairingState, window: Window, *, now: float, rng: random.Rando
         return WAIT
     if not state.fellows:
         return STEP_ALONE
-    searched_enough = state.steps_free >= 2 * window.min_inner_steps
+    searched_enough = state.steps_free >= window.search_steps
     if state.steps_since_outer >= window.alone_after and searched_enough and not state.last_round:
         return STEP_ALONE
     if now < state.next_try:

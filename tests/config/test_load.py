@@ -161,7 +161,7 @@ def test_the_last_override_wins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("run.outer.min_inner_steps", "0"),
+        ("run.outer.min_inner_steps", "-1"),
         ("run.inner.learning_rate", ".inf"),
         ("run.outer.clip_multiple", ".nan"),
         ("run.model.config.rope_theta", ".inf"),

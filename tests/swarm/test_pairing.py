@@ -61,6 +61,13 @@ def test_the_dialling_window(given: PairingState, expected: str) -> None:
     assert {WAIT: "wait", STEP_ALONE: "alone"}.get(decision, "dial") == expected
 
 
+def test_a_window_without_a_minimum_still_looks_for_a_partner() -> None:
+    """H_min = 0 lets a replica be dialled at any time; it does not make it step alone at once."""
+    window = Window(inner_steps=10, min_inner_steps=0)
+    assert isinstance(decide(state(10), window, now=1.0, rng=random.Random(0)), Dial)
+    assert decide(state(12), window, now=1.0, rng=random.Random(0)) is STEP_ALONE
+
+
 def test_partners_are_drawn_evenly() -> None:
     """Over many decisions every fellow is dialled about equally often."""
     rng = random.Random(1)
