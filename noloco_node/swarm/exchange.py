@@ -19,7 +19,6 @@ from typing import Literal, TypeVar
 
 from torch import Tensor
 
-from noloco_node import PROTOCOL_VERSION
 from noloco_node.aio import Pulse
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.outer.clipping import DifferenceBound
@@ -40,7 +39,7 @@ from noloco_node.swarm.transport import (
     Transport,
     TransportError,
 )
-from noloco_node.swarm.wire import no_tensors, parse
+from noloco_node.swarm.wire import check_addressed, no_tensors, parse
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.stage_worker import Snapshot, StageWorker
 
@@ -232,12 +231,13 @@ class Exchanger:
         proposal = parse(Proposal, message.header)
         if not self.accepting:
             raise Refused(Refusal.DRAINING)
-        if proposal.protocol != PROTOCOL_VERSION:
-            raise Refused(Refusal.WRONG_PROTOCOL, f"this node speaks version {PROTOCOL_VERSION}")
-        if proposal.run != self._spec.run_id:
-            raise Refused(Refusal.WRONG_RUN)
-        if proposal.stage != self._stage:
-            raise Refused(Refusal.WRONG_STAGE)
+        check_addressed(
+            run=proposal.run,
+            stage=proposal.stage,
+            own_run=self._spec.run_id,
+            own_stage=self._stage,
+            protocol=proposal.protocol,
+        )
         if proposal.contract != self._contract:
             raise Refused(Refusal.WRONG_CONTRACT, "the stages differ in shapes, order, codec or chunk size")
         if self._session is not None or self.catching_up:

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.transport import JsonObject, ProtocolViolation, Refusal, Refused, TensorSpec
-from noloco_node.swarm.wire import ProtocolVersion, RandomId, RunName, StageIndex, WireModel, first_problem, parse
+from noloco_node.swarm.wire import (
+    ProtocolVersion,
+    RandomId,
+    RunName,
+    StageIndex,
+    WireModel,
+    check_addressed,
+    first_problem,
+    parse,
+)
 
 METHOD = "microbatch"
 
@@ -83,12 +92,7 @@ class Ledger:
 def parse_header(header: JsonObject, *, run: str, stage: int) -> MicrobatchHeader:
     """A validated header that is meant for this node; raises Refused otherwise."""
     parsed = parse(MicrobatchHeader, header)
-    if parsed.protocol != PROTOCOL_VERSION:
-        raise Refused(Refusal.WRONG_PROTOCOL, f"this node speaks version {PROTOCOL_VERSION}, not {parsed.protocol}")
-    if parsed.run != run:
-        raise Refused(Refusal.WRONG_RUN, f"this node serves run {run[:8]}")
-    if parsed.stage != stage:
-        raise Refused(Refusal.WRONG_STAGE, f"this node serves stage {stage}, not {parsed.stage}")
+    check_addressed(run=parsed.run, stage=parsed.stage, own_run=run, own_stage=stage, protocol=parsed.protocol)
     return parsed
 
 

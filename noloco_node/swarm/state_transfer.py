@@ -29,7 +29,7 @@ from noloco_node.swarm.transport import (
     Transport,
     TransportError,
 )
-from noloco_node.swarm.wire import ClockValue, RunName, StageIndex, WireModel, no_tensors, parse
+from noloco_node.swarm.wire import ClockValue, RunName, StageIndex, WireModel, check_addressed, no_tensors, parse
 from noloco_node.training.stage_worker import Progress, StageWorker
 
 logger = logging.getLogger(__name__)
@@ -100,10 +100,7 @@ class StateDonor:
         no_tensors(peer, header, specs)
         if not self.accepting:
             raise Refused(Refusal.DRAINING)
-        if request.run != self._spec.run_id:
-            raise Refused(Refusal.WRONG_RUN)
-        if request.stage != self._stage:
-            raise Refused(Refusal.WRONG_STAGE)
+        check_addressed(run=request.run, stage=request.stage, own_run=self._spec.run_id, own_stage=self._stage)
         if request.contract != self._worker.contract:
             raise Refused(Refusal.WRONG_CONTRACT)
 

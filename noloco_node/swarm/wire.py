@@ -6,6 +6,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.transport import JsonObject, PeerId, Refusal, Refused, TensorSpec
 
 ClockValue = Annotated[float, Field(ge=0.0, le=1e18, allow_inf_nan=False)]
@@ -29,6 +30,16 @@ def parse(kind: type[H], header: JsonObject) -> H:
         return kind.model_validate(header)
     except ValidationError as error:
         raise Refused(Refusal.MALFORMED, first_problem(error)) from None
+
+
+def check_addressed(*, run: str, stage: int, own_run: str, own_stage: int, protocol: int = PROTOCOL_VERSION) -> None:
+    """Refuse a message that is meant for another run, stage or protocol version than this node's own."""
+    if protocol != PROTOCOL_VERSION:
+        raise Refused(Refusal.WRONG_PROTOCOL, f"this node speaks version {PROTOCOL_VERSION}, not {protocol}")
+    if run != own_run:
+        raise Refused(Refusal.WRONG_RUN, f"this node serves run {own_run[:8]}")
+    if stage != own_stage:
+        raise Refused(Refusal.WRONG_STAGE, f"this node serves stage {own_stage}, not {stage}")
 
 
 def first_problem(error: ValidationError) -> str:
