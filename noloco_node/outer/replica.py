@@ -3,44 +3,72 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from noloco_node.outer.codec import CodecName, decode, encode
+from noloco_node.outer.codec import BLOCK, Codec, Coding, sketch_coordinates
 from noloco_node.outer.update import OuterRule, contribution, step_
 
 
 @dataclass(frozen=True, slots=True)
-class CommitResult:
-    """What a commit did: norms before clipping, and the scale that was applied to the difference."""
+class Part:
+    """A range [start, end) of a stage's weights: one fragment, or the whole."""
 
-    difference_norm: float
-    own_motion: float
-    scale: float
+    start: int
+    end: int
+
+    @property
+    def slice(self) -> slice:
+        """The range as an index."""
+        return slice(self.start, self.end)
+
+    @property
+    def size(self) -> int:
+        """Weights in it."""
+        return self.end - self.start
 
 
 class NotFinite(ValueError):
     """A partner's chunk holds NaN or infinity."""
 
 
-class OuterReplica:
-    """Slow weights φ, momentum δ, and at most one open outer step, all flat fp32 vectors of one length on the host.
+def fragments_of(size: int, count: int) -> tuple[Part, ...]:
+    """`size` weights cut into `count` fragments of nearly equal numbers of blocks.
 
-    An open step works on a frozen snapshot θ of the fast weights. With its own s_i exact and Q the codec, the receiver
-    forms mean(s) = s_i + Σ_j (Q(s_j) − Q(s_i))/n, so the mean over replicas is kept to rounding whatever Q does. Only
-    `commit` changes φ and δ; `abandon` leaves no trace. Buffers are allocated once.
+    Raises ValueError where there are fewer blocks of 1024 weights than fragments.
+    """
+    blocks = math.ceil(size / BLOCK)
+    if not 1 <= count <= blocks:
+        raise ValueError(f"{size} weights are {blocks} blocks of {BLOCK}: they cannot be cut into {count} fragments")
+    ends = [min(size, blocks * (index + 1) // count * BLOCK) for index in range(count)]
+    return tuple(Part(start, end) for start, end in zip([0, *ends], ends, strict=False))
+
+
+class OuterReplica:
+    """Slow weights φ, momentum δ, and at most one open outer step, all flat vectors of one length on the host.
+
+    An open step covers one part of the weights and works on a frozen snapshot θ of it. With its own s_i exact and Q the
+    codec, the receiver forms mean(s) = s_i + Σ_j (Q(s_j) − Q(s_i))/n, so the mean over replicas is kept to rounding
+    whatever Q does. Only `commit` changes φ and δ; an open step that is never committed leaves no trace. Buffers are
+    allocated once.
     """
 
-    def __init__(self, rule: OuterRule, slow: Tensor, *, chunk_elements: int, codec: CodecName) -> None:
+    def __init__(self, rule: OuterRule, slow: Tensor, *, codec: Codec, chunk_bytes: int, fragments: int = 1) -> None:
         self.rule = rule
         self.slow = slow
         self.momentum = torch.zeros_like(slow)
         self.snapshot = torch.empty_like(slow)
+        self.codec = codec
+        self.whole = Part(0, slow.numel())
+        self.fragments = fragments_of(slow.numel(), fragments)
         self._difference = torch.empty_like(slow)
-        self._chunk = chunk_elements
-        self._codec: CodecName = codec
+        self._chunk = max(1, chunk_bytes * 8 // codec.bits // BLOCK) * BLOCK
+        self._part = self.whole
+        self._exchange = ""
+        self._coding: Coding | None = None
         self._weight = 1.0
         self._members = 1
 
@@ -50,41 +78,75 @@ class OuterReplica:
         return self.slow.numel()
 
     @property
+    def part(self) -> Part:
+        """What the open step covers."""
+        return self._part
+
+    @property
     def chunks(self) -> int:
-        """Chunks that an exchange consists of."""
-        return math.ceil(self.size / self._chunk)
+        """Chunks that the exchange of the open part consists of."""
+        return math.ceil(self._part.size / self._chunk)
 
     def chunk_size(self, index: int) -> int:
-        """Weights in chunk `index`; IndexError outside."""
+        """Weights in chunk `index` of the open part; IndexError outside."""
         if not 0 <= index < self.chunks:
             raise IndexError(index)
-        return min(self._chunk, self.size - index * self._chunk)
+        return min(self._chunk, self._part.size - index * self._chunk)
 
-    def open(self, *, members: int, weight: float) -> None:
-        """Begin an outer step of a group of `members` on the present snapshot; `weight` is this replica's n·w."""
-        self._members, self._weight = members, weight
-        self._difference.zero_()
+    def open(self, part: Part, *, members: int, weight: float, exchange: str = "") -> None:
+        """Begin an outer step of a group of `members` on the present snapshot of `part`.
+
+        `weight` is this replica's n·w; `exchange` is the step's name, the same for all members: dither and sketch come
+        from it.
+        """
+        self._part, self._members, self._weight, self._exchange = part, members, weight, exchange
+        self._coding = None
+        self._difference[part.slice].zero_()
+
+    def sketch(self) -> Tensor:
+        """Values of s_i for the partners, exact, fp32; empty where the codec needs none."""
+        if not self.codec.modulo:
+            return torch.empty(0)
+        places = sketch_coordinates(self._exchange, self._part.start, self._part.end)
+        s = contribution(
+            self.rule,
+            fast=self.snapshot[places],
+            slow=self.slow[places],
+            momentum=self.momentum[places],
+            weight=self._weight,
+        )
+        return s.to(torch.float32)
+
+    def agree(self, others: Sequence[Tensor]) -> None:
+        """Take in the partners' sketches; only then can chunks be made. Raises NotFinite."""
+        sketches = [self.sketch(), *others] if self.codec.modulo else []
+        if not all(bool(torch.isfinite(sketch).all()) for sketch in sketches):
+            raise NotFinite("a sketch holds NaN or infinity")
+        self._coding = self.codec.coding(self._exchange, self._part.start, self._part.end, sketches)
 
     def encoded_chunk(self, index: int) -> Tensor:
         """Q(s_i) of a chunk, as it travels."""
-        return encode(self._contribution(self._slice(index)), self._codec)
+        assert self._coding is not None, "a chunk needs an agreed coding"
+        part = self._slice(index)
+        return self._coding.encode(self._contribution(part), part.start)
 
     def add_chunk(self, index: int, wire: Tensor) -> None:
         """Take in a partner's Q(s_j) of a chunk.
 
         Raises NotFinite, and ValueError where length or precision differ from what was agreed.
         """
+        assert self._coding is not None, "a chunk needs an agreed coding"
         part = self._slice(index)
         own = self.encoded_chunk(index)
         if wire.shape != own.shape or wire.dtype != own.dtype:
             raise ValueError(f"chunk {index} is {wire.dtype} {tuple(wire.shape)}, not {own.dtype} {tuple(own.shape)}")
-        difference = decode(wire) - decode(own)
+        difference = self._coding.difference(wire, own, part.start)
         if not bool(torch.isfinite(difference).all()):
             raise NotFinite(f"chunk {index} holds NaN or infinity")
         self._difference[part] += difference / self._members
 
     def difference_norm(self) -> float:
-        """Norm of Σ_j (Q(s_j) − Q(s_i))/n over all chunks: how far the partners pull this replica's mean."""
+        """Norm of Σ_j (Q(s_j) − Q(s_i))/n over the open part: how far the partners pull this replica's mean."""
         total = 0.0
         for index in range(self.chunks):  # in fp64, or the square of a large finite difference would be infinite
             total += float(self._difference[self._slice(index)].double().square().sum())
@@ -101,17 +163,17 @@ class OuterReplica:
         return math.sqrt(total)
 
     def commit(self, scale: float = 1.0) -> Tensor:
-        """Take the step: φ and δ are replaced. Returns φ_new − θ_snapshot, to be added to the fast weights, in a
-        buffer that stays valid until the next `open`."""
+        """Take the step: φ and δ of the open part are replaced. Returns φ_new − θ_snapshot of that part, to be added to
+        its fast weights, in a buffer that stays valid until the next `open`."""
         for index in range(self.chunks):
             part = self._slice(index)
             mean = self._contribution(part).add_(self._difference[part], alpha=scale)
             step_(self.rule, mean, slow=self.slow[part], momentum=self.momentum[part])
             torch.sub(self.slow[part], self.snapshot[part], out=self._difference[part])
-        return self._difference
+        return self._difference[self._part.slice]
 
     def _slice(self, index: int) -> slice:
-        start = index * self._chunk
+        start = self._part.start + index * self._chunk
         return slice(start, start + self.chunk_size(index))
 
     def _contribution(self, part: slice) -> Tensor:
