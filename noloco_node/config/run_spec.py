@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, model_validator
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.stability import admissible_gamma, safe_gamma
@@ -121,15 +121,18 @@ class OuterSpec(Settings):
     """Pull to the group's mean; 1 - alpha where not set."""
     momentum: Literal["averaged", "local"] = "averaged"
     """`averaged`: the momentum is averaged over the group at no cost in bytes; `local`: the published rule."""
-    codec: Literal["fp32", "fp16"] = "fp16"
-    """Precision of the exchanged tensor on the wire."""
+    codec: Literal["fp32", "fp16", "bf16", "int8", "int4"] = "fp16"
+    """How the exchanged tensor travels: rounded, or as codes modulo 2^8 or 2^4 of the difference to the partner."""
+    fragments: Positive = 1
+    """F: parts of a stage's weights that are exchanged one at a time, each once in H inner steps; a peak of the traffic
+    carries 1/F of the weights."""
     max_lag_tokens: Positive | None = None
     """A replica whose clock lags its partner's by more than this takes the partner's state instead of averaging;
     4·H inner steps' worth of tokens where not set."""
     clip_multiple: PositiveFloat = 3.0
     """The difference to a partner is clipped at this multiple of the median of recent differences."""
     gauge_coordinates: Annotated[int, Field(ge=256, le=1 << 20)] = 1 << 16
-    """Weights sampled in each exchange for the spread across replicas (never more than 1/16 of the stage)."""
+    """Weights sampled in each exchange for the spread across replicas (never more than 1/64 of what is exchanged)."""
 
     @property
     def effective_gamma(self) -> float:
@@ -142,14 +145,24 @@ class OuterSpec(Settings):
         return max(1, self.inner_steps // 2) if self.min_inner_steps is None else self.min_inner_steps
 
     @model_validator(mode="after")
-    def _window_and_stability(self) -> OuterSpec:
+    def _clocks(self) -> OuterSpec:
         if self.effective_min_inner_steps > self.inner_steps:
             raise ValueError(
                 f"outer.min_inner_steps ({self.min_inner_steps}) exceeds outer.inner_steps ({self.inner_steps}): "
                 "a replica would dial before it may be dialled"
             )
+        if self.fragments > self.inner_steps:
+            raise ValueError(
+                f"outer.fragments ({self.fragments}) exceeds outer.inner_steps ({self.inner_steps}): more than one "
+                "exchange would be due in every inner step; lower outer.fragments"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stability(self, info: ValidationInfo) -> OuterSpec:
+        """The laboratory alone shows what an inadmissible γ does, by the context `allow_inadmissible`; no file can."""
         gamma = self.effective_gamma
-        if gamma >= safe_gamma(self.alpha):
+        if gamma >= safe_gamma(self.alpha) and not (info.context or {}).get("allow_inadmissible"):
             sharp = admissible_gamma(self.alpha, momentum=self.momentum)[1]
             raise ValueError(
                 f"outer.gamma ({gamma:g}) is outside the admissible set: with outer.alpha {self.alpha:g} it must be in "
