@@ -1,0 +1,1 @@
+"""The laboratory: many replicas in one process, on the daemon's own outer step, routing and pairing decisions."""

@@ -1,0 +1,82 @@
+"""What one simulated training comes to: a record of results.json."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from noloco_node.config.lab_spec import Algorithm
+
+
+class Record(BaseModel):
+    """Base of what is written: frozen; a number that is not finite is written as null."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="null")
+
+
+class SpreadPoint(Record):
+    """How far the replicas are apart at one moment."""
+
+    step: int
+    tokens: int
+    learning_rate: float
+    spread: float | None
+    """Variance of a fast weight across replicas (divided by N − 1), mean over all weights."""
+
+
+class LossPoint(Record):
+    """Validation loss on the way, mean over replicas, in nats per token."""
+
+    tokens: int
+    validation_loss: float | None
+
+
+class Result(Record):
+    """One training. Losses are nats per token."""
+
+    variant: str
+    algorithm: Algorithm
+    options: dict[str, Any]
+    """The settings in which this run differs from the file's: the variant's `set` and its point of the sweep."""
+    purpose: Literal["tune", "report"]
+    seed: int
+    stages: int
+    replicas: int
+    parameters: int
+    tokens: int
+    validation_loss: float | None
+    """Mean over replicas after the last outer step: what each of them would hand out. None where training diverged."""
+    validation_loss_fast: float | None
+    """Mean over replicas before the last outer step: what a daemon reports at the end of training."""
+    validation_loss_merged: float | None
+    """Of the mean over replicas of the weights after the last outer step: the exported model."""
+    training_loss: float | None
+    """Mean over the last tenth of the tokens."""
+    diverged: bool
+    curve: list[LossPoint]
+    spread: list[SpreadPoint]
+    inner_steps: int
+    """Mean over replicas."""
+    outer_rounds: float
+    """Outer steps with a partner, mean over replicas."""
+    alone_share: float
+    """Share of the outer steps taken without a partner."""
+    clipped_share: float
+    """Share of the exchanges in which a partner's pull was clipped."""
+    bytes_per_outer_step: float
+    """Sent by one replica of each stage together, in one exchange."""
+    bytes_per_inner_step: float
+    """The same by inner step, over the whole training: what a fair comparison of traffic holds equal."""
+    seconds: float
+
+
+class Results(Record):
+    """A whole experiment."""
+
+    command: str
+    """Repeats it."""
+    versions: dict[str, str]
+    run: dict[str, Any]
+    lab: dict[str, Any]
+    results: Annotated[list[Result], Field(default_factory=list)]
