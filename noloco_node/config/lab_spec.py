@@ -46,9 +46,9 @@ class VariantSpec(Settings):
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     algorithm: Algorithm
-    set: dict[str, JsonValue] = {}
+    set: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Dotted settings of the run (`outer.beta`) or of the world (`world.lag`)."""
-    sweep: dict[str, list[JsonValue]] = {}
+    sweep: dict[str, list[JsonValue]] = Field(default_factory=dict[str, list[JsonValue]])
     """Dotted settings and the values to try: every combination is one point."""
 
 
