@@ -21,6 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "training",
         "storage telemetry",
         "merge preflight swarm",
+        "virtual",
         "replica",
         "node",
         "local_swarm",
@@ -113,6 +114,8 @@ def test_the_law_sees_the_whole_package() -> None:
         ("noloco_node.model.cut", "noloco_node.data.windows"),
         ("noloco_node.swarm.routing", "noloco_node.node"),
         ("noloco_node.config.load", "noloco_node.cli"),
+        ("noloco_node.virtual.experiment", "noloco_node.replica"),
+        ("noloco_node.swarm.routing", "noloco_node.virtual.experiment"),
     ],
 )
 def test_the_law_refuses_what_it_must(module: str, imported: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 from pydantic import ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from noloco_node.config.lab_spec import LabSpec
 from noloco_node.config.node_settings import LocalSwarmSettings, NodeSettings
 from noloco_node.config.run_spec import RunSpec, Settings
 from noloco_node.errors import ExitCode, UserError
@@ -32,6 +34,8 @@ class Config(Settings):
     """What this machine chooses for itself."""
     local_swarm: LocalSwarmSettings = LocalSwarmSettings()
     """Layout of `noloco-node swarm`."""
+    lab: LabSpec = LabSpec()
+    """What `noloco-node lab` compares; no daemon reads it."""
 
     @model_validator(mode="after")
     def _stage_exists(self) -> Config:
@@ -92,11 +96,16 @@ def validate(raw: Mapping[str, Any], where: str) -> Config:
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
-        problems += [problem for problem in _problems(error, raw) if problem.setting not in known]
+        problems += [problem for problem in _problems(error, raw, Config) if problem.setting not in known]
         raise _as_user_error(problems, where) from None
     if problems:
         raise _as_user_error(problems, where)
     return config
+
+
+def problems_of(error: ValidationError, raw: object, model: type[Settings]) -> list[Problem]:
+    """What pydantic found wrong with `raw`, read as `model`: one problem a setting, names as within that group."""
+    return list(_problems(error, raw, model))
 
 
 def render(config: Settings) -> str:
@@ -132,7 +141,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(
             ExitCode.CONFIG,
             f"{path} is {found}, not a set of settings",
-            "it needs the top-level key `run:`, and may have `node:` and `local_swarm:`; see configs/tiny.yaml",
+            "it needs the top-level key `run:`, and may have `node:`, `local_swarm:` and `lab:`; see configs/tiny.yaml",
         )
     return cast("dict[str, Any]", raw)
 
@@ -172,7 +181,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
             raise UserError(
                 ExitCode.CONFIG,
                 f"--set {override}: {part} is a value, not a group of settings",
-                _suggestion(name.strip(), ()) or "see all names with: noloco-node config show CONFIG",
+                _suggestion(name.strip(), (), Config) or "see all names with: noloco-node config show CONFIG",
             )
         group = cast("dict[str, Any]", inner)
     group[parts[-1]] = value
@@ -198,7 +207,7 @@ def _booleans(model: type[Settings], raw: object, prefix: str) -> Iterator[Probl
             yield Problem(prefix + name, f"{str(value).lower()} is a boolean, which this setting does not take")
 
 
-def _problems(error: ValidationError, raw: object) -> Iterator[Problem]:
+def _problems(error: ValidationError, raw: object, root: type[Settings]) -> Iterator[Problem]:
     """One problem a setting: pydantic reports each branch of a union by itself."""
     by_setting: dict[str, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
@@ -207,60 +216,67 @@ def _problems(error: ValidationError, raw: object) -> Iterator[Problem]:
         first = group[0]
         match first["type"]:
             case "extra_forbidden":
-                siblings = _known_names(setting.rpartition(".")[0])
-                yield Problem(setting, f"there is no such setting; {_suggestion(setting, siblings)}")
+                siblings = _known_names(setting.rpartition(".")[0], root)
+                yield Problem(setting, f"there is no such setting; {_suggestion(setting, siblings, root)}")
             case "missing":
-                yield Problem(setting, f"is not set, and has no default{_meaning(setting)}")
+                yield Problem(setting, f"is not set, and has no default{_meaning(setting, root)}")
             case "value_error":
                 yield Problem("", first["msg"].removeprefix("Value error, "))
             case "model_type" | "model_attributes_type":
-                names = ", ".join(_known_names(setting))
+                names = ", ".join(_known_names(setting, root))
                 yield Problem(setting, f"must be a group of settings ({names}), is {_short(first['input'])}")
             case _:
                 allowed = " or ".join(dict.fromkeys(_allowed(details["msg"]) for details in group))
-                yield Problem(setting, f"{_short(first['input'])} is not allowed: {allowed}{_meaning(setting)}")
+                yield Problem(setting, f"{_short(first['input'])} is not allowed: {allowed}{_meaning(setting, root)}")
 
 
 def _setting(location: tuple[int | str, ...], raw: object) -> str:
-    """The dotted name behind pydantic's location, which also names branches of unions."""
-    parts: list[str] = []
+    """The dotted name behind pydantic's location, which also names branches of unions; list items as `name[3]`."""
+    name = ""
     for key in location:
         if isinstance(key, int):
-            parts.append(str(key))
+            name += f"[{key}]"
             raw = cast("Sequence[object]", raw)[key] if isinstance(raw, Sequence) else None
             continue
         if not isinstance(raw, Mapping):
             break
-        parts.append(key)
+        name += f".{key}" if name else key
         raw = cast("Mapping[str, object]", raw).get(key)
-    return ".".join(parts)
+    return name
 
 
-def _group(dotted: str) -> type[Settings] | None:
-    model: type[Settings] | None = Config
+def _group(dotted: str, root: type[Settings]) -> type[Settings] | None:
+    """The type of the group of that name; an item of a list of groups counts as one."""
+    model: type[Settings] | None = root
     for part in dotted.split(".") if dotted else []:
-        model = dict(_fields(model)).get(part) if model is not None else None
+        if model is None:
+            return None
+        name, item, _ = part.partition("[")
+        field = model.model_fields.get(name)
+        kinds = (field.annotation, *typing.get_args(field.annotation)[: bool(item)]) if field is not None else ()
+        groups = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Settings)]
+        model = groups[0] if groups else None
     return model
 
 
-def _known_names(group: str) -> tuple[str, ...]:
-    model = _group(group)
+def _known_names(group: str, root: type[Settings]) -> tuple[str, ...]:
+    model = _group(group, root)
     return tuple(model.model_fields) if model is not None else ()
 
 
-def _suggestion(setting: str, siblings: Sequence[str]) -> str:
+def _suggestion(setting: str, siblings: Sequence[str], root: type[Settings]) -> str:
     """The nearest known names: misspelt in its own group, the right name in another group, or the group's list."""
     group, _, leaf = setting.rpartition(".")
     close = [f"{group}.{name}" if group else name for name in difflib.get_close_matches(leaf, siblings, n=2)]
-    elsewhere = [name for name in setting_names() if name.rpartition(".")[2] == leaf]
+    elsewhere = [name for name in setting_names(root) if name.rpartition(".")[2] == leaf]
     if close or elsewhere:
         return f"did you mean {' or '.join((close + elsewhere)[:3])}?"
     return f"known here: {', '.join(siblings)}" if siblings else ""
 
 
-def _meaning(setting: str) -> str:
+def _meaning(setting: str, root: type[Settings]) -> str:
     group, _, leaf = setting.rpartition(".")
-    model = _group(group)
+    model = _group(group, root)
     field = model.model_fields.get(leaf) if model is not None else None
     return f" ({' '.join(field.description.split())})" if field is not None and field.description else ""
 
