@@ -159,7 +159,7 @@ class OuterSpec(Settings):
         return self
 
     @model_validator(mode="after")
-    def _stability(self, info: ValidationInfo) -> OuterSpec:
+    def _stability(self, info: ValidationInfo[dict[str, bool] | None]) -> OuterSpec:
         """The laboratory alone shows what an inadmissible γ does, by the context `allow_inadmissible`; no file can."""
         gamma = self.effective_gamma
         if gamma >= safe_gamma(self.alpha) and not (info.context or {}).get("allow_inadmissible"):

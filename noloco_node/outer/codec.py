@@ -2,8 +2,9 @@
 
 A codec never reconstructs a partner's tensor for its own sake: what counts is the difference of two contributions,
 s_j − s_i, and every codec gives it antisymmetrically, so that the mean over replicas is kept (see `replica.py`).
-Rounding is by a dither that both sides know (a Weyl sequence over the positions, moved by the exchange's name): equal
-values get equal codes, the difference is unbiased, and its error shrinks with the difference itself.
+Rounding is by a dither that both sides know (a Weyl sequence within each block, moved by a hash of the exchange's name
+and the block): equal values get equal codes, the difference is unbiased, and its error shrinks with the difference
+itself.
 
 `int8` and `int4` send codes modulo 2^bits: a receiver knows its own value, which lies close by, so only the difference
 must fit (the idea of Moniqua, arXiv 2002.11787, and of lattice coding, arXiv 2002.09268). The error therefore scales
@@ -21,6 +22,7 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 CodecName = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 
@@ -30,15 +32,23 @@ BLOCK = 1024
 SKETCH_PER_BLOCK = 8
 
 _FP16_MAX = 65504.0
-_WEYL = 2654435769
+_DITHER_LEVELS = 1 << 16
+_WEYL = 40503
 _MASK = 0xFFFFFFFF
 _PRIOR_SAMPLES = 2.0
 _FINEST_STEP = 2.0**-18
 _LARGEST_CODE = 2.0**23
+_SMALLEST_STEP = 1e-30
+_AMBIGUOUS = -128
+"""Half the range either way is one code, so it counts as no difference."""
 
 
 class Coding(Protocol):
-    """The codec of one exchange, both sides' sketches known. `start` is a chunk's place in the stage's vector."""
+    """The codec of one exchange, both sides' sketches known.
+
+    A chunk is a flat tensor of values; `start` is its place in the stage's vector. It begins at a block, and ends at one
+    or at the end of the exchanged range.
+    """
 
     def encode(self, values: Tensor, start: int) -> Tensor:
         """The chunk as it travels."""
@@ -68,17 +78,20 @@ class Codec:
         """Elements of the wire's tensor for `count` values."""
         return (count * self.bits + 7) // 8 if self.modulo else count
 
+    def sketch_elements(self, count: int) -> int:
+        """Values of the sketch of `count` values that begin at a block."""
+        return math.ceil(count / BLOCK) * SKETCH_PER_BLOCK if self.modulo else 0
+
     def wire_bytes(self, count: int) -> int:
         """Bytes on the wire for `count` values that begin at a block, sketch included."""
-        sketch = 4 * len(sketch_coordinates("", 0, count)) if self.modulo else 0
-        return self.wire_elements(count) * self.wire_dtype.itemsize + sketch
+        return self.wire_elements(count) * self.wire_dtype.itemsize + 4 * self.sketch_elements(count)
 
     def coding(self, exchange: str, start: int, end: int, sketches: Sequence[Tensor]) -> Coding:
         """The coding of the exchange of that name over the values [start, end).
 
         `sketches` are those of all members, in any order (empty for codecs that are not modulo).
         """
-        seed = _seed(exchange)
+        seed = _seed(f"dither/{exchange}")
         if self.modulo:
             return _Modulo(self.bits, _steps(self, sketches), seed, start, end)
         return _Stochastic(seed) if self.name == "bf16" else _Rounded(self.wire_dtype)
@@ -94,15 +107,18 @@ CODECS: dict[CodecName, Codec] = {
 
 
 def sketch_coordinates(exchange: str, start: int, end: int) -> Tensor:
-    """Places (int64) in [start, end) whose values are exchanged exactly: 8 for each block, drawn from the exchange's
-    name, one in each eighth. `start` is the beginning of a block."""
+    """Places (int64) in [start, end) whose values are exchanged exactly: 8 for each block, one in each eighth of it,
+    drawn from the exchange's name. `start` is the beginning of a block."""
     assert start % BLOCK == 0
     stride = BLOCK // SKETCH_PER_BLOCK
-    digest = hashlib.blake2b(f"sketch/{exchange}".encode(), digest_size=SKETCH_PER_BLOCK * 2).digest()
-    drawn = torch.frombuffer(bytearray(digest), dtype=torch.int16).to(torch.int64) % stride
-    blocks = torch.arange(start, end, BLOCK)
-    places = blocks[:, None] + torch.arange(0, BLOCK, stride) + drawn
-    return places.clamp(max=end - 1).flatten()
+    eighths = torch.arange(start // stride, math.ceil((end - start) / BLOCK) * SKETCH_PER_BLOCK + start // stride)
+    offset = _mixed(eighths, _seed(f"sketch/{exchange}")) % stride
+    places = eighths * stride + offset
+    ragged = (end - start) % BLOCK
+    if ragged:  # the same eighths of a shorter block
+        last = end - ragged
+        places[-SKETCH_PER_BLOCK:] = last + (places[-SKETCH_PER_BLOCK:] - last) * ragged // BLOCK
+    return places
 
 
 class _Rounded:
@@ -128,17 +144,24 @@ class _Stochastic:
 
     def encode(self, values: Tensor, start: int) -> Tensor:
         exact = values.to(torch.float32)
-        dither = _weyl(self._seed, start, len(values)) >> 16
-        bits = (exact.view(torch.int32).to(torch.int64) + dither) & ~0xFFFF
-        rounded = bits.to(torch.int32).view(torch.float32)
-        return torch.where(torch.isfinite(exact), rounded, exact).to(torch.bfloat16)
+        dither = _offsets(self._seed, start, len(values))[:, None] + _within_block()
+        bits = dither.bitwise_and_(_DITHER_LEVELS - 1).flatten()[: len(values)]
+        bits.add_(exact.view(torch.int32)).bitwise_right_shift_(16)
+        rounded = bits.to(torch.int16).view(torch.bfloat16)
+        if not bool(torch.isfinite(exact.sum())):  # a NaN of many ones would have overflowed into a number
+            rounded = torch.where(torch.isfinite(exact), rounded, exact.to(torch.bfloat16))
+        return rounded
 
     def difference(self, other: Tensor, own: Tensor, start: int) -> Tensor:  # noqa: ARG002
         return other.to(torch.float32) - own.to(torch.float32)
 
 
 class _Modulo:
-    """Codes floor(s/step + dither) modulo 2^bits, a step for each block."""
+    """Codes floor(s/step + dither) modulo 2^bits, a step for each block.
+
+    The dither goes up to 2 instead of 1: a whole step more moves both sides' codes alike. 4-bit codes are packed by
+    halves of a chunk, the second half in the upper bits.
+    """
 
     def __init__(self, bits: int, steps: Tensor, seed: int, start: int, end: int) -> None:
         self._bits = bits
@@ -147,60 +170,83 @@ class _Modulo:
         self._start, self._end = start, end
 
     def encode(self, values: Tensor, start: int) -> Tensor:
-        dither = _weyl(self._seed, start, len(values)).to(values.dtype) / (_MASK + 1)
-        codes = (values / self._steps_of(start, len(values)).to(values.dtype) + dither).floor_()
-        codes = codes.clamp_(-_LARGEST_CODE, _LARGEST_CODE).to(torch.int32) & ((1 << self._bits) - 1)
-        return _packed(codes.to(torch.uint8), self._bits)
+        count = len(values)
+        offsets = _offsets(self._seed, start, count).to(values.dtype).div_(_DITHER_LEVELS)
+        codes = offsets[:, None] + _within_block().to(values.dtype).div_(_DITHER_LEVELS)
+        rows = functional.pad(values, (0, -count % BLOCK)).view(-1, BLOCK)
+        codes.addcdiv_(rows, self._steps_of(start, count)[:, None].to(values.dtype))
+        codes.clamp_(-_LARGEST_CODE, _LARGEST_CODE).floor_()
+        wire = codes.flatten()[:count].to(torch.int32).to(torch.uint8)  # by way of int32 it is modulo 256
+        return wire if self._bits == 8 else _packed(wire)
 
     def difference(self, other: Tensor, own: Tensor, start: int) -> Tensor:
-        size, half = 1 << self._bits, 1 << (self._bits - 1)
-        moved = (_unpacked(other, self._bits).to(torch.int32) - _unpacked(own, self._bits)) & (size - 1)
-        moved = torch.where(moved > half, moved - size, moved).masked_fill_(moved == half, 0)  # ±half are one code
+        if self._bits == 8:
+            moved, unit = other - own, 1
+        else:  # a 4-bit difference in a byte's upper half wraps by itself, as 16 times its value
+            moved, unit = torch.cat([(other - own) << 4, (other & 0xF0) - (own & 0xF0)]), 16
         count = min(len(moved), self._end - start)  # an odd number of 4-bit codes was padded
-        return moved[:count].to(torch.float32).mul_(self._steps_of(start, count))
+        signed = moved[:count].view(torch.int8)
+        difference = signed.to(torch.float32).masked_fill_(signed == _AMBIGUOUS, 0.0)
+        return _scaled_(difference, self._steps_of(start, count) / unit)
 
     def _steps_of(self, start: int, count: int) -> Tensor:
         first = (start - self._start) // BLOCK
-        blocks = self._steps[first : first + math.ceil(count / BLOCK)]
-        return blocks.repeat_interleave(BLOCK)[:count]
+        return self._steps[first : first + math.ceil(count / BLOCK)]
 
 
 def _steps(codec: Codec, sketches: Sequence[Tensor]) -> Tensor:
     """Step of each block, fp32: from the root mean square over the block's samples of how far the members lie apart.
 
-    A block's few samples are taken together with the mean over all blocks, which counts as two samples more. In fp64
-    and symmetric in the members, so that both sides find the same. Values must stay below 2^23 steps: the step is never
-    finer than 2^-18 of the largest sample.
+    A block's few samples are taken together with the mean over all blocks, which counts as two samples more. Symmetric
+    in the members and, by fp64 and sums in a fixed order, the same on every machine. Values must stay below 2^23 steps:
+    the step is never finer than 2^-18 of the largest sample.
     """
     stacked = torch.stack([sketch.double() for sketch in sketches])
-    apart = (stacked.amax(0) - stacked.amin(0)).view(-1, SKETCH_PER_BLOCK)
-    squares = apart.square().sum(1)
-    overall = squares.mean() / SKETCH_PER_BLOCK
+    columns = (stacked.amax(0) - stacked.amin(0)).square_().view(-1, SKETCH_PER_BLOCK).unbind(1)
+    squares = torch.zeros_like(columns[0])
+    for column in columns:
+        squares += column
+    overall = math.fsum(squares.tolist()) / (SKETCH_PER_BLOCK * max(1, len(squares)))
     mean = (squares + _PRIOR_SAMPLES * overall) / (SKETCH_PER_BLOCK + _PRIOR_SAMPLES)
     step = mean.sqrt() * (codec.range_in_deviations / ((1 << (codec.bits - 1)) - 1))
     largest = float(stacked.abs().max()) if stacked.numel() else 0.0
-    return step.clamp(min=max(largest * _FINEST_STEP, 1e-30)).float()
+    return step.clamp(min=max(largest * _FINEST_STEP, _SMALLEST_STEP)).float()
 
 
-def _packed(codes: Tensor, bits: int) -> Tensor:
-    if bits == 8:
-        return codes
-    if len(codes) % 2:
-        codes = torch.cat([codes, codes.new_zeros(1)])
-    return codes[0::2] | codes[1::2] << 4
+def _packed(codes: Tensor) -> Tensor:
+    half = (len(codes) + 1) // 2
+    packed = codes[:half] & 0xF
+    packed[: len(codes) - half] |= codes[half:] << 4
+    return packed
 
 
-def _unpacked(wire: Tensor, bits: int) -> Tensor:
-    """Codes of a packed chunk: one more than was packed where that was an odd number."""
-    if bits == 8:
-        return wire
-    return torch.stack([wire & 0xF, wire >> 4], 1).flatten()
+def _scaled_(values: Tensor, steps: Tensor) -> Tensor:
+    """Multiply each block's values by its step, in place; the last block may be shorter."""
+    whole = len(values) // BLOCK
+    values[: whole * BLOCK].view(-1, BLOCK).mul_(steps[:whole, None])
+    if whole < len(steps):
+        values[whole * BLOCK :].mul_(steps[whole])
+    return values
 
 
-def _weyl(seed: int, start: int, count: int) -> Tensor:
-    """int64 in [0, 2^32) for each place: evenly spread, and the same on every machine."""
-    return (torch.arange(start, start + count) * _WEYL + seed) & _MASK
+def _within_block() -> Tensor:
+    """The dither's Weyl sequence in a block: int32 in [0, 2^16), evenly spread."""
+    return torch.arange(BLOCK, dtype=torch.int32).mul_(_WEYL).bitwise_and_(_DITHER_LEVELS - 1)
 
 
-def _seed(exchange: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"dither/{exchange}".encode(), digest_size=4).digest(), "big")
+def _offsets(seed: int, start: int, count: int) -> Tensor:
+    """Where the dither of each block begins: int32 in [0, 2^16)."""
+    blocks = torch.arange(start // BLOCK, math.ceil((start + count) / BLOCK))
+    return (_mixed(blocks, seed) & (_DITHER_LEVELS - 1)).to(torch.int32)
+
+
+def _mixed(numbers: Tensor, seed: int) -> Tensor:
+    """A hash of each int64 below 2^32: int64 in [0, 2^32), the same on every machine."""
+    x = (numbers + seed) & _MASK
+    for factor in (0x7FEB352D, 0x6D2B79F5):  # below 2^31, so that no product overflows
+        x = ((x ^ x >> 16) * factor) & _MASK
+    return x ^ x >> 15
+
+
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")

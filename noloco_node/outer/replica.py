@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,8 +53,9 @@ class OuterReplica:
 
     An open step covers one part of the weights and works on a frozen snapshot θ of it. With its own s_i exact and Q the
     codec, the receiver forms mean(s) = s_i + Σ_j (Q(s_j) − Q(s_i))/n, so the mean over replicas is kept to rounding
-    whatever Q does. Only `commit` changes φ and δ; an open step that is never committed leaves no trace. Buffers are
-    allocated once.
+    whatever Q does. A step is committed in three parts, so that what changes θ need not wait for the arithmetic:
+    `prepare` works out the whole step in the open step's own buffers, `adopt` says that it counts, `settle` carries it
+    into φ and δ. An open step that is never adopted leaves no trace. Buffers are allocated once.
     """
 
     def __init__(self, rule: OuterRule, slow: Tensor, *, codec: Codec, chunk_bytes: int, fragments: int = 1) -> None:
@@ -71,6 +73,8 @@ class OuterReplica:
         self._coding: Coding | None = None
         self._weight = 1.0
         self._members = 1
+        self._adopted = False
+        self._settling = threading.Lock()
 
     @property
     def size(self) -> int:
@@ -99,6 +103,7 @@ class OuterReplica:
         `weight` is this replica's n·w; `exchange` is the step's name, the same for all members: dither and sketch come
         from it.
         """
+        self.settle()
         self._part, self._members, self._weight, self._exchange = part, members, weight, exchange
         self._coding = None
         self._difference[part.slice].zero_()
@@ -163,14 +168,40 @@ class OuterReplica:
         return math.sqrt(total)
 
     def commit(self, scale: float = 1.0) -> Tensor:
-        """Take the step: φ and δ of the open part are replaced. Returns φ_new − θ_snapshot of that part, to be added to
-        its fast weights, in a buffer that stays valid until the next `open`."""
+        """Take the step: φ and δ of the open part are replaced. Returns what `prepare` does."""
+        correction = self.prepare(scale)
+        self.adopt()
+        self.settle()
+        return correction
+
+    def prepare(self, scale: float = 1.0) -> Tensor:
+        """Work the step out, the difference to the partners scaled; φ and δ stay as they are.
+
+        Returns φ_new − θ_snapshot of the open part, to be added to its fast weights, in the snapshot's place: no chunk
+        can be made any more.
+        """
         for index in range(self.chunks):
             part = self._slice(index)
             mean = self._contribution(part).add_(self._difference[part], alpha=scale)
-            step_(self.rule, mean, slow=self.slow[part], momentum=self.momentum[part])
-            torch.sub(self.slow[part], self.snapshot[part], out=self._difference[part])
-        return self._difference[self._part.slice]
+            slow, momentum = self.slow[part].clone(), self._difference[part].copy_(self.momentum[part])
+            step_(self.rule, mean, slow=slow, momentum=momentum)
+            torch.sub(slow, self.snapshot[part], out=self.snapshot[part])
+        self._coding = None
+        return self.snapshot[self._part.slice]
+
+    def adopt(self) -> None:
+        """The prepared step counts from now on; takes no time."""
+        self._adopted = True
+
+    def settle(self) -> None:
+        """Carry an adopted step into φ and δ; nothing where none waits. Any thread may call it: whoever needs θ, φ and δ
+        of one state does."""
+        with self._settling:
+            if self._adopted:
+                part = self._part.slice
+                self.slow[part].add_(self._difference[part])
+                self.momentum[part].copy_(self._difference[part])
+                self._adopted = False
 
     def _slice(self, index: int) -> slice:
         start = self._part.start + index * self._chunk
