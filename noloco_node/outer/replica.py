@@ -194,8 +194,8 @@ class OuterReplica:
         self._adopted = True
 
     def settle(self) -> None:
-        """Carry an adopted step into φ and δ; nothing where none waits. Any thread may call it: whoever needs θ, φ and δ
-        of one state does."""
+        """Carry an adopted step into φ and δ; nothing where none waits. Any thread may call it, and whoever needs θ, φ
+        and δ of one state does."""
         with self._settling:
             if self._adopted:
                 part = self._part.slice

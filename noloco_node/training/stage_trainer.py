@@ -182,10 +182,10 @@ class StageTrainer:
         self._tokens, self._loss_sum = 0, 0.0
         return StepResult(tokens, loss, norm, skipped)
 
-    def add_to_weights(self, correction: Tensor) -> None:
-        """θ ← θ + correction (flat, host), and publish."""
+    def add_to_weights(self, correction: Tensor, part: slice = slice(None)) -> None:
+        """θ ← θ + correction (flat, host) in that part of the vector, and publish."""
         with torch.no_grad():
-            self.master.add_(correction.to(self.device))
+            self.master[part].add_(correction.to(self.device))
         self._versions.publish(self.master)
 
     def optimizer_state(self) -> dict[str, Tensor]:

@@ -5,24 +5,48 @@ All changes of weights and clock happen on the compute thread, between two devic
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.outer.replica import OuterReplica
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.outer.codec import CODECS
+from noloco_node.outer.replica import OuterReplica, Part, fragments_of
 from noloco_node.outer.update import OuterRule
 from noloco_node.training.compute_thread import ComputeThread, Priority
 from noloco_node.training.schedule import learning_rate, share_of_batch
 from noloco_node.training.stage_trainer import LossResult, Passage, StageTrainer, StepResult
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a replica stood at the snapshot of a fragment's last committed outer step."""
+
+    steps: int = 0
+    """Inner steps; below zero for a fragment that begins as if it had been exchanged before the start."""
+    tokens: int = 0
+
+
+def staggered(fragments: int, inner_steps: int, *, steps: int = 0, tokens: int = 0) -> tuple[Mark, ...]:
+    """Marks of a replica that stands at `steps` and `tokens` and counts anew: fragment f as if it had been exchanged
+    f·H/F inner steps ago, so that one of them is due every H/F steps."""
+    return tuple(Mark(steps - f * inner_steps // fragments, tokens) for f in range(fragments))
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a replica stands. Written by the compute thread as a whole, so any thread may read it."""
+    """Where a replica stands. Written by the compute thread as a whole, so any thread may read it.
+
+    A fragment is named by its index; None is the whole stage.
+    """
 
     steps: int = 0
     """Inner steps taken."""
@@ -31,16 +55,24 @@ class Progress:
     clock: float = 0.0
     """Swarm tokens: own tokens × live replicas, averaged with partners at outer steps."""
     outer_rounds: int = 0
-    """Outer steps committed."""
-    snapshot_steps: int = 0
-    """Inner steps at the snapshot of the last committed outer step."""
-    snapshot_tokens: int = 0
-    """Tokens at that snapshot."""
+    """Outer steps committed, of whatever fragment."""
+    marks: tuple[Mark, ...] = (Mark(),)
+    """One for each fragment."""
 
     @property
-    def steps_since_outer(self) -> int:
-        """Inner steps since the last committed snapshot."""
-        return self.steps - self.snapshot_steps
+    def steps_since_outer(self) -> tuple[int, ...]:
+        """Inner steps of each fragment since its last committed snapshot."""
+        return tuple(self.steps - mark.steps for mark in self.marks)
+
+    def steps_since(self, fragment: int | None) -> int:
+        """Inner steps since the last committed snapshot; of the whole: of the fragment exchanged last."""
+        counts = self.steps_since_outer
+        return min(counts) if fragment is None else counts[fragment]
+
+    def tokens_since(self, fragment: int | None) -> int:
+        """Tokens behind Δ; of the whole: their mean over the fragments."""
+        marks = self.marks if fragment is None else (self.marks[fragment],)
+        return self.tokens - sum(mark.tokens for mark in marks) // len(marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +89,10 @@ class InnerReport:
 class Snapshot:
     """What an outer step works on. The weights themselves are in `OuterReplica.snapshot`."""
 
+    fragment: int | None
     progress: Progress
     learning_rate: float
     held_seconds: float
-
-    @property
-    def tokens(self) -> int:
-        """Tokens behind Δ = θ − φ."""
-        return self.progress.tokens - self.progress.snapshot_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +102,12 @@ class Commit:
     progress: Progress
     held_seconds: float
     inner_steps_meanwhile: int
+
+
+class OnHost(Protocol):
+    """Runs host arithmetic off the event loop and off the compute thread."""
+
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 class StageWorker:
@@ -95,21 +129,31 @@ class StageWorker:
         self._on_inner_step = on_inner_step
         self._credit = 0.0
         self.live_replicas = 1
-        self.progress = Progress()
-        rule = OuterRule(spec.outer.alpha, spec.outer.beta, spec.outer.effective_gamma, spec.outer.momentum)
-        item = 2 if spec.outer.codec == "fp16" else 4
-        self.outer = OuterReplica(
-            rule,
-            trainer.master.to("cpu", copy=True),
-            chunk_elements=spec.limits.chunk_bytes // item,
-            codec=spec.outer.codec,
+        self.progress = Progress(marks=staggered(spec.outer.fragments, spec.outer.inner_steps))
+        self.outer = self._make_outer()
+
+    def _make_outer(self) -> OuterReplica:
+        outer = self._spec.outer
+        slow = self._trainer.master.to("cpu", copy=True)
+        check_fragments(self._spec, slow.numel())
+        return OuterReplica(
+            OuterRule(outer.alpha, outer.beta, outer.effective_gamma, outer.momentum),
+            slow,
+            codec=CODECS[outer.codec],
+            chunk_bytes=self._spec.limits.chunk_bytes,
+            fragments=outer.fragments,
         )
 
     @property
     def contract(self) -> str:
-        """Hash of what two replicas must share to average: order, names, shapes, codec, chunking."""
+        """Hash of what two replicas must share to average: order, names, shapes, codec, momentum, fragments, chunks."""
         outer = self._spec.outer
-        return self._trainer.layout.contract(outer.codec, outer.momentum, str(self._spec.limits.chunk_bytes))
+        cut = (f"{outer.fragments} fragments", f"{self._spec.limits.chunk_bytes} bytes")
+        return self._trainer.layout.contract(outer.codec, outer.momentum, *cut)
+
+    def part(self, fragment: int | None) -> Part:
+        """A fragment's place in the stage's vector; None is the whole."""
+        return self.outer.whole if fragment is None else self.outer.fragments[fragment]
 
     @property
     def live_versions(self) -> int:
@@ -164,41 +208,49 @@ class StageWorker:
         """Let go of a microbatch that will have no backward."""
         await self._thread.run(Priority.STEP, lambda: self._trainer.discard(passage))
 
-    async def snapshot(self) -> Snapshot:
-        """Copy the fast weights for an outer step, between two device operations."""
+    async def snapshot(self, fragment: int | None = None) -> Snapshot:
+        """Copy the fragment's fast weights (None: all) for an outer step, between two device operations."""
+        part = self.part(fragment).slice
 
         def work() -> Snapshot:
             started = time.monotonic()
-            self.outer.snapshot.copy_(self._trainer.master)
-            return Snapshot(self.progress, self.current_learning_rate(), time.monotonic() - started)
+            self.outer.snapshot[part].copy_(self._trainer.master[part])
+            return Snapshot(fragment, self.progress, self.current_learning_rate(), time.monotonic() - started)
 
         return await self._thread.run(Priority.STEP, work)
 
-    async def commit(self, snapshot: Snapshot, *, scale: float, clock_shift: float) -> Commit:
+    async def commit(
+        self, snapshot: Snapshot, *, scale: float, clock_shift: float, on_host: OnHost = asyncio.to_thread
+    ) -> Commit:
         """Apply the open outer step: φ and δ replaced, θ ← θ + (φ_new − θ_snapshot), the clock shifted.
 
-        The inner steps taken since the snapshot are kept, and Adam's state stays.
+        The inner steps taken since the snapshot are kept, and Adam's state stays. φ and δ are frozen, so all but the
+        change of θ is done beside the training, by `on_host`; whoever reads the state in between settles it first.
         """
+        correction = await on_host(lambda: self.outer.prepare(scale))
+        commit = await self._thread.run(Priority.STEP, lambda: self._apply(snapshot, correction, clock_shift))
+        await on_host(self.outer.settle)
+        return commit
 
-        def work() -> Commit:
-            started = time.monotonic()
-            self._trainer.add_to_weights(self.outer.commit(scale))
-            meanwhile = self.progress.steps - snapshot.progress.steps
-            self.progress = replace(
-                self.progress,
-                clock=self.progress.clock + clock_shift,
-                outer_rounds=self.progress.outer_rounds + 1,
-                snapshot_steps=snapshot.progress.steps,
-                snapshot_tokens=snapshot.progress.tokens,
-            )
-            return Commit(self.progress, time.monotonic() - started, meanwhile)
-
-        return await self._thread.run(Priority.STEP, work)
+    def _apply(self, snapshot: Snapshot, correction: Tensor, clock_shift: float) -> Commit:
+        started = time.monotonic()
+        self._trainer.add_to_weights(correction, self.part(snapshot.fragment).slice)
+        self.outer.adopt()
+        then, here = snapshot.progress, self.progress
+        mark = Mark(then.steps, then.tokens)
+        self.progress = replace(
+            here,
+            clock=here.clock + clock_shift,
+            outer_rounds=here.outer_rounds + 1,
+            marks=tuple(mark if snapshot.fragment in (None, f) else old for f, old in enumerate(here.marks)),
+        )
+        return Commit(self.progress, time.monotonic() - started, here.steps - then.steps)
 
     async def full_state(self) -> tuple[Progress, dict[str, Tensor]]:
         """One consistent copy of everything a late joiner needs: flat host tensors by name, and the progress."""
 
         def work() -> tuple[Progress, dict[str, Tensor]]:
+            self.outer.settle()
             return self.progress, {
                 "fast": self._trainer.master.to("cpu", copy=True),
                 "slow": self.outer.slow.clone(),
@@ -210,16 +262,16 @@ class StageWorker:
 
     async def load_full_state(self, clock: float, outer_rounds: int, state: Mapping[str, Tensor]) -> None:
         """Become a copy of a fellow: its state as `full_state()` gives it, its clock and round. Own counts start anew
-        from where they are."""
+        from where they are, those of the fragments staggered as at the start."""
 
         def work() -> None:
+            self.outer.settle()
             self._trainer.load(state["fast"], state)
             self.outer.slow.copy_(state["slow"])
             self.outer.momentum.copy_(state["momentum"])
-            here = self.progress
-            self.progress = replace(
-                here, clock=clock, outer_rounds=outer_rounds, snapshot_steps=here.steps, snapshot_tokens=here.tokens
-            )
+            here, outer = self.progress, self._spec.outer
+            marks = staggered(outer.fragments, outer.inner_steps, steps=here.steps, tokens=here.tokens)
+            self.progress = replace(here, clock=clock, outer_rounds=outer_rounds, marks=marks)
 
         await self._thread.run(Priority.STEP, work)
 
@@ -251,3 +303,15 @@ class StageWorker:
         rate = self.current_learning_rate()  # of the clock after these tokens, so that the first step moves
         result = self._trainer.step(rate)
         self._on_inner_step(InnerReport(result, self.progress, rate, live))
+
+
+def check_fragments(spec: RunSpec, size: int) -> None:
+    """Raise UserError (CONFIG) where a stage of `size` weights cannot be cut into the run's fragments."""
+    try:
+        fragments_of(size, spec.outer.fragments)
+    except ValueError as error:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"outer.fragments is {spec.outer.fragments}, and a stage of this model is too small for it: {error}",
+            "lower run.outer.fragments, or cut the model into fewer stages",
+        ) from None
