@@ -16,3 +16,11 @@ def learning_rate(clock: float, *, peak: float, minimum_ratio: float, warmup: in
 def share_of_batch(global_batch_tokens: int, live_replicas: int, max_replicas: int) -> float:
     """Tokens after which a replica takes an inner step."""
     return global_batch_tokens / min(max(1, live_replicas), max_replicas)
+
+
+def credit_after_step(gathered: int, credit: float, share: float) -> float | None:
+    """Whether an inner step is due on `gathered` tokens: None if not, else the tokens beyond `share` that count
+    towards the next one (at most one share, so that a burst is not followed by steps on hardly any tokens)."""
+    if gathered + credit < share:
+        return None
+    return min(gathered + credit - share, share)

@@ -1,0 +1,167 @@
+"""All replicas of one stage, stacked: one vectorised forward and backward for microbatches of many replicas at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call, vmap  # pyright: ignore[reportPrivateImportUsage, reportUnknownVariableType]
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from noloco_node.config.run_spec import InnerSpec, ModelSpec
+from noloco_node.model.stage import build_stage
+from noloco_node.training.layout import FlatLayout
+from noloco_node.training.stage_trainer import COMPUTE_DTYPE
+
+AT_ONCE = 64
+"""Microbatches in one vectorised call: enough to hide Python, few enough for the caches and for memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passage:
+    """Microbatches on their way through a stage, until their backward."""
+
+    rows: Tensor
+    weights: list[Tensor]
+    inputs: Tensor
+    outputs: Tensor
+
+
+class StackedStage:
+    """R replicas of a stage: fast weights, gradients and AdamW's moments as [R, size], and what each has accumulated.
+
+    The arithmetic of a row is that of `training.stage_trainer.StageTrainer`: losses summed over tokens, divided at the
+    step by the tokens counted, the gradient of each replica clipped by its own norm.
+    """
+
+    def __init__(self, model: ModelSpec, inner: InnerSpec, index: int, replicas: int) -> None:
+        self._stage = build_stage(model, index)
+        self._is_first, self._is_last = self._stage.cut.is_first, self._stage.cut.is_last
+        parameters = dict(self._stage.named_parameters())
+        self.layout = FlatLayout.of(parameters)
+        self._names = [entry.name for entry in self.layout.entries]
+        self.fast = self.layout.flatten(parameters).repeat(replicas, 1)
+        self.gradient = torch.zeros_like(self.fast)
+        self.tokens = [0] * replicas
+        self._clip_norm = inner.clip_norm
+        self._dtype = COMPUTE_DTYPE[inner.precision]
+        self._optimizer = self._make_optimizer(inner)
+
+    @property
+    def replicas(self) -> int:
+        """R."""
+        return len(self.fast)
+
+    def forward(self, rows: Tensor, inputs: Tensor) -> Passage:
+        """Microbatch m through replica rows[m]: `inputs` [M, B, T] ids or [M, B, T, hidden]; outputs accordingly."""
+        if not self._is_first:
+            inputs = inputs.detach().to(self._dtype).requires_grad_()
+        weights = [weight.requires_grad_() for weight in self._weights(rows)]
+        return Passage(rows, weights, inputs, self._run(weights, inputs))
+
+    def evaluate(self, rows: Tensor, inputs: Tensor) -> Tensor:
+        """Outputs only."""
+        with torch.no_grad():
+            return self._run(self._weights(rows), inputs if self._is_first else inputs.to(self._dtype))
+
+    def backward(self, passage: Passage, gradient: Tensor | None, tokens: int) -> Tensor | None:
+        """Accumulate gradients from that of the outputs (None where the outputs are a summed loss). Returns that of
+        the inputs; None on the first stage. `tokens` are those of one microbatch."""
+        wanted = passage.weights if self._is_first else [*passage.weights, passage.inputs]
+        gradients = torch.autograd.grad(passage.outputs, wanted, gradient)
+        whole = len(passage.rows) == self.replicas and bool((passage.rows == torch.arange(self.replicas)).all())
+        for entry, part in zip(self.layout.entries, gradients, strict=False):
+            total = self.gradient[:, entry.offset : entry.end]
+            flat = part.reshape(len(passage.rows), -1).float()
+            if whole:
+                total.add_(flat)
+            else:
+                total.index_add_(0, passage.rows, flat)
+        for row in passage.rows.tolist():
+            self.tokens[row] += tokens
+        return None if self._is_first else gradients[-1]
+
+    def with_loss(self, passage: Passage, labels: Tensor) -> tuple[Passage, Tensor]:
+        """Last stage: the passage whose output is the loss summed over everything, and the loss of each microbatch,
+        [M], summed over its tokens. `labels` int64 [M, B, T]."""
+        losses = token_losses(passage.outputs, labels).sum((1, 2))
+        return Passage(passage.rows, passage.weights, passage.inputs, losses.sum()), losses.detach()
+
+    def step(self, rows: Sequence[int], rates: Sequence[float]) -> None:
+        """An inner step of each of these replicas on the mean gradient of its tokens, at its own learning rate."""
+        counts = torch.tensor([self.tokens[row] for row in rows])
+        picked = self.gradient[list(rows)] if len(rows) < self.replicas else self.gradient
+        norms = picked.norm(dim=1) / counts  # pyright: ignore[reportUnknownMemberType]
+        factors: list[float] = ((norms + 1e-6).reciprocal().mul(self._clip_norm).clamp(max=1.0) / counts).tolist()
+        for row, factor in zip(rows, factors, strict=True):
+            self.gradient[row].mul_(factor)
+        for rate in sorted(set(rates)):
+            self._update({row for row, own in zip(rows, rates, strict=True) if own == rate}, rate)
+        for row in rows:
+            self.gradient[row].zero_()
+            self.tokens[row] = 0
+
+    def copy(self, source: int, target: int) -> None:
+        """Make one replica a copy of another: weights and AdamW's state."""
+        self.fast[target].copy_(self.fast[source])
+        for group in self._optimizer.param_groups:
+            theirs, own = (self._optimizer.state[group["params"][row]] for row in (source, target))
+            for name, value in theirs.items():
+                own[name] = value.clone()
+
+    def average_moments(self, members: Sequence[int], start: int, end: int) -> None:
+        """Replace Adam's moments of a group, within [start, end) of the vector, by their mean."""
+        cut = self.layout.decayed
+        for group, low, high in ((0, 0, cut), (1, cut, self.layout.size)):
+            first, last = max(start, low) - low, min(end, high) - low
+            states = [self._optimizer.state[self._optimizer.param_groups[group]["params"][row]] for row in members]
+            if last <= first or not all(states):
+                continue
+            for name in ("exp_avg", "exp_avg_sq"):
+                mean = torch.stack([state[name][first:last] for state in states]).mean(0)
+                for state in states:
+                    state[name][first:last] = mean
+
+    def _update(self, due: set[int], rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+            begin = 0 if group is self._optimizer.param_groups[0] else self.layout.decayed
+            for row, parameter in enumerate(group["params"]):
+                parameter.grad = self.gradient[row, begin : begin + len(parameter)] if row in due else None
+        self._optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+
+    def _make_optimizer(self, inner: InnerSpec) -> torch.optim.AdamW:
+        cut = self.layout.decayed
+        groups = [
+            {"params": [row[:cut] for row in self.fast], "weight_decay": inner.weight_decay},
+            {"params": [row[cut:] for row in self.fast], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=1.0, betas=(inner.beta1, inner.beta2), eps=inner.eps, fused=True)
+
+    def _weights(self, rows: Tensor) -> list[Tensor]:
+        """The parameters of these replicas, [M, *shape] each, detached, in the layout's order."""
+        picked = self.fast.detach()[rows].to(self._dtype)
+        return [picked[:, entry.offset : entry.end].view(len(rows), *entry.shape) for entry in self.layout.entries]
+
+    def _run(self, weights: Sequence[Tensor], inputs: Tensor) -> Tensor:
+        def one(own: dict[str, Tensor], batch: Tensor) -> Tensor:
+            return cast(Tensor, functional_call(self._stage, own, (batch,)))
+
+        run = cast(Callable[[dict[str, Tensor], Tensor], Tensor], vmap(one))
+        parts: list[Tensor] = []
+        with sdpa_kernel(SDPBackend.MATH):  # the other kernels have no batching rule and would run one by one
+            for low in range(0, len(inputs), AT_ONCE):
+                part = slice(low, low + AT_ONCE)
+                own = {name: weight[part] for name, weight in zip(self._names, weights, strict=True)}
+                parts.append(run(own, inputs[part]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each token in nats: `logits` [..., vocab], `labels` int64 [...]."""
+    flat = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="none")
+    return flat.view(labels.shape)
