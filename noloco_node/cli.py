@@ -23,6 +23,7 @@ from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
 if TYPE_CHECKING:
     from noloco_node.config.load import Config
     from noloco_node.local_swarm import SwarmResult
+    from noloco_node.virtual.experiment import Finished
 
 DESCRIPTION = """\
 Train one language model on GPUs that nobody owns together: each node serves one pipeline stage, and averages its
@@ -44,6 +45,16 @@ them it joins. All nodes of a run need the same `run:` part of CONFIG. Ctrl-C le
 example:
   noloco-node run configs/tiny.yaml --stage 0 --port 31337
   noloco-node run configs/tiny.yaml --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/Qm..."""
+
+LAB_HELP = """\
+Compare algorithms on many replicas simulated in this process: NoLoCo, DiLoCo, data parallel, plain gossip, none. The
+`lab:` part of CONFIG says which variants, on how many replicas, for how long, with which seeds; without it the five are
+compared as they are. DIR gets results.json, table.md and plots. Every finished training is kept in DIR/runs.jsonl: the
+same command goes on where it was cut off.
+
+example:
+  noloco-node lab configs/tiny.yaml --out results/tiny
+  noloco-node lab configs/tiny.yaml --out results/tiny --set lab.seeds=[1,2,3] --set run.inner.learning_rate=1e-3"""
 
 SHOW_HELP = """\
 Print every setting with its value and meaning, defaults included, as YAML that can be used as a configuration file.
@@ -113,6 +124,10 @@ def parser() -> argparse.ArgumentParser:
     _config_arguments(run)
     _node_arguments(run)
     run.set_defaults(call=_run)
+    lab = _command(commands, "lab", "compare algorithms on simulated replicas", LAB_HELP)
+    _config_arguments(lab)
+    lab.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the results go")
+    lab.set_defaults(call=_lab)
     config = _command(commands, "config", "look at a configuration file", "Look at a configuration file.")
     actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
     show = _command(actions, "show", "print every setting with its value and meaning", SHOW_HELP)
@@ -207,6 +222,19 @@ def _run(options: argparse.Namespace) -> int:
     return int(endings[stopped.reason])
 
 
+def _lab(options: argparse.Namespace) -> int:
+    from noloco_node.config.load import load_config
+    from noloco_node.virtual.laboratory import command_line, run_lab
+
+    config = load_config(options.config, options.set)
+    _print_lab_plan(config)
+    command = command_line(options.config, options.out, options.set)
+    files = run_lab(config, options.out, command, _print_finished)
+    for name, path in files.items():
+        print(f"{name:<30} {path}")
+    return int(ExitCode.OK)
+
+
 def _show(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_config, render
 
@@ -220,6 +248,8 @@ def _validate(options: argparse.Namespace) -> int:
 
     config = load_config(options.config, options.set)
     _print_plan(config)
+    if "lab" in config.model_fields_set:
+        _print_lab_plan(config)
     print(f"{options.config} is valid")
     return int(ExitCode.OK)
 
@@ -240,6 +270,28 @@ def _print_plan(config: Config) -> None:
     for warning in numbers.warnings:
         print(f"  note: {warning}")
     sys.stdout.flush()
+
+
+def _print_lab_plan(config: Config) -> None:
+    from noloco_node.virtual.laboratory import plan_lab
+
+    numbers, lab = plan_lab(config), config.lab
+    print(
+        f"laboratory: {len(lab.variants)} variants, {numbers.trainings:,} trainings, {numbers.tokens:,} tokens in all"
+    )
+    sys.stdout.flush()
+
+
+def _print_finished(finished: Finished) -> None:
+    result = finished.result
+    loss = "diverged" if result.validation_loss is None else f"loss {result.validation_loss:.4f}"
+    options = "".join(f" {name}={value}" for name, value in result.options.items())
+    print(
+        f"{finished.done} of {finished.total}: {result.variant}{options}, {result.replicas} replicas, "
+        f"{result.tokens:,} tokens, seed {result.seed} ({result.purpose}): {loss}, {result.seconds:,.0f} s; "
+        f"about {finished.seconds_left / 60:,.0f} min left",
+        flush=True,
+    )
 
 
 def _print_result(result: SwarmResult) -> None:

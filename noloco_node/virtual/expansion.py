@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic import JsonValue, ValidationError
 
 from noloco_node.config.lab_spec import Algorithm, LabSpec, VariantSpec, WorldSpec
 from noloco_node.config.load import Config, Problem, problems_of
@@ -39,7 +39,7 @@ class Point:
         return self.run.inner.target_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Cell:
     """What is tuned together: the points of one variant on so many replicas for one length."""
 
@@ -225,11 +225,6 @@ def _within(setting: str, name: str) -> bool:
 def _unfit_group(index: int, variant: VariantSpec, world: WorldSpec, replicas: int) -> Iterator[str]:
     if variant.algorithm in ("noloco", "gossip") and world.group_size > replicas:
         yield (
-            f"lab.variants[{index}] ({variant.name}): groups of world.group_size {world.group_size} cannot be formed of "
-            f"{replicas} replicas (lab.replicas)"
+            f"lab.variants[{index}] ({variant.name}): groups of world.group_size {world.group_size} cannot be formed "
+            f"of {replicas} replicas (lab.replicas)"
         )
-
-
-def plain(value: BaseModel) -> dict[str, Any]:
-    """A group of settings as JSON has it."""
-    return value.model_dump(mode="json")

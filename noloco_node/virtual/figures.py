@@ -1,0 +1,122 @@
+"""What the results of several seeds come to together: the numbers behind the table and the plots."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from noloco_node.config.lab_spec import Algorithm
+from noloco_node.virtual.result import Result, Results
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Mean of a figure over seeds, with its sample standard deviation (0 for one seed) and its extremes."""
+
+    mean: float
+    deviation: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spot:
+        """ValueError where there is none."""
+        deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+        return cls(statistics.fmean(values), deviation, min(values), max(values), len(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One point of one variant, on so many replicas, for one length: a row of the table, with a result by seed."""
+
+    variant: str
+    algorithm: Algorithm
+    swept: dict[str, Any]
+    """The values of the settings that the variant sweeps."""
+    replicas: int
+    tokens: int
+    results: tuple[Result, ...]
+
+    @property
+    def diverged(self) -> int:
+        """Seeds on which training diverged."""
+        return sum(result.diverged or result.validation_loss is None for result in self.results)
+
+    def figure(self, of: Callable[[Result], float | None]) -> Spot | None:
+        """A figure over seeds; None where a seed has none."""
+        values = [of(result) for result in self.results]
+        finite = [value for value in values if value is not None and math.isfinite(value)]
+        return Spot.of(finite) if len(finite) == len(values) else None
+
+    @property
+    def loss(self) -> Spot | None:
+        """Validation loss over seeds, in nats per token; None where a seed diverged."""
+        return None if self.diverged else self.figure(lambda result: result.validation_loss)
+
+    @property
+    def final_spread(self) -> Spot | None:
+        """Spread at the last moment recorded; None where a seed has none."""
+        return self.figure(lambda result: result.spread[-1].spread if result.spread else None)
+
+
+def lines(record: Results, purpose: str = "report") -> list[Line]:
+    """The rows of an experiment, in the order of its results."""
+    swept = swept_settings(record)
+    grouped: dict[tuple[object, ...], list[Result]] = {}
+    for result in record.results:
+        if result.purpose == purpose:
+            point = tuple((name, repr(value)) for name, value in result.options.items())
+            grouped.setdefault((result.variant, point, result.replicas, result.tokens), []).append(result)
+    return [_line(results, swept.get(results[0].variant, ())) for results in grouped.values()]
+
+
+def _line(results: Sequence[Result], swept: Iterable[str]) -> Line:
+    first = results[0]
+    options = {name: first.options[name] for name in swept if name in first.options}
+    return Line(first.variant, first.algorithm, options, first.replicas, first.tokens, tuple(results))
+
+
+def swept_settings(record: Results) -> dict[str, tuple[str, ...]]:
+    """The settings that each variant sweeps, by the variant's name."""
+    return {variant["name"]: tuple(variant["sweep"]) for variant in record.lab["variants"]}
+
+
+def best(candidates: Iterable[Line]) -> Line | None:
+    """The line of the least mean validation loss; None where all diverged."""
+    alive = [(line.loss.mean, line) for line in candidates if line.loss is not None]
+    return min(alive, key=lambda pair: pair[0])[1] if alive else None
+
+
+def reference(record: Results, all_lines: Iterable[Line], replicas: int, tokens: int) -> Line | None:
+    """The best line of `lab.reference` on so many replicas for that length; None where there is none."""
+    name = record.lab["reference"]
+    return best(line for line in all_lines if (line.variant, line.replicas, line.tokens) == (name, replicas, tokens))
+
+
+def setting(record: Results, result: Result, name: str) -> Any:
+    """A dotted setting of the run (`outer.alpha`) or the world (`world.lag`) as this result had it."""
+    if name in result.options:
+        return result.options[name]
+    inside_world = name.removeprefix("world.")
+    value: Any = record.lab["world"] if inside_world != name else record.run
+    for part in inside_world.split("."):
+        value = value[part]
+    return value
+
+
+def spread_follows_rate(record: Results, result: Result) -> float | None:
+    """Pearson correlation of √spread with the learning rate after the warm-up; None where it is not defined."""
+    warmup = setting(record, result, "inner.warmup_tokens")
+    points = [(p.learning_rate, p.spread) for p in result.spread if p.tokens > warmup and p.spread is not None]
+    return pearson([rate for rate, _ in points], [math.sqrt(spread) for _, spread in points])
+
+
+def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Pearson correlation; None for fewer than 3 points or where one of them does not vary."""
+    if len(x) < 3 or len(set(x)) == 1 or len(set(y)) == 1:
+        return None
+    return statistics.correlation(x, y)
