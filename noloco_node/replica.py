@@ -331,10 +331,10 @@ class Replica:
             now = self._loop.time()
             decision = decide(self._pairing_state(next_try), self.exchanger.window, now=now, rng=self._rng)
             if isinstance(decision, Dial):
-                if not await self.exchanger.dial(decision.partner):
+                if not await self.exchanger.dial(decision.partner, decision.fragment):
                     next_try = self._loop.time() + retry_delay(self._pace.step_seconds, self._rng)
             elif isinstance(decision, StepAlone):
-                await self.exchanger.step_alone()
+                await self.exchanger.step_alone(decision.fragment)
             else:
                 await self._moved.wait(next_try - now if next_try > now else None)
 
@@ -448,7 +448,7 @@ class Replica:
         self._moved.fire()
 
     def _outer_step_taken(self, event: OuterStep) -> None:
-        if self.exchanger.last_round and event.kind != "aborted":
+        if self.exchanger.last_round and event.kind != "aborted" and event.fragment is None:
             self._last_step_taken = True
         if event.kind == "paired" and event.partner is not None:
             self.partners[event.partner] = self.partners.get(event.partner, 0) + 1

@@ -123,7 +123,7 @@ class OuterSpec(Settings):
     """`averaged`: the momentum is averaged over the group at no cost in bytes; `local`: the published rule."""
     codec: Literal["fp32", "fp16", "bf16", "int8", "int4"] = "fp16"
     """How the exchanged tensor travels: rounded, or as codes modulo 2^8 or 2^4 of the difference to the partner."""
-    fragments: Positive = 1
+    fragments: Annotated[int, Field(gt=0, le=1024)] = 1
     """F: parts of a stage's weights that are exchanged one at a time, each once in H inner steps; a peak of the traffic
     carries 1/F of the weights."""
     max_lag_tokens: Positive | None = None

@@ -14,7 +14,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from torch import Tensor
@@ -23,12 +22,14 @@ from noloco_node.aio import Pulse
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.outer.clipping import DifferenceBound
 from noloco_node.outer.gauge import gauge_coordinates, spread
-from noloco_node.outer.replica import NotFinite
+from noloco_node.outer.replica import NotFinite, Part
 from noloco_node.outer.update import token_weights
-from noloco_node.swarm.exchange_messages import CHUNK, OPEN, PROPOSE, ChunkHeader, Opening, Proposal
+from noloco_node.swarm.exchange_messages import CHUNK, OPEN, PROPOSE, Acceptance, ChunkHeader, Opening, Proposal
+from noloco_node.swarm.exchange_session import Session, abort_event, commit_event
 from noloco_node.swarm.microbatch import all_finite
 from noloco_node.swarm.pairing import Window, answer_proposal, believed_clock, laggard, lags
 from noloco_node.swarm.transport import (
+    DTYPE_NAMES,
     JsonObject,
     Message,
     PeerId,
@@ -41,31 +42,11 @@ from noloco_node.swarm.transport import (
 )
 from noloco_node.swarm.wire import check_addressed, no_tensors, parse
 from noloco_node.telemetry.events import OuterStep
-from noloco_node.training.stage_worker import Snapshot, StageWorker
+from noloco_node.training.stage_worker import Commit, Snapshot, StageWorker
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """One open exchange."""
-
-    exchange: str
-    partner: PeerId
-    role: Literal["dialler", "dialled"]
-    started: float
-    last_progress: float
-    opening: bool = False
-    snapshot: Snapshot | None = None
-    partner_clock: float = 0.0
-    spread: float | None = None
-    added: set[int] = field(default_factory=set[int])
-    """Chunks whose arithmetic is done (kept by the arithmetic's thread); the commit waits for all of them."""
-    committing: bool = False
-    sent: int = 0
-    received: int = 0
 
 
 class Exchanger:
@@ -73,8 +54,8 @@ class Exchanger:
 
     `run()` must be running in the owner's task group. `on_outer_step` receives an event for every commit and every try
     that came to nothing. `clocks` estimates the present clocks of live fellows, `recorded_clocks` gives those of their
-    records. `moved` fires when an exchange has
-    ended or a catch-up is due.
+    records. `moved` fires when an exchange has ended or a catch-up is due. A fragment is named by its index; None is
+    the whole stage, also where it is cut into one.
     """
 
     def __init__(
@@ -98,11 +79,13 @@ class Exchanger:
         self._clocks = clocks
         self._recorded_clocks = recorded_clocks
         self._on_outer_step = on_outer_step
-        self._bound = DifferenceBound(spec.outer.clip_multiple)
+        parts = (*worker.outer.fragments, worker.outer.whole)
+        self._bounds = {part: DifferenceBound(spec.outer.clip_multiple) for part in parts}
         self._contract = worker.contract
         self._arithmetic = ThreadPoolExecutor(1, "outer")
         self._session: Session | None = None
         self._dialling: PeerId | None = None
+        self._applying: asyncio.Task[Commit] | None = None
         self._ready_to_commit: asyncio.Queue[Session] = asyncio.Queue()
         self.window = Window(spec.outer.inner_steps, spec.outer.effective_min_inner_steps)
         self.accepting = False
@@ -111,7 +94,7 @@ class Exchanger:
         self.catching_up = False
         """While a fellow's state is fetched and loaded no exchange may open: it would mix the two states."""
         self.free_since_step = 0
-        """Inner steps of this replica when its last exchange ended."""
+        """Inner steps of this replica when its last exchange ended; a step alone is none."""
         self._moved = moved
 
     @property
@@ -139,16 +122,19 @@ class Exchanger:
                 await self._commit(session)
                 self._close(session)
         finally:
+            if self._applying is not None:
+                await asyncio.wait((self._applying,))
             self._arithmetic.shutdown(wait=False, cancel_futures=True)
 
-    async def dial(self, partner: PeerId) -> bool:
-        """Average with `partner`; True when committed. Refusals and failures are reported as events, never raised."""
+    async def dial(self, partner: PeerId, fragment: int | None = None) -> bool:
+        """Average a fragment with `partner`; True when committed. Refusals and failures are reported as events, never
+        raised."""
         if self.engaged:
             return False
-        exchange = secrets.token_hex(16)
+        session = self._new_session(secrets.token_hex(16), partner, "dialler", fragment)
         self._dialling = partner
         try:
-            await self._propose(partner, exchange)
+            await self._propose(session)
         except (Refused, TransportError) as error:
             self._note_refusal(partner, error)
             return False
@@ -156,8 +142,7 @@ class Exchanger:
             self._dialling = None
         if self._session is not None:  # the partner's own proposal arrived first and stands
             return False
-        now = time.monotonic()
-        session = self._session = Session(exchange, partner, "dialler", now, now)
+        self._session = session
         try:
             await self._lead(session)
         except (Refused, TransportError, NotFinite) as error:
@@ -167,39 +152,51 @@ class Exchanger:
             self._close(session)
         return True
 
-    async def step_alone(self) -> None:
-        """The outer step without a partner."""
-        now = time.monotonic()
-        session = self._session = Session(secrets.token_hex(16), PeerId(""), "dialler", now, now)
+    async def step_alone(self, fragment: int | None = None) -> None:
+        """The outer step of a fragment without a partner."""
+        session = self._session = self._new_session(secrets.token_hex(16), PeerId(""), "dialler", fragment)
         try:
-            session.snapshot = await self._worker.snapshot()
-            await self._compute(lambda: self._worker.outer.open(members=1, weight=1.0))
+            session.snapshot = await self._worker.snapshot(session.fragment)
+            await self._compute(lambda: self._worker.outer.open(session.part, members=1, weight=1.0))
             await self._commit(session)
         finally:
             self._close(session)
 
-    async def _propose(self, partner: PeerId, exchange: str) -> None:
+    def _new_session(
+        self, exchange: str, partner: PeerId, role: Literal["dialler", "dialled"], fragment: int | None
+    ) -> Session:
+        part = self._worker.part(fragment)
+        return Session(exchange, partner, role, None if part == self._worker.outer.whole else fragment, part)
+
+    async def _propose(self, session: Session) -> None:
+        """Name run, contract, fragment, clock and tokens; raises Refused or TransportError, or fixes the weights."""
+        progress = self._worker.progress
         proposal = Proposal(
-            exchange=exchange,
+            exchange=session.exchange,
             run=self._spec.run_id,
             stage=self._stage,
             contract=self._contract,
-            clock=self._worker.progress.clock,
+            clock=progress.clock,
+            tokens=progress.tokens_since(session.fragment),
+            fragment=session.fragment,
         )
-        await self._call(partner, PROPOSE, Message(proposal.model_dump(mode="json")), 0)
+        answer = await self._call(session.partner, PROPOSE, Message(proposal.model_dump(mode="json")), 0)
+        session.weight, _ = token_weights((proposal.tokens, parse(Acceptance, answer.header).tokens))
 
     async def _lead(self, session: Session) -> None:
         """The dialler's part after acceptance: headers, then all chunks, then the commit."""
-        snapshot = session.snapshot = await self._worker.snapshot()
-        own = self._sample(session.exchange)
-        answer = await self._call(session.partner, OPEN, self._opening(session, snapshot, own), own.nbytes)
-        if len(answer.tensors) != 1 or answer.specs[0] != TensorSpec.of(own):
-            raise ProtocolViolation("the gauge does not have the agreed size")
-        if not await all_finite(answer.tensors[0]):
-            raise ProtocolViolation("the gauge holds NaN or infinity")
+        snapshot = session.snapshot = await self._worker.snapshot(session.fragment)
+        own = await self._compute(lambda: self._begin(session))
+        size = sum(tensor.nbytes for tensor in own)
+        answer = await self._call(session.partner, OPEN, _opening(session, snapshot, own), size)
+        if answer.specs != self._opening_specs(session.part):
+            raise ProtocolViolation("the gauge or the sketch does not have the agreed size")
+        if not all([await all_finite(tensor) for tensor in answer.tensors]):
+            raise ProtocolViolation("the gauge or the sketch holds NaN or infinity")
         opening = parse(Opening, answer.header)
         self._refuse_laggards(session.partner, opening.clock)
-        await self._join(session, snapshot, opening, own, answer.tensors[0])
+        await self._compute(lambda: self._worker.outer.agree(answer.tensors[1:]))
+        self._meet(session, opening, own, answer.tensors)
         pending = list(reversed(range(self._worker.outer.chunks)))
 
         async def stripe() -> None:
@@ -239,75 +236,97 @@ class Exchanger:
             protocol=proposal.protocol,
         )
         if proposal.contract != self._contract:
-            raise Refused(Refusal.WRONG_CONTRACT, "the stages differ in shapes, order, codec or chunk size")
+            raise Refused(Refusal.WRONG_CONTRACT, "the stages differ in shapes, order, codec, fragments or chunk size")
+        fragments = self._spec.outer.fragments
+        if proposal.fragment is not None and proposal.fragment >= fragments:
+            raise Refused(Refusal.MALFORMED, f"fragment {proposal.fragment} of {fragments}")
         if self._session is not None or self.catching_up:
             raise Refused(Refusal.BUSY)
         self._refuse_laggards(peer, proposal.clock)
+        progress = self._worker.progress
         refusal = answer_proposal(
             own=self._transport.peer_id,
             dialler=peer,
             dialling=self._dialling,
             exchange_open=self._session is not None,
-            steps_since_outer=self._worker.progress.steps_since_outer,
+            steps_since_outer=progress.steps_since(proposal.fragment),
             window=self.window,
             last_round=self.last_round,
         )
         if refusal is not None:
             raise Refused(refusal)
-        now = time.monotonic()
-        self._session = Session(proposal.exchange, peer, "dialled", now, now)
-        return Message()
+        session = self._session = self._new_session(proposal.exchange, peer, "dialled", proposal.fragment)
+        tokens = progress.tokens_since(session.fragment)
+        session.weight, _ = token_weights((tokens, proposal.tokens))
+        return Message(Acceptance(tokens=tokens).model_dump(mode="json"))
 
     def _refuse_laggards(self, peer: PeerId, claimed: float) -> None:
-        lag = self._spec.max_lag_tokens
-        match laggard(self._worker.progress.clock, claimed, self._clocks(), lag):
-            case "own":
-                if not lags(self._worker.progress.clock, self._recorded_clocks(), lag):
-                    return  # only the estimate of present clocks says so
-                self.catch_up_from = peer
-                self._moved.fire()
-                raise Refused(Refusal.LAGGING, "mine")
-            case "other":
-                raise Refused(Refusal.LAGGING, "yours")
-            case _:
-                return
+        lagging = laggard(
+            self._worker.progress.clock,
+            claimed,
+            estimated=self._clocks(),
+            recorded=self._recorded_clocks(),
+            max_lag=self._spec.max_lag_tokens,
+        )
+        if lagging == "own":
+            self.catch_up_from = peer
+            self._moved.fire()
+            raise Refused(Refusal.LAGGING, "mine")
+        if lagging == "other":
+            raise Refused(Refusal.LAGGING, "yours")
 
     def _admit_open(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
-        self._session_of(peer, parse(Opening, header).exchange)
-        if specs != (TensorSpec("fp32", (self._gauge_size,)),):
-            raise Refused(Refusal.MALFORMED, "the gauge does not have the agreed size")
+        session = self._session_of(peer, parse(Opening, header).exchange)
+        if specs != self._opening_specs(session.part):
+            raise Refused(Refusal.MALFORMED, "the gauge or the sketch does not have the agreed size")
 
     async def _handle_open(self, peer: PeerId, message: Message) -> Message:
+        self._admit_open(peer, message.header, message.specs)  # a namesake may have opened since, for another fragment
         opening = parse(Opening, message.header)
         session = self._session_of(peer, opening.exchange)
         if session.opening:
             raise Refused(Refusal.MALFORMED, "this exchange is open already")
         session.opening = True
-        if not await all_finite(message.tensors[0]):
-            raise self._broken_off(session, "the gauge holds NaN or infinity")
-        snapshot = await self._worker.snapshot()
-        if self._session is not session:  # given up meanwhile: another outer step may own the buffers by now
-            raise Refused(Refusal.UNKNOWN_EXCHANGE)
-        own = self._sample(session.exchange)
-        await self._join(session, snapshot, opening, own, message.tensors[0])
+        if not all([await all_finite(tensor) for tensor in message.tensors]):
+            raise self._broken_off(session, "the gauge or the sketch holds NaN or infinity")
+        snapshot = await self._worker.snapshot(session.fragment)
+        self._check_still_open(session)
+
+        def work() -> tuple[Tensor, ...]:
+            own = self._begin(session)
+            self._worker.outer.agree(message.tensors[1:])
+            return own
+
+        try:
+            own = await self._compute(work)
+        except NotFinite as error:
+            raise self._broken_off(session, str(error)) from None
+        self._check_still_open(session)
+        self._meet(session, opening, own, message.tensors)
         session.snapshot = snapshot
-        return self._opening(session, snapshot, own)
+        return _opening(session, snapshot, own)
+
+    def _check_still_open(self, session: Session) -> None:
+        """Refuse to go on where the exchange was given up: another outer step may own the buffers by now."""
+        if self._session is not session:
+            raise Refused(Refusal.UNKNOWN_EXCHANGE)
 
     def _admit_chunk(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
         chunk = parse(ChunkHeader, header)
         session = self._session_of(peer, chunk.exchange)
         if session.snapshot is None or chunk.index >= self._worker.outer.chunks:
             raise Refused(Refusal.MALFORMED, f"chunk {chunk.index} before the headers, or out of range")
-        if specs != (TensorSpec(self._spec.outer.codec, (self._worker.outer.chunk_size(chunk.index),)),):
+        codec = self._worker.outer.codec
+        size = codec.wire_elements(self._worker.outer.chunk_size(chunk.index))
+        if specs != (TensorSpec(DTYPE_NAMES[codec.wire_dtype], (size,)),):
             raise Refused(Refusal.MALFORMED, f"chunk {chunk.index} does not have the agreed size and precision")
 
     async def _handle_chunk(self, peer: PeerId, message: Message) -> Message:
-        index = parse(ChunkHeader, message.header).index
-        session = self._session_of(peer, parse(ChunkHeader, message.header).exchange)
+        self._admit_chunk(peer, message.header, message.specs)  # a namesake may have come while the body was on its way
+        header = parse(ChunkHeader, message.header)
+        session, index = self._session_of(peer, header.exchange), header.index
         if session.committing:
             raise Refused(Refusal.UNKNOWN_EXCHANGE, "already committed here")
-        if session.snapshot is None:  # another exchange of this name, opened while the body was on its way
-            raise Refused(Refusal.MALFORMED, f"chunk {index} before the headers")
 
         def work() -> Tensor:
             own = self._worker.outer.encoded_chunk(index)
@@ -328,52 +347,47 @@ class Exchanger:
             self._ready_to_commit.put_nowait(session)
         return Message({}, (own,))
 
-    async def _join(
-        self, session: Session, snapshot: Snapshot, other: Opening, own_gauge: Tensor, gauge: Tensor
-    ) -> None:
-        """Both headers are known: fix weights, clock and spread, and open the outer step on the snapshot."""
+    def _begin(self, session: Session) -> tuple[Tensor, ...]:
+        """On the arithmetic's thread: open the outer step on the snapshot; the gauge and, if any, the sketch."""
+        outer, part = self._worker.outer, session.part
+        outer.open(part, members=2, weight=session.weight, exchange=session.exchange)
+        places = gauge_coordinates(session.exchange, part.size, self._spec.outer.gauge_coordinates)
+        gauge, sketch = outer.snapshot[part.slice][places], outer.sketch()
+        return (gauge, sketch) if sketch.numel() else (gauge,)
+
+    def _opening_specs(self, part: Part) -> tuple[TensorSpec, ...]:
+        gauge = gauge_coordinates("", part.size, self._spec.outer.gauge_coordinates).numel()
+        sketch = self._worker.outer.codec.sketch_elements(part.size)
+        return tuple(TensorSpec("fp32", (size,)) for size in (gauge, sketch) if size)
+
+    def _meet(self, session: Session, other: Opening, own: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Both headers are known: the partner's clock, the spread, and the bytes so far."""
         session.partner_clock = self._believed(other.clock)
-        session.spread = spread(own_gauge, gauge)
-        session.sent += own_gauge.nbytes
-        session.received += gauge.nbytes
-        weight, _ = token_weights((snapshot.tokens, other.tokens))
-        await self._compute(lambda: self._worker.outer.open(members=2, weight=weight))
+        session.spread = spread(own[0], others[0])
+        session.sent += sum(tensor.nbytes for tensor in own)
+        session.received += sum(tensor.nbytes for tensor in others)
         session.last_progress = time.monotonic()
 
     async def _commit(self, session: Session) -> None:
         """Clip, apply between two device operations, and report. Once begun it is carried to its end."""
         snapshot = session.snapshot
         assert snapshot is not None
-        outer = self._worker.outer
+        outer, bound = self._worker.outer, self._bounds[session.part]
         norm, motion = await self._compute(lambda: (outer.difference_norm(), outer.own_motion()))
         paired = bool(session.partner)
-        scale = self._bound.scale(norm, motion) if paired else 1.0
+        scale = bound.scale(norm, motion) if paired else 1.0
         shift = (session.partner_clock - snapshot.progress.clock) / 2 if paired else 0.0
-        commit = await asyncio.shield(
-            asyncio.ensure_future(self._worker.commit(snapshot, scale=scale, clock_shift=shift))
+        self._applying = asyncio.ensure_future(
+            self._worker.commit(snapshot, scale=scale, clock_shift=shift, on_host=self._compute)
         )
+        commit = await asyncio.shield(self._applying)
         if paired:
-            self._bound.accept(session.partner, norm * scale)
-        self._on_outer_step(
-            OuterStep(
-                kind="paired" if paired else "alone",
-                round=commit.progress.outer_rounds,
-                step=snapshot.progress.steps,
-                clock=commit.progress.clock,
-                learning_rate=snapshot.learning_rate,
-                partner=session.partner or None,
-                role=session.role if paired else "none",
-                reason="",
-                spread=session.spread,
-                difference_norm=norm if paired else None,
-                clipped=scale < 1.0,
-                bytes_sent=session.sent,
-                bytes_received=session.received,
-                seconds=time.monotonic() - session.started,
-                held_seconds=snapshot.held_seconds + commit.held_seconds,
-                inner_steps_meanwhile=commit.inner_steps_meanwhile,
-            )
-        )
+            bound.accept(session.partner, norm * scale)
+        self._on_outer_step(commit_event(session, snapshot, commit, norm=norm, clipped=scale < 1.0))
+
+    def _report_abort(self, session: Session, reason: str) -> None:
+        progress, rate = self._worker.progress, self._worker.current_learning_rate()
+        self._on_outer_step(abort_event(session, progress, rate, reason))
 
     def _note_refusal(self, partner: PeerId, error: Refused | TransportError) -> None:
         told_to_catch_up = isinstance(error, Refused) and error.reason is Refusal.LAGGING and error.detail == "yours"
@@ -385,29 +399,6 @@ class Exchanger:
         """A partner's clock within bounds; where the directory knows no fellow, around the own clock."""
         own = self._worker.progress.clock
         return believed_clock(claimed, self._clocks() or (own,), self._spec.max_lag_tokens)
-
-    def _report_abort(self, session: Session, reason: str) -> None:
-        progress = self._worker.progress
-        self._on_outer_step(
-            OuterStep(
-                kind="aborted",
-                round=progress.outer_rounds,
-                step=progress.steps,
-                clock=progress.clock,
-                learning_rate=self._worker.current_learning_rate(),
-                partner=session.partner,
-                role=session.role,
-                reason=reason,
-                spread=session.spread,
-                difference_norm=None,
-                clipped=False,
-                bytes_sent=session.sent,
-                bytes_received=session.received,
-                seconds=time.monotonic() - session.started,
-                held_seconds=session.snapshot.held_seconds if session.snapshot else 0.0,
-                inner_steps_meanwhile=0,
-            )
-        )
 
     def _give_up_if_stalled(self, limit: float) -> None:
         session = self._session
@@ -427,7 +418,8 @@ class Exchanger:
     def _close(self, session: Session) -> None:
         if self._session is session:
             self._session = None
-            self.free_since_step = self._worker.progress.steps
+            if session.partner:
+                self.free_since_step = self._worker.progress.steps
             self._moved.fire()
 
     def _session_of(self, peer: PeerId, exchange: str) -> Session:
@@ -435,18 +427,6 @@ class Exchanger:
         if session is None or session.role != "dialled" or session.partner != peer or session.exchange != exchange:
             raise Refused(Refusal.UNKNOWN_EXCHANGE)
         return session
-
-    @property
-    def _gauge_size(self) -> int:
-        return gauge_coordinates("", self._worker.outer.size, self._spec.outer.gauge_coordinates).numel()
-
-    def _sample(self, exchange: str) -> Tensor:
-        outer = self._worker.outer
-        return outer.snapshot[gauge_coordinates(exchange, outer.size, self._spec.outer.gauge_coordinates)]
-
-    def _opening(self, session: Session, snapshot: Snapshot, gauge: Tensor) -> Message:
-        opening = Opening(exchange=session.exchange, clock=snapshot.progress.clock, tokens=snapshot.tokens)
-        return Message(opening.model_dump(mode="json"), (gauge,))
 
     async def _call(self, peer: PeerId, method: str, message: Message, max_answer_bytes: int) -> Message:
         limit = self._spec.limits.exchange_progress_seconds
@@ -458,3 +438,8 @@ class Exchanger:
         """Arithmetic of the open step, one piece after another on its own thread: what a closed session left there is
         done before the next session clears the buffers."""
         return await asyncio.get_running_loop().run_in_executor(self._arithmetic, work)
+
+
+def _opening(session: Session, snapshot: Snapshot, tensors: tuple[Tensor, ...]) -> Message:
+    opening = Opening(exchange=session.exchange, clock=snapshot.progress.clock)
+    return Message(opening.model_dump(mode="json"), tensors)

@@ -14,8 +14,11 @@ OPEN = "outer.open"
 CHUNK = "outer.chunk"
 
 
+Tokens = Annotated[int, Field(ge=0, le=1 << 53)]
+
+
 class Proposal(WireModel):
-    """The dialler's request to average. Answered by acceptance (an empty header) or a typed refusal."""
+    """The dialler's request to average. Answered by an `Acceptance` or a typed refusal."""
 
     exchange: RandomId
     run: RunName
@@ -23,15 +26,25 @@ class Proposal(WireModel):
     stage: StageIndex
     contract: Annotated[str, Field(max_length=64)]
     clock: ClockValue
+    tokens: Tokens
+    """Tokens behind the dialler's Δ."""
+    fragment: Annotated[int, Field(ge=0, lt=1 << 16)] | None = None
+    """Index of the fragment to be averaged; None is the whole stage."""
+
+
+class Acceptance(WireModel):
+    """The partner's yes. Both sides take the token weights from the two counts of tokens named so far."""
+
+    tokens: Tokens
+    """Tokens behind the partner's Δ."""
 
 
 class Opening(WireModel):
-    """What each side says of its snapshot, before any chunk. With it travels the gauge: sampled fast weights, fp32."""
+    """What each side says of its snapshot, before any chunk. With it travel the gauge, sampled fast weights, and for a
+    codec that needs it the sketch, sampled values of s; both fp32."""
 
     exchange: RandomId
     clock: ClockValue
-    tokens: Annotated[int, Field(ge=0, le=1 << 53)]
-    """Tokens behind Δ."""
 
 
 class ChunkHeader(WireModel):

@@ -13,7 +13,7 @@ from noloco_node.swarm.transport import PeerId, Refusal
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The dialling window in inner steps since the last committed snapshot.
+    """The dialling window in inner steps since a fragment's last committed snapshot.
 
     From `min_inner_steps` (H_min) a replica may be dialled, from `inner_steps` (H) it dials, and only after
     H + 2·H_min does it step alone: giving up after a few tries would leave a fifth of the steps alone, the window
@@ -38,8 +38,8 @@ class Window:
 class PairingState:
     """What the decision to dial rests on."""
 
-    steps_since_outer: int
-    """Inner steps since the last committed snapshot."""
+    steps_since_outer: Sequence[int]
+    """Inner steps of each fragment since its last committed snapshot."""
     steps_free: int
     """Inner steps since this replica was last engaged: a long exchange must not use up the time to find the next."""
     fellows: Sequence[PeerId]
@@ -49,20 +49,24 @@ class PairingState:
     next_try: float
     """Time before which no new dial is made, after a refusal."""
     last_round: bool = False
-    """Training is over: dial whatever the count of steps, and never step alone while fellows live."""
+    """Training is over: dial for the whole whatever the counts, and never step alone while fellows live."""
     last_done: bool = False
     """The last outer step has been taken: others may still dial, this replica does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Propose an exchange to this fellow."""
+    """Propose an exchange of a fragment (None: of the whole stage) to this fellow."""
 
     partner: PeerId
+    fragment: int | None
 
 
+@dataclass(frozen=True, slots=True)
 class StepAlone:
-    """Take the outer step without a partner."""
+    """Take the outer step of a fragment (None: of the whole stage) without a partner."""
+
+    fragment: int | None
 
 
 class Wait:
@@ -70,21 +74,23 @@ class Wait:
 
 
 WAIT = Wait()
-STEP_ALONE = StepAlone()
 
 
 def decide(state: PairingState, window: Window, *, now: float, rng: random.Random) -> Dial | StepAlone | Wait:
-    """Dial a random fellow, step alone, or wait."""
-    if state.engaged or state.last_done or (state.steps_since_outer < window.inner_steps and not state.last_round):
+    """Dial a random fellow, step alone, or wait: for the fragment that has waited longest, or in the last round for the
+    whole."""
+    longest = max(state.steps_since_outer)
+    if state.engaged or state.last_done or (longest < window.inner_steps and not state.last_round):
         return WAIT
+    fragment = None if state.last_round else state.steps_since_outer.index(longest)
     if not state.fellows:
-        return STEP_ALONE
+        return StepAlone(fragment)
     searched_enough = state.steps_free >= window.search_steps
-    if state.steps_since_outer >= window.alone_after and searched_enough and not state.last_round:
-        return STEP_ALONE
+    if longest >= window.alone_after and searched_enough and not state.last_round:
+        return StepAlone(fragment)
     if now < state.next_try:
         return WAIT
-    return Dial(rng.choice(list(state.fellows)))
+    return Dial(rng.choice(list(state.fellows)), fragment)
 
 
 def retry_delay(step_seconds: float, rng: random.Random) -> float:
@@ -104,8 +110,9 @@ def answer_proposal(
 ) -> Refusal | None:
     """None to accept a proposal of `dialler`, else the reason to refuse it.
 
-    `dialling` is the fellow to whom an own proposal is under way. Where two dial each other, the proposal of the peer
-    with the smaller id stands and the other is refused as crossed.
+    `steps_since_outer` is the count of what is proposed: of the fragment, or of the whole. `dialling` is the fellow to
+    whom an own proposal is under way. Where two dial each other, the proposal of the peer with the smaller id stands
+    and the other is refused as crossed.
     """
     if exchange_open:
         return Refusal.BUSY
@@ -134,10 +141,14 @@ def lags(own_clock: float, directory_clocks: Sequence[float], max_lag: float) ->
 
 
 def laggard(
-    own_clock: float, claimed: float, directory_clocks: Sequence[float], max_lag: float
+    own_clock: float, claimed: float, *, estimated: Sequence[float], recorded: Sequence[float], max_lag: float
 ) -> Literal["own", "other"] | None:
-    """Which of two clocks lags the other by more than `max_lag`, `own` only where the directory agrees; else None."""
-    other = believed_clock(claimed, directory_clocks, max_lag)
-    if other - own_clock > max_lag and lags(own_clock, directory_clocks, max_lag):
+    """Which of two clocks lags the other by more than `max_lag`, else None.
+
+    What the partner claims is believed around the fellows' `estimated` present clocks. This replica lags only where
+    their `recorded` clocks, which are never ahead of the truth, agree (`lags`).
+    """
+    other = believed_clock(claimed, estimated, max_lag)
+    if other - own_clock > max_lag and lags(own_clock, recorded, max_lag):
         return "own"
     return "other" if own_clock - other > max_lag else None
