@@ -8,8 +8,9 @@ itself.
 
 `int8` and `int4` send codes modulo 2^bits: a receiver knows its own value, which lies close by, so only the difference
 must fit (the idea of Moniqua, arXiv 2002.11787, and of lattice coding, arXiv 2002.09268). The error therefore scales
-with the spread across replicas and not with the weights, and one phase is enough. The step of each block of 1024 values
-comes from a sketch: 8 values of it, exchanged exactly beforehand.
+with the spread across replicas and not with the weights, and one phase is enough. Each block of 1024 values is rotated
+first (`rotation.py`), so that a difference is spread evenly over it, and its step comes from a sketch: 8 of the rotated
+values, exchanged exactly beforehand.
 """
 
 from __future__ import annotations
@@ -24,17 +25,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from noloco_node.outer.rotation import BLOCK, hashed, rotated, rotated_back_, signs
+
 CodecName = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 
-BLOCK = 1024
-"""Values that share a step; chunks and fragments begin at a multiple of it."""
+__all__ = ["BLOCK", "CODECS", "Codec", "CodecName", "Coding"]
 
-SKETCH_PER_BLOCK = 8
-
+_SKETCH_PER_BLOCK = 8
 _FP16_MAX = 65504.0
 _DITHER_LEVELS = 1 << 16
 _WEYL = 40503
-_MASK = 0xFFFFFFFF
 _PRIOR_SAMPLES = 2.0
 _FINEST_STEP = 2.0**-18
 _LARGEST_CODE = 2.0**23
@@ -46,8 +46,8 @@ _AMBIGUOUS = -128
 class Coding(Protocol):
     """The codec of one exchange, both sides' sketches known.
 
-    A chunk is a flat tensor of values; `start` is its place in the stage's vector. It begins at a block, and ends at one
-    or at the end of the exchanged range.
+    A chunk is a flat tensor of values; `start` is its place in the stage's vector. It begins at a block, and ends at
+    one or at the end of the exchanged range.
     """
 
     def encode(self, values: Tensor, start: int) -> Tensor:
@@ -75,16 +75,26 @@ class Codec:
         return self.range_in_deviations > 0.0
 
     def wire_elements(self, count: int) -> int:
-        """Elements of the wire's tensor for `count` values."""
-        return (count * self.bits + 7) // 8 if self.modulo else count
+        """Elements of the wire's tensor for `count` values. Modulo codecs send whole blocks."""
+        return math.ceil(count / BLOCK) * BLOCK * self.bits // 8 if self.modulo else count
 
     def sketch_elements(self, count: int) -> int:
-        """Values of the sketch of `count` values that begin at a block."""
-        return math.ceil(count / BLOCK) * SKETCH_PER_BLOCK if self.modulo else 0
+        """Elements of the sketch of `count` values that begin at a block."""
+        return math.ceil(count / BLOCK) * _SKETCH_PER_BLOCK if self.modulo else 0
 
     def wire_bytes(self, count: int) -> int:
         """Bytes on the wire for `count` values that begin at a block, sketch included."""
         return self.wire_elements(count) * self.wire_dtype.itemsize + 4 * self.sketch_elements(count)
+
+    def sketch(self, exchange: str, values: Tensor) -> Tensor:
+        """A few rotated coordinates of each block of the values, fp32: what partners must know of each other before
+        they encode. Empty for codecs that are not modulo."""
+        if not self.modulo:
+            return torch.empty(0)
+        stride = BLOCK // _SKETCH_PER_BLOCK
+        drawn = hashed(torch.arange(_SKETCH_PER_BLOCK), _seed(f"sketch/{exchange}")) % stride
+        rows = rotated(_rows(values), signs(_seed(f"signs/{exchange}")).to(values.dtype))
+        return rows[:, torch.arange(0, BLOCK, stride) + drawn].to(torch.float32).flatten()
 
     def coding(self, exchange: str, start: int, end: int, sketches: Sequence[Tensor]) -> Coding:
         """The coding of the exchange of that name over the values [start, end).
@@ -93,7 +103,7 @@ class Codec:
         """
         seed = _seed(f"dither/{exchange}")
         if self.modulo:
-            return _Modulo(self.bits, _steps(self, sketches), seed, start, end)
+            return _Modulo(self.bits, _steps(self, sketches), seed, signs(_seed(f"signs/{exchange}")), start, end)
         return _Stochastic(seed) if self.name == "bf16" else _Rounded(self.wire_dtype)
 
 
@@ -104,21 +114,6 @@ CODECS: dict[CodecName, Codec] = {
     "int8": Codec("int8", torch.uint8, 8, range_in_deviations=10.0),
     "int4": Codec("int4", torch.uint8, 4, range_in_deviations=4.5),
 }
-
-
-def sketch_coordinates(exchange: str, start: int, end: int) -> Tensor:
-    """Places (int64) in [start, end) whose values are exchanged exactly: 8 for each block, one in each eighth of it,
-    drawn from the exchange's name. `start` is the beginning of a block."""
-    assert start % BLOCK == 0
-    stride = BLOCK // SKETCH_PER_BLOCK
-    eighths = torch.arange(start // stride, math.ceil((end - start) / BLOCK) * SKETCH_PER_BLOCK + start // stride)
-    offset = _mixed(eighths, _seed(f"sketch/{exchange}")) % stride
-    places = eighths * stride + offset
-    ragged = (end - start) % BLOCK
-    if ragged:  # the same eighths of a shorter block
-        last = end - ragged
-        places[-SKETCH_PER_BLOCK:] = last + (places[-SKETCH_PER_BLOCK:] - last) * ragged // BLOCK
-    return places
 
 
 class _Rounded:
@@ -157,41 +152,46 @@ class _Stochastic:
 
 
 class _Modulo:
-    """Codes floor(s/step + dither) modulo 2^bits, a step for each block.
+    """Codes floor(x/step + dither) modulo 2^bits of the rotated values x, a step for each block.
 
     The dither goes up to 2 instead of 1: a whole step more moves both sides' codes alike. 4-bit codes are packed by
     halves of a chunk, the second half in the upper bits.
     """
 
-    def __init__(self, bits: int, steps: Tensor, seed: int, start: int, end: int) -> None:
+    def __init__(self, bits: int, steps: Tensor, seed: int, signs: Tensor, start: int, end: int) -> None:
         self._bits = bits
         self._steps = steps
         self._seed = seed
+        self._signs = signs
         self._start, self._end = start, end
 
     def encode(self, values: Tensor, start: int) -> Tensor:
-        count = len(values)
-        offsets = _offsets(self._seed, start, count).to(values.dtype).div_(_DITHER_LEVELS)
-        codes = offsets[:, None] + _within_block().to(values.dtype).div_(_DITHER_LEVELS)
-        rows = functional.pad(values, (0, -count % BLOCK)).view(-1, BLOCK)
-        codes.addcdiv_(rows, self._steps_of(start, count)[:, None].to(values.dtype))
+        kind = values.dtype
+        rows = rotated(_rows(values), self._signs.to(kind))
+        codes = _offsets(self._seed, start, len(values)).to(kind).div_(_DITHER_LEVELS)[:, None] + (
+            _within_block().to(kind).div_(_DITHER_LEVELS)
+        )
+        codes.addcdiv_(rows, self._steps_of(start, len(rows)).to(kind))
         codes.clamp_(-_LARGEST_CODE, _LARGEST_CODE).floor_()
-        wire = codes.flatten()[:count].to(torch.int32).to(torch.uint8)  # by way of int32 it is modulo 256
-        return wire if self._bits == 8 else _packed(wire)
+        wire = codes.flatten().to(torch.int32).to(torch.uint8)  # by way of int32 it is modulo 256
+        if self._bits == 8:
+            return wire
+        lower, upper = wire.chunk(2)
+        return lower.bitwise_and_(0xF).bitwise_or_(upper.bitwise_left_shift_(4))
 
     def difference(self, other: Tensor, own: Tensor, start: int) -> Tensor:
         if self._bits == 8:
             moved, unit = other - own, 1
         else:  # a 4-bit difference in a byte's upper half wraps by itself, as 16 times its value
             moved, unit = torch.cat([(other - own) << 4, (other & 0xF0) - (own & 0xF0)]), 16
-        count = min(len(moved), self._end - start)  # an odd number of 4-bit codes was padded
-        signed = moved[:count].view(torch.int8)
-        difference = signed.to(torch.float32).masked_fill_(signed == _AMBIGUOUS, 0.0)
-        return _scaled_(difference, self._steps_of(start, count) / unit)
+        signed = moved.view(torch.int8)
+        rows = signed.to(torch.float32).masked_fill_(signed == _AMBIGUOUS, 0.0).view(-1, BLOCK)
+        rows.mul_(self._steps_of(start, len(rows)) / unit)
+        return rotated_back_(rows, self._signs).flatten()[: self._end - start]
 
-    def _steps_of(self, start: int, count: int) -> Tensor:
+    def _steps_of(self, start: int, blocks: int) -> Tensor:
         first = (start - self._start) // BLOCK
-        return self._steps[first : first + math.ceil(count / BLOCK)]
+        return self._steps[first : first + blocks, None]
 
 
 def _steps(codec: Codec, sketches: Sequence[Tensor]) -> Tensor:
@@ -199,34 +199,24 @@ def _steps(codec: Codec, sketches: Sequence[Tensor]) -> Tensor:
 
     A block's few samples are taken together with the mean over all blocks, which counts as two samples more. Symmetric
     in the members and, by fp64 and sums in a fixed order, the same on every machine. Values must stay below 2^23 steps:
-    the step is never finer than 2^-18 of the largest sample.
+    the step is never finer than 2^-18 of the block's largest sample.
     """
-    stacked = torch.stack([sketch.double() for sketch in sketches])
-    columns = (stacked.amax(0) - stacked.amin(0)).square_().view(-1, SKETCH_PER_BLOCK).unbind(1)
+    stacked = torch.stack([sketch.double().view(-1, _SKETCH_PER_BLOCK) for sketch in sketches])
+    columns = (stacked.amax(0) - stacked.amin(0)).square_().unbind(1)
     squares = torch.zeros_like(columns[0])
     for column in columns:
         squares += column
-    overall = math.fsum(squares.tolist()) / (SKETCH_PER_BLOCK * max(1, len(squares)))
-    mean = (squares + _PRIOR_SAMPLES * overall) / (SKETCH_PER_BLOCK + _PRIOR_SAMPLES)
+    overall = math.fsum(squares.numpy()) / (_SKETCH_PER_BLOCK * max(1, len(squares)))
+    mean = (squares + _PRIOR_SAMPLES * overall) / (_SKETCH_PER_BLOCK + _PRIOR_SAMPLES)
     step = mean.sqrt() * (codec.range_in_deviations / ((1 << (codec.bits - 1)) - 1))
-    largest = float(stacked.abs().max()) if stacked.numel() else 0.0
-    return step.clamp(min=max(largest * _FINEST_STEP, _SMALLEST_STEP)).float()
+    finest = (stacked.abs().amax(2).amax(0) * _FINEST_STEP).clamp_(min=_SMALLEST_STEP)
+    return step.maximum(finest).float()
 
 
-def _packed(codes: Tensor) -> Tensor:
-    half = (len(codes) + 1) // 2
-    packed = codes[:half] & 0xF
-    packed[: len(codes) - half] |= codes[half:] << 4
-    return packed
-
-
-def _scaled_(values: Tensor, steps: Tensor) -> Tensor:
-    """Multiply each block's values by its step, in place; the last block may be shorter."""
-    whole = len(values) // BLOCK
-    values[: whole * BLOCK].view(-1, BLOCK).mul_(steps[:whole, None])
-    if whole < len(steps):
-        values[whole * BLOCK :].mul_(steps[whole])
-    return values
+def _rows(values: Tensor) -> Tensor:
+    """Values by blocks [n, 1024], the last one filled up with zeros."""
+    missing = -len(values) % BLOCK
+    return (functional.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)
 
 
 def _within_block() -> Tensor:
@@ -237,15 +227,7 @@ def _within_block() -> Tensor:
 def _offsets(seed: int, start: int, count: int) -> Tensor:
     """Where the dither of each block begins: int32 in [0, 2^16)."""
     blocks = torch.arange(start // BLOCK, math.ceil((start + count) / BLOCK))
-    return (_mixed(blocks, seed) & (_DITHER_LEVELS - 1)).to(torch.int32)
-
-
-def _mixed(numbers: Tensor, seed: int) -> Tensor:
-    """A hash of each int64 below 2^32: int64 in [0, 2^32), the same on every machine."""
-    x = (numbers + seed) & _MASK
-    for factor in (0x7FEB352D, 0x6D2B79F5):  # below 2^31, so that no product overflows
-        x = ((x ^ x >> 16) * factor) & _MASK
-    return x ^ x >> 15
+    return (hashed(blocks, seed) & (_DITHER_LEVELS - 1)).to(torch.int32)
 
 
 def _seed(name: str) -> int:

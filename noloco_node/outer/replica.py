@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from noloco_node.outer.codec import BLOCK, Codec, Coding, sketch_coordinates
+from noloco_node.outer.codec import BLOCK, Codec, Coding
 from noloco_node.outer.update import OuterRule, contribution, step_
 
 
@@ -71,6 +71,7 @@ class OuterReplica:
         self._part = self.whole
         self._exchange = ""
         self._coding: Coding | None = None
+        self._sketch: Tensor | None = None
         self._weight = 1.0
         self._members = 1
         self._adopted = False
@@ -105,26 +106,23 @@ class OuterReplica:
         """
         self.settle()
         self._part, self._members, self._weight, self._exchange = part, members, weight, exchange
-        self._coding = None
+        self._coding = self._sketch = None
         self._difference[part.slice].zero_()
 
     def sketch(self) -> Tensor:
-        """Values of s_i for the partners, exact, fp32; empty where the codec needs none."""
+        """What the partners must know of s_i before they encode, fp32; empty where the codec needs none."""
         if not self.codec.modulo:
             return torch.empty(0)
-        places = sketch_coordinates(self._exchange, self._part.start, self._part.end)
-        s = contribution(
-            self.rule,
-            fast=self.snapshot[places],
-            slow=self.slow[places],
-            momentum=self.momentum[places],
-            weight=self._weight,
-        )
-        return s.to(torch.float32)
+        if self._sketch is None:
+            parts = [self.codec.sketch(self._exchange, self._contribution(self._slice(i))) for i in range(self.chunks)]
+            self._sketch = torch.cat(parts)
+        return self._sketch
 
     def agree(self, others: Sequence[Tensor]) -> None:
-        """Take in the partners' sketches; only then can chunks be made. Raises NotFinite."""
+        """Take in the partners' sketches; only then can chunks be made. Raises NotFinite, and ValueError for a wrong length."""
         sketches = [self.sketch(), *others] if self.codec.modulo else []
+        if any(sketch.shape != sketches[0].shape for sketch in sketches):
+            raise ValueError(f"sketches of {[len(sketch) for sketch in sketches]} values do not fit together")
         if not all(bool(torch.isfinite(sketch).all()) for sketch in sketches):
             raise NotFinite("a sketch holds NaN or infinity")
         self._coding = self.codec.coding(self._exchange, self._part.start, self._part.end, sketches)
@@ -148,7 +146,7 @@ class OuterReplica:
         difference = self._coding.difference(wire, own, part.start)
         if not bool(torch.isfinite(difference).all()):
             raise NotFinite(f"chunk {index} holds NaN or infinity")
-        self._difference[part] += difference / self._members
+        self._difference[part].add_(difference, alpha=1 / self._members)
 
     def difference_norm(self) -> float:
         """Norm of Σ_j (Q(s_j) − Q(s_i))/n over the open part: how far the partners pull this replica's mean."""
