@@ -264,9 +264,12 @@ def _print_plan(config: Config) -> None:
     print(f"  stages            {run.stages}, with {' + '.join(map(str, numbers.layers))} layers")
     print(f"  tokens            {run.inner.target_tokens:,}, {run.inner.global_batch_tokens:,} an inner step")
     print(f"  inner steps       {numbers.inner_steps:,} per replica")
-    print(f"  outer rounds      about {numbers.outer_rounds:,} per replica, one in {run.outer.inner_steps} inner steps")
+    parts = f" for each of {run.outer.fragments} fragments" if run.outer.fragments > 1 else ""
+    steps = f"one in {run.outer.inner_steps} inner steps{parts}"
+    print(f"  outer rounds      about {numbers.outer_rounds:,} per replica, {steps}")
     sizes = " / ".join(f"{count / 1e6:,.2f}" for count in numbers.outer_bytes)
-    print(f"  outer step        {sizes} MB sent per replica ({run.outer.codec}), as many received")
+    peak = f", at most {max(numbers.peak_bytes) / 1e6:,.2f} MB at a time" if run.outer.fragments > 1 else ""
+    print(f"  outer step        {sizes} MB sent per replica ({run.outer.codec}){peak}, as many received")
     for warning in numbers.warnings:
         print(f"  note: {warning}")
     sys.stdout.flush()
@@ -289,7 +292,7 @@ def _print_finished(finished: Finished) -> None:
     print(
         f"{finished.done} of {finished.total}: {result.variant}{options}, {result.replicas} replicas, "
         f"{result.tokens:,} tokens, seed {result.seed} ({result.purpose}): {loss}, {result.seconds:,.0f} s; "
-        f"about {finished.seconds_left / 60:,.0f} min left",
+        f"about {finished.seconds_left / 60:,.1f} min left",
         flush=True,
     )
 

@@ -11,12 +11,13 @@ from typing import Any, cast
 
 from pydantic import JsonValue, ValidationError
 
-from noloco_node.config.lab_spec import Algorithm, LabSpec, VariantSpec, WorldSpec
+from noloco_node.config.lab_spec import Algorithm, LabSpec, Plot, VariantSpec, WorldSpec
 from noloco_node.config.load import Config, Problem, problems_of
 from noloco_node.config.run_spec import RunSpec, canonical_json
 from noloco_node.errors import ExitCode, UserError
 
 LENGTH_SETTING = "inner.target_tokens"
+GAMMA = "outer.gamma"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def expand(config: Config) -> tuple[Cell, ...]:
 
     Raises UserError (CONFIG) that names each wrong setting as `lab.variants[3].set outer.gamma`.
     """
-    problems: list[str] = []
+    problems = [*_reference_problems(config.lab), *_plot_problems(config.lab)]
     cells = [cell for index in range(len(config.lab.variants)) for cell in _cells(config, index, problems)]
     if problems:
         shown = "\n".join(f"  {problem}" for problem in dict.fromkeys(problems))
@@ -116,17 +117,41 @@ def expand(config: Config) -> tuple[Cell, ...]:
     return tuple(cells)
 
 
-def check_models(cells: tuple[Cell, ...]) -> None:
-    """Raise UserError (CONFIG), as `cut_model` does, where a point's model cannot be built. Loads transformers."""
+def check_points(cells: tuple[Cell, ...]) -> None:
+    """Raise UserError (CONFIG) where a point's model cannot be built, as `cut_model` does, or where its global batch
+    cannot be divided among its replicas. Loads torch and transformers."""
     from noloco_node.model.cut import cut_model
+    from noloco_node.virtual.training import microbatch_windows
 
-    models = {canonical_json(point.run.model.model_dump(mode="json")): point.run.model for point in _points(cells)}
+    points = [point for cell in cells for point in cell.points]
+    models = {canonical_json(point.run.model.model_dump(mode="json")): point.run.model for point in points}
     for model in models.values():
         cut_model(model)
+    for point in points:
+        try:
+            microbatch_windows(point.run, point.world, point.replicas)
+        except UserError as error:
+            message = f"lab.variants: '{point.variant}' on {point.replicas} replicas: {error.message}"
+            raise UserError(error.exit_code, message, error.remedy) from None
 
 
-def _points(cells: tuple[Cell, ...]) -> Iterator[Point]:
-    return (point for cell in cells for point in cell.points)
+def _reference_problems(lab: LabSpec) -> Iterator[str]:
+    names = [variant.name for variant in lab.variants]
+    if "reference" in lab.model_fields_set and lab.reference not in names:
+        yield f"lab.reference: there is no variant '{lab.reference}' among {', '.join(names)}"
+
+
+def _plot_problems(lab: LabSpec) -> Iterator[str]:
+    """Plots that the experiment gives no points for."""
+    needs: dict[Plot, tuple[bool, str]] = {
+        "gamma": (any(GAMMA in variant.sweep for variant in lab.variants), f"no variant sweeps {GAMMA}"),
+        "sweep": (any(len(variant.sweep) == 1 for variant in lab.variants), "no variant sweeps one setting alone"),
+        "scaling": (len(set(lab.replicas)) > 1, "lab.replicas has one number only"),
+    }
+    for plot in lab.plots:
+        there, why = needs.get(plot, (True, ""))
+        if not there:
+            yield f"lab.plots: '{plot}' has nothing to show: {why}"
 
 
 def sweep_points(variant: VariantSpec) -> list[dict[str, JsonValue]]:

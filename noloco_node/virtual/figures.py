@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from noloco_node.config.lab_spec import Algorithm
-from noloco_node.virtual.result import Result, Results
+from noloco_node.virtual.result import Result, Results, SpreadPoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,14 @@ class Line:
         return None if self.diverged else self.figure(lambda result: result.validation_loss)
 
     @property
-    def final_spread(self) -> Spot | None:
-        """Spread at the last moment recorded; None where a seed has none."""
-        return self.figure(lambda result: result.spread[-1].spread if result.spread else None)
+    def root_of_final_spread(self) -> Spot | None:
+        """√spread at the last moment recorded, over seeds; None where a seed diverged or has no spread."""
+        return None if self.diverged else self.figure(lambda result: _root(result.spread[-1:]))
+
+
+def _root(points: Sequence[SpreadPoint]) -> float | None:
+    spread = points[0].spread if points else None
+    return math.sqrt(spread) if spread else None
 
 
 def lines(record: Results, purpose: str = "report") -> list[Line]:

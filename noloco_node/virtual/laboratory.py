@@ -13,7 +13,7 @@ from noloco_node import __version__
 from noloco_node.config.load import Config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage import atomic
-from noloco_node.virtual.expansion import check_models, expand
+from noloco_node.virtual.expansion import check_points, expand
 from noloco_node.virtual.experiment import Experiment, Progress, Train, planned, train
 from noloco_node.virtual.journal import Journal
 from noloco_node.virtual.report import markdown
@@ -42,7 +42,7 @@ def run_lab(config: Config, out: Path, command: str, progress: Progress, work: T
     those of the training.
     """
     cells = expand(config)
-    check_models(cells)
+    check_points(cells)
     _create(out)
     results = Experiment(config.lab, cells, Journal(out / "runs.jsonl"), progress, work).run()
     return write_results(config, results, out, command)
@@ -50,6 +50,8 @@ def run_lab(config: Config, out: Path, command: str, progress: Progress, work: T
 
 def write_results(config: Config, results: Sequence[Result], out: Path, command: str) -> dict[str, Path]:
     """Write results.json, table.md and the plots that the lab file asks for; returns the files by name."""
+    from noloco_node.virtual.plots import draw
+
     record = Results(
         command=command,
         versions={
@@ -64,6 +66,8 @@ def write_results(config: Config, results: Sequence[Result], out: Path, command:
     files = {"results": out / "results.json", "table": out / "table.md"}
     atomic.write_json(files["results"], record.model_dump(mode="json"))
     atomic.write_bytes(files["table"], markdown(record).encode())
+    for plot in config.lab.plots:
+        files[f"plot, {plot}"] = draw(plot, record, out / f"{plot}.png")
     return files
 
 

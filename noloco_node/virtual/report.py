@@ -23,6 +23,7 @@ COLUMNS = (
     "outer rounds",
     "alone",
     "clipped",
+    "√spread at the end",
     "r(√spread, rate)",
     "seconds",
 )
@@ -82,6 +83,7 @@ def _row(record: Results, rows: Sequence[Line], line: Line) -> list[str]:
         _number(line.figure(lambda result: result.outer_rounds), "{:.1f}"),
         _number(line.figure(lambda result: result.alone_share), "{:.1%}"),
         _number(line.figure(lambda result: result.clipped_share), "{:.1%}"),
+        _number(line.root_of_final_spread, "{:.3g}"),
         _number(line.figure(lambda result: spread_follows_rate(record, result)), "{:.3f}"),
         _number(line.figure(lambda result: result.seconds), "{:.0f}"),
     ]
