@@ -119,7 +119,10 @@ class OuterReplica:
         return self._sketch
 
     def agree(self, others: Sequence[Tensor]) -> None:
-        """Take in the partners' sketches; only then can chunks be made. Raises NotFinite, and ValueError for a wrong length."""
+        """Take in the partners' sketches; only then can chunks be made.
+
+        Raises NotFinite, and ValueError for a wrong length.
+        """
         sketches = [self.sketch(), *others] if self.codec.modulo else []
         if any(sketch.shape != sketches[0].shape for sketch in sketches):
             raise ValueError(f"sketches of {[len(sketch) for sketch in sketches]} values do not fit together")

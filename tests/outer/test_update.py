@@ -1,4 +1,4 @@
-"""The outer step against its textbook forms, and the invariants that make it safe."""
+"""The outer step against its textbook forms."""
 
 from __future__ import annotations
 
@@ -11,16 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from noloco_node.outer.replica import NotFinite, OuterReplica
 from noloco_node.outer.update import OuterRule, contribution, step_, token_weights
-
-SIZE = 1000
-
-
-def vectors(count: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
-    """Independent random vectors."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(SIZE, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
+from tests.outer.groups import replica_of, replicas, step, vectors
 
 
 def textbook(
@@ -89,28 +81,40 @@ def test_a_step_alone_keeps_only_momentum_and_own_progress() -> None:
         assert float((slow - before - expected).abs().max()) < 1e-12
 
 
-def exchange(left: OuterReplica, right: OuterReplica, weights: tuple[float, float] = (1.0, 1.0)) -> None:
-    """One paired outer step, chunk by chunk, as the wire carries it; both commit."""
-    for replica, weight in zip((left, right), weights, strict=True):
-        replica.open(members=2, weight=weight)
-    for index in range(left.chunks):
-        to_right, to_left = left.encoded_chunk(index), right.encoded_chunk(index)
-        left.add_chunk(index, to_left)
-        right.add_chunk(index, to_right)
-    left.commit()
-    right.commit()
+@pytest.mark.parametrize("momentum", ["averaged", "local"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_replicas_that_exchange_chunks_take_the_textbook_step(
+    n: int, momentum: str, dtype: torch.dtype, weighted: bool
+) -> None:
+    """Through `OuterReplica`, chunk by chunk in fp32: the same φ and δ as the published rule."""
+    rule = OuterRule(0.5, 0.7, 0.4, momentum)  # pyright: ignore[reportArgumentType]
+    weights = token_weights([100 * (i + 1) for i in range(n)]) if weighted else (1.0,) * n
+    group = replicas(n, rule, dtype=dtype)
+    states = [[r.snapshot.double(), r.slow.double(), r.momentum.double()] for r in group]
+    expected = textbook(rule, *zip(*states, strict=True), weights=weights)
+    step(group, weights=weights)
+    for replica, (slow, delta) in zip(group, expected, strict=True):
+        assert float((replica.slow - slow).abs().max()) < 3e-6  # differences travel as fp32
+        assert float((replica.momentum - delta).abs().max()) < 3e-6
 
 
-def replicas(
-    count: int, rule: OuterRule, codec: str = "fp32", dtype: torch.dtype = torch.float32
-) -> list[OuterReplica]:
-    """Replicas with independent weights, fast = slow, no momentum."""
-    made: list[OuterReplica] = []
-    for weights in vectors(count, dtype, seed=8):
-        replica = OuterReplica(rule, weights, chunk_elements=300, codec=codec)  # pyright: ignore[reportArgumentType]
-        replica.snapshot.copy_(weights)
-        made.append(replica)
-    return made
+def test_replicas_that_all_meet_are_diloco() -> None:
+    """n = N through `OuterReplica`, from equal states, for three rounds: all stay equal, on DiLoCo's path."""
+    rule = OuterRule(0.3, 0.7, 0.9, "local")
+    start = vectors(1, torch.float64, 4)[0]
+    group = [replica_of(rule, start) for _ in range(4)]
+    slow, velocity = start.clone(), torch.zeros_like(start)
+    for round_ in range(3):
+        moves = vectors(4, torch.float64, 10 + round_)
+        for replica, move in zip(group, moves, strict=True):
+            replica.snapshot.copy_(replica.slow + move)
+        step(group, exchange=str(round_))
+        velocity = 0.3 * velocity + 0.7 * torch.stack(moves).mean(0)
+        slow += velocity
+        for replica in group:
+            assert float((replica.slow - slow).abs().max()) < 1e-5
 
 
 def test_plain_averaging_keeps_the_mean_and_halves_the_variance() -> None:
@@ -119,67 +123,12 @@ def test_plain_averaging_keeps_the_mean_and_halves_the_variance() -> None:
     group = replicas(64, rule)
     before = torch.stack([r.slow.double() for r in group])
     order = torch.randperm(64, generator=torch.Generator().manual_seed(9)).tolist()
-    for a, b in (
-        itertools.batched(order, 2) if hasattr(itertools, "batched") else zip(order[::2], order[1::2], strict=True)
-    ):
-        exchange(group[a], group[b])
+    for a, b in zip(order[::2], order[1::2], strict=True):
+        step([group[a], group[b]])
     after = torch.stack([r.slow.double() for r in group])
     assert float((after.mean(0) - before.mean(0)).abs().max()) < 1e-6
     ratio = float(after.var(0).mean() / before.var(0).mean())
     assert ratio == pytest.approx(0.5, abs=0.02)
-
-
-@pytest.mark.parametrize("codec", ["fp32", "fp16"])
-def test_the_difference_form_keeps_the_mean_whatever_the_codec(codec: str) -> None:
-    """The pair's mean φ stays to 1e-10 in fp64 state, also when fp16 travels, and the pair still contracts."""
-    rule = OuterRule(0.5, 0.5, 0.5, "averaged")
-    left, right = replicas(2, rule, codec, torch.float64)
-    left.slow.add_(100.0)  # far from zero, so that fp16 rounds hard
-    left.snapshot.copy_(left.slow)
-    start = (left.slow + right.slow) / 2
-    difference = float((left.slow - right.slow).abs().mean())
-    exchange(left, right)
-    assert float(((left.slow + right.slow) / 2 - start).abs().max()) < 1e-10
-    assert float((left.slow - right.slow).abs().mean()) < 0.51 * difference
-
-
-def test_a_commit_returns_the_change_that_keeps_inner_steps_taken_meanwhile() -> None:
-    """θ ← θ + (φ_new − θ_snapshot): with θ = θ_snapshot + later steps, the later steps survive exactly."""
-    rule = OuterRule(0.5, 0.5, 0.5, "averaged")
-    replica = replicas(1, rule)[0]
-    replica.snapshot.add_(0.25)
-    meanwhile = torch.full((SIZE,), 0.125)
-    fast = replica.snapshot + meanwhile
-    replica.open(members=1, weight=1.0)
-    fast += replica.commit()
-    assert float((fast - replica.slow - meanwhile).abs().max()) < 1e-6
-
-
-def test_without_a_commit_nothing_changes() -> None:
-    """Chunks taken in and then abandoned leave φ and δ as they were; the next step starts clean."""
-    rule = OuterRule(0.5, 0.5, 0.5, "averaged")
-    left, right = replicas(2, rule)
-    slow, momentum = left.slow.clone(), left.momentum.clone()
-    left.open(members=2, weight=1.0)
-    right.open(members=2, weight=1.0)
-    left.add_chunk(0, right.encoded_chunk(0))
-    assert torch.equal(left.slow, slow)
-    assert torch.equal(left.momentum, momentum)
-    left.open(members=1, weight=1.0)
-    assert left.difference_norm() == 0.0
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_chunk_that_is_not_finite_is_refused(bad: float) -> None:
-    """One bad value is enough, and the difference stays as it was."""
-    left, right = replicas(2, OuterRule(0.5, 0.5, 0.5, "averaged"))
-    left.open(members=2, weight=1.0)
-    right.open(members=2, weight=1.0)
-    wire = right.encoded_chunk(1).clone()
-    wire[7] = bad
-    with pytest.raises(NotFinite):
-        left.add_chunk(1, wire)
-    assert left.difference_norm() == 0.0
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=8))

@@ -1,0 +1,92 @@
+"""Replicas and outer steps as the tests of this folder make them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from noloco_node.outer.codec import BLOCK, CODECS, CodecName
+from noloco_node.outer.replica import OuterReplica, Part
+from noloco_node.outer.update import OuterRule
+
+SIZE = 3 * BLOCK + 329
+"""A ragged last block, and several chunks."""
+
+
+def vectors(count: int, dtype: torch.dtype = torch.float64, seed: int = 0, size: int = SIZE) -> list[Tensor]:
+    """Independent normal vectors."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
+
+
+def replica_of(
+    rule: OuterRule,
+    slow: Tensor,
+    *,
+    fast: Tensor | None = None,
+    momentum: Tensor | None = None,
+    codec: CodecName = "fp32",
+    chunk_blocks: int = 1,
+    fragments: int = 1,
+) -> OuterReplica:
+    """A replica with copies of these weights; fast = slow and no momentum where they are not given."""
+    chunk_bytes = chunk_blocks * BLOCK * CODECS[codec].bits // 8
+    replica = OuterReplica(rule, slow.clone(), codec=CODECS[codec], chunk_bytes=chunk_bytes, fragments=fragments)
+    replica.snapshot.copy_(slow if fast is None else fast)
+    if momentum is not None:
+        replica.momentum.copy_(momentum)
+    return replica
+
+
+def replicas(
+    count: int,
+    rule: OuterRule,
+    codec: CodecName = "fp32",
+    dtype: torch.dtype = torch.float32,
+    *,
+    fragments: int = 1,
+) -> list[OuterReplica]:
+    """Replicas whose weights, progress and momentum are independent."""
+    parts = zip(vectors(count, dtype, 1), vectors(count, dtype, 2), vectors(count, dtype, 3), strict=True)
+    return [
+        replica_of(rule, slow, fast=slow + 0.1 * moved, momentum=0.05 * delta, codec=codec, fragments=fragments)
+        for slow, moved, delta in parts
+    ]
+
+
+def meet(
+    group: Sequence[OuterReplica],
+    *,
+    part: Part | None = None,
+    weights: Sequence[float] | None = None,
+    exchange: str = "some exchange",
+) -> None:
+    """Everything of an outer step but its commit: sketches, and every chunk to every other member."""
+    for replica, weight in zip(group, weights or [1.0] * len(group), strict=True):
+        replica.open(part or replica.whole, members=len(group), weight=weight, exchange=exchange)
+    sketches = [replica.sketch() for replica in group]
+    for place, replica in enumerate(group):
+        replica.agree(sketches[:place] + sketches[place + 1 :])
+    for index in range(group[0].chunks):
+        wires = [replica.encoded_chunk(index) for replica in group]
+        for replica in group:
+            for other, wire in zip(group, wires, strict=True):
+                if other is not replica:
+                    replica.add_chunk(index, wire)
+
+
+def step(
+    group: Sequence[OuterReplica],
+    *,
+    part: Part | None = None,
+    weights: Sequence[float] | None = None,
+    exchange: str = "some exchange",
+) -> None:
+    """A whole outer step: all members commit and go on from φ."""
+    meet(group, part=part, weights=weights, exchange=exchange)
+    for replica in group:
+        replica.commit()
+        covered = replica.part.slice
+        replica.snapshot[covered] = replica.slow[covered]

@@ -1,0 +1,221 @@
+"""The open step: what every codec keeps, and what an abort, a half-taken step and a fragment leave."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from noloco_node.outer.codec import BLOCK, CodecName
+from noloco_node.outer.replica import NotFinite, OuterReplica, fragments_of
+from noloco_node.outer.update import OuterRule
+from tests.outer.groups import SIZE, meet, replica_of, replicas, step, vectors
+
+ALL: list[CodecName] = ["fp32", "fp16", "bf16", "int8", "int4"]
+RULE = OuterRule(0.5, 0.7, 0.5, "averaged")
+
+
+def state(replica: OuterReplica) -> list[Tensor]:
+    """Copies of φ and δ."""
+    return [replica.slow.clone(), replica.momentum.clone()]
+
+
+def equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    """Bit by bit."""
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("codec", ALL)
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("momentum", ["averaged", "local"])
+def test_every_codec_keeps_the_mean_of_every_group(codec: CodecName, n: int, momentum: str) -> None:
+    """Far from zero, where floats round hard: Σφ and Σδ to 1e-10 as if nothing had been rounded, over three rounds."""
+    rule = OuterRule(0.5, 0.7, 0.5, momentum)  # pyright: ignore[reportArgumentType]
+    group = replicas(n, rule, codec, torch.float64)
+    for replica in group:
+        replica.slow.add_(100.0)
+        replica.snapshot.add_(100.0)
+    for round_ in range(3):
+        slow = sum(r.slow for r in group)
+        delta = sum(rule.alpha * r.momentum + rule.beta * (r.snapshot - r.slow) for r in group)
+        step(group, exchange=str(round_))
+        assert float((sum(r.momentum for r in group) - delta).abs().max()) < 1e-10  # pyright: ignore[reportAttributeAccessIssue]
+        assert float((sum(r.slow for r in group) - slow - delta).abs().max()) < 1e-10  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("codec", "left"), [("fp32", 1e-6), ("fp16", 1e-3), ("bf16", 0.01), ("int8", 0.06), ("int4", 0.5)]
+)
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_what_a_codec_leaves_of_the_spread(codec: CodecName, left: float, n: int) -> None:
+    """Plain averaging (γ = 1) takes all of a group's spread but the codec's error: a known share is left."""
+    group = replicas(n, OuterRule(0.0, 0.0, 1.0, "averaged"), codec)
+    before = torch.stack([r.slow for r in group]).std(0).mean()
+    step(group)
+    after = torch.stack([r.slow for r in group]).std(0).mean()
+    assert float(after / before) < left
+    if codec.startswith("int"):
+        assert float(after / before) > left / 10  # the figure above is no idle bound
+
+
+@pytest.mark.parametrize("codec", ALL)
+def test_the_spread_shrinks_over_rounds(codec: CodecName) -> None:
+    """Eight replicas with momentum and without gradients, random pairs: down to the codec's floor, never up."""
+    group = replicas(8, RULE, codec)
+    for replica in group:
+        replica.snapshot.copy_(replica.slow)
+    start = float(torch.stack([r.slow for r in group]).std(0).mean())
+    generator = torch.Generator().manual_seed(1)
+    for round_ in range(20):
+        order = torch.randperm(8, generator=generator).tolist()
+        for a, b in zip(order[::2], order[1::2], strict=True):
+            step([group[a], group[b]], exchange=f"{round_}/{a}")
+    left = float(torch.stack([r.slow for r in group]).std(0).mean()) / start
+    assert left < {"fp16": 2e-3, "bf16": 1e-2}.get(codec, 5e-3)
+
+
+def test_a_commit_returns_the_change_that_keeps_inner_steps_taken_meanwhile() -> None:
+    """θ ← θ + (φ_new − θ_snapshot): with θ = θ_snapshot + later steps, the later steps survive exactly."""
+    replica = replicas(1, RULE)[0]
+    meanwhile = torch.full((SIZE,), 0.125)
+    fast = replica.snapshot + meanwhile
+    replica.open(replica.whole, members=1, weight=1.0)
+    fast += replica.commit()
+    assert float((fast - replica.slow - meanwhile).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("codec", ALL)
+def test_an_abandoned_step_leaves_no_trace(codec: CodecName) -> None:
+    """Opened, fully exchanged, not committed: φ and δ bitwise as before, and the next step as if it were the first."""
+    group, twins = replicas(2, RULE, codec), replicas(2, RULE, codec)
+    before = [state(r) for r in group]
+    meet(group, exchange="abandoned")
+    assert group[0].difference_norm() > 0
+    assert all(equal(state(r), b) for r, b in zip(group, before, strict=True))
+    step(group, exchange="next")
+    step(twins, exchange="next")
+    assert all(equal(state(r), state(t)) for r, t in zip(group, twins, strict=True))
+    assert not equal(state(group[0]), before[0])
+
+
+@pytest.mark.parametrize("codec", ALL)
+def test_a_step_taken_by_one_side_shifts_the_mean_by_the_difference_over_all(codec: CodecName) -> None:
+    """Left commits, right steps alone: Σφ and Σδ are too large by exactly left's d."""
+    group, alone = replicas(2, RULE, codec, torch.float64), replicas(2, RULE, codec, torch.float64)
+    meet(group)
+    group[0].commit()
+    group[1].open(group[1].whole, members=1, weight=1.0)
+    group[1].commit()
+    for replica in alone:
+        replica.open(replica.whole, members=1, weight=1.0)
+        replica.commit()
+    meet(both := replicas(2, RULE, codec, torch.float64))
+    norm = both[0].difference_norm()
+    shift = sum(r.slow for r in group) - sum(r.slow for r in alone)
+    assert isinstance(shift, Tensor)
+    assert float(shift.norm()) == pytest.approx(norm, rel=1e-9)
+    both[0].commit()
+    assert float((both[0].slow - alone[0].slow - shift).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_chunk_that_is_not_finite_is_refused(bad: float) -> None:
+    """One bad value is enough, and the difference stays as it was."""
+    left, right = replicas(2, RULE)
+    for replica in (left, right):
+        replica.open(replica.whole, members=2, weight=1.0)
+        replica.agree([])
+    wire = right.encoded_chunk(1).clone()
+    wire[7] = bad
+    with pytest.raises(NotFinite):
+        left.add_chunk(1, wire)
+    assert left.difference_norm() == 0.0
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("claim", ["nan", "inf", "huge", "large", "zero", "equal", "tiny"])
+def test_no_sketch_and_no_codes_bring_a_replica_down(codec: CodecName, claim: str) -> None:
+    """Whatever a partner claims, with random codes behind it: refused as not finite, or a finite step."""
+    left = replicas(1, RULE, codec)[0]
+    left.open(left.whole, members=2, weight=1.0, exchange="e")
+    own = left.sketch()
+    claims = {"nan": float("nan"), "inf": float("inf"), "huge": 3.4e38, "large": 1e25, "zero": 0.0, "tiny": 1e-44}
+    sketch = own.clone() if claim == "equal" else torch.full_like(own, claims[claim])
+    before = state(left)
+    generator = torch.Generator().manual_seed(2)
+    try:
+        left.agree([sketch])
+        for index in range(left.chunks):
+            codes = left.encoded_chunk(index)
+            left.add_chunk(index, torch.randint(0, 256, codes.shape, generator=generator).to(torch.uint8))
+        scale = 1.0 / max(1.0, left.difference_norm())
+        left.commit(scale)
+        assert claim not in ("nan", "inf")
+    except NotFinite:
+        assert claim in ("nan", "inf", "huge")
+        assert equal(state(left), before)
+    assert all(bool(torch.isfinite(x).all()) for x in state(left))
+    assert float((left.slow - before[0]).norm()) < 1.0 + float((0.5 * before[1]).norm() + 7.0)
+
+
+def test_a_sketch_or_chunk_of_another_shape_is_refused() -> None:
+    """Lengths and precision are agreed, so anything else is an error before it is used."""
+    left = replicas(1, RULE, "int8")[0]
+    left.open(left.whole, members=2, weight=1.0)
+    with pytest.raises(ValueError, match="fit together"):
+        left.agree([left.sketch()[:-1]])
+    left.agree([left.sketch()])
+    codes = left.encoded_chunk(0)
+    for wire in (codes[:-1], codes.float()):
+        with pytest.raises(ValueError, match="chunk 0"):
+            left.add_chunk(0, wire)
+
+
+@given(size=st.integers(1, 40 * BLOCK), count=st.integers(1, 12))
+def test_fragments_are_everything_once(size: int, count: int) -> None:
+    """In order, none empty, cut at blocks, of nearly equal size; more fragments than blocks are refused."""
+    if count > -(-size // BLOCK):
+        with pytest.raises(ValueError, match="cannot be cut"):
+            fragments_of(size, count)
+        return
+    parts = fragments_of(size, count)
+    assert len(parts) == count
+    assert parts[0].start == 0
+    assert parts[-1].end == size
+    assert all(a.end == b.start for a, b in itertools.pairwise(parts))
+    assert all(part.size > 0 and part.start % BLOCK == 0 for part in parts)
+    blocks = [-(-part.size // BLOCK) for part in parts]
+    assert max(blocks) - min(blocks) <= 1
+
+
+@pytest.mark.parametrize("codec", ALL)
+def test_a_fragments_step_leaves_the_rest_alone_and_all_together_are_a_whole_step(codec: CodecName) -> None:
+    """The rest stays bitwise; with exact values the fragments' steps add up to the step of the whole."""
+    group, whole = replicas(2, RULE, codec, fragments=3), replicas(2, RULE, codec)
+    for part in group[0].fragments:
+        before = [(*state(r), r.snapshot.clone()) for r in group]
+        step(group, part=part, exchange=f"fragment {part.start}")
+        for replica, old in zip(group, before, strict=True):
+            for now, then in zip((*state(replica), replica.snapshot), old, strict=True):
+                assert torch.equal(now[: part.start], then[: part.start])
+                assert torch.equal(now[part.end :], then[part.end :])
+                assert not torch.equal(now[part.slice], then[part.slice])
+    step(whole)
+    closeness = {"fp32": 1e-6, "fp16": 3e-3, "bf16": 0.03, "int8": 0.3, "int4": 3.0}[codec]
+    for replica, twin in zip(group, whole, strict=True):
+        assert float((replica.slow - twin.slow).abs().max()) < closeness
+
+
+def test_the_own_motion_and_the_difference_are_what_they_say() -> None:
+    """‖αδ + βΔ‖ and ‖(s_j − s_i)/n‖ over the open part, chunk by chunk or not."""
+    slow, delta = vectors(1)[0], 0.1 * vectors(1, seed=5)[0]
+    left = replica_of(RULE, slow, fast=slow + 0.25, momentum=delta)
+    right = replica_of(RULE, slow + 1.0)
+    meet([left, right])
+    motion = 0.5 * delta + 0.7 * 0.25
+    assert left.own_motion() == pytest.approx(float(motion.norm()), rel=1e-9)
+    assert left.difference_norm() == pytest.approx(float((0.5 * 1.0 - motion).norm() / 2), rel=1e-6)
