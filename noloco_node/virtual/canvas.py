@@ -15,7 +15,8 @@ from noloco_node.telemetry.plots import BLUE, GREEN, GREY, ORANGE, Axes
 PALETTE = (BLUE, ORANGE, GREEN, "#8e5bb5", "#c79a1e", "#2f9aa0", "#b5446e", "#6b4a2f", "#5a6b8a", "#93a33c")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 
-LEGEND_COLUMNS = 4
+LEGEND_INCHES = 2.1
+"""Width that a label of the common legend is given."""
 
 
 class Panel(Axes, Protocol):
@@ -35,9 +36,9 @@ class Panel(Axes, Protocol):
         color: str,
         marker: str,
         label: str,
-        lw: float = 1.4,
-        ms: float = 5.0,
-        capsize: float = 3.0,
+        lw: float,
+        ms: float,
+        capsize: float,
     ) -> object: ...
     def scatter(
         self, x: Sequence[float], y: Sequence[float], *, color: str, s: float, alpha: float, lw: float, label: str
@@ -47,7 +48,7 @@ class Panel(Axes, Protocol):
     def axvspan(self, low: float, high: float, *, color: str, alpha: float, lw: float) -> object: ...
     def set_xscale(self, scale: str) -> object: ...
     def set_xlim(self, low: float, high: float) -> object: ...
-    def get_ylim(self) -> tuple[float, float]: ...
+    def get_legend(self) -> object | None: ...
     def get_xaxis_transform(self) -> object: ...
 
 
@@ -55,8 +56,8 @@ class Sheet:
     """A figure of rows × columns panels with one legend below them all."""
 
     def __init__(self, rows: int, columns: int, *, title: str, width: float = 4.6, height: float = 3.5) -> None:
-        size = (max(columns * width, 6.4), rows * height + 0.9)
-        self._figure = Figure(figsize=size, layout="constrained")
+        self._width = max(columns * width, 6.4)
+        self._figure = Figure(figsize=(self._width, rows * height + 0.9), layout="constrained")
         FigureCanvasAgg(self._figure)
         made: Any = self._figure.subplots(rows, columns, squeeze=False)  # pyright: ignore[reportUnknownMemberType]
         self.panels: list[list[Panel]] = [[cast("Panel", axes) for axes in row] for row in made]
@@ -67,13 +68,13 @@ class Sheet:
             tidy(panel)
 
     def legend(self) -> None:
-        """Collect the labels of all panels, each once, below them."""
+        """Collect the labels of all panels that have no legend of their own, each once, below them."""
         handles: dict[str, Any] = {}
-        for panel in (panel for row in self.panels for panel in row):
+        for panel in (panel for row in self.panels for panel in row if panel.get_legend() is None):
             for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
                 handles.setdefault(label, handle)
         if handles:
-            columns = min(len(handles), LEGEND_COLUMNS)
+            columns = max(1, min(len(handles), int(self._width / LEGEND_INCHES)))
             self._figure.legend(  # pyright: ignore[reportUnknownMemberType]
                 list(handles.values()), list(handles), loc="outside lower center", ncols=columns, frameon=False
             )
@@ -114,20 +115,14 @@ def ticks_at(panel: Axes, values: Sequence[float], labels: Sequence[str]) -> Non
     panel.xaxis.set_major_formatter(FuncFormatter(name))
 
 
-def mark_diverged(panel: Panel, at: Sequence[float], color: str) -> None:
-    """Crosses at the upper edge of the panel, for trainings whose value lies beyond any axis."""
-    cast("Any", panel).plot(
-        list(at),
-        [0.97] * len(at),
-        color=color,
-        marker="x",
-        ms=7,
-        mew=1.8,
-        ls="none",
-        transform=panel.get_xaxis_transform(),
-        clip_on=False,
-    )
-    cast("Any", panel).plot([], [], color="black", marker="x", ms=7, mew=1.8, ls="none", label="diverged")
+def mark_above(
+    panel: Panel, at: Sequence[float], color: str, *, marker: str | int, label: str, height: float = 0.96
+) -> None:
+    """Marks near the upper edge of the panel, for values that lie beyond it."""
+    drawn = cast("Any", panel)
+    where = panel.get_xaxis_transform()
+    drawn.plot(list(at), [height] * len(at), color=color, marker=marker, ms=7, mew=1.8, ls="none", transform=where)
+    drawn.plot([], [], color="black", marker=marker, ms=7, mew=1.8, ls="none", label=label)
 
 
 def style(index: int) -> tuple[str, str]:

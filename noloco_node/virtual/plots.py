@@ -15,7 +15,7 @@ from noloco_node.virtual.canvas import (
     Panel,
     Sheet,
     caption,
-    mark_diverged,
+    mark_above,
     style,
     ticks_at,
     tokens_axis,
@@ -26,6 +26,15 @@ from noloco_node.virtual.result import Results
 
 LOSS_LABEL = "validation loss (nats per token)"
 SPREAD_LABEL = "√spread across replicas"
+
+MODE_STYLES: dict[Momentum, tuple[str, str, float]] = {
+    "averaged": (PALETTE[0], "o", 0.96),
+    "local": (PALETTE[1], "s", 0.89),
+}
+"""Colour, marker, and height of the marks of values beyond the panel."""
+
+TALLEST = 1.5
+"""A mean loss above this multiple of the panel's least is marked at the upper edge instead of drawn."""
 
 EARLY_SHARE = 0.2
 """Share of the training whose steep losses are left above the upper edge of the convergence plot."""
@@ -52,10 +61,9 @@ def convergence(record: Results) -> Sheet:
     counts = _replicas(rows)
     sheet = Sheet(1, len(counts), title=f"{record.run['name']}: convergence")
     for panel, count in zip(sheet.panels[0], counts, strict=True):
-        shown = _best_of_each(row for row in rows if row.replicas == count)
-        for index, line in shown.items():
-            _loss_curve(panel, line, PALETTE[index % len(PALETTE)])
-        _leave_out_the_start(panel, shown.values())
+        for line in _best_of_each(row for row in rows if row.replicas == count):
+            _loss_curve(panel, line, _look(record, line)[0])
+        _leave_out_the_start(panel, rows)
         caption(panel, f"{count} replicas")
         tokens_axis(panel)
     sheet.panels[0][0].set_ylabel(LOSS_LABEL)
@@ -93,10 +101,10 @@ def spread(record: Results) -> Sheet:
     for (left, right), count in zip(sheet.panels, counts, strict=False):
         shown = _best_of_each(row for row in rows if row.replicas == count)
         rate = left.twinx()
-        for index, line in shown.items():
-            _spread_curve(left, line, style(index)[0])
-            _against_rate(record, right, line, style(index)[0])
-        first = next(iter(shown.values())).results[0].spread
+        for line in shown:
+            _spread_curve(left, line, _look(record, line)[0])
+            _against_rate(record, right, line, _look(record, line)[0])
+        first = shown[0].results[0].spread
         rate.plot([p.tokens for p in first], [p.learning_rate for p in first], color=REFERENCE_COLOUR, lw=1.4, ls="--")
         rate.set_ylabel("learning rate (dashed)", color=REFERENCE_COLOUR)
         rate.set_ylim(bottom=0.0)
@@ -132,7 +140,7 @@ def _against_rate(record: Results, panel: Panel, line: Line, colour: str) -> Non
         rates += [rate for rate, _ in points if greatest]
         shares += [math.sqrt(value / greatest) for _, value in points if greatest]
     follows = line.figure(lambda result: spread_follows_rate(record, result))
-    label = f"r = {follows.mean:.2f}" if follows is not None else "r undefined"
+    label = f"{line.variant}: r = {follows.mean:.2f}" if follows is not None else f"{line.variant}: r undefined"
     panel.scatter(rates, shares, color=colour, s=14, alpha=0.6, lw=0, label=label)
 
 
@@ -153,9 +161,10 @@ def gamma(record: Results) -> Sheet:
         edges = _edges(record, shown, alpha)
         for mode, edge in edges.items():
             chosen = [line for line in shown if _of(record, line, "outer.momentum") == mode]
-            colour = _mode_colour(mode)
-            _by_gamma(losses, chosen, lambda line: line.loss, colour, f"momentum {mode}")
-            _by_gamma(spreads, chosen, lambda line: line.root_of_final_spread, colour, f"momentum {mode}")
+            colour = MODE_STYLES[mode][0]
+            limit = TALLEST * min((line.loss.mean for line in shown if line.loss is not None), default=math.inf)
+            _by_gamma(losses, chosen, lambda line: line.loss, mode, limit)
+            _by_gamma(spreads, chosen, lambda line: line.root_of_final_spread, mode)
             for panel in (losses, spreads):
                 panel.axvline(edge, color=colour, lw=1.3, ls="--", label=f"predicted limit, {mode}")
         right = 1.04 * max([*edges.values(), *(line.swept[GAMMA] for line in shown)])
@@ -180,15 +189,17 @@ def _edges(record: Results, shown: Sequence[Line], alpha: float) -> dict[Momentu
     return dict(sorted(edges.items()))
 
 
-def _mode_colour(mode: Momentum) -> str:
-    return PALETTE[0] if mode == "averaged" else PALETTE[1]
-
-
 def _by_gamma(
-    panel: Panel, chosen: Sequence[Line], figure: Callable[[Line], Spot | None], colour: str, label: str
+    panel: Panel,
+    chosen: Sequence[Line],
+    figure: Callable[[Line], Spot | None],
+    mode: Momentum,
+    limit: float = math.inf,
 ) -> None:
     ordered = sorted(chosen, key=lambda line: line.swept[GAMMA])
-    _error_bars(panel, [(line.swept[GAMMA], figure(line)) for line in ordered], colour, "o", label)
+    colour, marker, height = MODE_STYLES[mode]
+    spots = [(line.swept[GAMMA], figure(line)) for line in ordered]
+    _error_bars(panel, spots, (colour, marker), f"momentum {mode}", limit=limit, height=height)
 
 
 def sweep(record: Results) -> Sheet:
@@ -215,14 +226,16 @@ def _swept_panel(panel: Panel, shown: Sequence[Line], record: Results, report: S
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     numeric = len(numbers) == len(values)
     places = {value: float(value) if numeric else float(index) for index, value in enumerate(values)}
+    limit = TALLEST * min((line.loss.mean for line in shown if line.loss is not None), default=math.inf)
     for index, count in enumerate(_replicas(shown)):
-        colour, marker = style(index)
-        spots = sorted((places[line.swept[name]], line.loss) for line in shown if line.replicas == count)
-        _error_bars(panel, spots, colour, marker, f"{count} replicas")
+        look = style(index)
+        chosen = sorted((places[line.swept[name]], place) for place, line in enumerate(shown) if line.replicas == count)
+        spots = [(x, shown[place].loss) for x, place in chosen]
+        _error_bars(panel, spots, look, f"{count} replicas", limit=limit, height=0.96 - 0.06 * index)
         against = reference(record, report, count, shown[0].tokens)
         if against is not None and against.loss is not None and against.variant != shown[0].variant:
             panel.axhline(
-                against.loss.mean, color=colour, lw=1.2, ls="--", label=f"{against.variant}, {count} replicas"
+                against.loss.mean, color=look[0], lw=1.2, ls="--", label=f"{against.variant}, {count} replicas"
             )
     if numeric and min(numbers) > 0 and max(numbers) >= 8 * min(numbers):
         panel.set_xscale("log")
@@ -237,16 +250,12 @@ def scaling(record: Results) -> Sheet:
     sheet = Sheet(1, 2, title=f"{record.run['name']}: scaling", width=5.2)
     losses, spreads = sheet.panels[0]
     counts = _replicas(rows)
-    for index, variant in enumerate(dict.fromkeys(line.variant for line in rows)):
-        colour, marker = style(index)
-        shown = [best(line for line in rows if (line.variant, line.replicas) == (variant, count)) for count in counts]
-        alive = [line for line in shown if line is not None]
-        gone = [float(count) for count, line in zip(counts, shown, strict=True) if line is None]
-        _error_bars(losses, [(float(line.replicas), line.loss) for line in alive], colour, marker, variant)
-        parted = [(float(line.replicas), line.root_of_final_spread) for line in alive if _varies(line)]
-        _error_bars(spreads, parted, colour, marker, variant)
-        if gone:
-            mark_diverged(losses, gone, colour)
+    for variant in dict.fromkeys(line.variant for line in rows):
+        chosen = [line for count in counts for line in _best_of_each(_at(rows, variant, count))]
+        look = _look(record, chosen[0])
+        _error_bars(losses, [(float(line.replicas), line.loss) for line in chosen], look, variant)
+        parted = [(float(line.replicas), line.root_of_final_spread) for line in chosen if _varies(line)]
+        _error_bars(spreads, parted, look, variant)
     for panel in (losses, spreads):
         panel.set_xscale("log")
         panel.set_xlabel("replicas of each stage")
@@ -257,15 +266,27 @@ def scaling(record: Results) -> Sheet:
     return sheet
 
 
-def _error_bars(panel: Panel, spots: Sequence[tuple[float, Spot | None]], colour: str, marker: str, label: str) -> None:
-    """Means with sample standard deviations; crosses where there is no value."""
-    there = [(x, spot) for x, spot in spots if spot is not None]
+def _error_bars(
+    panel: Panel,
+    spots: Sequence[tuple[float, Spot | None]],
+    look: tuple[str, str],
+    label: str,
+    *,
+    limit: float = math.inf,
+    height: float = 0.96,
+) -> None:
+    """Means with sample standard deviations; at the upper edge, marks for what diverged or lies above `limit`."""
+    colour, marker = look
+    there = [(x, spot) for x, spot in spots if spot is not None and spot.mean <= limit]
     if there:
-        x, y = [x for x, _ in there], [spot.mean for _, spot in there]
-        panel.errorbar(x, y, [spot.deviation for _, spot in there], color=colour, marker=marker, label=label)
+        x, y, deviations = zip(*((x, spot.mean, spot.deviation) for x, spot in there), strict=True)
+        panel.errorbar(x, y, deviations, color=colour, marker=marker, label=label, lw=1.4, ms=5.0, capsize=3.0)
     gone = [x for x, spot in spots if spot is None]
     if gone:
-        mark_diverged(panel, gone, colour)
+        mark_above(panel, gone, colour, marker="x", label="diverged", height=height)
+    beyond = [x for x, spot in spots if spot is not None and spot.mean > limit]
+    if beyond:
+        mark_above(panel, beyond, colour, marker=6, label="above the axis", height=height)
 
 
 def _over_seeds(curves: Iterable[Sequence[tuple[int, float | None]]]) -> dict[int, Spot]:
@@ -280,12 +301,21 @@ def _over_seeds(curves: Iterable[Sequence[tuple[int, float | None]]]) -> dict[in
     return {tokens: Spot.of(values) for tokens, values in sorted(by_tokens.items()) if len(values) == count}
 
 
-def _best_of_each(rows: Iterable[Line]) -> dict[int, Line]:
-    """The best line of each variant by the variant's place in the file; its first where all diverged."""
+def _best_of_each(rows: Iterable[Line]) -> list[Line]:
+    """The best line of each variant; its first where all diverged."""
     by_variant: dict[str, list[Line]] = {}
     for line in rows:
         by_variant.setdefault(line.variant, []).append(line)
-    return {index: best(found) or found[0] for index, found in enumerate(by_variant.values())}
+    return [best(found) or found[0] for found in by_variant.values()]
+
+
+def _at(rows: Iterable[Line], variant: str, replicas: int) -> list[Line]:
+    return [line for line in rows if (line.variant, line.replicas) == (variant, replicas)]
+
+
+def _look(record: Results, line: Line) -> tuple[str, str]:
+    """Colour and marker of a variant: by its place in the file, the same in every plot."""
+    return style([variant["name"] for variant in record.lab["variants"]].index(line.variant))
 
 
 def _swept_lines(record: Results) -> list[Line]:

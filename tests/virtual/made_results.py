@@ -59,10 +59,7 @@ def result(point: Point, seed: int, purpose: str = "report", **changes: Any) -> 
         "validation_loss_merged": loss - 0.005,
         "training_loss": loss - 0.1,
         "diverged": False,
-        "curve": [
-            LossPoint(tokens=t, validation_loss=loss + 3.0 * math.exp(-12 * t / tokens))
-            for t in moments[::3] + [tokens]
-        ],
+        "curve": [LossPoint(tokens=t, validation_loss=loss + 3.0 * math.exp(-12 * t / tokens)) for t in moments[2::3]],
         "spread": [
             SpreadPoint(
                 step=t // 1024,
