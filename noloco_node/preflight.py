@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from noloco_node.config.load import Config
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
 
-CODEC_BYTES = {"fp32": 4, "fp16": 2}
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -21,9 +19,12 @@ class Plan:
     inner_steps: int
     """Inner steps that each replica takes."""
     outer_rounds: int
-    """Outer steps that each replica takes, the last one included."""
+    """Outer steps that each replica takes, the last one included; an exchange of a fragment is one."""
     outer_bytes: tuple[int, ...]
-    """Bytes that a replica of each stage sends in one outer step; it receives as many."""
+    """Bytes that a replica of each stage sends for all of its weights, in one outer step or in one of each fragment; it
+    receives as many."""
+    peak_bytes: tuple[int, ...]
+    """Bytes that a replica of each stage sends in one exchange, but for the last of the run."""
     warnings: tuple[str, ...]
     """What is allowed but seldom meant."""
 
@@ -36,23 +37,27 @@ class Plan:
 def plan(config: Config) -> Plan:
     """Check the configuration across rooms (model against stages) and count what it comes to.
 
-    Loads transformers, but allocates no weights. Raises UserError (CONFIG) as `model.cut.cut_model` does, and
-    where a microbatch is too large to travel.
+    Loads transformers, but allocates no weights. Raises UserError (CONFIG) as `model.cut.cut_model` does, where a
+    microbatch is too large to travel, and where a stage is too small for its fragments.
     """
     from noloco_node.model.cut import build_config, cut_model
+    from noloco_node.training.stage_worker import check_fragments
 
     run = config.run
     cuts = cut_model(run.model)
     check_microbatch_bytes(run, build_config(run.model).hidden_size)
     parameters = _stage_parameters(run, [cut.end_layer for cut in cuts])
     inner_steps = -(-run.inner.target_tokens // run.inner.global_batch_tokens)
-    element = CODEC_BYTES[run.outer.codec]
+    for count in parameters:
+        check_fragments(run, count)
+    sizes = [_exchange_bytes(run, count) for count in parameters]
     return Plan(
         stage_parameters=parameters,
         layers=tuple(cut.end_layer - cut.first_layer for cut in cuts),
         inner_steps=inner_steps,
-        outer_rounds=inner_steps // run.outer.inner_steps + 1,
-        outer_bytes=tuple(count * element for count in parameters),
+        outer_rounds=inner_steps * run.outer.fragments // run.outer.inner_steps + 1,
+        outer_bytes=tuple(sum(each) for each in sizes),
+        peak_bytes=tuple(max(each) for each in sizes),
         warnings=tuple(_warnings(config, inner_steps)),
     )
 
@@ -67,6 +72,15 @@ def _stage_parameters(run: RunSpec, ends: list[int]) -> tuple[int, ...]:
     for name, parameter in torch.nn.Module.named_parameters(build_on_meta(build_config(run.model))):
         counts[_stage_of(name, ends)] += parameter.numel()
     return tuple(counts)
+
+
+def _exchange_bytes(run: RunSpec, parameters: int) -> list[int]:
+    """Bytes on the wire for each fragment of a stage."""
+    from noloco_node.outer.codec import CODECS
+    from noloco_node.outer.replica import fragments_of
+
+    codec = CODECS[run.outer.codec]
+    return [codec.wire_bytes(part.size) for part in fragments_of(parameters, run.outer.fragments)]
 
 
 def _stage_of(name: str, ends: list[int]) -> int:

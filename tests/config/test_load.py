@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from noloco_node.config.load import Config, load_config, render, setting_names
+from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -70,7 +72,9 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
         (["xyzzy=1"], ["xyzzy", "known here: run, node, local_swarm"]),
         (["run.inner.learning_rate=-1"], ["run.inner.learning_rate", "-1", "greater than 0"]),
         (["run.inner.beta1=fast"], ["run.inner.beta1", "'fast'", "valid number"]),
-        (["run.outer.codec=int8"], ["run.outer.codec", "'int8'", "'fp32' or 'fp16'"]),
+        (["run.outer.codec=int7"], ["run.outer.codec", "'int7'", "'int8' or 'int4'"]),
+        (["run.outer.fragments=51"], ["outer.fragments (51)", "outer.inner_steps (50)"]),
+        (["run.outer.fragments=0"], ["run.outer.fragments", "greater than 0"]),
         (["run.outer.gamma=1.5"], ["outer.gamma (1.5)", "1 - alpha"]),
         (["run.name=Not Good"], ["run.name", "'Not Good'", "pattern"]),
         (["run.model.stages=yes"], ["run.model.stages", "boolean"]),
@@ -173,3 +177,13 @@ def test_numbers_that_would_break_the_run_later_are_refused_by_name(tmp_path: Pa
     error = refusal(tmp_path, GOOD, f"{setting}={value}")
     assert error.exit_code is ExitCode.CONFIG
     assert setting.partition(".")[2] in error.message
+
+
+def test_the_laboratory_alone_may_leave_the_admissible_set(tmp_path: Path) -> None:
+    """By a context of the validation: no key of a file reaches it."""
+    config = load(tmp_path, GOOD).run.model_dump()
+    config["outer"]["gamma"] = 1.5
+    with pytest.raises(ValidationError, match="outside the admissible set"):
+        RunSpec.model_validate(config)
+    assert RunSpec.model_validate(config, context={"allow_inadmissible": True}).outer.gamma == 1.5
+    assert "outer.allow_inadmissible" in refusal(tmp_path, GOOD, "run.outer.allow_inadmissible=true").message
