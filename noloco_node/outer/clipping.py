@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from statistics import median_low
 
 _PEERS_REMEMBERED = 64
+_MOTIONS_REMEMBERED = 8
+_TRUST = 4.0
 
 
 class DifferenceBound:
-    """An adaptive bound on the norm of the difference to a partner.
+    """An adaptive bound on the norm of the difference to a partner. One for each fragment: it sees that part's norms.
 
     The bound is `multiple` × the low median over distinct voices: each remembered peer's latest accepted (clipped)
-    difference, and this replica's own motion since its last outer step; zeros say nothing and are left out.
-    One peer is one voice however often it comes, so a single peer cannot ratchet the bound up against a replica that
-    moves.
+    difference, and this replica's own motion, itself the low median over its last outer steps; zeros say nothing.
+    One peer is one voice however often it comes. All peers together, were they one person's, move the bound only within
+    a factor of 4 about the own motion: what they have been granted never entitles them to more.
     """
 
     def __init__(self, multiple: float) -> None:
         self._multiple = multiple
         self._latest: OrderedDict[str, float] = OrderedDict()
+        self._motions: deque[float] = deque(maxlen=_MOTIONS_REMEMBERED)
 
     def bound(self, own_motion: float) -> float:
         """Largest norm accepted whole now; infinite while no voice is above zero.
 
-        `own_motion` is the norm of this replica's own part of the step.
+        `own_motion` is the norm of what this replica itself has learnt since its last outer step
+        (`OuterReplica.own_motion`). It must hold nothing that came from partners, or they would raise their own bound.
         """
-        voices = [norm for norm in (own_motion, *self._latest.values()) if norm > 0.0]
-        return self._multiple * median_low(voices) if voices else math.inf
+        motions = [motion for motion in (*self._motions, own_motion) if motion > 0.0]
+        peers = [norm for norm in self._latest.values() if norm > 0.0]
+        if not motions:
+            return self._multiple * median_low(peers) if peers else math.inf
+        own = median_low(motions)
+        return self._multiple * min(max(median_low([own, *peers]), own / _TRUST), own * _TRUST)
 
     def scale(self, difference: float, own_motion: float) -> float:
-        """Factor in (0, 1] that brings a difference of that norm within the bound."""
+        """Factor in (0, 1] that brings a difference of that norm within the bound. Once for each step with a partner:
+        the own motion is remembered."""
         bound = self.bound(own_motion)
+        self._motions.append(own_motion)
         return 1.0 if difference <= bound else bound / difference
 
     def accept(self, peer: str, clipped_difference: float) -> None:

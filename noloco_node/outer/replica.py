@@ -159,14 +159,13 @@ class OuterReplica:
         return math.sqrt(total)
 
     def own_motion(self) -> float:
-        """Norm of this replica's own part of the step, αδ + βΔ (the scale that a difference is compared with)."""
+        """Norm of βΔ over the open part: what this replica itself brings to the step. The momentum is left out, because
+        earlier partners had a part in it (see `DifferenceBound`)."""
         total = 0.0
         for index in range(self.chunks):
             part = self._slice(index)
-            own = (self.snapshot[part] - self.slow[part]).mul_(self.rule.beta)
-            own.add_(self.momentum[part], alpha=self.rule.alpha)
-            total += float(own.double().square().sum())
-        return math.sqrt(total)
+            total += float((self.snapshot[part] - self.slow[part]).double().square_().sum())
+        return self.rule.beta * math.sqrt(total)
 
     def commit(self, scale: float = 1.0) -> Tensor:
         """Take the step: φ and δ of the open part are replaced. Returns what `prepare` does."""

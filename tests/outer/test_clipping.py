@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
+import torch
+from torch import Tensor
 
 from noloco_node.outer.clipping import DifferenceBound
+from noloco_node.outer.codec import BLOCK, CodecName
+from noloco_node.outer.replica import NotFinite, OuterReplica
+from noloco_node.outer.update import OuterRule
+from tests.outer.groups import meet, replica_of, vectors
+
+MULTIPLE = 3.0
+ALPHA = 0.5
+
+
+def rule_of(momentum: str) -> OuterRule:
+    """α = 1/2 with the default γ."""
+    return OuterRule(ALPHA, 0.5, 0.5, momentum)  # pyright: ignore[reportArgumentType]
 
 
 def test_zero_voices_never_scale_a_difference_to_nothing() -> None:
@@ -29,3 +44,177 @@ def test_one_peer_is_one_voice() -> None:
     for _ in range(100):
         bound.accept("loud", 1e9)
     assert bound.bound(1.0) == 3.0
+
+
+@pytest.mark.parametrize(("claim", "factor"), [(1e9, 4.0), (1e-9, 0.25)])
+def test_a_crowd_of_one_mind_moves_the_bound_by_a_factor_of_four(claim: float, factor: float) -> None:
+    """Neither may identities without number raise it for good, nor lower it until nobody honest is heard."""
+    bound = DifferenceBound(3.0)
+    for number in range(1000):
+        bound.accept(f"identity {number}", claim)
+    assert bound.bound(1.0) == 3.0 * factor
+
+
+def test_one_short_step_does_not_shut_out_the_partners() -> None:
+    """The last step of a run may follow after a single inner step: the own motion is that of the last eight steps."""
+    bound = DifferenceBound(3.0)
+    for _ in range(8):
+        bound.scale(1.0, 1.0)
+    assert bound.bound(0.01) == 3.0
+
+
+Payload = Callable[[Tensor, float], Tensor]
+"""What a hostile partner sends, made from the victim's own s (it knows everything) and the victim's bound."""
+
+
+def pushed(own: Tensor, length: float) -> Tensor:
+    """s that moves the victim's mean by `length`, always in one direction."""
+    return own + 2 * length / len(own) ** 0.5
+
+
+PAYLOADS: dict[str, Payload] = {
+    "wrong scale": lambda own, bound: 1e3 * own,
+    "sign flipped": lambda own, bound: -own,
+    "huge": lambda own, bound: torch.full_like(own, 3e38),
+    "far away": lambda own, bound: pushed(own, 1e6),
+    "just within": lambda own, bound: pushed(own, 0.999 * bound),
+}
+
+
+def receive(victim: OuterReplica, payload: Payload, bound: DifferenceBound, peer: str) -> float:
+    """One outer step of the victim with a hostile partner, and the bound that held."""
+    victim.open(victim.whole, members=2, weight=1.0, exchange="e")
+    victim.agree([])
+    allowed = bound.bound(victim.own_motion())
+    victim.add_chunk(0, payload(victim.encoded_chunk(0), min(allowed, 1e30)))
+    norm = victim.difference_norm()
+    scale = bound.scale(norm, victim.own_motion())
+    victim.commit(scale)
+    bound.accept(peer, norm * scale)
+    return allowed
+
+
+def step_alone(replica: OuterReplica) -> None:
+    """An outer step without a partner."""
+    replica.open(replica.whole, members=1, weight=1.0)
+    replica.commit()
+
+
+def learn(replica: OuterReplica, generator: torch.Generator, speed: float = 0.02) -> None:
+    """Inner steps towards zero, with noise, of bounded size as Adam's are."""
+    gradient = replica.slow / (0.05 + replica.slow.abs().mean())
+    moved = torch.randn(replica.size, generator=generator) - gradient.clamp(-1, 1)
+    replica.snapshot.copy_(replica.slow + speed * moved)
+
+
+@pytest.mark.parametrize("momentum", ["averaged", "local"])
+@pytest.mark.parametrize("attack", PAYLOADS)
+def test_one_hostile_step_moves_a_replica_by_the_bound_and_by_its_momentum(momentum: str, attack: str) -> None:
+    """Against a twin that took that step alone: ‖φ − twin's φ‖ grows with α, α², … to at most bound/(1 − α)."""
+    start, moved = vectors(2, torch.float32, size=BLOCK)
+    victim, twin = (replica_of(rule_of(momentum), start, fast=start + 0.01 * moved) for _ in range(2))
+    allowed = receive(victim, PAYLOADS[attack], DifferenceBound(MULTIPLE), "evil")
+    step_alone(twin)
+    assert allowed == pytest.approx(MULTIPLE * 0.5 * 0.01 * float(moved.norm()), rel=1e-3)
+    for _ in range(60):
+        for replica in (victim, twin):
+            replica.snapshot.copy_(replica.slow)
+            step_alone(replica)
+    distance = float((victim.slow - twin.slow).norm())
+    assert distance <= allowed / (1 - ALPHA) * (1 + 1e-3)
+    assert distance >= 0.99 * allowed / (1 - ALPHA)  # all of these payloads fill the bound
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16"])
+def test_a_partner_that_sends_nan_or_infinity_moves_nothing(bad: float, codec: CodecName) -> None:
+    """Refused, φ and δ bitwise as before."""
+    start = vectors(1, torch.float32, size=BLOCK)[0]
+    victim = replica_of(rule_of("averaged"), start, codec=codec)
+    victim.open(victim.whole, members=2, weight=1.0)
+    victim.agree([])
+    with pytest.raises(NotFinite):
+        victim.add_chunk(0, torch.full_like(victim.encoded_chunk(0), bad))
+    assert torch.equal(victim.slow, start)
+    assert not victim.momentum.any()
+
+
+@pytest.mark.parametrize("momentum", ["averaged", "local"])
+@pytest.mark.parametrize("attack", PAYLOADS)
+@pytest.mark.parametrize("identities", [1, 10, 200])
+def test_two_hundred_hostile_rounds_do_not_raise_the_bound(momentum: str, attack: str, identities: int) -> None:
+    """A hostile partner in every round, under one name or many: the bound stays at the replica's own motion (a crowd:
+    four times that), and the way it is pushed within the sum of the bounds over 1 − α."""
+    generator = torch.Generator().manual_seed(4)
+    victim, bound = replica_of(rule_of(momentum), torch.ones(BLOCK)), DifferenceBound(MULTIPLE)
+    spent: list[float] = []
+    fastest = 0.02 * (2 * BLOCK) ** 0.5 * 1.1  # a step of 1 and noise of 1 in every weight
+    for number in range(200):
+        learn(victim, generator)
+        spent.append(receive(victim, PAYLOADS[attack], bound, f"evil {number % identities}"))
+    largest = MULTIPLE * 0.5 * fastest * (1 if identities == 1 else 4)
+    assert max(spent) <= largest
+    assert float((victim.slow - 1.0).norm()) <= (sum(spent) + 200 * 0.5 * fastest) / (1 - ALPHA)
+
+
+@pytest.mark.parametrize("momentum", ["averaged", "local"])
+@pytest.mark.parametrize("attack", ["far away", "just within", "sign flipped"])
+@pytest.mark.parametrize("identities", [1, 200])
+def test_honest_partners_pull_an_attacked_replica_back(momentum: str, attack: str, identities: int) -> None:
+    """Every other round hostile: no further from the fellows than a few bounds, after 200 rounds as after 50."""
+    generator = torch.Generator().manual_seed(5)
+    group = [replica_of(rule_of(momentum), torch.ones(BLOCK)) for _ in range(6)]
+    bounds = [DifferenceBound(MULTIPLE) for _ in group]
+    away: list[float] = []
+    spent: list[float] = []
+    for number in range(200):
+        for replica in group:
+            learn(replica, generator)
+        order = torch.randperm(6, generator=generator).tolist()
+        hostile = number % 2 == 1
+        if hostile:
+            order = [0, *(place for place in order if place != 0)]
+            spent.append(receive(group[0], PAYLOADS[attack], bounds[0], f"evil {number % identities}"))
+        for a, b in zip(order[2 * hostile :: 2], order[2 * hostile + 1 :: 2], strict=True):
+            average(group, bounds, a, b, str(number))
+        away.append(float((group[0].slow - torch.stack([r.slow for r in group[1:]]).mean(0)).norm()))
+    assert max(spent) <= MULTIPLE * 4 * 0.5 * 0.02 * (2 * BLOCK) ** 0.5 * 1.1
+    assert max(away[150:]) <= 1.5 * max(away[50:100])
+    assert max(away) <= 4 * max(spent) / (1 - ALPHA)
+
+
+def average(group: list[OuterReplica], bounds: list[DifferenceBound], a: int, b: int, exchange: str) -> int:
+    """An honest pair's outer step under both bounds; how many sides were clipped."""
+    meet([group[a], group[b]], exchange=f"{exchange}/{a}")
+    clipped = 0
+    for own, other in ((a, b), (b, a)):
+        norm = group[own].difference_norm()
+        scale = bounds[own].scale(norm, group[own].own_motion())
+        group[own].commit(scale)
+        bounds[own].accept(str(other), norm * scale)
+        clipped += scale < 1.0
+    return clipped
+
+
+@pytest.mark.parametrize("momentum", ["averaged", "local"])
+@pytest.mark.parametrize("speeds", ["equal", "uneven"])
+@pytest.mark.parametrize("alone", [0.0, 0.5])
+def test_honest_partners_are_not_clipped(momentum: str, speeds: str, alone: float) -> None:
+    """In 100 rounds of 8 noisy replicas from one start, also when half of the steps find no partner: never. Where one
+    moves up to eight times as far as another, the slow ones are overwhelmed now and then: in fewer than 1 of 10."""
+    generator = torch.Generator().manual_seed(6)
+    group = [replica_of(rule_of(momentum), torch.ones(BLOCK)) for _ in range(8)]
+    bounds = [DifferenceBound(MULTIPLE) for _ in group]
+    clipped = total = 0
+    for number in range(100):
+        for place, replica in enumerate(group):
+            learn(replica, generator, 0.02 * (1 if speeds == "equal" else (1 + place) / 8))
+        order = torch.randperm(8, generator=generator).tolist()
+        for a, b in zip(order[::2], order[1::2], strict=True):
+            if float(torch.rand(1, generator=generator)) < alone:
+                step_alone(group[a])
+                step_alone(group[b])
+                continue
+            clipped += average(group, bounds, a, b, str(number))
+            total += 2
+    assert clipped == 0 if speeds == "equal" else clipped < 0.1 * total
