@@ -24,7 +24,7 @@ METHODS = (
 )
 FIELDS = (
     "id", "attempt", "budget_ms", "mode", "run", "stage", "protocol", "exchange", "contract", "clock", "tokens",
-    "index", "snapshot", "new_field",
+    "index", "snapshot", "fragment", "new_field",
 )  # fmt: skip
 TENSOR_CHANGES = (
     "none", "drop", "add", "dtype", "longer", "empty", "scalar", "flat", "nan", "inf", "-inf", "huge", "tiny", "low",
@@ -99,7 +99,8 @@ def changed_tensors(tensors: tuple[Tensor, ...], change: str, which: int) -> tup
     if change in changed:
         result = changed[change]()
     elif whole:
-        result = torch.full_like(tensor, {"huge": (1 << 31) - 1, "low": -7}.get(change, VOCABULARY))
+        odd = {"huge": (1 << 31) - 1, "low": -7}.get(change, VOCABULARY)
+        result = torch.full_like(tensor, odd & 0xFF if tensor.dtype == torch.uint8 else odd)
     else:
         result = tensor.clone()
         result.view(-1)[:: 1 + 3 * which] = filler[change]

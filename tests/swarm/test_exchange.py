@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
-from noloco_node.outer.update import OuterRule, contribution, step_
+from noloco_node.outer.update import OuterRule, contribution, step_, token_weights
 from noloco_node.replica import Replica
 from noloco_node.swarm import exchange
 from noloco_node.swarm.memory_transport import Fault, FaultKind
@@ -24,23 +26,30 @@ RULE = OuterSpec(inner_steps=2, min_inner_steps=1, alpha=0.5, beta=0.5, codec="f
 
 
 @contextlib.asynccontextmanager
-async def two_replicas(outer: OuterSpec = RULE) -> AsyncIterator[tuple[World, Replica, Replica]]:
-    """Two replicas of the only stage that have trained on different samples and can be dialled."""
+async def trained_replicas(outer: OuterSpec, microbatches: Sequence[int]) -> AsyncIterator[World]:
+    """Replicas of the only stage, each trained on so many samples of its own, that can be dialled."""
     spec = micro_spec(
         stages=1,
         outer=outer,
         limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=0.4, record_seconds=3, grace_seconds=1),
     )
-    async with world(spec, replicas=2) as made, asyncio.TaskGroup() as group:
+    async with world(spec, replicas=len(microbatches)) as made, asyncio.TaskGroup() as group:
         running = [group.create_task(replica.exchanger.run()) for replica in made.replicas]
-        for replica in made.replicas:
+        for replica, count in zip(made.replicas, microbatches, strict=True):
             replica.exchanger.accepting = True
             assert replica.origin is not None
-            for _ in range(4):
+            for _ in range(count):
                 await replica.origin.train_one()
-        yield made, made.replicas[0], made.replicas[1]
+        yield made
         for task in running:
             task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def two_replicas(outer: OuterSpec = RULE) -> AsyncIterator[tuple[World, Replica, Replica]]:
+    """Two of them that have done equal work."""
+    async with trained_replicas(outer, (4, 4)) as made:
+        yield made, made.replicas[0], made.replicas[1]
 
 
 async def state_of(replica: Replica) -> dict[str, Tensor]:
@@ -86,9 +95,9 @@ async def test_an_exchange_is_the_textbook_step_on_both_sides() -> None:
         assert [replica.worker.progress.clock for replica in (left, right)] == pytest.approx([middle, middle])
         events = [outer_steps(made, index, "paired")[0] for index in (0, 1)]
     true_spread = float((before[0]["fast"] - before[1]["fast"]).square().mean() / 2)
-    assert events[0].spread == events[1].spread == pytest.approx(true_spread, rel=0.15)
+    assert events[0].spread == events[1].spread == pytest.approx(true_spread, rel=0.3)
     size = before[0]["fast"].numel()
-    assert events[0].bytes_sent == pytest.approx(4 * size * (1 + 1 / 16), rel=0.01), "one tensor and the gauge"
+    assert events[0].bytes_sent == pytest.approx(4 * size * (1 + 1 / 64), rel=0.002), "one tensor and the gauge"
 
 
 async def test_training_goes_on_during_an_exchange_and_is_kept() -> None:
@@ -133,13 +142,96 @@ async def test_a_lost_answer_costs_one_more_request_and_adds_nothing_twice() -> 
         torch.testing.assert_close((after[0]["slow"] + after[1]["slow"]) / 2, expected, atol=1e-6, rtol=0)
 
 
+CODEC_ERROR = {"fp32": 1e-6, "fp16": 0.1, "bf16": 0.6, "int8": 0.1, "int4": 0.7}
+"""Norm of what a codec adds to a replica's mean, as a share of half the difference."""
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize("codec", CODEC_ERROR)
+async def test_an_exchange_by_any_codec_is_the_textbook_step_and_keeps_the_mean(
+    codec: Literal["fp32", "fp16", "bf16", "int8", "int4"], fragments: int
+) -> None:
+    """Of a fragment, with uneven work: each side within the codec's error of the rule with token weights; the mean over
+    both to fp32 rounding; outside the fragment φ, δ and θ bitwise as they were."""
+    outer = RULE.model_copy(update={"codec": codec, "fragments": fragments, "inner_steps": 3})
+    async with trained_replicas(outer, (3, 5)) as made:
+        left, right = made.replicas
+        before = [await state_of(replica) for replica in (left, right)]
+        part = left.worker.part(fragments - 1).slice
+        assert await left.exchanger.dial(peer_name(0, 1), fragments - 1)
+        await both_committed(made)
+        after = [await state_of(replica) for replica in (left, right)]
+        events = [outer_steps(made, index, "paired")[0] for index in (0, 1)]
+        marks = [replica.worker.progress.marks for replica in (left, right)]
+    rule = OuterRule(0.5, 0.5, 0.5, "averaged")
+    weights = token_weights((3, 5))
+    assert weights[0] < 0.8
+    s = [
+        contribution(
+            rule, fast=was["fast"][part], slow=was["slow"][part], momentum=was["momentum"][part], weight=weight
+        )
+        for was, weight in zip(before, weights, strict=True)
+    ]
+    apart = float((s[0] - s[1]).norm() / 2)
+    expected: list[Tensor] = []
+    for was, now in zip(before, after, strict=True):
+        slow, momentum = was["slow"][part].clone(), was["momentum"][part].clone()
+        step_(rule, (s[0] + s[1]) / 2, slow=slow, momentum=momentum)
+        assert float((now["slow"][part] - slow).norm()) <= CODEC_ERROR[codec] * apart + 1e-5
+        torch.testing.assert_close(now["fast"][part], now["slow"][part], atol=1e-6, rtol=0)
+        expected.append(slow)
+        for name in ("slow", "momentum", "fast"):
+            was[name][part] = now[name][part]
+            assert torch.equal(was[name], now[name]), f"{name} changed outside the fragment"
+    mean = (after[0]["slow"][part] + after[1]["slow"][part]) / 2
+    torch.testing.assert_close(mean, (expected[0] + expected[1]) / 2, atol=1e-6, rtol=0)
+    for steps, event, mark in zip((3, 5), events, marks, strict=True):
+        assert event.fragment == (None if fragments == 1 else fragments - 1)
+        assert [each.steps for each in mark] == [*(-3 * f // 3 for f in range(fragments - 1)), steps]
+
+
+async def test_fragments_find_partners_of_their_own() -> None:
+    """Three replicas: each fragment is exchanged with another fellow, and counts for itself; then all at once."""
+    outer = RULE.model_copy(update={"fragments": 2})
+    async with trained_replicas(outer, (4, 4, 4)) as made:
+        first = made.replicas[0]
+        for fragment, fellow in ((0, 1), (1, 2)):
+            assert await first.exchanger.dial(peer_name(0, fellow), fragment)
+            await eventually(lambda: not any(replica.exchanger.engaged for replica in made.replicas))
+        since = [replica.worker.progress.steps_since_outer for replica in made.replicas]
+        assert since == [(0, 0), (0, 5), (4, 0)], "the second fragment starts one step ahead"
+        assert not await first.exchanger.dial(peer_name(0, 1), 0), "too early for this fragment"
+        assert not await first.exchanger.dial(peer_name(0, 1), None), "and so for the whole"
+        made.replicas[1].exchanger.last_round = True
+        assert await first.exchanger.dial(peer_name(0, 1), None)
+        await eventually(lambda: not any(replica.exchanger.engaged for replica in made.replicas))
+        assert made.replicas[1].worker.progress.steps_since_outer == (0, 0)
+        assert [event.fragment for event in outer_steps(made, 0, "paired")] == [0, 1, None]
+
+
+async def test_a_fragment_alone_leaves_the_others() -> None:
+    """φ and δ move in the fragment only, and only its count starts anew."""
+    async with trained_replicas(RULE.model_copy(update={"fragments": 2}), (4,)) as made:
+        (replica,) = made.replicas
+        before = await state_of(replica)
+        await replica.exchanger.step_alone(1)
+        after = await state_of(replica)
+        start = replica.worker.part(1).start
+        for name in ("slow", "momentum"):
+            assert torch.equal(before[name][:start], after[name][:start])
+            assert float((before[name][start:] - after[name][start:]).abs().max()) > 1e-4
+        assert replica.worker.progress.steps_since_outer == (4, 0)
+        assert replica.exchanger.free_since_step == 0, "the search for the other fragment's partner goes on"
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
 @pytest.mark.parametrize("method", [exchange.OPEN, exchange.CHUNK])
-async def test_a_partner_that_vanishes_changes_nothing(method: str) -> None:
+async def test_a_partner_that_vanishes_changes_nothing(method: str, codec: Literal["fp32", "int4"]) -> None:
     """The stream breaks for good: both sides give up, every weight is bitwise as before, and both can pair again."""
-    async with two_replicas() as (made, left, right):
+    async with two_replicas(RULE.model_copy(update={"codec": codec, "fragments": 2})) as (made, left, right):
         before = [await state_of(replica) for replica in (left, right)]
         fault = made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=method))
-        assert not await left.exchanger.dial(peer_name(0, 1))
+        assert not await left.exchanger.dial(peer_name(0, 1), 1)
         await eventually(lambda: not right.exchanger.engaged, what="the dialled side gives up")
         assert unchanged(before[0], await state_of(left))
         assert unchanged(before[1], await state_of(right))
@@ -147,7 +239,39 @@ async def test_a_partner_that_vanishes_changes_nothing(method: str) -> None:
         assert "no chunk" in outer_steps(made, 1, "aborted")[0].reason
         assert made.network.fired[FaultKind.LOSE_REQUEST] > 0
         made.network.lift(fault)
-        assert await left.exchanger.dial(peer_name(0, 1))
+        assert await left.exchanger.dial(peer_name(0, 1), 1)
+
+
+@pytest.mark.parametrize("hostile", ["dialler", "dialled"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 1e30, 3e38])
+async def test_a_hostile_sketch_is_refused_or_its_step_is_bounded(
+    hostile: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not finite: refused, bitwise no change. Zeros or huge: the codes' steps are useless, the weights stay finite and
+    move by no more than own motion and bound."""
+    outer = RULE.model_copy(update={"codec": "int4"})
+    async with two_replicas(outer) as (made, left, right):
+        liar, honest = (left, right) if hostile == "dialler" else (right, left)
+        index = made.replicas.index(honest)
+        size = liar.worker.outer.codec.sketch_elements(liar.worker.outer.size)
+        monkeypatch.setattr(liar.worker.outer, "sketch", lambda: torch.full((size,), value))
+        if not math.isfinite(value):
+            monkeypatch.setattr(liar.worker.outer, "agree", lambda _others: None)
+        before = await state_of(honest)
+        own_motion = float((0.5 * (before["fast"] - before["slow"])).norm())
+        await left.exchanger.dial(peer_name(0, 1))
+        await eventually(lambda: outer_steps(made, index, "paired") or outer_steps(made, index, "aborted"))
+        await eventually(lambda: not honest.exchanger.engaged)
+        after = await state_of(honest)
+        aborted = outer_steps(made, index, "aborted")
+    assert bool(torch.isfinite(torch.stack([after[name] for name in ("slow", "momentum", "fast")])).all())
+    if not math.isfinite(value):
+        assert "NaN" in aborted[0].reason
+    if aborted:
+        assert value != 0.0
+        assert unchanged(before, after)
+    else:
+        assert float((after["slow"] - before["slow"]).norm()) <= (3.0 + 1.0) * own_motion * 1.001
 
 
 async def test_poison_is_refused_and_changes_nothing() -> None:
@@ -196,13 +320,17 @@ async def test_both_dial_and_one_exchange_comes_of_it() -> None:
         ({"contract": "other"}, Refusal.WRONG_CONTRACT),
         ({"exchange": "short"}, Refusal.MALFORMED),
         ({"clock": float("1e300")}, Refusal.MALFORMED),
+        ({"tokens": -1}, Refusal.MALFORMED),
+        ({"fragment": 1}, Refusal.MALFORMED),
+        ({"fragment": -1}, Refusal.MALFORMED),
+        ({"fragment": "0x"}, Refusal.MALFORMED),
     ],
 )
 async def test_proposals_that_do_not_fit_are_refused(changes: dict[str, object], reason: Refusal) -> None:
     """Run, stage, protocol and tensor contract are compared before a byte of weights moves."""
     async with two_replicas() as (_, left, right):
         proposal = exchange.Proposal(
-            exchange="a" * 32, run=left.spec.run_id, stage=0, contract=left.worker.contract, clock=1.0
+            exchange="a" * 32, run=left.spec.run_id, stage=0, contract=left.worker.contract, clock=1.0, tokens=64
         )
         message = Message({**proposal.model_dump(mode="json"), **changes})
         with pytest.raises(Refused) as refused:

@@ -27,15 +27,16 @@ async def propose(replica: Replica) -> None:
     replica.exchanger.last_round = True
     progress, worker = replica.worker.progress, replica.worker
     proposal = exchange.Proposal(
-        exchange=NAME, run=replica.spec.run_id, stage=0, contract=worker.contract, clock=progress.clock
+        exchange=NAME, run=replica.spec.run_id, stage=0, contract=worker.contract, clock=progress.clock, tokens=64
     )
     await replica.exchanger._handle_propose(STRANGER, Message(proposal.model_dump(mode="json")))
 
 
 def opening(replica: Replica) -> Message:
     """The stranger's header and gauge."""
-    header = exchange.Opening(exchange=NAME, clock=replica.worker.progress.clock, tokens=64).model_dump(mode="json")
-    return Message(header, (torch.zeros(replica.exchanger._gauge_size),))
+    header = exchange.Opening(exchange=NAME, clock=replica.worker.progress.clock).model_dump(mode="json")
+    specs = replica.exchanger._opening_specs(replica.worker.outer.whole)
+    return Message(header, tuple(torch.zeros(spec.shape) for spec in specs))
 
 
 def chunk(replica: Replica, index: int) -> Message:

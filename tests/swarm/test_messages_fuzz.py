@@ -23,6 +23,7 @@ from torch import Tensor
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec, PipelineSpec, RunSpec
+from noloco_node.outer.replica import Part
 from noloco_node.replica import Replica
 from noloco_node.swarm import exchange, hello, microbatch, pipeline, state_transfer
 from noloco_node.swarm.directory import PeerState
@@ -44,6 +45,7 @@ IDS_KEPT, ANSWERS_KEPT = 60, 10
 """Lowered, so that the limits are reached."""
 HIDDEN = 32
 LAG = 10_000
+FRAGMENTS = 2
 EXCHANGE = "e" * 32
 
 QUICK = {"deadline": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate]}
@@ -80,12 +82,16 @@ class Target:
                 header = {"id": f"{recipe.number:032x}", "budget_ms": 3000, "mode": recipe.mode, "run": run}
                 return {**header, "stage": stage}, (activations, labels)
             case exchange.PROPOSE:
-                return {"exchange": EXCHANGE, "run": run, "stage": stage, "contract": contract, "clock": clock}, ()
+                named = {"exchange": EXCHANGE, "run": run, "stage": stage, "contract": contract}
+                fragment = (None, *range(FRAGMENTS))[recipe.number % (FRAGMENTS + 1)]
+                return {**named, "clock": clock, "tokens": 64, "fragment": fragment}, ()
             case exchange.OPEN:
-                gauge = torch.zeros(self.replica.exchanger._gauge_size)
-                return {"exchange": EXCHANGE, "clock": clock, "tokens": 64}, (gauge,)
+                specs = self.replica.exchanger._opening_specs(self.proposed_part())
+                return {"exchange": EXCHANGE, "clock": clock}, tuple(torch.randn(spec.shape) for spec in specs)
             case exchange.CHUNK:
-                return {"exchange": EXCHANGE, "index": index}, (torch.randn(outer.chunk_size(index)),)
+                size = outer.codec.wire_elements(outer.chunk_size(index))
+                chunk = torch.randint(256, (size,), dtype=torch.uint8) if outer.codec.modulo else torch.randn(size)
+                return {"exchange": EXCHANGE, "index": index}, (chunk,)
             case state_transfer.OPEN:
                 return {"run": run, "stage": stage, "contract": contract}, ()
             case state_transfer.CHUNK:
@@ -93,6 +99,11 @@ class Target:
                 return {"run": run, "stage": stage, "contract": contract, **named}, ()
             case _:
                 return {}, ()
+
+    def proposed_part(self) -> Part:
+        """What the open exchange covers, or the whole."""
+        session = self.replica.exchanger._session
+        return session.part if session else self.replica.worker.outer.whole
 
     async def send(self, recipe: Recipe) -> str:
         """Send one request; its outcome: `answered`, a refusal's reason, `closed`, or `unsendable`."""
@@ -148,6 +159,11 @@ class Target:
 
     async def try_one(self, recipe: Recipe) -> str:
         """Send one request and hold the replica to its promises."""
+        session = self.replica.exchanger._session
+        if (
+            session is not None and session.committing
+        ):  # it is complete: its commit would look like this request's doing
+            await self.settled()
         before, session = self.state(), self.replica.exchanger._session
         outcome = await self.send(recipe)
         self.outcomes[outcome] += 1
@@ -166,8 +182,10 @@ class Target:
         assert not server._under_way
         assert server.pending == 0
         assert self.replica.worker.live_versions == 1
-        assert len(exchanger._bound._latest) <= 64
-        assert all(math.isfinite(norm) for norm in exchanger._bound._latest.values())
+        assert len(exchanger._bounds) == FRAGMENTS + 1
+        for bound in exchanger._bounds.values():
+            assert len(bound._latest) <= 64
+            assert all(math.isfinite(norm) for norm in bound._latest.values())
         assert exchanger._ready_to_commit.empty()
         assert self.replica._thread.waiting == 0
         assert set(self.transport.traffic.received) <= {*METHODS, "unknown"}
@@ -198,11 +216,18 @@ class Target:
 
 
 def fuzz_spec(stages: int) -> RunSpec:
-    """Exchanges are accepted at any time; deadlines are short; the rate stays up however far the clock goes."""
+    """Exchanges are accepted at any time; deadlines are short; the rate stays up however far the clock goes. Of three
+    stages, the exchanges are by a modulo codec."""
     return micro_spec(
         stages=stages,
         steps=1_000_000,
-        outer=OuterSpec(inner_steps=10**6, min_inner_steps=0, max_lag_tokens=LAG, codec="fp32"),
+        outer=OuterSpec(
+            inner_steps=10**6,
+            min_inner_steps=0,
+            max_lag_tokens=LAG,
+            codec="fp32" if stages == 2 else "int4",
+            fragments=FRAGMENTS,
+        ),
         pipeline=PipelineSpec(budget_seconds=4.0, progress_seconds=2.0),
         limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=5, record_seconds=5),
         microbatches_a_step=1,
@@ -343,11 +368,11 @@ def test_exchanges_that_go_wrong_anywhere_end_in_a_finite_step_or_in_none(
     """Proposed, opened, chunks sent; anything of it mutated, repeated, left out, or said by somebody else."""
     committed = 0
 
-    async def one(opening: Recipe, chunks: list[Recipe], complete: bool) -> None:
+    async def one(fragment: int, opening: Recipe, chunks: list[Recipe], complete: bool) -> None:
         nonlocal committed
         await target.settled()
         before = target.replica.worker.progress
-        assert await target.try_one(Recipe(exchange.PROPOSE, 0)) == "answered"
+        assert await target.try_one(Recipe(exchange.PROPOSE, fragment)) == "answered"
         if await target.try_one(opening) != "answered":
             await target.try_one(Recipe(exchange.OPEN, 0))
         for chunk in chunks:
@@ -366,12 +391,13 @@ def test_exchanges_that_go_wrong_anywhere_end_in_a_finite_step_or_in_none(
 
     @settings(max_examples=EXCHANGES // 4, **QUICK)
     @given(
+        fragment=st.integers(0, FRAGMENTS),
         opening=recipes(methods=(exchange.OPEN,)),
         chunks=st.lists(recipes(methods=(exchange.CHUNK,)), min_size=2, max_size=6),
         complete=st.booleans(),
     )
-    def check(opening: Recipe, chunks: list[Recipe], complete: bool) -> None:
-        runner.run(asyncio.wait_for(one(opening, chunks, complete), 30))
+    def check(fragment: int, opening: Recipe, chunks: list[Recipe], complete: bool) -> None:
+        runner.run(asyncio.wait_for(one(fragment, opening, chunks, complete), 30))
 
     check()
     runner.run(target.still_trains())

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from noloco_node.swarm.pairing import (
-    STEP_ALONE,
     WAIT,
     Dial,
     PairingState,
+    StepAlone,
     Window,
     answer_proposal,
     believed_clock,
@@ -27,7 +27,7 @@ FELLOWS = (PeerId("b"), PeerId("c"), PeerId("d"))
 def state(steps: int, **changes: object) -> PairingState:
     """A replica with three fellows that took `steps` inner steps since its last outer step."""
     values = {
-        "steps_since_outer": steps,
+        "steps_since_outer": (steps,),
         "steps_free": steps,
         "fellows": FELLOWS,
         "engaged": False,
@@ -58,14 +58,38 @@ def state(steps: int, **changes: object) -> PairingState:
 def test_the_dialling_window(given: PairingState, expected: str) -> None:
     """Dial from H on, alone only from H + 2·H_min or without fellows, nothing while engaged or before the next try."""
     decision = decide(given, WINDOW, now=1.0, rng=random.Random(0))
-    assert {WAIT: "wait", STEP_ALONE: "alone"}.get(decision, "dial") == expected
+    assert {StepAlone: "alone", Dial: "dial"}.get(type(decision), "wait") == expected
+
+
+@pytest.mark.parametrize(("counts", "fragment"), [((9, 12, 11), 1), ((10, 3, 9), 0), ((12, 12, 1), 0), ((1, 2, 10), 2)])
+def test_the_fragment_that_waited_longest_is_dialled(counts: tuple[int, ...], fragment: int) -> None:
+    """Each fragment has its own count; the whole is for the last round only, whatever the counts are."""
+    decision = decide(state(0, steps_since_outer=counts), WINDOW, now=1.0, rng=random.Random(0))
+    assert isinstance(decision, Dial)
+    assert decision.fragment == fragment
+    last = decide(state(0, steps_since_outer=counts, last_round=True), WINDOW, now=1.0, rng=random.Random(0))
+    assert isinstance(last, Dial)
+    assert last.fragment is None
+
+
+def test_a_fragment_alone_is_the_one_that_waited_longest() -> None:
+    """Without fellows at H; with some once its window is over and the search as well; never while all are below H."""
+    counts = (9, 8, 20)
+    alone = decide(state(30, steps_since_outer=counts), WINDOW, now=1.0, rng=random.Random(0))
+    assert alone == StepAlone(2)
+    assert decide(state(30, steps_since_outer=(3, 10), fellows=()), WINDOW, now=1.0, rng=random.Random(0)) == StepAlone(
+        1
+    )
+    assert decide(state(30, steps_since_outer=(9, 9)), WINDOW, now=1.0, rng=random.Random(0)) is WAIT
+    last = decide(state(0, last_round=True, fellows=()), WINDOW, now=1.0, rng=random.Random(0))
+    assert last == StepAlone(None)
 
 
 def test_a_window_without_a_minimum_still_looks_for_a_partner() -> None:
     """H_min = 0 lets a replica be dialled at any time; it does not make it step alone at once."""
     window = Window(inner_steps=10, min_inner_steps=0)
     assert isinstance(decide(state(10), window, now=1.0, rng=random.Random(0)), Dial)
-    assert decide(state(12), window, now=1.0, rng=random.Random(0)) is STEP_ALONE
+    assert decide(state(12), window, now=1.0, rng=random.Random(0)) == StepAlone(0)
 
 
 def test_partners_are_drawn_evenly() -> None:
@@ -129,16 +153,28 @@ def test_one_claim_cannot_push_the_clock() -> None:
 
 
 def test_who_lags() -> None:
-    """Only a difference beyond max_lag makes a laggard, and this replica only where the directory agrees."""
-    assert laggard(100.0, 160.0, [160.0, 150.0, 155.0], 50.0) == "own"
-    assert laggard(160.0, 100.0, [100.0, 158.0, 90.0], 50.0) == "other"
-    assert laggard(100.0, 150.0, [150.0, 151.0], 50.0) is None
+    """Only a difference beyond max_lag makes a laggard, and this replica only where the directory's records agree."""
+    fellows = [160.0, 150.0, 155.0]
+    assert laggard(100.0, 160.0, estimated=fellows, recorded=fellows, max_lag=50.0) == "own"
+    others = [100.0, 158.0, 90.0]
+    assert laggard(160.0, 100.0, estimated=others, recorded=others, max_lag=50.0) == "other"
+    near = [150.0, 151.0]
+    assert laggard(100.0, 150.0, estimated=near, recorded=near, max_lag=50.0) is None
+
+
+def test_estimates_alone_make_no_laggard() -> None:
+    """The estimate of a fellow's present clock may be ahead of the truth: the records must say it too."""
+    estimated, recorded = [170.0, 180.0], [110.0, 120.0]
+    assert laggard(100.0, 170.0, estimated=estimated, recorded=recorded, max_lag=50.0) is None
+    assert laggard(100.0, 170.0, estimated=estimated, recorded=estimated, max_lag=50.0) == "own"
+    assert laggard(100.0, 170.0, estimated=[], recorded=[], max_lag=50.0) is None, "nobody to confirm it"
 
 
 @pytest.mark.parametrize("claim", [1e3, 1e18])
 def test_a_claim_of_the_future_makes_no_laggard(claim: float) -> None:
     """A replica a little below the median is not made to take the state of a peer that claims a huge clock."""
-    assert laggard(999.0, claim, [1000.0, 1000.0, 1010.0], 100.0) is None
+    fellows = [1000.0, 1000.0, 1010.0]
+    assert laggard(999.0, claim, estimated=fellows, recorded=fellows, max_lag=100.0) is None
 
 
 def test_retries_are_jittered_and_bounded() -> None:

@@ -280,3 +280,26 @@ async def test_the_whole_swarm_averages_and_its_spread_falls_with_the_learning_r
     assert len([event for event in steps if event.kind == "alone"]) < 0.2 * len(paired)
     spreads = [event.spread for event in paired if event.spread is not None]
     assert sum(spreads[-8:]) / 8 < 0.5 * max(spreads)
+
+
+async def test_a_swarm_that_exchanges_fragments_by_four_bits_comes_to_its_end() -> None:
+    """Both fragments are exchanged about equally often, each once in H inner steps; everyone takes a last step of the
+    whole; the spread falls."""
+    outer = OuterSpec(inner_steps=10, codec="int4", fragments=2, max_lag_tokens=10**6)
+    spec = micro_spec(steps=240, microbatches_a_step=4, outer=outer)
+    async with world(spec, replicas=4, settings=NodeSettings(in_flight=2)) as made:
+        await run_to_the_end(made)
+        each = [[event for event in events if isinstance(event, OuterStep)] for events in made.events]
+        inner = [replica.worker.progress.steps for replica in made.replicas]
+    for events, steps in zip(each, inner, strict=True):
+        committed = [event for event in events if event.kind != "aborted"]
+        counts = [sum(event.fragment == fragment for event in committed) for fragment in (0, 1, None)]
+        assert min(counts[:2]) >= 0.5 * steps / 10
+        assert max(counts[:2]) <= 1.0 + steps / 5, "not before H_min"
+        assert counts[2] >= 1
+        assert [event.round for event in committed] == list(range(1, len(committed) + 1))
+    paired = sorted((e for events in each for e in events if e.kind == "paired"), key=lambda event: event.time)
+    assert len(paired) > 80
+    assert sum(event.kind == "alone" for events in each for event in events) < 0.2 * len(paired)
+    spreads = [event.spread for event in paired if event.spread is not None]
+    assert sum(spreads[-8:]) / 8 < 0.5 * max(spreads)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
 
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.microbatch import HopFailed
 from noloco_node.telemetry.events import InnerStep
 from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
+from noloco_node.training.stage_worker import Mark, Progress, staggered
 from tests.support import eventually
 from tests.training.made_trainers import lone_worker, make_trainer
 from tests.worlds import LENGTH, MICROBATCH, WINDOWS, micro_spec, peer_name, run_to_the_end, window_batch, world
 
 HIDDEN = 32
+CONTRACT_CHANGES: list[dict[str, object]] = [{}, {"codec": "int8"}, {"momentum": "local"}, {"fragments": 2}]
+
+T = TypeVar("T")
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_and_changes_nothing() -> None:
@@ -138,6 +145,89 @@ async def test_the_clock_is_own_tokens_times_live_replicas_and_exchanges_keep_it
     assert rounds == [3, 3, 2]
     assert sum(met) == pytest.approx(sum(clocks), rel=1e-12)
     assert max(met) - min(met) < 0.3 * (max(clocks) - min(clocks))
+
+
+def test_fragments_start_staggered() -> None:
+    """One of F is due every H/F steps; with one fragment the count starts at zero."""
+    progress = Progress(marks=staggered(4, 10))
+    assert progress.steps_since_outer == (0, 2, 5, 7)
+    assert [progress.steps_since(fragment) for fragment in (0, 3, None)] == [0, 7, 0]
+    assert Progress(steps=3, marks=staggered(1, 10)).steps_since_outer == (3,)
+    later = Progress(steps=40, tokens=900, marks=staggered(2, 10, steps=40, tokens=900))
+    assert later.steps_since_outer == (0, 5)
+    assert later.tokens_since(1) == 0
+
+
+def test_the_tokens_behind_the_whole_are_the_mean_of_its_fragments() -> None:
+    """Each fragment has its own; all of them weigh in the last outer step."""
+    progress = Progress(steps=9, tokens=100, marks=(Mark(1, 20), Mark(5, 60)))
+    assert [progress.tokens_since(fragment) for fragment in (0, 1, None)] == [80, 40, 60]
+
+
+async def test_a_state_read_during_a_commit_is_of_one_moment() -> None:
+    """θ has moved, φ and δ are still being carried over: whoever asks for the state gets all three after the step."""
+    outer = OuterSpec(inner_steps=2)
+    async with lone_worker(micro_spec(stages=1, outer=outer)) as (worker, _, _):
+        for first in range(0, 3 * WINDOWS, WINDOWS):
+            await worker.loss(*window_batch(range(first, first + WINDOWS)))
+        applied, release = asyncio.Event(), asyncio.Event()
+        pieces: list[str] = []
+
+        async def on_host(work: Callable[[], T]) -> T:
+            pieces.append(getattr(work, "__name__", ""))
+            if len(pieces) == 2:
+                applied.set()
+                await release.wait()
+            return await asyncio.to_thread(work)
+
+        _, before = await worker.full_state()
+        snapshot = await worker.snapshot()
+        worker.outer.open(worker.outer.whole, members=1, weight=1.0)
+        committing = asyncio.create_task(worker.commit(snapshot, scale=1.0, clock_shift=0.0, on_host=on_host))
+        await applied.wait()
+        progress, during = await worker.full_state()
+        assert progress.outer_rounds == 1
+        torch.testing.assert_close(during["fast"], during["slow"], atol=1e-6, rtol=0)
+        assert not torch.equal(during["slow"], before["slow"])
+        assert torch.equal(during["momentum"], 0.5 * (before["fast"] - before["slow"]))
+        release.set()
+        await committing
+        _, after = await worker.full_state()
+        assert all(torch.equal(during[name], after[name]) for name in after)
+
+
+async def test_a_copied_state_starts_the_fragments_counts_anew() -> None:
+    """Staggered from where the replica stands, with no tokens behind any of them."""
+    spec = micro_spec(stages=1, outer=OuterSpec(inner_steps=8, fragments=4))
+    async with lone_worker(spec) as (worker, _, _):
+        for first in range(0, 3 * WINDOWS, WINDOWS):
+            await worker.loss(*window_batch(range(first, first + WINDOWS)))
+        assert worker.progress.steps_since_outer == (3, 5, 7, 9)
+        _, state = await worker.full_state()
+        await worker.load_full_state(5000.0, 7, state)
+        assert worker.progress.steps_since_outer == (0, 2, 4, 6)
+        assert worker.progress.tokens_since(2) == 0
+        assert worker.progress.outer_rounds == 7
+
+
+async def test_the_contract_names_everything_that_two_replicas_must_share_to_average() -> None:
+    """Another codec, momentum, number of fragments or chunk size is another contract."""
+    contracts: set[str] = set()
+    specs = [micro_spec(stages=1, outer=OuterSpec.model_validate(outer)) for outer in CONTRACT_CHANGES]
+    for spec in (*specs, micro_spec(stages=1, outer=OuterSpec(), limits=LimitsSpec(chunk_bytes=8192))):
+        async with lone_worker(spec) as (worker, _, _):
+            contracts.add(worker.contract)
+    assert len(contracts) == len(CONTRACT_CHANGES) + 1
+
+
+async def test_too_many_fragments_for_a_stage_are_a_users_error() -> None:
+    """It names the setting, its value, and what to do."""
+    spec = micro_spec(stages=1, outer=OuterSpec(inner_steps=500, fragments=400))
+    with pytest.raises(UserError, match=r"outer\.fragments is 400") as error:
+        async with lone_worker(spec):
+            pass
+    assert error.value.exit_code is ExitCode.CONFIG
+    assert "lower run.outer.fragments" in error.value.remedy
 
 
 async def test_a_refused_microbatch_takes_no_step() -> None:
