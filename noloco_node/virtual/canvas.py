@@ -84,6 +84,11 @@ class Sheet:
         self._figure.savefig(path, dpi=dpi)  # pyright: ignore[reportUnknownMemberType]
 
 
+def legend_beside(panel: Panel) -> None:
+    """A legend of the panel's own, to its right."""
+    cast("Any", panel).legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
 def tidy(panel: Axes) -> None:
     """Grid behind the lines, no frame above."""
     panel.grid(True, color="#e4e4e4", lw=0.7)

@@ -15,6 +15,7 @@ from noloco_node.virtual.canvas import (
     Panel,
     Sheet,
     caption,
+    legend_beside,
     mark_above,
     style,
     ticks_at,
@@ -97,7 +98,7 @@ def spread(record: Results) -> Sheet:
     """√spread by tokens beside the learning rate, and against it after the warm-up; a row by number of replicas."""
     rows = [line for line in _longest(lines(record)) if _varies(line)]
     counts = _replicas(rows)
-    sheet = Sheet(max(1, len(counts)), 2, title=f"{record.run['name']}: spread and learning rate", width=5.4)
+    sheet = Sheet(max(1, len(counts)), 2, title=f"{record.run['name']}: spread and learning rate", width=6.0)
     for (left, right), count in zip(sheet.panels, counts, strict=False):
         shown = _best_of_each(row for row in rows if row.replicas == count)
         rate = left.twinx()
@@ -114,7 +115,7 @@ def spread(record: Results) -> Sheet:
         right.set_xlabel("learning rate after the warm-up")
         right.set_ylabel("√spread, as share of its greatest")
         right.set_ylim(bottom=0.0)
-        right.legend(frameon=False)
+        legend_beside(right)
         caption(left, f"{count} replicas")
         tokens_axis(left)
     return sheet

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from noloco_node.config.lab_spec import LabSpec
 from noloco_node.config.load import Config, load_config
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.stability import contraction_factor
-from noloco_node.virtual.expansion import Point, expand
+from noloco_node.virtual.expansion import Job, Point, expand
 from noloco_node.virtual.experiment import is_tuned
 from noloco_node.virtual.result import LossPoint, Result, Results, SpreadPoint
 
@@ -78,6 +81,37 @@ def result(point: Point, seed: int, purpose: str = "report", **changes: Any) -> 
         "seconds": 3.0,
     }
     return Result.model_validate({**values, **changes})
+
+
+def made_training(job: Job) -> str:
+    """What a worker answers, at once. The loss has its least at γ = 0.6 on the first seed and at 0.4 on others; beyond
+    the admissible set training diverges."""
+    point = Point("", job.algorithm, {}, {}, job.replicas, job.run, job.world)
+    outer = job.run.outer
+    if outer.effective_gamma >= 2 * (1 - outer.alpha):
+        return diverged(point, job.seed).model_dump_json()
+    best = 0.6 if job.seed == 1 else 0.4
+    loss = 1.0 + (outer.effective_gamma - best) ** 2 + 0.001 * job.seed
+    return result(point, job.seed, validation_loss=loss).model_dump_json()
+
+
+def no_training(job: Job) -> str:
+    """A worker that must not be asked."""
+    raise AssertionError(f"{job.key} was trained again")
+
+
+def refusing(job: Job) -> str:
+    """A worker that finds a mistake of the user on seed 2."""
+    if job.seed == 2:
+        raise UserError(ExitCode.DATA, "data.path is '/nowhere'", "name a text")
+    return made_training(job)
+
+
+def dying(job: Job) -> str:
+    """A worker that is killed on seed 2."""
+    if job.seed == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return made_training(job)
 
 
 def diverged(point: Point, seed: int, purpose: str = "report") -> Result:

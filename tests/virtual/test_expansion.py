@@ -1,0 +1,179 @@
+"""An experiment as written becomes the right trainings, or is refused by name before anything is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from noloco_node.config.lab_spec import ALL_ALGORITHMS
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.virtual.expansion import check_points, expand, job_of
+from noloco_node.virtual.experiment import planned
+from tests.virtual import made_results as made
+
+
+def noloco(**more: Any) -> dict[str, Any]:
+    """One variant."""
+    return {"name": "noloco", "algorithm": "noloco", **more}
+
+
+def refusal(lab: dict[str, Any], *overrides: str) -> UserError:
+    """The error that an experiment gets."""
+    with pytest.raises(UserError) as caught:
+        check_points(expand(made.config(lab, *overrides)))
+    assert caught.value.exit_code == ExitCode.CONFIG
+    return caught.value
+
+
+def test_a_file_without_a_laboratory_compares_the_five_algorithms() -> None:
+    """The default is the whole comparison, on the file's own length."""
+    cells = expand(made.config({}))
+    assert [cell.points[0].variant for cell in cells] == [variant.name for variant in ALL_ALGORITHMS]
+    assert {cell.points[0].tokens for cell in cells} == {49_152}
+    assert [len(cell.points) for cell in cells] == [1] * 5
+
+
+def test_variants_replicas_and_lengths_multiply_and_a_sweep_is_every_combination() -> None:
+    """2 replicas × 2 lengths cells of 2 × 3 points, each with its settings applied."""
+    lab = {
+        "variants": [
+            noloco(
+                set={"outer.momentum": "local", "world.lag": 2},
+                sweep={"outer.alpha": [0.0, 0.3], "inner.learning_rate": [1e-3, 2e-3, 4e-3]},
+            )
+        ],
+        "replicas": [4, 8],
+        "lengths": [16_384, 32_768],
+    }
+    cells = expand(made.config(lab))
+    assert [(cell.points[0].replicas, cell.points[0].tokens) for cell in cells] == [
+        (4, 16_384),
+        (4, 32_768),
+        (8, 16_384),
+        (8, 32_768),
+    ]
+    for cell in cells:
+        pairs = [(point.run.outer.alpha, point.run.inner.learning_rate) for point in cell.points]
+        assert pairs == [(a, rate) for a in (0.0, 0.3) for rate in (1e-3, 2e-3, 4e-3)]
+        for point in cell.points:
+            assert (point.run.outer.momentum, point.world.lag) == ("local", 2)
+            assert point.options == {"outer.momentum": "local", "world.lag": 2, **point.swept}
+            assert point.run.inner.target_tokens == point.tokens
+
+
+def test_gamma_may_leave_the_admissible_set_only_where_the_world_allows_it() -> None:
+    """By the file or by the variant's own set; elsewhere the setting is named with its place."""
+    beyond = noloco(sweep={"outer.gamma": [0.5, 1.7]})
+    message = refusal({"variants": [beyond]}).message
+    assert "lab.variants[0].sweep outer.gamma" in message
+    assert "outer.gamma (1.7) is outside the admissible set" in message
+    for lab in (
+        {"variants": [beyond], "world": {"allow_inadmissible": True}},
+        {"variants": [{**beyond, "set": {"world.allow_inadmissible": True}}]},
+    ):
+        assert [point.run.outer.gamma for point in expand(made.config(lab))[0].points] == [0.5, 1.7]
+
+
+@pytest.mark.parametrize(
+    ("variant", "words"),
+    [
+        (noloco(set={"outer.betta": 0.5}), ["lab.variants[1].set outer.betta", "did you mean outer.beta"]),
+        (noloco(set={"outer.beta": "much"}), ["lab.variants[1].set outer.beta: 'much'"]),
+        (noloco(sweep={"outer.codec": ["fp32", "zip"]}), ["lab.variants[1].sweep outer.codec: 'zip'"]),
+        (noloco(set={"world.lagg": 1}), ["lab.variants[1].set world.lagg", "did you mean"]),
+        (noloco(set={"run.outer.beta": 1}), ["lab.variants[1].set run.outer.beta", "no setting of the run"]),
+        (noloco(set={"world.lag": -1}), ["lab.variants[1].set world.lag: -1"]),
+        (noloco(set={"outer.min_inner_steps": 9}), ["lab.variants[1].set outer.min_inner_steps", "exceeds"]),
+        (noloco(set={"inner.target_tokens": 9}), ["lab.variants[1].set inner.target_tokens", "lab.lengths"]),
+        (noloco(sweep={"outer.beta": []}), ["lab.variants[1].sweep outer.beta", "no value"]),
+        (noloco(set={"outer.beta": 1}, sweep={"outer.beta": [1]}), ["lab.variants[1].sweep outer.beta", "`set`"]),
+        (noloco(set={"world.group_size": 5}), ["lab.variants[1] (noloco)", "world.group_size 5", "4 replicas"]),
+        (noloco(set={"model.stages": 3}), ["model.stages"]),
+        (noloco(set={"inner.global_batch_tokens": 1056}), ["'noloco' on 4 replicas", "inner.global_batch_tokens"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_the_variant_it_stands_in(variant: dict[str, Any], words: list[str]) -> None:
+    """The second variant is wrong: index, group and dotted name appear."""
+    message = refusal({"variants": [{"name": "none", "algorithm": "local"}, variant]}).message
+    for word in words:
+        assert word in message
+
+
+def test_all_mistakes_of_all_variants_come_at_once_and_each_once() -> None:
+    """Eight cells with the same mistake are one line."""
+    variants = [noloco(set={"outer.betta": 1}), {"name": "b", "algorithm": "gossip", "set": {"world.lagg": 1}}]
+    lines = refusal({"variants": variants, "replicas": [4, 8], "lengths": [20_000, 40_000]}).message.splitlines()
+    assert len(lines) == 3
+    assert "lab.variants[0].set outer.betta" in lines[1]
+    assert "lab.variants[1].set world.lagg" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("lab", "word"),
+    [
+        ({"lengths": [2048]}, "lab.lengths"),
+        ({"reference": "fsdp"}, "lab.reference"),
+        ({"plots": ["gamma"]}, "lab.plots: 'gamma'"),
+        ({"plots": ["sweep"]}, "lab.plots: 'sweep'"),
+        ({"plots": ["scaling"]}, "lab.plots: 'scaling'"),
+    ],
+)
+def test_what_the_whole_experiment_lacks_is_named(lab: dict[str, Any], word: str) -> None:
+    """A length within the warm-up, a reference that is no variant, a plot of nothing."""
+    assert word in refusal(lab).message
+
+
+def test_data_parallel_is_one_training_whatever_the_number_of_replicas() -> None:
+    """And the others are one for each."""
+    config = made.config({"replicas": [4, 8]})
+    keys: dict[str, set[str]] = {}
+    for point in made.points(config):
+        keys.setdefault(point.algorithm, set()).add(job_of(point, 1, config.lab).key)
+    assert {algorithm: len(found) for algorithm, found in keys.items()} == {
+        "noloco": 2,
+        "diloco": 2,
+        "data_parallel": 1,
+        "gossip": 2,
+        "local": 2,
+    }
+
+
+def test_the_key_of_a_training_holds_all_that_it_depends_on_and_nothing_else() -> None:
+    """Seed, settings, world, algorithm, replicas and measurements change it; names and purposes do not."""
+    config = made.config({"variants": [noloco()], "replicas": [4]})
+    (point,) = made.points(config)
+    key = job_of(point, 1, config.lab).key
+    renamed = made.config({"variants": [{**noloco(), "name": "other"}], "replicas": [4]})
+    (same,) = made.points(renamed)
+    assert job_of(same, 1, renamed.lab).key == key
+    others = [
+        made.config({"variants": [noloco(set={"outer.beta": 0.4})]}),
+        made.config({"variants": [noloco(set={"world.lag": 1})]}),
+        made.config({"variants": [{**noloco(), "algorithm": "gossip"}]}),
+        made.config({"variants": [noloco()], "replicas": [8]}),
+        made.config({"variants": [noloco()], "evaluations": 3}),
+        made.config({"variants": [noloco()], "spread_points": 3}),
+        made.config({"variants": [noloco()]}, "run.inner.learning_rate=1e-3"),
+    ]
+    found = {job_of(next(made.points(other)), 1, other.lab).key for other in others}
+    assert len(found | {key, job_of(point, 2, config.lab).key}) == len(others) + 2
+
+
+def test_the_plan_counts_trainings_and_tokens_by_phase() -> None:
+    """Halving: 5 points on the first seed, 2 on the other two, one on each of 3 seeds; data parallel once a length."""
+    lab = {
+        "variants": [
+            {"name": "data parallel", "algorithm": "data_parallel"},
+            noloco(sweep={"outer.gamma": [0.2, 0.4, 0.6, 0.8, 0.9]}),
+        ],
+        "replicas": [4, 8],
+        "tune_seeds": [1, 2, 3],
+        "seeds": [4, 5, 6],
+    }
+    config = made.config(lab)
+    phases = planned(config.lab, expand(config))
+    assert [phase.trainings for phase in phases] == [2 * 5, 2 * 2 * 2, 3 + 2 * 3]
+    assert [phase.tokens for phase in phases] == [count * 49_152 for count in (10, 8, 9)]
+    whole = made.config({**lab, "tune_halving": False})
+    assert [phase.trainings for phase in planned(whole.lab, expand(whole))] == [10, 20, 9]

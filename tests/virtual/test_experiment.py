@@ -1,0 +1,189 @@
+"""An experiment tunes rightly, keeps what has ended, goes on where it was cut off, and ends its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.virtual.expansion import expand
+from noloco_node.virtual.experiment import Experiment, Finished, Train
+from noloco_node.virtual.journal import Journal
+from noloco_node.virtual.result import Result
+from tests.support import eventually
+from tests.virtual import made_results as made
+
+GAMMAS = [0.2, 0.4, 0.6, 0.9]
+
+
+def sweep(**more: Any) -> dict[str, Any]:
+    """A γ sweep beside data parallel."""
+    variants = [
+        {"name": "data parallel", "algorithm": "data_parallel"},
+        {"name": "noloco", "algorithm": "noloco", "sweep": {"outer.gamma": GAMMAS}},
+    ]
+    return {"variants": variants, "replicas": [4], "workers": 1, **more}
+
+
+def run(lab: dict[str, Any], folder: Path, work: Train = made.made_training) -> tuple[list[Result], list[Finished]]:
+    """The results of an experiment, and what was told while it ran."""
+    told: list[Finished] = []
+    config = made.config(lab)
+    journal = Journal(folder / "runs.jsonl")
+    return Experiment(config.lab, expand(config), journal, told.append, work).run(), told
+
+
+def rows(results: list[Result], purpose: str) -> list[tuple[Any, int]]:
+    """Swept value and seed of noloco's trainings of that purpose."""
+    return [(r.options["outer.gamma"], r.seed) for r in results if r.variant == "noloco" and r.purpose == purpose]
+
+
+def test_halving_tries_all_on_the_first_seed_two_on_the_others_and_reports_the_best_mean(tmp_path: Path) -> None:
+    """0.6 is the best of the first seed and 0.4 of the two others: their mean decides, after both were tried."""
+    results, _ = run(sweep(tune_seeds=[1, 2, 3], seeds=[4, 5]), tmp_path)
+    assert rows(results, "tune") == [(g, 1) for g in GAMMAS] + [(g, seed) for g in (0.6, 0.4) for seed in (2, 3)]
+    assert rows(results, "report") == [(0.4, 4), (0.4, 5)]
+    assert [(r.seed, r.purpose) for r in results if r.variant == "data parallel"] == [(4, "report"), (5, "report")]
+
+
+def test_without_halving_all_points_are_tried_on_all_seeds(tmp_path: Path) -> None:
+    """Every point, every tune seed, and the same choice."""
+    results, _ = run(sweep(tune_seeds=[1, 2, 3], seeds=[4], tune_halving=False), tmp_path)
+    assert sorted(rows(results, "tune")) == [(g, seed) for g in GAMMAS for seed in (1, 2, 3)]
+    assert rows(results, "report") == [(0.4, 4)]
+
+
+def test_a_point_that_diverges_is_never_chosen(tmp_path: Path) -> None:
+    """It is the worst on its seed, though it has no loss."""
+    variant = {"name": "noloco", "algorithm": "noloco", "sweep": {"outer.gamma": [1.5, 2.0, 0.9]}}
+    lab = {"variants": [variant], "world": {"allow_inadmissible": True}, "tune_seeds": [1], "seeds": [4], "workers": 1}
+    results, _ = run({**lab, "reference": "noloco"}, tmp_path)
+    assert [r.diverged for r in results] == [True, True, False, False]
+    assert rows(results, "report") == [(0.9, 4)]
+
+
+def test_without_tune_seeds_every_point_is_reported_on_every_seed(tmp_path: Path) -> None:
+    """A sweep to be shown, not decided."""
+    results, told = run(sweep(seeds=[1, 2]), tmp_path)
+    assert rows(results, "report") == [(g, seed) for g in GAMMAS for seed in (1, 2)]
+    assert rows(results, "tune") == []
+    assert [finished.done for finished in told] == list(range(1, 11))
+    assert {finished.total for finished in told} == {10}
+    assert told[-1].seconds_left == 0.0
+    assert all(finished.seconds_left > 0.0 for finished in told[:-1])
+
+
+def test_data_parallel_is_trained_once_and_recorded_with_each_number_of_replicas(tmp_path: Path) -> None:
+    """The numbers are the same, the replicas are not."""
+    results, told = run(sweep(replicas=[4, 8, 16]), tmp_path)
+    recorded = [r for r in results if r.variant == "data parallel"]
+    assert [r.replicas for r in recorded] == [4, 8, 16]
+    assert len({r.model_copy(update={"replicas": 0}).model_dump_json() for r in recorded}) == 1
+    assert len([finished for finished in told if finished.result.variant == "data parallel"]) == 1
+
+
+def test_the_number_of_workers_changes_nothing_in_the_results(tmp_path: Path) -> None:
+    """One worker or three: the same list."""
+    lab = sweep(tune_seeds=[1, 2], seeds=[4, 5], replicas=[4, 8])
+    for folder in ("one", "three"):
+        (tmp_path / folder).mkdir()
+    one, _ = run(lab, tmp_path / "one")
+    three, _ = run({**lab, "workers": 3}, tmp_path / "three")
+    assert one == three
+
+
+def test_a_second_start_trains_nothing_and_gives_the_same(tmp_path: Path) -> None:
+    """What is in the journal is not asked of the workers."""
+    lab = sweep(tune_seeds=[1, 2], seeds=[4])
+    first, _ = run(lab, tmp_path)
+    again, told = run(lab, tmp_path, made.no_training)
+    assert again == first
+    assert told == []
+
+
+def test_an_experiment_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+    """Lines lost, the last one torn: exactly those are trained again, and the results are those of one go."""
+    lab = sweep(seeds=[1, 2])
+    whole, _ = run(lab, tmp_path)
+    journal = tmp_path / "runs.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 10
+    journal.write_bytes(b"".join(lines[:6]) + lines[6][:100])
+    resumed, told = run(lab, tmp_path)
+    assert resumed == whole
+    assert [(finished.done, finished.total) for finished in told] == [(n, 10) for n in (7, 8, 9, 10)]
+    assert len(Journal(journal)) == 10
+
+
+def test_lines_that_are_no_results_are_trained_anew(tmp_path: Path) -> None:
+    """A record of another version, or no JSON at all, is passed over."""
+    lab = sweep()
+    whole, _ = run(lab, tmp_path)
+    journal = tmp_path / "runs.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    lines[0], lines[1] = lines[0].replace('"seed"', '"sead"'), "not json\n"
+    journal.write_text("".join(lines) + "[1]\n")
+    resumed, told = run(lab, tmp_path)
+    assert (resumed, len(told)) == (whole, 2)
+
+
+def test_an_experiment_that_grows_trains_only_what_is_new(tmp_path: Path) -> None:
+    """Another seed, another number of replicas, in the same folder."""
+    run(sweep(seeds=[1]), tmp_path)
+    _, told = run(sweep(seeds=[1, 2]), tmp_path)
+    assert [finished.result.seed for finished in told] == [2] * 5
+
+
+def test_a_mistake_found_while_training_reaches_the_user_and_keeps_what_has_ended(tmp_path: Path) -> None:
+    """The worker's UserError comes out whole."""
+    with pytest.raises(UserError) as caught:
+        run(sweep(seeds=[1, 2]), tmp_path, made.refusing)
+    assert (caught.value.exit_code, caught.value.remedy) == (ExitCode.DATA, "name a text")
+    assert len(Journal(tmp_path / "runs.jsonl")) == 1
+    assert multiprocessing.active_children() == []
+
+
+def test_a_defect_in_a_worker_comes_with_its_traceback(tmp_path: Path) -> None:
+    """Not swallowed, not pickled."""
+    with pytest.raises(RuntimeError, match="was trained again") as caught:
+        run(sweep(), tmp_path, made.no_training)
+    assert "Traceback" in str(caught.value)
+
+
+def test_a_worker_that_is_killed_ends_the_experiment_with_a_remedy(tmp_path: Path) -> None:
+    """No hanging: the end of its pipe tells."""
+    with pytest.raises(UserError, match="exit code -9") as caught:
+        run(sweep(seeds=[1, 2]), tmp_path, made.dying)
+    assert "lab.workers" in caught.value.remedy
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+async def test_workers_end_with_the_command_however_it_ends(tmp_path: Path, sent: signal.Signals) -> None:
+    """Ctrl-C reaches the whole group, as from a terminal, and has its exit code; a killed parent leaves none behind."""
+    command = ["lab", str(made.MICRO), "--out", str(tmp_path / "out"), "--set", "run.inner.target_tokens=50_000_000"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "noloco_node", *command),
+        start_new_session=True,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    parent = psutil.Process(process.pid)
+    await eventually(lambda: sum(child.cpu_times().user > 1.0 for child in parent.children()) == 2, 60, "two workers")
+    workers = parent.children()
+    if sent == signal.SIGINT:
+        os.killpg(process.pid, sent)
+    else:
+        process.send_signal(sent)
+    _, errors = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == (ExitCode.INTERRUPTED if sent == signal.SIGINT else -sent)
+    assert b"Traceback" not in errors
+    await eventually(lambda: not any(worker.is_running() for worker in workers), 10, "the workers' end")
