@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -94,6 +95,12 @@ def tidy(panel: Axes) -> None:
     panel.grid(True, color="#e4e4e4", lw=0.7)
     panel.set_axisbelow(True)
     panel.spines["top"].set_visible(False)
+
+
+def logarithmic(panel: Panel) -> None:
+    """A logarithmic y axis, where something positive has been drawn."""
+    if math.isfinite(cast("Any", panel).dataLim.minposy):
+        panel.set_yscale("log")
 
 
 def caption(panel: Axes, text: str) -> None:

@@ -16,6 +16,7 @@ from noloco_node.virtual.canvas import (
     Sheet,
     caption,
     legend_beside,
+    logarithmic,
     mark_above,
     style,
     ticks_at,
@@ -110,7 +111,7 @@ def spread(record: Results) -> Sheet:
         rate.set_ylabel("learning rate (dashed)", color=REFERENCE_COLOUR)
         rate.set_ylim(bottom=0.0)
         rate.spines["top"].set_visible(False)
-        left.set_yscale("log")
+        logarithmic(left)
         left.set_ylabel(SPREAD_LABEL)
         right.set_xlabel("learning rate after the warm-up")
         right.set_ylabel("√spread, as share of its greatest")
@@ -172,7 +173,7 @@ def gamma(record: Results) -> Sheet:
         for panel in (losses, spreads):
             panel.axvspan(0.0, min(edges.values()), color=PALETTE[2], alpha=0.08, lw=0)
             panel.set_xlim(0.0, right)
-        spreads.set_yscale("log")
+        logarithmic(spreads)
         spreads.set_xlabel("γ")
         caption(losses, f"α = {alpha:g}")
     sheet.panels[0][0].set_ylabel(LOSS_LABEL)
@@ -263,7 +264,7 @@ def scaling(record: Results) -> Sheet:
         ticks_at(panel, [float(count) for count in counts], [str(count) for count in counts])
     losses.set_ylabel(LOSS_LABEL)
     spreads.set_ylabel(f"{SPREAD_LABEL} at the end")
-    spreads.set_yscale("log")
+    logarithmic(spreads)
     return sheet
 
 

@@ -1,0 +1,145 @@
+"""The command as a person gives it: from a file to a folder of results, the same every time."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from noloco_node import cli
+from noloco_node.config.load import load_config, render, setting_names
+from noloco_node.errors import ExitCode
+from noloco_node.virtual.laboratory import command_line, plan_lab
+from noloco_node.virtual.result import Results
+from tests.virtual import made_results as made
+
+LAB = """
+lab:
+  variants:
+    - {name: data parallel, algorithm: data_parallel}
+    - {name: noloco, algorithm: noloco, sweep: {outer.beta: [0.3, 0.6]}}
+    - {name: none, algorithm: local}
+  replicas: [2, 4]
+  lengths: [8_192]
+  tune_seeds: [1]
+  seeds: [2, 3]
+  plots: [convergence, spread, sweep, scaling]
+  evaluations: 4
+  spread_points: 6
+"""
+
+
+@pytest.fixture
+def lab_file(tmp_path: Path) -> Path:
+    """The micro run with a small experiment."""
+    path = tmp_path / "lab.yaml"
+    path.write_text(made.MICRO.read_text(encoding="utf-8") + LAB, encoding="utf-8")
+    return path
+
+
+def numbers(out: Path) -> list[dict[str, Any]]:
+    """The results of a folder but for the time that they took."""
+    results = json.loads((out / "results.json").read_text())["results"]
+    return [{name: value for name, value in result.items() if name != "seconds"} for result in results]
+
+
+def test_a_real_experiment_gives_the_same_numbers_twice_and_goes_on_without_training(
+    lab_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trained in two folders with one and two workers: equal to the last digit; a third start trains nothing."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert cli.main(["lab", str(lab_file), "--out", str(one)]) == 0
+    first = capsys.readouterr().out
+    assert cli.main(["lab", str(lab_file), "--out", str(two), "--set", "lab.workers=1"]) == 0
+    assert numbers(one) == numbers(two)
+    # Of 2 × (2 tune + 2 report) of noloco, 2 × 2 of none, 2 of data parallel.
+    assert "laboratory: 3 variants, 14 trainings, 114,688 tokens in all" in first
+    assert "14 of 14: " in first
+    capsys.readouterr()
+    assert cli.main(["lab", str(lab_file), "--out", str(one)]) == 0
+    assert " of 14: " not in capsys.readouterr().out
+    assert numbers(one) == numbers(two)
+    _check_results(one)
+
+
+def _check_results(out: Path) -> None:
+    record = Results.model_validate_json((out / "results.json").read_text())
+    assert record.versions.keys() == {"noloco_node", "torch", "python"}
+    assert len(record.results) == 4 + 2 * 4 + 4
+    assert all(result.tokens == 8_192 and not result.diverged for result in record.results)
+    assert all(result.validation_loss is not None and 2.0 < result.validation_loss < 5.6 for result in record.results)
+    for replicas in (2, 4):
+        tried = [r for r in record.results if (r.purpose, r.replicas) == ("tune", replicas)]
+        best = min(tried, key=lambda result: result.validation_loss or 0.0)
+        reported = [r for r in record.results if (r.variant, r.purpose, r.replicas) == ("noloco", "report", replicas)]
+        assert {result.options["outer.beta"] for result in reported} == {best.options["outer.beta"]}
+        assert [result.seed for result in reported] == [2, 3]
+    table = (out / "table.md").read_text()
+    assert record.command in table
+    assert "## 8,192 tokens, 4 replicas" in table
+    for plot in ("convergence", "spread", "sweep", "scaling"):
+        assert (out / f"{plot}.png").stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "words"),
+    [
+        ("lab.variants=[{name: a, algorithm: noloco, set: {outer.gamma: 3}}]", ExitCode.CONFIG, "lab.variants[0].set"),
+        ("lab.variants=[{name: a, algorithm: adam}]", ExitCode.CONFIG, "lab.variants[0].algorithm"),
+        ("lab.variants=[{name: a, algorythm: noloco}]", ExitCode.CONFIG, "did you mean lab.variants[0].algorithm"),
+        ("lab.seed=[1]", ExitCode.CONFIG, "did you mean lab.seeds"),
+        ("lab.seeds=[1]", ExitCode.CONFIG, "share a seed"),
+        ("lab.world.lag=-1", ExitCode.CONFIG, "lab.world.lag"),
+        ("lab.lengths=[1024]", ExitCode.CONFIG, "lab.lengths"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_trained(
+    lab_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, code: ExitCode, words: str
+) -> None:
+    """The documented code, the setting, a remedy; no folder."""
+    assert cli.main(["lab", str(lab_file), "--out", str(tmp_path / "out"), "--set", override]) == code
+    errors = capsys.readouterr().err
+    assert words in errors
+    assert "remedy:" in errors
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_the_users_to_change(
+    lab_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file stands where the folder should be."""
+    assert cli.main(["lab", str(lab_file), "--out", str(lab_file)]) == ExitCode.RUN_FOLDER
+    assert "--out" in capsys.readouterr().err
+
+
+def test_settings_of_the_laboratory_are_settings_like_all_others(lab_file: Path, tmp_path: Path) -> None:
+    """--set works, the written-out configuration loads as itself, and the run id does not know of the laboratory."""
+    config = load_config(lab_file, ["lab.seeds=[7, 8]", "lab.world.lag=3", "run.inner.learning_rate=1e-3"])
+    assert (config.lab.seeds, config.lab.world.lag, config.run.inner.learning_rate) == ((7, 8), 3, 1e-3)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(render(config), encoding="utf-8")
+    assert load_config(copy) == config
+    assert load_config(made.MICRO).run.run_id == load_config(lab_file).run.run_id
+    assert {"lab.seeds", "lab.world.group_size"} <= set(setting_names())
+
+
+def test_validate_says_what_the_laboratory_comes_to_where_there_is_one(
+    lab_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trainings and tokens; a file without `lab:` is not told of it."""
+    assert cli.main(["config", "validate", str(lab_file)]) == 0
+    assert "laboratory: 3 variants, 14 trainings, 114,688 tokens in all" in capsys.readouterr().out
+    assert cli.main(["config", "validate", str(made.MICRO)]) == 0
+    assert "laboratory" not in capsys.readouterr().out
+    assert plan_lab(load_config(made.MICRO)).trainings == 5
+
+
+def test_the_command_that_is_written_down_repeats_the_experiment() -> None:
+    """Read by a shell it gives the same arguments, odd names and all."""
+    written = command_line(Path("my lab.yaml"), Path("out"), ["lab.seeds=[1, 2]", "run.data.path='a b'"])
+    options = cli.parser().parse_args(shlex.split(written)[1:])
+    assert (options.config, options.out) == (Path("my lab.yaml"), Path("out"))
+    assert options.set == ["lab.seeds=[1, 2]", "run.data.path='a b'"]

@@ -1,0 +1,178 @@
+"""The plots show the experiment: lines, limits, marks and labels where the numbers say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import matplotlib.image
+import pytest
+
+from noloco_node.config.lab_spec import Plot
+from noloco_node.outer.stability import admissible_gamma
+from noloco_node.virtual import plots
+from noloco_node.virtual.canvas import PALETTE, Sheet
+from noloco_node.virtual.result import Results
+from tests.telemetry.test_plots import pixels_of
+from tests.virtual import made_results as made
+
+GAMMAS = [0.3, 0.7, 1.3, 2.5]
+
+
+def comparison(**more: Any) -> Results:
+    """The five algorithms."""
+    return made.everything(made.config({"seeds": [1, 2, 3], "replicas": [4, 8], **more}))
+
+
+def gammas() -> Results:
+    """Both momentum modes, two α, beyond the limits too."""
+    variants = [
+        {
+            "name": mode,
+            "algorithm": "noloco",
+            "set": {"outer.momentum": mode},
+            "sweep": {"outer.alpha": [0.0, 0.5], "outer.gamma": GAMMAS},
+        }
+        for mode in ("averaged", "local")
+    ]
+    lab = {"variants": variants, "world": {"allow_inadmissible": True}, "plots": ["gamma"], "replicas": [4, 8]}
+    return made.everything(made.config(lab))
+
+
+def sweeps(**more: Any) -> Results:
+    """A sweep of numbers over a wide range, and one of names."""
+    variants = [
+        {"name": "data parallel", "algorithm": "data_parallel"},
+        {"name": "H", "algorithm": "noloco", "sweep": {"outer.inner_steps": [5, 10, 40]}},
+        {"name": "codec", "algorithm": "noloco", "sweep": {"outer.codec": ["fp32", "fp16"]}},
+    ]
+    return made.everything(made.config({"variants": variants, "seeds": [4, 5], "plots": ["sweep"], **more}))
+
+
+def labels(sheet: Sheet, row: int = 0, column: int = 0) -> dict[str, Any]:
+    """What a panel draws, by label."""
+    handles, names = sheet.panels[row][column].get_legend_handles_labels()
+    return dict(zip(names, handles, strict=True))
+
+
+def title(sheet: Sheet, row: int = 0, column: int = 0) -> str:
+    """The caption of a panel."""
+    panel: Any = sheet.panels[row][column]
+    return str(panel.get_title(loc="left"))
+
+
+@pytest.mark.parametrize("plot", get_args(Plot))
+def test_every_plot_is_a_picture_with_its_lines_in_it(plot: Plot, tmp_path: Path) -> None:
+    """A PNG of a readable size, in which the first colours can be found."""
+    record = gammas() if plot == "gamma" else sweeps(replicas=[4, 8]) if plot == "sweep" else comparison()
+    image = matplotlib.image.imread(plots.draw(plot, record, tmp_path / f"{plot}.png"))
+    assert image.shape[0] >= 500
+    assert image.shape[1] >= 900
+    for colour in PALETTE[:2]:
+        assert pixels_of(image, colour) > 100
+
+
+def test_convergence_has_a_panel_for_each_number_of_replicas_and_a_line_for_each_variant() -> None:
+    """The lines are means over seeds, in bands from the least to the greatest, of the longest training only."""
+    sheet = plots.convergence(comparison(lengths=[24_576, 49_152]))
+    assert [title(sheet, 0, column) for column in (0, 1)] == ["4 replicas", "8 replicas"]
+    drawn = labels(sheet)
+    assert list(drawn) == ["noloco", "diloco", "data parallel", "gossip", "no exchange"]
+    x, y = drawn["noloco"].get_data()
+    assert x[-1] == 49_152
+    assert y[-1] == pytest.approx(1.6 + 0.02 * 2 + 0.1 / 4, abs=1e-3)
+    panel: Any = sheet.panels[0][0]
+    assert len(panel.collections) == 5
+    band = panel.collections[0].get_paths()[0].vertices
+    assert band[band[:, 0] == x[-1], 1].max() - band[band[:, 0] == x[-1], 1].min() == pytest.approx(0.04)
+
+
+def test_the_spread_stands_beside_the_learning_rate_with_its_correlation() -> None:
+    """Data parallel has no spread; every other variant has its r."""
+    sheet = plots.spread(comparison())
+    assert list(labels(sheet)) == ["noloco", "diloco", "gossip", "no exchange"]
+    for label in labels(sheet, 1, 1):
+        variant, _, r = label.partition(": r = ")
+        assert variant in ("noloco", "diloco", "gossip", "no exchange")
+        assert 0.95 < float(r) <= 1.0
+
+
+def test_gamma_has_a_column_for_each_alpha_with_the_predicted_limits_drawn_in() -> None:
+    """The dashed lines are `admissible_gamma` of the most replicas; what diverged is marked above them."""
+    sheet = plots.gamma(gammas())
+    assert [title(sheet, 0, column) for column in (0, 1)] == ["α = 0", "α = 0.5"]
+    for column, alpha in enumerate((0.0, 0.5)):
+        for row in (0, 1):
+            drawn = labels(sheet, row, column)
+            for mode in ("averaged", "local"):
+                limit = admissible_gamma(alpha, replicas=8, momentum=mode)[1]
+                assert drawn[f"predicted limit, {mode}"].get_xdata()[0] == pytest.approx(limit)
+                line = drawn[f"momentum {mode}"].lines[0]
+                assert list(line.get_xdata()) == [gamma for gamma in GAMMAS if gamma < limit]
+            assert "diverged" in drawn
+            panel: Any = sheet.panels[row][column]
+            crosses = [line for line in panel.lines if line.get_marker() == "x" and len(line.get_xdata())]
+            assert {x for line in crosses for x in line.get_xdata()} == {2.5}
+
+
+def test_a_loss_far_above_the_others_is_marked_and_does_not_press_them_flat() -> None:
+    """Not diverged, but beyond half as much again."""
+    record = sweeps()
+    results = [
+        r.model_copy(update={"validation_loss": 9.0}) if r.options.get("outer.inner_steps") == 40 else r
+        for r in record.results
+    ]
+    sheet = plots.sweep(record.model_copy(update={"results": results}))
+    drawn = labels(sheet)
+    assert list(drawn["4 replicas"].lines[0].get_xdata()) == [5.0, 10.0]
+    assert "above the axis" in drawn
+    panel: Any = sheet.panels[0][0]
+    assert panel.get_ylim()[1] < 2.0
+
+
+def test_a_sweep_has_a_panel_for_each_variant_with_the_reference_drawn_in() -> None:
+    """Numbers over a wide range on a logarithm, names in their order, deviations over seeds as bars."""
+    sheet = plots.sweep(sweeps())
+    assert [title(sheet, 0, column) for column in (0, 1)] == ["H", "codec"]
+    numbers, names = (sheet.panels[0][column] for column in (0, 1))
+    described: Any = numbers
+    assert (described.get_xscale(), described.get_xlabel()) == ("log", "outer.inner_steps")
+    assert list(labels(sheet)["4 replicas"].lines[0].get_xdata()) == [5.0, 10.0, 40.0]
+    segments = labels(sheet)["4 replicas"].lines[2][0].get_segments()
+    assert segments[0][1][1] - segments[0][0][1] == pytest.approx(2 * 0.02 / 2**0.5)
+    against = labels(sheet)["data parallel, 4 replicas"].get_ydata()[0]
+    assert against == pytest.approx(next(r.validation_loss or 0 for r in sweeps().results) + 0.01)
+    formatter = names.xaxis.get_major_formatter()
+    assert [formatter(x, 0) for x in (0.0, 1.0)] == ["fp32", "fp16"]
+
+
+def test_a_sweep_that_was_tuned_shows_what_was_tried() -> None:
+    """All points of the tuning, though one only is reported."""
+    sheet = plots.sweep(sweeps(tune_seeds=[1, 2]))
+    assert list(labels(sheet)["4 replicas"].lines[0].get_xdata()) == [5.0, 10.0, 40.0]
+
+
+def test_scaling_is_by_replicas_with_a_tick_for_each() -> None:
+    """Loss of all variants; spread of those that have one."""
+    sheet = plots.scaling(comparison(replicas=[4, 16, 8]))
+    losses = labels(sheet)
+    assert list(losses["noloco"].lines[0].get_xdata()) == [4.0, 8.0, 16.0]
+    assert "data parallel" in losses
+    assert "data parallel" not in labels(sheet, 0, 1)
+    panel: Any = sheet.panels[0][0]
+    assert list(panel.get_xticks()) == [4.0, 8.0, 16.0]
+
+
+def test_a_variant_has_the_same_colour_in_every_plot() -> None:
+    """Though data parallel is missing among the spreads."""
+    record = comparison()
+    curve = labels(plots.convergence(record))["gossip"].get_color()
+    assert labels(plots.spread(record))["gossip"].get_color() == curve == PALETTE[3]
+
+
+def test_an_experiment_in_which_all_diverged_still_has_its_plots(tmp_path: Path) -> None:
+    """Nothing to draw is no failure."""
+    config = made.config({"replicas": [4, 8]})
+    record = made.record(config, [made.diverged(point, 1) for point in made.points(config)])
+    for plot in ("convergence", "spread", "scaling"):
+        assert plots.draw(plot, record, tmp_path / f"{plot}.png").stat().st_size > 5_000

@@ -1,0 +1,142 @@
+"""The table says what the results say."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from noloco_node.virtual.figures import lines, pearson, spread_follows_rate
+from noloco_node.virtual.report import markdown
+from noloco_node.virtual.result import Results
+from tests.virtual import made_results as made
+
+VARIANTS = [
+    {"name": "data parallel", "algorithm": "data_parallel"},
+    {"name": "noloco", "algorithm": "noloco", "sweep": {"outer.gamma": [0.4, 0.6]}},
+]
+
+
+def table(record: Results) -> dict[tuple[str, str, str], dict[str, str]]:
+    """Rows of the table by block, variant and settings, each a cell by column."""
+    block, columns, found = "", list[str](), dict[tuple[str, str, str], dict[str, str]]()
+    for line in markdown(record).splitlines():
+        if line.startswith("## "):
+            block, columns = line.removeprefix("## "), []
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if cells and not columns:
+            columns = cells
+        elif cells and set(cells) != {"---"}:
+            row = dict(zip(columns, cells, strict=True))
+            found[block, row["variant"], row["settings"]] = row
+    return found
+
+
+def record(lab: dict[str, Any]) -> Results:
+    """Every point trained."""
+    config = made.config({"variants": VARIANTS, **lab})
+    return made.record(config, [made.result(point, seed) for point in made.points(config) for seed in config.lab.seeds])
+
+
+def test_a_row_holds_the_mean_over_seeds_its_deviation_and_the_gaps() -> None:
+    """Losses 1.645, 1.665, 1.705 against 1.545, 1.565, 1.605 of data parallel."""
+    rows = table(record({"seeds": [1, 2, 4], "replicas": [4]}))
+    row = rows["49,152 tokens, 4 replicas", "noloco", "outer.gamma 0.6"]
+    assert (row["validation loss"], row["merged"]) == ("1.6717 ± 0.0306 (n = 3)", "1.6667")
+    assert row["gap"] == f"+{0.1 / 1.57166667:.2%}" == "+6.36%"
+    assert row["gap in perplexity"] == f"+{math.exp(0.1) - 1:.2%}" == "+10.52%"
+    assert (row["sent per outer step"], row["sent per inner step"]) == ("74 kB", "12.3 kB")
+    assert (row["outer rounds"], row["alone"], row["clipped"], row["seconds"]) == ("8.0", "12.5%", "0.0%", "3")
+    assert rows["49,152 tokens, 4 replicas", "data parallel", "–"]["gap"] == "+0.00%"
+
+
+def test_there_is_a_block_for_each_length_and_number_of_replicas_and_a_row_for_each_point() -> None:
+    """2 × 2 blocks of three rows, each against the reference of its own block."""
+    rows = table(record({"replicas": [4, 16], "lengths": [24_576, 49_152]}))
+    assert list(dict.fromkeys(block for block, _, _ in rows)) == [
+        "24,576 tokens, 4 replicas",
+        "24,576 tokens, 16 replicas",
+        "49,152 tokens, 4 replicas",
+        "49,152 tokens, 16 replicas",
+    ]
+    assert len(rows) == 12
+    assert rows["24,576 tokens, 16 replicas", "noloco", "outer.gamma 0.4"]["validation loss"] == "1.6263 (n = 1)"
+    assert {row["gap in perplexity"] for (_, variant, _), row in rows.items() if variant == "noloco"} == {"+10.52%"}
+
+
+def test_a_variant_that_diverged_on_a_seed_has_no_loss_and_no_gap() -> None:
+    """The mean of those that lived would flatter it."""
+    made_record = record({"seeds": [1, 2], "replicas": [4]})
+    results = list(made_record.results)
+    (point,) = [p for p in made.points(made.config({"variants": VARIANTS})) if p.swept == {"outer.gamma": 0.6}]
+    place = next(i for i, r in enumerate(results) if r.options == point.options and r.seed == 2)
+    results[place] = made.diverged(point, 2)
+    rows = table(made_record.model_copy(update={"results": results}))
+    row = rows["49,152 tokens, 4 replicas", "noloco", "outer.gamma 0.6"]
+    assert (row["validation loss"], row["gap"], row["merged"]) == ("diverged in 1 of 2", "–", "–")
+    assert rows["49,152 tokens, 4 replicas", "noloco", "outer.gamma 0.4"]["gap"] != "–"
+
+
+def test_the_tuning_is_listed_apart_and_the_block_names_what_was_chosen() -> None:
+    """Tune seeds do not enter the reported means."""
+    config = made.config({"variants": VARIANTS, "tune_seeds": [1], "seeds": [4, 5]})
+    text = markdown(made.everything(config))
+    block, _, tuning = text.partition("## Tuning")
+    rows = table(made.everything(config))
+    assert ("49,152 tokens, 4 replicas", "noloco", "outer.gamma 0.4") in rows
+    assert ("49,152 tokens, 4 replicas", "noloco", "outer.gamma 0.6") not in rows
+    assert "outer.gamma 0.6" not in block
+    assert {"outer.gamma 0.4", "outer.gamma 0.6"} <= {settings for part, _, settings in rows if part == "Tuning"}
+    assert "seeds 1" in tuning
+
+
+def test_the_head_repeats_the_command_and_says_what_the_numbers_are() -> None:
+    """Command, versions, model, seeds, and which deviation is meant."""
+    text = markdown(record({"seeds": [1, 2]}))
+    for words in (
+        "```sh\nnoloco-node lab micro.yaml --out out\n```",
+        "torch 2",
+        "37,024 parameters in 2 stages",
+        "Seeds: 1, 2.",
+        "sample standard deviation",
+        "loss of `data parallel`",
+    ):
+        assert words in text
+
+
+def test_the_spread_is_set_against_the_learning_rate_after_the_warm_up_only() -> None:
+    """Within the warm-up the rate climbs while the spread grows: those points would count for a relation."""
+    made_record = record({"replicas": [4]})
+    result = next(r for r in made_record.results if r.algorithm == "noloco")
+    r = spread_follows_rate(made_record, result)
+    assert r is not None
+    assert r > 0.98
+    points = list(result.spread)
+    points[0] = points[0].model_copy(update={"tokens": made.WARMUP, "spread": 1e6})
+    assert spread_follows_rate(made_record, result.model_copy(update={"spread": points})) == pytest.approx(r, abs=0.01)
+    points[1] = points[1].model_copy(update={"spread": 1e6})
+    disturbed = spread_follows_rate(made_record, result.model_copy(update={"spread": points}))
+    assert disturbed is not None
+    assert disturbed < 0.5
+
+
+def test_a_correlation_that_is_not_defined_is_none() -> None:
+    """Too few points, or one that does not vary."""
+    assert pearson([1.0, 2.0], [1.0, 2.0]) is None
+    assert pearson([1.0, 2.0, 3.0], [1.0, 1.0, 1.0]) is None
+    assert pearson([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1.0)
+
+
+def test_lines_keep_seeds_together_and_points_apart() -> None:
+    """One line a point, with a result for each seed in order."""
+    grouped = lines(record({"seeds": [3, 1, 2], "replicas": [4, 8]}))
+    assert [(line.variant, line.swept.get("outer.gamma"), line.replicas) for line in grouped] == [
+        ("data parallel", None, 4),
+        ("data parallel", None, 8),
+        ("noloco", 0.4, 4),
+        ("noloco", 0.6, 4),
+        ("noloco", 0.4, 8),
+        ("noloco", 0.6, 8),
+    ]
+    assert all([result.seed for result in line.results] == [3, 1, 2] for line in grouped)
