@@ -188,6 +188,20 @@ def test_what_is_not_finite_shows_in_the_difference(name: CodecName, bits: int) 
     assert int(torch.isfinite(found).sum()) >= BLOCK - 1
 
 
+@pytest.mark.parametrize("name", MODULO)
+def test_weights_too_large_for_their_spread_still_meet(name: CodecName) -> None:
+    """Where fp32 itself resolves no finer step, single differences are coarse, but their mean is right."""
+    own, other = pair(1e-4, size=4 * BLOCK, shift=100.0)
+    mean = torch.stack([difference(name, own, other, str(number)) for number in range(100)]).mean(0)
+    moved = other - own
+    assert float(mean @ moved / (moved @ moved)) == pytest.approx(1.0, abs=0.2)
+
+
+def test_fp16_saturates() -> None:
+    """Beyond the largest fp16 a difference stops growing; nothing overflows."""
+    assert float(difference("fp16", torch.zeros(1), torch.tensor([1e6]))) == 65504.0
+
+
 def test_the_rotation_is_orthonormal_and_its_own_way_back() -> None:
     """Lengths and angles stay; one value alone is spread evenly."""
     rows = torch.randn(5, BLOCK, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
