@@ -191,8 +191,8 @@ class Exchanger:
         answer = await self._call(session.partner, OPEN, _opening(session, snapshot, own), size)
         if answer.specs != self._opening_specs(session.part):
             raise ProtocolViolation("the gauge or the sketch does not have the agreed size")
-        if not all([await all_finite(tensor) for tensor in answer.tensors]):
-            raise ProtocolViolation("the gauge or the sketch holds NaN or infinity")
+        if not await all_finite(answer.tensors[0]):
+            raise ProtocolViolation("the gauge holds NaN or infinity")
         opening = parse(Opening, answer.header)
         self._refuse_laggards(session.partner, opening.clock)
         await self._compute(lambda: self._worker.outer.agree(answer.tensors[1:]))
@@ -287,8 +287,8 @@ class Exchanger:
         if session.opening:
             raise Refused(Refusal.MALFORMED, "this exchange is open already")
         session.opening = True
-        if not all([await all_finite(tensor) for tensor in message.tensors]):
-            raise self._broken_off(session, "the gauge or the sketch holds NaN or infinity")
+        if not await all_finite(message.tensors[0]):
+            raise self._broken_off(session, "the gauge holds NaN or infinity")
         snapshot = await self._worker.snapshot(session.fragment)
         self._check_still_open(session)
 

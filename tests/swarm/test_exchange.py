@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -19,8 +20,8 @@ from noloco_node.swarm import exchange
 from noloco_node.swarm.memory_transport import Fault, FaultKind
 from noloco_node.swarm.transport import Message, Refusal, Refused
 from noloco_node.telemetry.events import OuterStep
-from tests.support import eventually
-from tests.worlds import World, micro_spec, peer_name, world
+from tests.support import eventually, nothing_left_behind
+from tests.worlds import Swarm, World, libp2p_world, micro_spec, peer_name, world
 
 RULE = OuterSpec(inner_steps=2, min_inner_steps=1, alpha=0.5, beta=0.5, codec="fp32")
 
@@ -57,12 +58,12 @@ async def state_of(replica: Replica) -> dict[str, Tensor]:
     return (await replica.worker.full_state())[1]
 
 
-def outer_steps(made: World, index: int, kind: str) -> list[OuterStep]:
+def outer_steps(made: Swarm, index: int, kind: str) -> list[OuterStep]:
     """Events of one kind that a replica emitted."""
     return [e for e in made.events[index] if isinstance(e, OuterStep) and e.kind == kind]
 
 
-async def both_committed(made: World) -> None:
+async def both_committed(made: Swarm) -> None:
     """Wait until both replicas report a paired step."""
     await eventually(lambda: all(outer_steps(made, i, "paired") for i in (0, 1)), what="both commit")
 
@@ -190,6 +191,31 @@ async def test_an_exchange_by_any_codec_is_the_textbook_step_and_keeps_the_mean(
         assert [each.steps for each in mark] == [*(-3 * f // 3 for f in range(fragments - 1)), steps]
 
 
+@pytest.mark.daemons
+async def test_a_fragment_by_four_bits_over_p2pd(tmp_path: Path) -> None:
+    """Between two real daemons: both commit the same fragment, come closer there, and stay as they were elsewhere."""
+    spec = micro_spec(stages=1, outer=RULE.model_copy(update={"codec": "int4", "fragments": 2}))
+    with nothing_left_behind():
+        async with libp2p_world(spec, tmp_path, replicas=2) as made, asyncio.TaskGroup() as group:
+            running = [group.create_task(replica.exchanger.run()) for replica in made.replicas]
+            for replica in made.replicas:
+                replica.exchanger.accepting = True
+                assert replica.origin is not None
+                await replica.origin.train_one()
+            left, right = made.replicas
+            before = [await state_of(replica) for replica in made.replicas]
+            assert await left.exchanger.dial(right._transport.peer_id, 1)  # pyright: ignore[reportPrivateUsage]
+            await both_committed(made)
+            after = [await state_of(replica) for replica in made.replicas]
+            start = left.worker.part(1).start
+            for task in running:
+                task.cancel()
+    apart = [float((a["fast"] - b["fast"])[start:].norm()) for a, b in (before, after)]
+    assert apart[1] < 0.9 * apart[0]
+    for was, now in zip(before, after, strict=True):
+        assert all(torch.equal(was[name][:start], now[name][:start]) for name in ("fast", "slow", "momentum"))
+
+
 async def test_fragments_find_partners_of_their_own() -> None:
     """Three replicas: each fragment is exchanged with another fellow, and counts for itself; then all at once."""
     outer = RULE.model_copy(update={"fragments": 2})
@@ -202,11 +228,14 @@ async def test_fragments_find_partners_of_their_own() -> None:
         assert since == [(0, 0), (0, 5), (4, 0)], "the second fragment starts one step ahead"
         assert not await first.exchanger.dial(peer_name(0, 1), 0), "too early for this fragment"
         assert not await first.exchanger.dial(peer_name(0, 1), None), "and so for the whole"
-        made.replicas[1].exchanger.last_round = True
-        assert await first.exchanger.dial(peer_name(0, 1), None)
-        await eventually(lambda: not any(replica.exchanger.engaged for replica in made.replicas))
-        assert made.replicas[1].worker.progress.steps_since_outer == (0, 0)
-        assert [event.fragment for event in outer_steps(made, 0, "paired")] == [0, 1, None]
+        ending = made.replicas[1]
+        ending.exchanger.last_round = True
+        for fragment, is_the_last in ((0, False), (None, True)):
+            assert await first.exchanger.dial(peer_name(0, 1), fragment)
+            await eventually(lambda: not any(replica.exchanger.engaged for replica in made.replicas))
+            assert ending._last_step_taken is is_the_last, "only the whole is a last outer step"  # pyright: ignore[reportPrivateUsage]
+        assert ending.worker.progress.steps_since_outer == (0, 0)
+        assert [event.fragment for event in outer_steps(made, 0, "paired")] == [0, 1, 0, None]
 
 
 async def test_a_fragment_alone_leaves_the_others() -> None:
@@ -247,14 +276,20 @@ async def test_a_partner_that_vanishes_changes_nothing(method: str, codec: Liter
 async def test_a_hostile_sketch_is_refused_or_its_step_is_bounded(
     hostile: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not finite: refused, bitwise no change. Zeros or huge: the codes' steps are useless, the weights stay finite and
-    move by no more than own motion and bound."""
+    """Random codes follow it. Not finite: refused, bitwise no change. Zeros or huge: the codes' steps are useless, the
+    weights stay finite and move by no more than own motion and bound."""
     outer = RULE.model_copy(update={"codec": "int4"})
     async with two_replicas(outer) as (made, left, right):
         liar, honest = (left, right) if hostile == "dialler" else (right, left)
         index = made.replicas.index(honest)
         size = liar.worker.outer.codec.sketch_elements(liar.worker.outer.size)
         monkeypatch.setattr(liar.worker.outer, "sketch", lambda: torch.full((size,), value))
+
+        def random_codes(index: int) -> Tensor:
+            count = liar.worker.outer.codec.wire_elements(liar.worker.outer.chunk_size(index))
+            return torch.randint(256, (count,), dtype=torch.uint8)
+
+        monkeypatch.setattr(liar.worker.outer, "encoded_chunk", random_codes)
         if not math.isfinite(value):
             monkeypatch.setattr(liar.worker.outer, "agree", lambda _others: None)
         before = await state_of(honest)
