@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -214,8 +214,27 @@ class Training:
                     drawn.append(index)
         if drawn:
             inputs, labels = self._batches(drawn)
-            self._train(drawn, inputs, labels)
-            self._step_where_due()
+            for places, routes in self._waves(drawn):
+                self._train(routes, inputs[places], labels[places])
+                self._step_where_due()
+
+    def _waves(self, drawn: Sequence[int]) -> Iterator[tuple[list[int], list[Tensor]]]:
+        """The microbatches in groups that visit no replica twice, so that each is computed on the weights after the
+        steps of those before it: places within `drawn`, and the replicas of each stage."""
+        routes = [list(drawn)]
+        for stage in range(1, len(self._stages)):
+            routes.append(self._route(stage, routes[-1]))
+        left = list(range(len(drawn)))
+        while left:
+            wave: list[int] = []
+            taken: set[tuple[int, int]] = set()
+            for place in left:
+                visits = {(stage, rows[place]) for stage, rows in enumerate(routes)}
+                if not visits & taken:
+                    wave.append(place)
+                    taken |= visits
+            yield wave, [torch.tensor([rows[place] for place in wave]) for rows in routes]
+            left = [place for place in left if place not in set(wave)]
 
     def _batches(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Inputs and labels [M, B, T] of the next microbatch of each row."""
@@ -227,14 +246,13 @@ class Training:
         shape = (len(rows), -1, inputs.shape[1])
         return inputs.view(shape), labels.view(shape)
 
-    def _train(self, rows: Sequence[int], inputs: Tensor, labels: Tensor) -> None:
+    def _train(self, routes: Sequence[Tensor], inputs: Tensor, labels: Tensor) -> None:
+        """Forward and backward of some microbatches [M, B, T]; `routes` names the replica of each at every stage."""
         wire = WIRE_DTYPES[self._run.pipeline.activations]
         passages: list[Passage] = []
-        at, values = torch.tensor(rows), inputs
-        for index, stage in enumerate(self._stages):
-            if index:
-                at, values = self._route(index, at), values.to(wire)
-            passages.append(stage.forward(at, values))
+        values = inputs
+        for index, (stage, rows) in enumerate(zip(self._stages, routes, strict=True)):
+            passages.append(stage.forward(rows, values.to(wire) if index else values))
             values = passages[-1].outputs
         passages[-1], losses = self._stages[-1].with_loss(passages[-1], labels)
         total = float(losses.sum())
@@ -249,7 +267,7 @@ class Training:
         self._trained += labels.numel()
         self._losses.append((self._trained, total / labels.numel()))
 
-    def _route(self, stage: int, senders: Tensor) -> Tensor:
+    def _route(self, stage: int, senders: Sequence[int]) -> list[int]:
         """The next-stage replica for each microbatch, by the daemon's own choice."""
         accounts, backlog = self._accounts[stage], self._backlog[stage]
         candidates = [
@@ -259,7 +277,7 @@ class Training:
         ]
         places = {candidate.peer: place for place, candidate in enumerate(candidates)}
         chosen: list[int] = []
-        for sender in senders.tolist():
+        for sender in senders:
             peer = choose_peer(self._run.pipeline.routing, candidates, own_rank=sender, now=0.0, rng=self._rng)
             assert peer is not None, "somebody is always present"
             row = int(peer)
@@ -268,7 +286,7 @@ class Training:
             chosen.append(row)
         for row in range(len(backlog)):
             backlog[row] = max(0.0, backlog[row] - 1.0)
-        return torch.tensor(chosen)
+        return chosen
 
     def _step_where_due(self) -> None:
         inner, limit = self._run.inner, self._run.limits.max_replicas
