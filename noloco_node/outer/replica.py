@@ -67,11 +67,12 @@ class OuterReplica:
         self.whole = Part(0, slow.numel())
         self.fragments = fragments_of(slow.numel(), fragments)
         self._difference = torch.empty_like(slow)
-        self._chunk = max(1, chunk_bytes * 8 // codec.bits // BLOCK) * BLOCK
+        self._chunk = max(1, chunk_bytes * 8 // codec.bits // codec.granule) * codec.granule
         self._part = self.whole
         self._exchange = ""
         self._coding: Coding | None = None
         self._sketch: Tensor | None = None
+        self._sent: dict[int, Tensor] = {}
         self._weight = 1.0
         self._members = 1
         self._adopted = False
@@ -107,6 +108,7 @@ class OuterReplica:
         self.settle()
         self._part, self._members, self._weight, self._exchange = part, members, weight, exchange
         self._coding = self._sketch = None
+        self._sent.clear()
         self._difference[part.slice].zero_()
 
     def sketch(self) -> Tensor:
@@ -131,10 +133,17 @@ class OuterReplica:
         self._coding = self.codec.coding(self._exchange, self._part.start, self._part.end, sketches)
 
     def encoded_chunk(self, index: int) -> Tensor:
-        """Q(s_i) of a chunk, as it travels."""
+        """Q(s_i) of a chunk, as it travels. Codes are kept until the step is over, so that what the difference is taken
+        from is what was sent."""
         assert self._coding is not None, "a chunk needs an agreed coding"
+        if index in self._sent:
+            return self._sent[index]
         part = self._slice(index)
-        return self._coding.encode(self._contribution(part), part.start)
+        pull = self.rule.gamma * self.slow[part] if self.codec.decoupled else None
+        wire = self._coding.encode(self._contribution(part), part.start, pull)
+        if self.codec.modulo:  # others take up to four times the memory, and encode in no time
+            self._sent[index] = wire
+        return wire
 
     def add_chunk(self, index: int, wire: Tensor) -> None:
         """Take in a partner's Q(s_j) of a chunk.
@@ -187,6 +196,7 @@ class OuterReplica:
             step_(self.rule, mean, slow=slow, momentum=momentum)
             torch.sub(slow, self.snapshot[part], out=self.snapshot[part])
         self._coding = None
+        self._sent.clear()
         return self.snapshot[self._part.slice]
 
     def adopt(self) -> None:

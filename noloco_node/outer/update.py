@@ -60,9 +60,8 @@ def token_weights(tokens: Sequence[int]) -> tuple[float, ...]:
     n = len(tokens)
     if n == 0 or min(tokens) < 0:
         raise ValueError(f"token counts must be a non-empty list of numbers >= 0, got {list(tokens)}")
+    tokens = [max(1, count) for count in tokens]  # no scale lifts a zero, and the others may all be at their bound
     total = sum(tokens)
-    if total == 0:
-        return (1.0,) * n
     weights = [1.0] * n
     low, high = 0.0, n * MAX_TOKEN_WEIGHT * total
     for _ in range(200):  # bisection: the sum of the clipped weights rises with the scale

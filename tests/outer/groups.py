@@ -32,7 +32,7 @@ def replica_of(
     fragments: int = 1,
 ) -> OuterReplica:
     """A replica with copies of these weights; fast = slow and no momentum where they are not given."""
-    chunk_bytes = chunk_blocks * BLOCK * CODECS[codec].bits // 8
+    chunk_bytes = chunk_blocks * BLOCK * CODECS[codec].bits // 8  # `dct` makes it 16 blocks
     replica = OuterReplica(rule, slow.clone(), codec=CODECS[codec], chunk_bytes=chunk_bytes, fragments=fragments)
     replica.snapshot.copy_(slow if fast is None else fast)
     if momentum is not None:
@@ -47,9 +47,10 @@ def replicas(
     dtype: torch.dtype = torch.float32,
     *,
     fragments: int = 1,
+    size: int = SIZE,
 ) -> list[OuterReplica]:
     """Replicas whose weights, progress and momentum are independent."""
-    parts = zip(vectors(count, dtype, 1), vectors(count, dtype, 2), vectors(count, dtype, 3), strict=True)
+    parts = zip(*(vectors(count, dtype, seed, size) for seed in (1, 2, 3)), strict=True)
     return [
         replica_of(rule, slow, fast=slow + 0.1 * moved, momentum=0.05 * delta, codec=codec, fragments=fragments)
         for slow, moved, delta in parts

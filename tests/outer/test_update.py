@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -132,6 +132,8 @@ def test_plain_averaging_keeps_the_mean_and_halves_the_variance() -> None:
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=8))
+@example([0, 0, 0, 1])
+@example([0, 0])
 def test_token_weights_sum_to_the_group_and_stay_in_bounds(tokens: list[int]) -> None:
     """Σ n·w = n always; each within [1/2, 2]; more tokens never weigh less."""
     weights = token_weights(tokens)

@@ -1,0 +1,125 @@
+"""Codes of a vector modulo 2^bits, for partners whose vectors lie close together, and the dither that they share."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from noloco_node.outer.rotation import BLOCK, hashed, rotated, rotated_back_, signs
+
+DITHER_LEVELS = 1 << 16
+SKETCH_PER_BLOCK = 8
+
+_WEYL = 40503
+_PRIOR_SAMPLES = 2.0
+_FINEST_STEP = 2.0**-18
+_LARGEST_CODE = 2.0**23
+_SMALLEST_STEP = 1e-30
+_AMBIGUOUS = -128
+"""Half the range either way is one code, so it counts as no difference."""
+
+
+def sketch_of(exchange: str, values: Tensor) -> Tensor:
+    """A few rotated coordinates of each block of the values, fp32 [8 · blocks]."""
+    stride = BLOCK // SKETCH_PER_BLOCK
+    drawn = hashed(torch.arange(SKETCH_PER_BLOCK), seed_of(f"sketch/{exchange}")) % stride
+    rows = rotated(rows_of(values), signs(seed_of(f"signs/{exchange}")).to(values.dtype))
+    return rows[:, torch.arange(0, BLOCK, stride) + drawn].to(torch.float32).flatten()
+
+
+class ModuloCodes:
+    """A `Coding`: floor(x/step + dither) modulo 2^bits of the rotated values x, a step for each block.
+
+    The dither goes up to 2 instead of 1: a whole step more moves both sides' codes alike. 4-bit codes are packed by
+    halves of a chunk, the second half in the upper bits.
+    """
+
+    def __init__(
+        self,
+        bits: int,
+        range_in_deviations: float,
+        exchange: str,
+        sketches: Sequence[Tensor],
+        start: int,
+        end: int,
+    ) -> None:
+        self._bits = bits
+        self._steps = _steps(bits, range_in_deviations, sketches)
+        self._seed = seed_of(f"dither/{exchange}")
+        self._signs = signs(seed_of(f"signs/{exchange}"))
+        self._start, self._end = start, end
+
+    def encode(self, values: Tensor, start: int, pull: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        """See `Coding`."""
+        kind = values.dtype
+        rows = rotated(rows_of(values), self._signs.to(kind))
+        codes = offsets(self._seed, start, len(values)).to(kind).div_(DITHER_LEVELS)[:, None] + (
+            within_block().to(kind).div_(DITHER_LEVELS)
+        )
+        codes.addcdiv_(rows, self._steps_of(start, len(rows)).to(kind))
+        codes.clamp_(-_LARGEST_CODE, _LARGEST_CODE).floor_()
+        wire = codes.flatten().to(torch.int32).to(torch.uint8)  # by way of int32 it is modulo 256
+        if self._bits == 8:
+            return wire
+        lower, upper = wire.chunk(2)
+        return lower.bitwise_and_(0xF).bitwise_or_(upper.bitwise_left_shift_(4))
+
+    def difference(self, other: Tensor, own: Tensor, start: int) -> Tensor:
+        """See `Coding`."""
+        if self._bits == 8:
+            moved, unit = other - own, 1
+        else:  # a 4-bit difference in a byte's upper half wraps by itself, as 16 times its value
+            moved, unit = torch.cat([(other - own) << 4, (other & 0xF0) - (own & 0xF0)]), 16
+        signed = moved.view(torch.int8)
+        rows = signed.to(torch.float32).masked_fill_(signed == _AMBIGUOUS, 0.0).view(-1, BLOCK)
+        rows.mul_(self._steps_of(start, len(rows)) / unit)
+        return rotated_back_(rows, self._signs).flatten()[: self._end - start]
+
+    def _steps_of(self, start: int, blocks: int) -> Tensor:
+        first = (start - self._start) // BLOCK
+        return self._steps[first : first + blocks, None]
+
+
+def _steps(bits: int, range_in_deviations: float, sketches: Sequence[Tensor]) -> Tensor:
+    """Step of each block, fp32: from the root mean square over the block's samples of how far the members lie apart.
+
+    A block's few samples are taken together with the mean over all blocks, which counts as two samples more. Symmetric
+    in the members and, by fp64 and sums in a fixed order, the same on every machine. Values must stay below 2^23 steps:
+    the step is never finer than 2^-18 of the block's largest sample.
+    """
+    stacked = torch.stack([sketch.double().view(-1, SKETCH_PER_BLOCK) for sketch in sketches])
+    columns = (stacked.amax(0) - stacked.amin(0)).square_().unbind(1)
+    squares = torch.zeros_like(columns[0])
+    for column in columns:
+        squares += column
+    overall = math.fsum(squares.numpy()) / (SKETCH_PER_BLOCK * max(1, len(squares)))
+    mean = (squares + _PRIOR_SAMPLES * overall) / (SKETCH_PER_BLOCK + _PRIOR_SAMPLES)
+    step = mean.sqrt() * (range_in_deviations / ((1 << (bits - 1)) - 1))
+    finest = (stacked.abs().amax(2).amax(0) * _FINEST_STEP).clamp_(min=_SMALLEST_STEP)
+    return step.maximum(finest).float()
+
+
+def rows_of(values: Tensor) -> Tensor:
+    """Values by blocks [n, 1024], the last one filled up with zeros."""
+    missing = -len(values) % BLOCK
+    return (functional.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)
+
+
+def within_block() -> Tensor:
+    """The dither's Weyl sequence in a block: int32 in [0, 2^16), evenly spread."""
+    return torch.arange(BLOCK, dtype=torch.int32).mul_(_WEYL).bitwise_and_(DITHER_LEVELS - 1)
+
+
+def offsets(seed: int, start: int, count: int) -> Tensor:
+    """Where the dither of each block begins: int32 in [0, 2^16)."""
+    blocks = torch.arange(start // BLOCK, math.ceil((start + count) / BLOCK))
+    return (hashed(blocks, seed) & (DITHER_LEVELS - 1)).to(torch.int32)
+
+
+def seed_of(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")

@@ -1,0 +1,115 @@
+"""The dct codec: what crosses, what stays, and that nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_node.outer.codec import BLOCK, CODECS
+from noloco_node.outer.decoupled import GROUP, dct_matrix, decoupled_bytes
+from noloco_node.outer.replica import OuterReplica
+from noloco_node.outer.update import OuterRule
+from tests.outer.groups import meet, replica_of, replicas, step, vectors
+
+RULE = OuterRule(0.5, 0.5, 0.5, "averaged")
+SIZE = 2 * GROUP * BLOCK + 5 * BLOCK + 77
+
+
+def spread(group: list[OuterReplica]) -> float:
+    """Root mean square over weights of the deviation across replicas."""
+    return float(torch.stack([replica.slow for replica in group]).var(0).mean().sqrt())
+
+
+def test_the_transform_is_orthonormal() -> None:
+    """Its transpose takes it back."""
+    matrix = dct_matrix().double()
+    assert float((matrix @ matrix.T - torch.eye(64)).abs().max()) < 1e-6
+    constant = matrix @ torch.ones(64, dtype=torch.float64)
+    assert float(constant[0]) == pytest.approx(8.0)
+    assert float(constant[1:].abs().max()) < 1e-6
+
+
+@given(size=st.integers(1, 3 * GROUP * BLOCK), seed=st.integers(0, 99))
+def test_both_sides_find_the_same_difference_and_bytes_are_as_promised(size: int, seed: int) -> None:
+    """Antisymmetric bit by bit for every length, in fewer than 1/16 of the bytes of fp32 where it is long enough."""
+    codec, name = CODECS["dct"], str(seed)
+    pair, pulls = vectors(2, torch.float32, seed, size), vectors(2, torch.float32, seed + 1000, size)
+    sketches = [codec.sketch(name, values) for values in pair]
+    coding = codec.coding(name, 0, size, sketches)
+    wires = [coding.encode(values, 0, pull) for values, pull in zip(pair, pulls, strict=True)]
+    there, back = coding.difference(wires[1], wires[0], 0), coding.difference(wires[0], wires[1], 0)
+    assert there.shape == (size,)
+    assert torch.equal(there, -back)
+    assert wires[0].nbytes + sketches[0].nbytes == codec.wire_bytes(size)
+    assert codec.wire_bytes(size) <= size / 4 + 2 * BLOCK
+    assert codec.wire_bytes(100 * GROUP * BLOCK) * 16.5 < 4 * 100 * GROUP * BLOCK
+
+
+def test_the_largest_waves_cross_and_one_block_in_sixteen_crosses_whole() -> None:
+    """Partners that differ by pure waves, at most four in a place, find the whole difference; their φ only where the
+    window is."""
+    basis, generator = dct_matrix(), torch.Generator().manual_seed(1)
+    amplitudes = torch.zeros(SIZE // 64, 64)
+    for row in amplitudes:
+        row[torch.randperm(64, generator=generator)[:4]] = torch.randn(4, generator=generator)
+    waves = torch.zeros(SIZE)
+    waves[: amplitudes.numel()] = (amplitudes @ basis).flatten()
+    slow = vectors(1, torch.float32, size=SIZE)[0]
+    still = replica_of(RULE, slow, codec="dct")
+    moved = replica_of(RULE, slow + 1.0, fast=slow + 1.0 + 0.1 * waves, codec="dct")
+    before = still.slow.clone()
+    meet([still, moved])
+    change = still.commit(1.0) + 0.0
+    found = change - 0.5 * 0.5 * 0.1 * waves
+    whole = (found.abs() > 0.1).view(-1)
+    pulled = whole[: 37 * BLOCK].view(-1, BLOCK).float().mean(1) > 0.99
+    assert int(pulled.sum()) + int(bool(whole[37 * BLOCK :].all())) == 3
+    assert float((found[whole] - 0.25).abs().max()) < 0.05
+    assert float(found[~whole].abs().max()) < 2e-3
+    assert torch.allclose(still.slow, before + change, atol=1e-6)
+
+
+def test_nothing_waits_and_nothing_is_lost() -> None:
+    """A constant and different Δ in each of four replicas: the mean over replicas moves by all of it in every round, as
+    without a codec, and the spread stays bounded."""
+    group = [replica_of(RULE, vectors(1, size=SIZE)[0], codec="dct") for _ in range(4)]
+    learnt = [0.01 * x for x in vectors(4, torch.float64, 77, SIZE)]
+    start = torch.stack([r.slow for r in group]).mean(0)
+    generator = torch.Generator().manual_seed(3)
+    mean, velocity = start.clone(), torch.zeros_like(start)
+    late: list[float] = []
+    for number in range(100):
+        for replica, delta in zip(group, learnt, strict=True):
+            replica.snapshot.copy_(replica.slow + delta)
+        order = torch.randperm(4, generator=generator).tolist()
+        for a, b in zip(order[::2], order[1::2], strict=True):
+            step([group[a], group[b]], exchange=f"{number}/{a}")
+        velocity = 0.5 * velocity + 0.5 * torch.stack(learnt).mean(0)
+        mean += velocity
+        late.append(spread(group))
+    assert float((torch.stack([r.slow for r in group]).mean(0) - mean).abs().max()) < 1e-9
+    alone = 100 * float(torch.stack(learnt).var(0).mean().sqrt())
+    assert max(late) < 0.35 * alone
+    assert late[-1] < 1.4 * late[50]
+
+
+def test_the_spread_shrinks_by_the_window_alone() -> None:
+    """No progress, only different φ: halved where the window was, so a sixteenth of the variance goes each round."""
+    group = replicas(8, OuterRule(0.0, 0.0, 1.0, "averaged"), "dct", size=SIZE)
+    for replica in group:
+        replica.snapshot.copy_(replica.slow)
+    before, generator = spread(group), torch.Generator().manual_seed(2)
+    for number in range(64):
+        order = torch.randperm(8, generator=generator).tolist()
+        for a, b in zip(order[::2], order[1::2], strict=True):
+            step([group[a], group[b]], exchange=f"{number}/{a}")
+    expected = (1 - 4 / 7 / GROUP) ** 64  # c = 4/7 of a deviation's variance where two of eight meet
+    assert (spread(group) / before) ** 2 == pytest.approx(expected, rel=0.35)
+
+
+def test_bytes_by_blocks() -> None:
+    """One block alone crosses whole; sixteen are one whole and fifteen sparse."""
+    assert decoupled_bytes(1) == BLOCK
+    assert decoupled_bytes(GROUP) == BLOCK + 15 * 16 * 4 * 3
