@@ -20,6 +20,7 @@ _PRIOR_SAMPLES = 2.0
 _FINEST_STEP = 2.0**-18
 _LARGEST_CODE = 2.0**23
 _SMALLEST_STEP = 1e-30
+_BLOCKS_IN_CACHE = 128
 _AMBIGUOUS = -128
 """Half the range either way is one code, so it counts as no difference."""
 
@@ -28,8 +29,10 @@ def sketch_of(exchange: str, values: Tensor) -> Tensor:
     """A few rotated coordinates of each block of the values, fp32 [8 · blocks]."""
     stride = BLOCK // SKETCH_PER_BLOCK
     drawn = hashed(torch.arange(SKETCH_PER_BLOCK), seed_of(f"sketch/{exchange}")) % stride
-    rows = rotated(rows_of(values), signs(seed_of(f"signs/{exchange}")).to(values.dtype))
-    return rows[:, torch.arange(0, BLOCK, stride) + drawn].to(torch.float32).flatten()
+    places = torch.arange(0, BLOCK, stride) + drawn
+    flips, rows = signs(seed_of(f"signs/{exchange}")).to(values.dtype), rows_of(values)
+    samples = [rotated(rows[piece], flips)[:, places] for piece in _pieces(len(rows))]
+    return torch.cat(samples).to(torch.float32).flatten()
 
 
 class ModuloCodes:
@@ -56,17 +59,14 @@ class ModuloCodes:
 
     def encode(self, values: Tensor, start: int, pull: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """See `Coding`."""
-        kind = values.dtype
-        rows = rotated(rows_of(values), self._signs.to(kind))
-        codes = offsets(self._seed, start, len(values)).to(kind).div_(DITHER_LEVELS)[:, None] + (
-            within_block().to(kind).div_(DITHER_LEVELS)
-        )
-        codes.addcdiv_(rows, self._steps_of(start, len(rows)).to(kind))
-        codes.clamp_(-_LARGEST_CODE, _LARGEST_CODE).floor_()
-        wire = codes.flatten().to(torch.int32).to(torch.uint8)  # by way of int32 it is modulo 256
+        rows = rows_of(values)
+        wire = torch.empty(rows.shape, dtype=torch.uint8)
+        steps, begins = self._steps_of(start, len(rows)), offsets(self._seed, start, rows.numel())
+        for piece in _pieces(len(rows)):
+            wire[piece] = self._codes(rows[piece], steps[piece], begins[piece])
         if self._bits == 8:
-            return wire
-        lower, upper = wire.chunk(2)
+            return wire.flatten()
+        lower, upper = wire.flatten().chunk(2)
         return lower.bitwise_and_(0xF).bitwise_or_(upper.bitwise_left_shift_(4))
 
     def difference(self, other: Tensor, own: Tensor, start: int) -> Tensor:
@@ -75,10 +75,21 @@ class ModuloCodes:
             moved, unit = other - own, 1
         else:  # a 4-bit difference in a byte's upper half wraps by itself, as 16 times its value
             moved, unit = torch.cat([(other - own) << 4, (other & 0xF0) - (own & 0xF0)]), 16
-        signed = moved.view(torch.int8)
-        rows = signed.to(torch.float32).masked_fill_(signed == _AMBIGUOUS, 0.0).view(-1, BLOCK)
-        rows.mul_(self._steps_of(start, len(rows)) / unit)
-        return rotated_back_(rows, self._signs).flatten()[: self._end - start]
+        moved = moved.view(torch.int8).view(-1, BLOCK)
+        steps = self._steps_of(start, len(moved)) / unit
+        rows = torch.empty(moved.shape)
+        for piece in _pieces(len(moved)):
+            found = moved[piece].to(torch.float32).masked_fill_(moved[piece] == _AMBIGUOUS, 0.0).mul_(steps[piece])
+            rows[piece] = rotated_back_(found, self._signs)
+        return rows.flatten()[: self._end - start]
+
+    def _codes(self, rows: Tensor, steps: Tensor, begins: Tensor) -> Tensor:
+        """Codes modulo 256 of so many blocks, with the beginnings of their dithers."""
+        kind = rows.dtype
+        dither = begins.to(kind)[:, None] + within_block().to(kind)
+        codes = dither.div_(DITHER_LEVELS).addcdiv_(rotated(rows, self._signs.to(kind)), steps.to(kind))
+        codes.clamp_(-_LARGEST_CODE, _LARGEST_CODE).floor_()
+        return codes.to(torch.int32).to(torch.uint8)  # by way of int32 it is modulo 256
 
     def _steps_of(self, start: int, blocks: int) -> Tensor:
         first = (start - self._start) // BLOCK
@@ -108,6 +119,11 @@ def rows_of(values: Tensor) -> Tensor:
     """Values by blocks [n, 1024], the last one filled up with zeros."""
     missing = -len(values) % BLOCK
     return (functional.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)
+
+
+def _pieces(blocks: int) -> list[slice]:
+    """So many blocks in pieces that stay in a processor's cache."""
+    return [slice(first, first + _BLOCKS_IN_CACHE) for first in range(0, blocks, _BLOCKS_IN_CACHE)]
 
 
 def within_block() -> Tensor:
