@@ -84,9 +84,6 @@ class InnerSpec(Settings):
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     eps: PositiveFloat = 1e-8
-    noise_weight: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """How much the noise of a replica's gradient counts in AdamW's second moment: 1 is AdamW, 1/replicas normalises as
-    the whole swarm's batch would. The noise is measured by how far the microbatches of one step disagree."""
     clip_norm: PositiveFloat = 1.0
     """Gradient norm bound of each stage (a stage cannot know the norm of the others)."""
     backward: Literal["keep", "recompute"] = "keep"

@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from noloco_node.config.run_spec import InnerSpec, ModelSpec
 from noloco_node.model.stage import build_stage
 from noloco_node.training.layout import FlatLayout
-from noloco_node.training.noise_weighted_adam import NoiseWeightedAdam
 from noloco_node.training.stage_trainer import COMPUTE_DTYPE
+from noloco_node.virtual.noise_weighted_adam import NoiseWeightedAdam
 
 AT_ONCE = 64
 """Microbatches in one vectorised call: enough to hide Python, few enough for the caches and for memory."""
@@ -39,7 +39,7 @@ class StackedStage:
     step by the tokens counted, the gradient of each replica clipped by its own norm.
     """
 
-    def __init__(self, model: ModelSpec, inner: InnerSpec, index: int, replicas: int) -> None:
+    def __init__(self, model: ModelSpec, inner: InnerSpec, index: int, replicas: int, noise_weight: float) -> None:
         self._stage = build_stage(model, index)
         self._is_first, self._is_last = self._stage.cut.is_first, self._stage.cut.is_last
         parameters = dict(self._stage.named_parameters())
@@ -51,8 +51,8 @@ class StackedStage:
         self._clip_norm = inner.clip_norm
         self._dtype = COMPUTE_DTYPE[inner.precision]
         self._microbatches = [0] * replicas
-        self._squares = torch.zeros_like(self.fast) if inner.noise_weight < 1.0 else None
-        self._noise_weighted = self._make_noise_weighted(inner) if self._squares is not None else []
+        self._squares = torch.zeros_like(self.fast) if noise_weight < 1.0 else None
+        self._noise_weighted = self._make_noise_weighted(inner, noise_weight) if self._squares is not None else []
         self._optimizer = self._make_optimizer(inner)
 
     @property
@@ -87,7 +87,7 @@ class StackedStage:
                 self.gradient[:, columns].index_add_(0, passage.rows, flat)
             if self._squares is not None:
                 self._squares[:, columns].index_add_(0, passage.rows, (flat / tokens).square_())
-        rows: list[int] = passage.rows.tolist()
+        rows = cast(list[int], passage.rows.tolist())  # pyright: ignore[reportUnknownMemberType]
         for row in rows:
             self.tokens[row] += tokens
             self._microbatches[row] += 1
@@ -103,8 +103,9 @@ class StackedStage:
         """An inner step of each of these replicas on the mean gradient of its tokens, at its own learning rate."""
         counts = torch.tensor([self.tokens[row] for row in rows])
         picked = self.gradient[list(rows)] if len(rows) < self.replicas else self.gradient
-        norms = picked.norm(dim=1) / counts  # pyright: ignore[reportUnknownMemberType]
-        factors: list[float] = ((norms + 1e-6).reciprocal().mul(self._clip_norm).clamp(max=1.0) / counts).tolist()
+        norms = torch.sqrt(picked.square().sum(1)) / counts
+        clips = torch.clamp(self._clip_norm / (norms + 1e-6), max=1.0)
+        factors = cast(list[float], (clips / counts).tolist())  # pyright: ignore[reportUnknownMemberType]
         for row, factor in zip(rows, factors, strict=True):
             self.gradient[row].mul_(factor)
         if self._squares is None:
@@ -168,7 +169,7 @@ class StackedStage:
         ]
         return torch.optim.AdamW(groups, lr=1.0, betas=(inner.beta1, inner.beta2), eps=inner.eps, fused=True)
 
-    def _make_noise_weighted(self, inner: InnerSpec) -> list[NoiseWeightedAdam]:
+    def _make_noise_weighted(self, inner: InnerSpec, noise_weight: float) -> list[NoiseWeightedAdam]:
         return [
             NoiseWeightedAdam(
                 self.layout.decayed,
@@ -176,8 +177,8 @@ class StackedStage:
                 inner.beta1,
                 inner.beta2,
                 inner.eps,
-                inner.noise_weight,
-                *(torch.zeros(self.layout.size) for _ in range(3)),
+                noise_weight,
+                self.layout.size,
             )
             for _ in self.fast
         ]

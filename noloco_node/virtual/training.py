@@ -93,10 +93,14 @@ def microbatch_windows(run: RunSpec, world: WorldSpec, replicas: int) -> int:
     return run.inner.global_batch_tokens // pieces
 
 
-@lru_cache(maxsize=2)
 def windows_of(data: DataSpec, vocabulary: int) -> Windows:
     """The text, read once in a process."""
-    return load_windows(data, vocabulary)
+    return _windows_of(data.model_dump_json(), vocabulary)
+
+
+@lru_cache(maxsize=2)
+def _windows_of(data: str, vocabulary: int) -> Windows:
+    return load_windows(DataSpec.model_validate_json(data), vocabulary)
 
 
 class Training:
@@ -118,7 +122,9 @@ class Training:
         self._held_out = self._windows.validation_indices(run.evaluation.windows)
         self._rng = random.Random(f"world/{seed}")
         model = run.model.model_copy(update={"seed": seed})
-        self._stages = [StackedStage(model, run.inner, index, stacked) for index in range(run.stages)]
+        self._stages = [
+            StackedStage(model, run.inner, index, stacked, world.noise_weight) for index in range(run.stages)
+        ]
         self._accounts = [[Account() for _ in range(stacked)] for _ in self._stages]
         self._peers = [PeerId(f"{index:06d}") for index in range(stacked)]
         self._fellowships = [

@@ -11,7 +11,7 @@ microbatches behind one step disagree. With its second moment u, this optimizer 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,19 +27,20 @@ class NoiseWeightedAdam:
     beta2: float
     eps: float
     noise_weight: float
-    first: Tensor
+    size: InitVar[int]
+    first: Tensor = field(init=False, repr=False)
     """m, [size]."""
-    second: Tensor
+    second: Tensor = field(init=False, repr=False)
     """v, [size]."""
-    noise: Tensor
+    noise: Tensor = field(init=False, repr=False)
     """u: the second moment of the noise of a step's mean gradient, [size]."""
     steps: int = 0
     noise_steps: int = 0
     """Steps behind `noise`: those of two microbatches or more."""
     _scratch: Tensor = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        self._scratch = torch.empty_like(self.first)
+    def __post_init__(self, size: int) -> None:
+        self.first, self.second, self.noise, self._scratch = (torch.zeros(size) for _ in range(4))
 
     def step_(self, weights: Tensor, gradient: Tensor, squares: Tensor, microbatches: int, rate: float) -> None:
         """One step on the mean `gradient` of `microbatches` equally large ones, whose own mean gradients have the sum
