@@ -1,0 +1,135 @@
+"""What each codec of the outer step costs and loses: bytes, error and time for a weight.
+
+python -m benchmarks.codecs --out benchmarks/results/codecs.json
+
+Two replicas whose φ and Δ differ by a thousandth of their weights' size exchange once through `OuterReplica`. The error
+share is the mean square of what the codec adds to the difference over that of the difference, in three kinds of
+differences: Gaussian; heavy tails (Student's t, ν = 4); uneven rows (the same, every 128 values times e^normal).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from noloco_node.outer.codec import CODECS, Codec
+from noloco_node.outer.replica import OuterReplica
+from noloco_node.outer.update import OuterRule
+
+RULE = OuterRule(0.5, 0.5, 0.5, "averaged")
+KINDS = ("gaussian", "heavy tails", "uneven rows")
+SPREAD = 1e-3
+ROW = 128
+CHUNK_BYTES = 1 << 20
+
+
+def noise(kind: str, size: int, generator: torch.Generator) -> Tensor:
+    """A vector of independent differences of that kind."""
+    values = torch.randn(size, generator=generator)
+    if kind == "gaussian":
+        return values
+    values /= torch.randn(4, size, generator=generator).square().mean(0).sqrt()
+    if kind == "uneven rows":
+        values *= torch.randn(size // ROW, generator=generator).exp().repeat_interleave(ROW)
+    return values
+
+
+def pair(codec: Codec, kind: str, size: int) -> list[OuterReplica]:
+    """Two replicas, SPREAD apart in φ and with as much progress of their own, ready to exchange."""
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(size, generator=generator)
+    made: list[OuterReplica] = []
+    for _ in range(2):
+        slow = weights + SPREAD * noise(kind, size, generator)
+        replica = OuterReplica(RULE, slow, codec=codec, chunk_bytes=CHUNK_BYTES)
+        torch.add(slow, noise(kind, size, generator), alpha=SPREAD, out=replica.snapshot)
+        made.append(replica)
+    return made
+
+
+def exchange(
+    replicas: list[OuterReplica], name: str, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float]:
+    """One exchange without its commit. Seconds of one side for what it sends, and for what it takes in."""
+    own, other = replicas
+    for replica in replicas:
+        replica.open(replica.whole, members=2, weight=1.0, exchange=name)
+    started = clock()
+    own.sketch()
+    sending = clock() - started
+    own.agree([other.sketch()])
+    other.agree([own.sketch()])
+    taking = 0.0
+    for index in range(own.chunks):
+        wire = other.encoded_chunk(index)
+        started = clock()
+        own.encoded_chunk(index)
+        between = clock()
+        own.add_chunk(index, wire)
+        taking += clock() - between
+        sending += between - started
+    return sending, taking
+
+
+def error_share(codec: Codec, kind: str, size: int, exchanges: int = 4) -> float:
+    """Mean square of (what was committed − the exact half difference) over that of the half difference."""
+    total = 0.0
+    for number in range(exchanges):
+        own, other = pair(codec, kind, size)
+        exact = (contribution(other) - contribution(own)) / 2
+        alone = own.slow.double() - own.snapshot.double() + contribution(own) - RULE.gamma * own.slow.double()
+        exchange([own, other], str(number))
+        found = own.commit().double() - alone
+        total += float((found - exact).square().mean() / exact.square().mean()) / exchanges
+    return total
+
+
+def contribution(replica: OuterReplica) -> Tensor:
+    """s in fp64 (no momentum, equal work)."""
+    slow = replica.slow.double()
+    return RULE.beta * (replica.snapshot.double() - slow) + RULE.gamma * slow
+
+
+def nanoseconds(codec: Codec, size: int, threads: int, repeats: int = 10) -> dict[str, float]:
+    """Least time for a weight over some exchanges: sent (sketch included) and taken in, on the host. With one thread
+    its CPU time, so that other processes on the machine do not count; with more, the time that passes."""
+    torch.set_num_threads(threads)
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    replicas = pair(codec, "gaussian", size)
+    times = [exchange(replicas, str(number), clock) for number in range(repeats)]
+    send, take = (min(column) / size * 1e9 for column in zip(*times, strict=True))
+    return {"send_ns": round(send, 2), "take_in_ns": round(take, 2)}
+
+
+def measure(size: int) -> list[dict[str, object]]:
+    """All codecs."""
+    rows: list[dict[str, object]] = []
+    for codec in CODECS.values():
+        row: dict[str, object] = {"codec": codec.name, "bytes_per_weight": codec.wire_bytes(size) / size}
+        torch.set_num_threads(1)
+        row["error_share"] = {kind: float(f"{error_share(codec, kind, size):.2g}") for kind in KINDS}
+        for threads in (1, 2):
+            row[f"threads_{threads}"] = nanoseconds(codec, size, threads)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=1 << 22, help="weights")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    result = {"weights": arguments.size, "torch": str(torch.__version__), "codecs": measure(arguments.size)}
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
