@@ -151,6 +151,15 @@ def test_cutting_into_chunks_changes_nothing(name: CodecName, blocks: int, start
     assert torch.equal(difference(name, own, other, start=start, chunk=blocks * BLOCK), whole)
 
 
+@pytest.mark.parametrize("name", MODULO)
+def test_a_large_chunk_is_as_many_small_ones(name: CodecName) -> None:
+    """Also where it is longer than the pieces in which it is made."""
+    own, other = pair(0.01, size=300 * BLOCK + 5)
+    whole = difference(name, own, other)
+    assert torch.equal(difference(name, own, other, chunk=50 * BLOCK), whole)
+    assert rms(whole - (other - own)) < 0.5 * rms(other - own)
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("size", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, SIZE])
 def test_bytes_are_as_promised(name: CodecName, size: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from noloco_node.outer.codec import BLOCK, CODECS
 from noloco_node.outer.decoupled import GROUP, dct_matrix, decoupled_bytes
@@ -107,6 +108,29 @@ def test_the_spread_shrinks_by_the_window_alone() -> None:
             step([group[a], group[b]], exchange=f"{number}/{a}")
     expected = (1 - 4 / 7 / GROUP) ** 64  # c = 4/7 of a deviation's variance where two of eight meet
     assert (spread(group) / before) ** 2 == pytest.approx(expected, rel=0.35)
+
+
+def test_cutting_into_chunks_of_whole_groups_changes_nothing() -> None:
+    """The same bits in one piece and by groups of blocks, also of a fragment that begins later; the window's blocks,
+    which lie a thousandth apart, are right in every group."""
+    codec, start = CODECS["dct"], 7 * BLOCK
+    own, apart = vectors(2, torch.float32, 3, SIZE)
+    other = own + 1e-3 * apart
+    coding = codec.coding("e", start, start + SIZE, [codec.sketch("e", own), codec.sketch("e", other)])
+
+    def found(chunk: int) -> Tensor:
+        arrived: list[Tensor] = []
+        for first in range(0, SIZE, chunk):
+            part = slice(first, first + chunk)
+            wires = [coding.encode(values[part], start + first, values[part]) for values in (other, own)]
+            arrived.append(coding.difference(wires[0], wires[1], start + first))
+        return torch.cat(arrived)
+
+    whole = found(3 * GROUP * BLOCK)
+    assert torch.equal(found(GROUP * BLOCK), whole)
+    exact = (whole - 1e-3 * apart).abs() < 3e-4  # where only the pull differs, the other blocks find nothing
+    per_block = exact[: 37 * BLOCK].view(-1, BLOCK).float().mean(1)
+    assert [int((group > 0.99).sum()) for group in per_block.split(GROUP)][:2] == [1, 1]
 
 
 def test_bytes_by_blocks() -> None:
