@@ -400,7 +400,12 @@ class Replica:
 
     def _not_beyond_the_swarm(self, claimed: float) -> float:
         """A donor's clock, unless it is far ahead of what the directory says: it could end this replica's run."""
-        believed = believed_clock(claimed, self.membership.fellow_clocks(), self.spec.max_lag_tokens)
+        believed = believed_clock(
+            claimed,
+            estimated=self.membership.fellow_clocks(),
+            recorded=self.membership.recorded_clocks(),
+            max_lag=self.spec.max_lag_tokens,
+        )
         return min(claimed, believed)
 
     async def _keep_account(self) -> None:

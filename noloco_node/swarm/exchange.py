@@ -397,8 +397,13 @@ class Exchanger:
 
     def _believed(self, claimed: float) -> float:
         """A partner's clock within bounds; where the directory knows no fellow, around the own clock."""
-        own = self._worker.progress.clock
-        return believed_clock(claimed, self._clocks() or (own,), self._spec.max_lag_tokens)
+        own = (self._worker.progress.clock,)
+        return believed_clock(
+            claimed,
+            estimated=self._clocks() or own,
+            recorded=self._recorded_clocks() or own,
+            max_lag=self._spec.max_lag_tokens,
+        )
 
     def _give_up_if_stalled(self, limit: float) -> None:
         session = self._session

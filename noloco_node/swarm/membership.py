@@ -50,6 +50,7 @@ class Membership:
         self._describe = describe
         self._on_change = on_change
         self._sequence = int(directory.now() * 1000)
+        self._announced_speed = 0.0
         self.state = PeerState.JOINING
 
     def live(self, stage: int, *states: PeerState) -> tuple[PeerRecord, ...]:
@@ -107,6 +108,7 @@ class Membership:
             life += WITHDRAWAL_MARGIN_SECONDS
         clock, speed, rounds = self._describe()
         self._sequence += 1
+        self._announced_speed = speed
         record = PeerRecord(
             peer_id=self._own,
             stage=self._stage,
@@ -129,11 +131,13 @@ class Membership:
         self._on_change()
 
     async def run(self) -> None:
-        """Renew the record three times within its life and look at the others every two seconds."""
+        """Renew the record three times within its life, and once as soon as this node knows its speed, without which
+        fellows take its clock to stand still. Look at the others every two seconds."""
         loop = asyncio.get_running_loop()
         renew_at = loop.time()
         while True:
-            if loop.time() >= renew_at:
+            speed_known = self._announced_speed == 0.0 and self._describe()[1] > 0.0
+            if loop.time() >= renew_at or speed_known:
                 await self.announce(self.state)
                 renew_at = loop.time() + self._record_seconds / 3
             await self.refresh()

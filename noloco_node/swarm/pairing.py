@@ -125,13 +125,17 @@ def answer_proposal(
     return None
 
 
-def believed_clock(claimed: float, directory_clocks: Sequence[float], max_lag: float) -> float:
-    """A partner's clock, kept within `max_lag` of the median of the directory's records: one peer's claim cannot push
-    the swarm's time."""
-    if not directory_clocks:
+def believed_clock(claimed: float, *, estimated: Sequence[float], recorded: Sequence[float], max_lag: float) -> float:
+    """A partner's clock as far as the directory bears it out: one peer's claim cannot push the swarm's time.
+
+    It is believed up to `max_lag` above the median of the fellows' `estimated` present clocks, and down to `max_lag`
+    below the median of their `recorded` ones. An estimate may be ahead of the truth, so it never raises a claim:
+    otherwise the raised clocks would be recorded, estimated on, and time would run away.
+    """
+    if not estimated or not recorded:
         return claimed
-    middle = median(directory_clocks)
-    return min(middle + max_lag, max(middle - max_lag, claimed))
+    ceiling, floor = median(estimated) + max_lag, median(recorded) - max_lag
+    return min(ceiling, max(floor, claimed))
 
 
 def lags(own_clock: float, directory_clocks: Sequence[float], max_lag: float) -> bool:
@@ -145,10 +149,10 @@ def laggard(
 ) -> Literal["own", "other"] | None:
     """Which of two clocks lags the other by more than `max_lag`, else None.
 
-    What the partner claims is believed around the fellows' `estimated` present clocks. This replica lags only where
-    their `recorded` clocks, which are never ahead of the truth, agree (`lags`).
+    What the partner claims is believed as `believed_clock` says. This replica lags only where the `recorded` clocks,
+    which are never ahead of the truth, agree (`lags`).
     """
-    other = believed_clock(claimed, estimated, max_lag)
+    other = believed_clock(claimed, estimated=estimated, recorded=recorded, max_lag=max_lag)
     if other - own_clock > max_lag and lags(own_clock, recorded, max_lag):
         return "own"
     return "other" if own_clock - other > max_lag else None

@@ -20,7 +20,7 @@ from noloco_node.outer.codec import CODECS
 from noloco_node.outer.replica import OuterReplica, Part, fragments_of
 from noloco_node.outer.update import OuterRule
 from noloco_node.training.compute_thread import ComputeThread, Priority
-from noloco_node.training.schedule import learning_rate, share_of_batch
+from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch
 from noloco_node.training.stage_trainer import LossResult, Passage, StageTrainer, StepResult
 
 T = TypeVar("T")
@@ -290,9 +290,10 @@ class StageWorker:
     def _step_if_due(self) -> None:
         share = share_of_batch(self._spec.inner.global_batch_tokens, self.live_replicas, self._spec.limits.max_replicas)
         gathered = self._trainer.tokens_accumulated
-        if gathered + self._credit < share:
+        credit = credit_after_step(gathered, self._credit, share)
+        if credit is None:
             return
-        self._credit = min(gathered + self._credit - share, share)
+        self._credit = credit
         live = self.live_replicas
         self.progress = replace(
             self.progress,

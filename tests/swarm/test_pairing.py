@@ -145,11 +145,39 @@ def test_two_that_dial_each_other_agree_who_leads() -> None:
 
 
 def test_one_claim_cannot_push_the_clock() -> None:
-    """A partner's clock counts only within max_lag of the median of the directory's records."""
-    assert believed_clock(1e15, [100.0, 110.0, 120.0], 50.0) == 160.0
-    assert believed_clock(0.0, [100.0, 110.0, 120.0], 50.0) == 60.0
-    assert believed_clock(115.0, [100.0, 110.0, 120.0], 50.0) == 115.0
-    assert believed_clock(115.0, [], 50.0) == 115.0
+    """A partner's clock counts only within max_lag of the median of what the directory says."""
+    fellows = [100.0, 110.0, 120.0]
+    for claim, believed in ((1e15, 160.0), (0.0, 60.0), (115.0, 115.0)):
+        assert believed_clock(claim, estimated=fellows, recorded=fellows, max_lag=50.0) == believed
+    assert believed_clock(115.0, estimated=[], recorded=[], max_lag=50.0) == 115.0
+
+
+@pytest.mark.parametrize("overestimate", [1.0, 3.0, 30.0])
+def test_estimates_that_run_ahead_do_not_carry_time_along(overestimate: float) -> None:
+    """64 replicas take in tokens and average their clocks with random partners; records are renewed seldom and moved on
+    at too high a speed. The mean clock stays that of the tokens, and no two clocks drift further apart than max_lag."""
+    rng = random.Random(5)
+    replicas, max_lag, speed, renewal = 64, 40.0, 10.0, 20
+    clocks = [0.0] * replicas
+    records = [(0.0, 0)] * replicas
+    for now in range(1, 400):
+        for index in range(replicas):
+            clocks[index] += speed * rng.uniform(0.5, 1.5)
+            if now % renewal == index % renewal:
+                records[index] = (clocks[index], now)
+        order = rng.sample(range(replicas), replicas)
+        recorded = [clock for clock, _ in records]
+        estimated = [clock + overestimate * speed * (now - then) for clock, then in records]
+        for left, right in zip(order[::2], order[1::2], strict=True):
+            seen = [
+                believed_clock(clocks[other], estimated=estimated, recorded=recorded, max_lag=max_lag)
+                for other in (left, right)
+            ]
+            shifts = (seen[1] - clocks[left]) / 2, (seen[0] - clocks[right]) / 2
+            clocks[left] += shifts[0]
+            clocks[right] += shifts[1]
+    assert sum(clocks) / replicas == pytest.approx(399 * speed, rel=0.02)
+    assert max(clocks) - min(clocks) < max_lag
 
 
 def test_who_lags() -> None:

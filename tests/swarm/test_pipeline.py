@@ -266,10 +266,9 @@ async def test_activations_in_half_precision_learn_the_same(precision: str) -> N
 async def test_the_whole_swarm_averages_and_its_spread_falls_with_the_learning_rate() -> None:
     """4 replicas × 2 stages: everyone meets several fellows, few steps are alone, the last spread is small.
 
-    How many inner steps an exchange spans depends on the machine's load, so the counts are bounded loosely. The lag is
-    left out: the directory's records are older than this run's clocks are apart.
+    How many inner steps an exchange spans depends on the machine's load, so the counts are bounded loosely.
     """
-    outer = OuterSpec(inner_steps=10, max_lag_tokens=10**6)
+    outer = OuterSpec(inner_steps=10)
     spec = micro_spec(steps=240, microbatches_a_step=4, outer=outer)
     async with world(spec, replicas=4, settings=NodeSettings(in_flight=2)) as made:
         await run_to_the_end(made)
@@ -286,7 +285,7 @@ async def test_the_whole_swarm_averages_and_its_spread_falls_with_the_learning_r
 async def test_a_swarm_that_exchanges_fragments_by_four_bits_comes_to_its_end() -> None:
     """Both fragments are exchanged about equally often, each once in H inner steps; everyone takes a last step of the
     whole; the spread falls."""
-    outer = OuterSpec(inner_steps=10, codec="int4", fragments=2, max_lag_tokens=10**6)
+    outer = OuterSpec(inner_steps=10, codec="int4", fragments=2)
     spec = micro_spec(steps=240, microbatches_a_step=4, outer=outer)
     async with world(spec, replicas=4, settings=NodeSettings(in_flight=2)) as made:
         await run_to_the_end(made)

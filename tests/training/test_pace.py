@@ -1,0 +1,28 @@
+"""How fast a replica says that it trains."""
+
+from __future__ import annotations
+
+import pytest
+
+from noloco_node.training.pace import Pace
+
+
+def test_bursts_of_steps_do_not_raise_the_speed() -> None:
+    """Nine steps within a millisecond each and one after a second are ten steps a second, not hundreds."""
+    pace, now = Pace(), 0.0
+    assert pace.tokens_per_second == 0.0
+    for step in range(1, 2001):
+        now += 1.0 if step % 10 == 0 else 0.001
+        pace.step(100, now)
+        if step > 1000:
+            assert 500 < pace.tokens_per_second < 2000, step
+
+
+def test_the_first_step_only_starts_the_watch() -> None:
+    """It has no beginning; from the second on, an even pace is known exactly."""
+    pace = Pace()
+    pace.step(64, 100.0)
+    assert pace.tokens_per_second == 0.0
+    pace.step(64, 100.5)
+    assert pace.tokens_per_second == pytest.approx(128.0)
+    assert pace.step_seconds == pytest.approx(0.5)
