@@ -9,7 +9,8 @@ from typing import Literal
 from noloco_node.outer.replica import Part
 from noloco_node.swarm.transport import PeerId
 from noloco_node.telemetry.events import OuterStep
-from noloco_node.training.stage_worker import Commit, Progress, Snapshot
+from noloco_node.training.progress import Progress
+from noloco_node.training.stage_worker import Commit, Snapshot
 
 
 @dataclass(slots=True, eq=False)

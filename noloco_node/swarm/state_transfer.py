@@ -30,7 +30,8 @@ from noloco_node.swarm.transport import (
     TransportError,
 )
 from noloco_node.swarm.wire import ClockValue, RunName, StageIndex, WireModel, check_addressed, no_tensors, parse
-from noloco_node.training.stage_worker import Progress, StageWorker
+from noloco_node.training.progress import Progress
+from noloco_node.training.stage_worker import StageWorker
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -20,59 +20,11 @@ from noloco_node.outer.codec import CODECS
 from noloco_node.outer.replica import OuterReplica, Part, fragments_of
 from noloco_node.outer.update import OuterRule
 from noloco_node.training.compute_thread import ComputeThread, Priority
+from noloco_node.training.progress import Progress, staggered
 from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch
 from noloco_node.training.stage_trainer import LossResult, Passage, StageTrainer, StepResult
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """Where a replica stood at the snapshot of a fragment's last committed outer step."""
-
-    steps: int = 0
-    """Inner steps; below zero for a fragment that begins as if it had been exchanged before the start."""
-    tokens: int = 0
-
-
-def staggered(fragments: int, inner_steps: int, *, steps: int = 0, tokens: int = 0) -> tuple[Mark, ...]:
-    """Marks of a replica that stands at `steps` and `tokens` and counts anew: fragment f as if it had been exchanged
-    f·H/F inner steps ago, so that one of them is due every H/F steps."""
-    return tuple(Mark(steps - f * inner_steps // fragments, tokens) for f in range(fragments))
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a replica stands. Written by the compute thread as a whole, so any thread may read it.
-
-    A fragment is named by its index; None is the whole stage.
-    """
-
-    steps: int = 0
-    """Inner steps taken."""
-    tokens: int = 0
-    """Tokens behind them."""
-    clock: float = 0.0
-    """Swarm tokens: own tokens × live replicas, averaged with partners at outer steps."""
-    outer_rounds: int = 0
-    """Outer steps committed, of whatever fragment."""
-    marks: tuple[Mark, ...] = (Mark(),)
-    """One for each fragment."""
-
-    @property
-    def steps_since_outer(self) -> tuple[int, ...]:
-        """Inner steps of each fragment since its last committed snapshot."""
-        return tuple(self.steps - mark.steps for mark in self.marks)
-
-    def steps_since(self, fragment: int | None) -> int:
-        """Inner steps since the last committed snapshot; of the whole: of the fragment exchanged last."""
-        counts = self.steps_since_outer
-        return min(counts) if fragment is None else counts[fragment]
-
-    def tokens_since(self, fragment: int | None) -> int:
-        """Tokens behind Δ; of the whole: their mean over the fragments."""
-        marks = self.marks if fragment is None else (self.marks[fragment],)
-        return self.tokens - sum(mark.tokens for mark in marks) // len(marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,15 +188,8 @@ class StageWorker:
         started = time.monotonic()
         self._trainer.add_to_weights(correction, self.part(snapshot.fragment).slice)
         self.outer.adopt()
-        then, here = snapshot.progress, self.progress
-        mark = Mark(then.steps, then.tokens)
-        self.progress = replace(
-            here,
-            clock=here.clock + clock_shift,
-            outer_rounds=here.outer_rounds + 1,
-            marks=tuple(mark if snapshot.fragment in (None, f) else old for f, old in enumerate(here.marks)),
-        )
-        return Commit(self.progress, time.monotonic() - started, here.steps - then.steps)
+        self.progress = self.progress.after_outer_step(snapshot.fragment, snapshot.progress, clock_shift)
+        return Commit(self.progress, time.monotonic() - started, self.progress.steps - snapshot.progress.steps)
 
     async def full_state(self) -> tuple[Progress, dict[str, Tensor]]:
         """One consistent copy of everything a late joiner needs: flat host tensors by name, and the progress."""
@@ -269,9 +214,7 @@ class StageWorker:
             self._trainer.load(state["fast"], state)
             self.outer.slow.copy_(state["slow"])
             self.outer.momentum.copy_(state["momentum"])
-            here, outer = self.progress, self._spec.outer
-            marks = staggered(outer.fragments, outer.inner_steps, steps=here.steps, tokens=here.tokens)
-            self.progress = replace(here, clock=clock, outer_rounds=outer_rounds, marks=marks)
+            self.progress = self.progress.as_copy_of(clock, outer_rounds, self._spec.outer.inner_steps)
 
         await self._thread.run(Priority.STEP, work)
 
@@ -295,12 +238,7 @@ class StageWorker:
             return
         self._credit = credit
         live = self.live_replicas
-        self.progress = replace(
-            self.progress,
-            steps=self.progress.steps + 1,
-            tokens=self.progress.tokens + gathered,
-            clock=self.progress.clock + gathered * live,
-        )
+        self.progress = self.progress.after_inner_step(gathered, live)
         rate = self.current_learning_rate()  # of the clock after these tokens, so that the first step moves
         result = self._trainer.step(rate)
         self._on_inner_step(InnerReport(result, self.progress, rate, live))

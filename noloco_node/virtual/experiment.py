@@ -52,7 +52,7 @@ def train(job: Job) -> str:
     from noloco_node.virtual.training import simulate
 
     torch.set_num_threads(1)
-    outcome = simulate(
+    measured = simulate(
         job.run,
         job.world,
         job.algorithm,
@@ -62,8 +62,7 @@ def train(job: Job) -> str:
         spread_points=job.spread_points,
     )
     labels: dict[str, Any] = {"variant": "", "algorithm": job.algorithm, "options": {}, "purpose": "report"}
-    numbers = {name: getattr(outcome, name) for name in Result.model_fields if name not in labels}
-    return Result.model_validate({**labels, **numbers}).model_dump_json()
+    return Result.model_validate({**labels, **dict(measured)}).model_dump_json()
 
 
 class Experiment:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +21,7 @@ from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.outer.update import OuterRule, token_weights
 from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, Window, answer_proposal, decide
 from noloco_node.swarm.transport import PeerId
+from noloco_node.training.progress import Progress
 from noloco_node.virtual.stacked import StackedStage
 
 DIALS_A_TICK = 3
@@ -29,20 +30,15 @@ DIALS_A_TICK = 3
 
 @dataclass(slots=True)
 class Account:
-    """Where one replica stands, as `training.stage_worker.Progress` in the daemon."""
+    """Where one replica stands, and whether it can be met."""
 
-    steps: int = 0
-    tokens: int = 0
-    clock: float = 0.0
+    progress: Progress
     free_since: int = 0
-    """Inner steps when its last exchange ended."""
+    """Inner steps when its last exchange ended; a step alone is none."""
     credit: float = 0.0
     """Tokens beyond its share of the batch at the last inner step."""
     present: bool = True
     engaged: bool = False
-    snapshot_steps: list[int] = field(default_factory=list[int])
-    """By fragment."""
-    snapshot_tokens: list[int] = field(default_factory=list[int])
 
 
 @dataclass(slots=True, eq=False)
@@ -54,10 +50,8 @@ class Meeting:
     part: Part
     due: int
     """Tick of its commit."""
-    steps: tuple[int, ...]
-    tokens: tuple[int, ...]
-    """Of each member, at the snapshot."""
-    clocks: tuple[float, ...]
+    snapshots: tuple[Progress, ...]
+    """Of each member."""
 
 
 @dataclass(slots=True)
@@ -112,9 +106,6 @@ class Fellowship:
             for row in stage.fast
         ]
         self._bounds = [[DifferenceBound(run.outer.clip_multiple) for _ in range(fragments + 1)] for _ in self.replicas]
-        for account in accounts:
-            account.snapshot_steps = [-index * run.outer.inner_steps // fragments for index in range(fragments)]
-            account.snapshot_tokens = [0] * fragments
 
     def bytes_of(self, part: Part, partners: int) -> int:
         """What one member sends in an exchange of this part: payload, sketch and gauge to each partner."""
@@ -160,8 +151,8 @@ class Fellowship:
             return
         fellows = [self._peers[other] for other, own in enumerate(self._accounts) if own.present and other != index]
         state = PairingState(
-            steps_since_outer=[account.steps - since for since in account.snapshot_steps],
-            steps_free=account.steps - account.free_since,
+            steps_since_outer=account.progress.steps_since_outer,
+            steps_free=account.progress.steps - account.free_since,
             fellows=fellows,
             engaged=account.engaged,
             next_try=0.0,
@@ -189,7 +180,7 @@ class Fellowship:
                 dialler=self._peers[dialler],
                 dialling=None,
                 exchange_open=account.engaged,
-                steps_since_outer=account.steps - account.snapshot_steps[fragment],
+                steps_since_outer=account.progress.steps_since(fragment),
                 window=self._window,
                 last_round=False,
             )
@@ -201,16 +192,15 @@ class Fellowship:
 
     def _caught_up(self, left: int, right: int) -> bool:
         """Whether one of two was too far behind and took the other's state instead of averaging."""
-        behind, ahead = sorted((left, right), key=lambda index: self._accounts[index].clock)
-        own, other = self._accounts[behind], self._accounts[ahead]
-        if other.clock - own.clock <= self._run.max_lag_tokens:
+        behind, ahead = sorted((left, right), key=lambda index: self._accounts[index].progress.clock)
+        account, other = self._accounts[behind], self._accounts[ahead].progress
+        if other.clock - account.progress.clock <= self._run.max_lag_tokens:
             return False
         self._stage.copy(ahead, behind)
         self.replicas[behind].slow.copy_(self.replicas[ahead].slow)
         self.replicas[behind].momentum.copy_(self.replicas[ahead].momentum)
-        own.clock, own.free_since = other.clock, own.steps
-        own.snapshot_steps = [own.steps + (since - other.steps) for since in other.snapshot_steps]
-        own.snapshot_tokens = [own.tokens] * len(own.snapshot_tokens)
+        account.progress = account.progress.as_copy_of(other.clock, other.outer_rounds, self._run.outer.inner_steps)
+        account.free_since = account.progress.steps
         return True
 
     def _meet_all(self, now: int) -> None:
@@ -219,7 +209,7 @@ class Fellowship:
         if any(self._accounts[index].engaged for index in members):
             return
         for fragment in range(self._run.outer.fragments):
-            since = [self._accounts[i].steps - self._accounts[i].snapshot_steps[fragment] for i in members]
+            since = [self._accounts[index].progress.steps_since(fragment) for index in members]
             if sum(since) >= self._run.outer.inner_steps * len(members):
                 self._start(members, fragment, now)
                 return
@@ -236,37 +226,31 @@ class Fellowship:
     def _open(self, members: tuple[int, ...], fragment: int | None, now: int) -> Meeting:
         self._held += 1
         replicas = [self.replicas[index] for index in members]
-        accounts = [self._accounts[index] for index in members]
+        snapshots = tuple(self._accounts[index].progress for index in members)
         part = replicas[0].whole if fragment is None else replicas[0].fragments[fragment]
-        behind = [account.tokens - _tokens_at(account, fragment) for account in accounts]
+        behind = [progress.tokens_since(fragment) for progress in snapshots]
         weights = token_weights(behind) if self._world.token_weights else (1.0,) * len(members)
         for index, replica, weight in zip(members, replicas, weights, strict=True):
             replica.snapshot[part.slice].copy_(self._stage.fast[index, part.slice])
             replica.open(part, members=len(members), weight=weight, exchange=f"{self._name}/{self._held}")
-        return Meeting(
-            members,
-            fragment,
-            part,
-            now + self._world.lag,
-            tuple(account.steps for account in accounts),
-            tuple(account.tokens for account in accounts),
-            tuple(account.clock for account in accounts),
-        )
+        return Meeting(members, fragment, part, now + self._world.lag, snapshots)
 
     def _commit(self, meeting: Meeting) -> None:
         paired = len(meeting.members) > 1
         if paired:
             self._exchange(meeting)
-        mean_clock = sum(meeting.clocks) / len(meeting.clocks)
+        mean_clock = sum(progress.clock for progress in meeting.snapshots) / len(meeting.snapshots)
         for place, index in enumerate(meeting.members):
             account, replica = self._accounts[index], self.replicas[index]
             scale = self._clip(index, meeting) if paired else 1.0
             self._stage.fast[index, meeting.part.slice].add_(replica.commit(scale))
-            account.clock += mean_clock - meeting.clocks[place]
-            account.engaged, account.free_since = False, account.steps
-            for fragment in [meeting.fragment] if meeting.fragment is not None else range(len(replica.fragments)):
-                account.snapshot_steps[fragment] = meeting.steps[place]
-                account.snapshot_tokens[fragment] = meeting.tokens[place]
+            snapshot = meeting.snapshots[place]
+            account.progress = account.progress.after_outer_step(
+                meeting.fragment, snapshot, mean_clock - snapshot.clock
+            )
+            account.engaged = False
+            if paired:
+                account.free_since = account.progress.steps
         if paired:
             self.tally.paired += 1
             self.tally.joined += len(meeting.members)
@@ -300,13 +284,6 @@ class Fellowship:
         bound.accept(others, norm * scale)
         self.tally.clipped += scale < 1.0
         return scale
-
-
-def _tokens_at(account: Account, fragment: int | None) -> int:
-    """Tokens at the last snapshot of a fragment; for all of them together the mean."""
-    if fragment is not None:
-        return account.snapshot_tokens[fragment]
-    return sum(account.snapshot_tokens) // len(account.snapshot_tokens)
 
 
 def disturb(replicas: Sequence[OuterReplica], stage: StackedStage, deviation: float, seed: int) -> None:

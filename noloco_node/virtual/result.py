@@ -32,14 +32,9 @@ class LossPoint(Record):
     validation_loss: float | None
 
 
-class Result(Record):
-    """One training. Losses are nats per token."""
+class Measured(Record):
+    """The figures of one training. Losses are nats per token."""
 
-    variant: str
-    algorithm: Algorithm
-    options: dict[str, Any]
-    """The settings in which this run differs from the file's: the variant's `set` and its point of the sweep."""
-    purpose: Literal["tune", "report"]
     seed: int
     stages: int
     replicas: int
@@ -69,6 +64,16 @@ class Result(Record):
     bytes_per_inner_step: float
     """The same by inner step, over the whole training: what a fair comparison of traffic holds equal."""
     seconds: float
+
+
+class Result(Measured):
+    """One training under the name of the variant that asked for it."""
+
+    variant: str
+    algorithm: Algorithm
+    options: dict[str, Any]
+    """The settings in which this run differs from the file's: the variant's `set` and its point of the sweep."""
+    purpose: Literal["tune", "report"]
 
 
 class Results(Record):

@@ -64,13 +64,13 @@ class StackedStage:
         """Microbatch m through replica rows[m]: `inputs` [M, B, T] ids or [M, B, T, hidden]; outputs accordingly."""
         if not self._is_first:
             inputs = inputs.detach().to(self._dtype).requires_grad_()
-        weights = [weight.requires_grad_() for weight in self._weights(rows)]
+        weights = [weight.requires_grad_() for weight in self._weights(self.fast.detach()[rows])]
         return Passage(rows, weights, inputs, self._run(weights, inputs))
 
-    def evaluate(self, rows: Tensor, inputs: Tensor) -> Tensor:
-        """Outputs only."""
+    def evaluate(self, weights: Tensor, inputs: Tensor) -> Tensor:
+        """Outputs only, of replicas with these weights [M, size] on a microbatch each."""
         with torch.no_grad():
-            return self._run(self._weights(rows), inputs if self._is_first else inputs.to(self._dtype))
+            return self._run(self._weights(weights), inputs if self._is_first else inputs.to(self._dtype))
 
     def backward(self, passage: Passage, gradient: Tensor | None, tokens: int) -> Tensor | None:
         """Accumulate gradients from that of the outputs (None where the outputs are a summed loss). Returns that of
@@ -183,10 +183,10 @@ class StackedStage:
             for _ in self.fast
         ]
 
-    def _weights(self, rows: Tensor) -> list[Tensor]:
-        """The parameters of these replicas, [M, *shape] each, detached, in the layout's order."""
-        picked = self.fast.detach()[rows].to(self._dtype)
-        return [picked[:, entry.offset : entry.end].view(len(rows), *entry.shape) for entry in self.layout.entries]
+    def _weights(self, flat: Tensor) -> list[Tensor]:
+        """Parameters [M, *shape] each, in the layout's order, of replicas with weights [M, size]."""
+        flat = flat.to(self._dtype)
+        return [flat[:, entry.offset : entry.end].view(len(flat), *entry.shape) for entry in self.layout.entries]
 
     def _run(self, weights: Sequence[Tensor], inputs: Tensor) -> Tensor:
         def one(own: dict[str, Tensor], batch: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -23,38 +22,14 @@ from noloco_node.data.windows import Windows, load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.routing import Candidate, choose_peer
 from noloco_node.swarm.transport import WIRE_DTYPES, PeerId
+from noloco_node.training.progress import Progress, staggered
 from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch
 from noloco_node.virtual.fellowship import Account, Fellowship, disturb
-from noloco_node.virtual.result import LossPoint, SpreadPoint
+from noloco_node.virtual.result import LossPoint, Measured, SpreadPoint
 from noloco_node.virtual.stacked import Passage, StackedStage, token_losses
 
 TRAINING_LOSS_SHARE = 0.1
 """Share of the tokens, at the end, over which the training loss is taken."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a training came to; the fields are those of `virtual.result.Result`."""
-
-    seed: int
-    stages: int
-    replicas: int
-    parameters: int
-    tokens: int
-    validation_loss: float | None
-    validation_loss_fast: float | None
-    validation_loss_merged: float | None
-    training_loss: float | None
-    diverged: bool
-    curve: list[LossPoint]
-    spread: list[SpreadPoint]
-    inner_steps: int
-    outer_rounds: float
-    alone_share: float
-    clipped_share: float
-    bytes_per_outer_step: float
-    bytes_per_inner_step: float
-    seconds: float
 
 
 def simulate(
@@ -66,7 +41,7 @@ def simulate(
     seed: int,
     evaluations: int,
     spread_points: int,
-) -> Outcome:
+) -> Measured:
     """Train `replicas` of each stage to the run's target and measure.
 
     Raises UserError (CONFIG) where the global batch cannot be divided among the replicas, (DATA) as `load_windows`.
@@ -125,7 +100,8 @@ class Training:
         self._stages = [
             StackedStage(model, run.inner, index, stacked, world.noise_weight) for index in range(run.stages)
         ]
-        self._accounts = [[Account() for _ in range(stacked)] for _ in self._stages]
+        start = Progress(marks=staggered(run.outer.fragments, run.outer.inner_steps))
+        self._accounts = [[Account(start) for _ in range(stacked)] for _ in self._stages]
         self._peers = [PeerId(f"{index:06d}") for index in range(stacked)]
         self._fellowships = [
             Fellowship(run, world, algorithm, stage, accounts, self._rng, f"{seed}/{index}")
@@ -165,12 +141,12 @@ class Training:
                     fellowship.tick(self._tick)
         self._finish()
 
-    def outcome(self, seconds: float) -> Outcome:
+    def outcome(self, seconds: float) -> Measured:
         """The figures."""
         tallies = [fellowship.tally for fellowship in self._fellowships]
         joined, alone = sum(t.joined for t in tallies), sum(t.alone for t in tallies)
         rows = len(self._peers)
-        steps = [account.steps for accounts in self._accounts for account in accounts]
+        steps = [account.progress.steps for accounts in self._accounts for account in accounts]
         mean_steps = sum(steps) / len(steps)
         parameters = sum(stage.layout.size for stage in self._stages)
         if not self._exchanging and rows < self._replicas:  # gradients, fp32, by a ring all-reduce at every step
@@ -181,7 +157,7 @@ class Training:
             each = sent / max(1e-9, joined / rows / len(tallies)) if joined else 0.0
         recent = [loss for tokens, loss in self._losses if tokens >= (1 - TRAINING_LOSS_SHARE) * self._trained]
         final, fast, merged = self._final
-        return Outcome(
+        return Measured(
             seed=self._seed,
             stages=self._run.stages,
             replicas=self._replicas,
@@ -205,10 +181,10 @@ class Training:
 
     def _drawing(self, target: int) -> list[int]:
         """Stage-0 replicas that have not reached the target."""
-        return [index for index, own in enumerate(self._accounts[0]) if own.clock < target]
+        return [index for index, own in enumerate(self._accounts[0]) if own.progress.clock < target]
 
     def _clock(self) -> float:
-        return sum(account.clock for account in self._accounts[0]) / len(self._accounts[0])
+        return sum(account.progress.clock for account in self._accounts[0]) / len(self._accounts[0])
 
     def _draw_and_train(self, drawing: Sequence[int]) -> None:
         drawn: list[int] = []
@@ -306,11 +282,9 @@ class Training:
                 credit = credit_after_step(gathered, account.credit, share)
                 if gathered and credit is not None:
                     account.credit = credit
-                    account.steps += 1
-                    account.tokens += gathered
-                    account.clock += gathered * live
+                    account.progress = account.progress.after_inner_step(gathered, live)
                     due.append(row)
-                    rates.append(self._rate(account.clock))
+                    rates.append(self._rate(account.progress.clock))
             if due:
                 stage.step(due, rates)
 
@@ -390,9 +364,7 @@ class Training:
             rows = list(range(len(fast)))
             if index:
                 route.shuffle(rows)
-            kept, stage.fast = stage.fast, fast
-            values = stage.evaluate(torch.tensor(rows), values)
-            stage.fast = kept
+            values = stage.evaluate(fast[rows], values)
         total = float(token_losses(values, labels).double().mean())
         return _finite(total)
 

@@ -15,7 +15,6 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.microbatch import HopFailed
 from noloco_node.telemetry.events import InnerStep
 from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
-from noloco_node.training.stage_worker import Mark, Progress, staggered
 from tests.support import eventually
 from tests.training.made_trainers import lone_worker, make_trainer
 from tests.worlds import LENGTH, MICROBATCH, WINDOWS, micro_spec, peer_name, run_to_the_end, window_batch, world
@@ -145,23 +144,6 @@ async def test_the_clock_is_own_tokens_times_live_replicas_and_exchanges_keep_it
     assert rounds == [3, 3, 2]
     assert sum(met) == pytest.approx(sum(clocks), rel=1e-12)
     assert max(met) - min(met) < 0.3 * (max(clocks) - min(clocks))
-
-
-def test_fragments_start_staggered() -> None:
-    """One of F is due every H/F steps; with one fragment the count starts at zero."""
-    progress = Progress(marks=staggered(4, 10))
-    assert progress.steps_since_outer == (0, 2, 5, 7)
-    assert [progress.steps_since(fragment) for fragment in (0, 3, None)] == [0, 7, 0]
-    assert Progress(steps=3, marks=staggered(1, 10)).steps_since_outer == (3,)
-    later = Progress(steps=40, tokens=900, marks=staggered(2, 10, steps=40, tokens=900))
-    assert later.steps_since_outer == (0, 5)
-    assert later.tokens_since(1) == 0
-
-
-def test_the_tokens_behind_the_whole_are_the_mean_of_its_fragments() -> None:
-    """Each fragment has its own; all of them weigh in the last outer step."""
-    progress = Progress(steps=9, tokens=100, marks=(Mark(1, 20), Mark(5, 60)))
-    assert [progress.tokens_since(fragment) for fragment in (0, 1, None)] == [80, 40, 60]
 
 
 async def test_a_state_read_during_a_commit_is_of_one_moment() -> None:

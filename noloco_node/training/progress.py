@@ -1,0 +1,76 @@
+"""Where a replica stands: its counts, its clock, and when each fragment was last averaged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a replica stood at the snapshot of a fragment's last committed outer step."""
+
+    steps: int = 0
+    """Inner steps; below zero for a fragment that begins as if it had been exchanged before the start."""
+    tokens: int = 0
+
+
+def staggered(fragments: int, inner_steps: int, *, steps: int = 0, tokens: int = 0) -> tuple[Mark, ...]:
+    """Marks of a replica that stands at `steps` and `tokens` and counts anew: fragment f as if it had been exchanged
+    f·H/F inner steps ago, so that one of them is due every H/F steps."""
+    return tuple(Mark(steps - f * inner_steps // fragments, tokens) for f in range(fragments))
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a replica stands. Replaced as a whole, so any thread may read it.
+
+    A fragment is named by its index; None is the whole stage.
+    """
+
+    steps: int = 0
+    """Inner steps taken."""
+    tokens: int = 0
+    """Tokens behind them."""
+    clock: float = 0.0
+    """Swarm tokens: own tokens × live replicas, averaged with partners at outer steps."""
+    outer_rounds: int = 0
+    """Outer steps committed, of whatever fragment."""
+    marks: tuple[Mark, ...] = (Mark(),)
+    """One for each fragment."""
+
+    @property
+    def steps_since_outer(self) -> tuple[int, ...]:
+        """Inner steps of each fragment since its last committed snapshot."""
+        return tuple(self.steps - mark.steps for mark in self.marks)
+
+    def steps_since(self, fragment: int | None) -> int:
+        """Inner steps since the last committed snapshot; of the whole: of the fragment exchanged last."""
+        counts = self.steps_since_outer
+        return min(counts) if fragment is None else counts[fragment]
+
+    def tokens_since(self, fragment: int | None) -> int:
+        """Tokens behind Δ; of the whole: their mean over the fragments."""
+        marks = self.marks if fragment is None else (self.marks[fragment],)
+        return self.tokens - sum(mark.tokens for mark in marks) // len(marks)
+
+    def after_inner_step(self, tokens: int, live_replicas: int) -> Progress:
+        """One more inner step, on `tokens` of its own, while that many replicas of its stage train."""
+        return replace(
+            self, steps=self.steps + 1, tokens=self.tokens + tokens, clock=self.clock + tokens * live_replicas
+        )
+
+    def after_outer_step(self, fragment: int | None, snapshot: Progress, clock_shift: float) -> Progress:
+        """An outer step of a fragment has been committed, `snapshot` being where its weights were copied."""
+        mark = Mark(snapshot.steps, snapshot.tokens)
+        return replace(
+            self,
+            clock=self.clock + clock_shift,
+            outer_rounds=self.outer_rounds + 1,
+            marks=tuple(mark if fragment in (None, f) else old for f, old in enumerate(self.marks)),
+        )
+
+    def as_copy_of(self, clock: float, outer_rounds: int, inner_steps: int) -> Progress:
+        """A fellow's state has been taken over: its clock and round. Own counts go on, those of the fragments
+        staggered over `inner_steps` (H) as at the start."""
+        marks = staggered(len(self.marks), inner_steps, steps=self.steps, tokens=self.tokens)
+        return replace(self, clock=clock, outer_rounds=outer_rounds, marks=marks)
