@@ -33,9 +33,6 @@ class WorldSpec(Settings):
     """Whether progress is weighted by the tokens behind it."""
     moments: Literal["local", "averaged"] = "local"
     """`averaged`: Adam's moments are averaged with the partners at an outer step (their bytes are counted)."""
-    noise_weight: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """How much the noise of a replica's gradient counts in AdamW's second moment: 1 is AdamW, 1/replicas normalises as
-    the whole swarm's batch would. It needs two microbatches a step. Only the laboratory has it so far."""
     tensors_sent: Literal[1, 2] = 1
     """Tensors of the stage's size that an exchange sends: 2 for the published form. It changes the bytes only."""
     initial_spread: Annotated[float, Field(ge=0.0)] = 0.0

@@ -16,7 +16,6 @@ from noloco_node.config.run_spec import InnerSpec, ModelSpec
 from noloco_node.model.stage import build_stage
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.stage_trainer import COMPUTE_DTYPE
-from noloco_node.virtual.noise_weighted_adam import NoiseWeightedAdam
 
 AT_ONCE = 64
 """Microbatches in one vectorised call: enough to hide Python, few enough for the caches and for memory."""
@@ -39,7 +38,7 @@ class StackedStage:
     step by the tokens counted, the gradient of each replica clipped by its own norm.
     """
 
-    def __init__(self, model: ModelSpec, inner: InnerSpec, index: int, replicas: int, noise_weight: float) -> None:
+    def __init__(self, model: ModelSpec, inner: InnerSpec, index: int, replicas: int) -> None:
         self._stage = build_stage(model, index)
         self._is_first, self._is_last = self._stage.cut.is_first, self._stage.cut.is_last
         parameters = dict(self._stage.named_parameters())
@@ -50,9 +49,6 @@ class StackedStage:
         self.tokens = [0] * replicas
         self._clip_norm = inner.clip_norm
         self._dtype = COMPUTE_DTYPE[inner.precision]
-        self._microbatches = [0] * replicas
-        self._squares = torch.zeros_like(self.fast) if noise_weight < 1.0 else None
-        self._noise_weighted = self._make_noise_weighted(inner, noise_weight) if self._squares is not None else []
         self._optimizer = self._make_optimizer(inner)
 
     @property
@@ -85,12 +81,9 @@ class StackedStage:
                 self.gradient[:, columns].add_(flat)
             else:
                 self.gradient[:, columns].index_add_(0, passage.rows, flat)
-            if self._squares is not None:
-                self._squares[:, columns].index_add_(0, passage.rows, (flat / tokens).square_())
         rows = cast(list[int], passage.rows.tolist())  # pyright: ignore[reportUnknownMemberType]
         for row in rows:
             self.tokens[row] += tokens
-            self._microbatches[row] += 1
         return None if self._is_first else gradients[-1]
 
     def with_loss(self, passage: Passage, labels: Tensor) -> tuple[Passage, Tensor]:
@@ -108,27 +101,15 @@ class StackedStage:
         factors = cast(list[float], (clips / counts).tolist())  # pyright: ignore[reportUnknownMemberType]
         for row, factor in zip(rows, factors, strict=True):
             self.gradient[row].mul_(factor)
-        if self._squares is None:
-            for rate in sorted(set(rates)):
-                self._update({row for row, own in zip(rows, rates, strict=True) if own == rate}, rate)
-        else:
-            for place, row in enumerate(rows):
-                squares = self._squares[row].mul_(
-                    (factors[place] * self.tokens[row]) ** 2
-                )  # clipped as the gradient is
-                self._noise_weighted[row].step_(
-                    self.fast[row], self.gradient[row], squares, self._microbatches[row], rates[place]
-                )
-                squares.zero_()
+        for rate in sorted(set(rates)):
+            self._update({row for row, own in zip(rows, rates, strict=True) if own == rate}, rate)
         for row in rows:
             self.gradient[row].zero_()
-            self.tokens[row] = self._microbatches[row] = 0
+            self.tokens[row] = 0
 
     def copy(self, source: int, target: int) -> None:
         """Make one replica a copy of another: weights and AdamW's state."""
         self.fast[target].copy_(self.fast[source])
-        if self._noise_weighted:
-            self._noise_weighted[target].copy_(self._noise_weighted[source])
         for group in self._optimizer.param_groups:
             theirs, own = (self._optimizer.state[group["params"][row]] for row in (source, target))
             for name, value in theirs.items():
@@ -136,12 +117,6 @@ class StackedStage:
 
     def average_moments(self, members: Sequence[int], start: int, end: int) -> None:
         """Replace Adam's moments of a group, within [start, end) of the vector, by their mean."""
-        if self._noise_weighted:
-            for moments in zip(*(self._noise_weighted[row].moments().values() for row in members), strict=True):
-                mean = torch.stack([moment[start:end] for moment in moments]).mean(0)
-                for moment in moments:
-                    moment[start:end] = mean
-            return
         cut = self.layout.decayed
         for group, low, high in ((0, 0, cut), (1, cut, self.layout.size)):
             first, last = max(start, low) - low, min(end, high) - low
@@ -168,20 +143,6 @@ class StackedStage:
             {"params": [row[cut:] for row in self.fast], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(groups, lr=1.0, betas=(inner.beta1, inner.beta2), eps=inner.eps, fused=True)
-
-    def _make_noise_weighted(self, inner: InnerSpec, noise_weight: float) -> list[NoiseWeightedAdam]:
-        return [
-            NoiseWeightedAdam(
-                self.layout.decayed,
-                inner.weight_decay,
-                inner.beta1,
-                inner.beta2,
-                inner.eps,
-                noise_weight,
-                self.layout.size,
-            )
-            for _ in self.fast
-        ]
 
     def _weights(self, flat: Tensor) -> list[Tensor]:
         """Parameters [M, *shape] each, in the layout's order, of replicas with weights [M, size]."""

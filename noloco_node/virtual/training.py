@@ -97,9 +97,7 @@ class Training:
         self._held_out = self._windows.validation_indices(run.evaluation.windows)
         self._rng = random.Random(f"world/{seed}")
         model = run.model.model_copy(update={"seed": seed})
-        self._stages = [
-            StackedStage(model, run.inner, index, stacked, world.noise_weight) for index in range(run.stages)
-        ]
+        self._stages = [StackedStage(model, run.inner, index, stacked) for index in range(run.stages)]
         start = Progress(marks=staggered(run.outer.fragments, run.outer.inner_steps))
         self._accounts = [[Account(start) for _ in range(stacked)] for _ in self._stages]
         self._peers = [PeerId(f"{index:06d}") for index in range(stacked)]
