@@ -121,8 +121,9 @@ class OuterSpec(Settings):
     """Pull to the group's mean; 1 - alpha where not set."""
     momentum: Literal["averaged", "local"] = "averaged"
     """`averaged`: the momentum is averaged over the group at no cost in bytes; `local`: the published rule."""
-    codec: Literal["fp32", "fp16", "bf16", "int8", "int4"] = "fp16"
-    """How the exchanged tensor travels: rounded, or as codes modulo 2^8 or 2^4 of the difference to the partner."""
+    codec: Literal["fp32", "fp16", "bf16", "int8", "int4", "dct"] = "fp16"
+    """How the exchanged tensor travels: rounded; as codes modulo 2^8 or 2^4 of the difference to the partner; or only
+    its own motion's largest DCT coefficients and a sixteenth of the rest."""
     fragments: Annotated[int, Field(gt=0, le=1024)] = 1
     """F: parts of a stage's weights that are exchanged one at a time, each once in H inner steps; a peak of the traffic
     carries 1/F of the weights."""
