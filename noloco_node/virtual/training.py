@@ -49,7 +49,7 @@ def simulate(
     started = time.monotonic()
     training = Training(run, world, algorithm, replicas, seed)
     training.run_to_the_end(evaluations, spread_points)
-    return training.outcome(time.monotonic() - started)
+    return training.measured(time.monotonic() - started)
 
 
 def microbatch_windows(run: RunSpec, world: WorldSpec, replicas: int) -> int:
@@ -139,7 +139,7 @@ class Training:
                     fellowship.tick(self._tick)
         self._finish()
 
-    def outcome(self, seconds: float) -> Measured:
+    def measured(self, seconds: float) -> Measured:
         """The figures."""
         tallies = [fellowship.tally for fellowship in self._fellowships]
         joined, alone = sum(t.joined for t in tallies), sum(t.alone for t in tallies)
@@ -176,6 +176,14 @@ class Training:
             bytes_per_inner_step=sent / max(1.0, mean_steps),
             seconds=seconds,
         )
+
+    def merged_weights(self) -> list[Tensor]:
+        """The mean of the replicas' weights, [size], for each stage."""
+        return [stage.fast.double().mean(0).float() for stage in self._stages]
+
+    def clocks(self) -> list[float]:
+        """Of every replica, stage by stage."""
+        return [account.progress.clock for accounts in self._accounts for account in accounts]
 
     def _drawing(self, target: int) -> list[int]:
         """Stage-0 replicas that have not reached the target."""
@@ -352,8 +360,7 @@ class Training:
 
     def _evaluate_merged(self) -> float | None:
         inputs, labels = self._windows.validation(self._held_out)
-        merged = [stage.fast.double().mean(0, keepdim=True).float() for stage in self._stages]
-        return self._loss(merged, inputs[None], labels[None])
+        return self._loss([merged[None] for merged in self.merged_weights()], inputs[None], labels[None])
 
     def _loss(self, weights: Sequence[Tensor], inputs: Tensor, labels: Tensor) -> float | None:
         route = random.Random(f"evaluation/{self._seed}")

@@ -1,0 +1,131 @@
+"""A simulated training is what it says: data parallel where it must be, contracting as it should, losing no tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from noloco_node.config.lab_spec import Algorithm, WorldSpec
+from noloco_node.config.load import load_config
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.outer.clipping import DifferenceBound
+from noloco_node.outer.stability import contraction_factor
+from noloco_node.virtual.result import Measured
+from noloco_node.virtual.training import Training, simulate
+from tests.virtual import made_results as made
+
+GLOBAL_BATCH = 1024
+STEPS = 24
+
+
+def spec(*overrides: str) -> RunSpec:
+    """The micro run for some steps, at one learning rate but for the warm-up."""
+    few = (
+        "run.evaluation.windows=64",
+        f"run.inner.target_tokens={STEPS * GLOBAL_BATCH}",
+        "run.inner.warmup_tokens=1024",
+    )
+    return load_config(made.MICRO, (*few, *overrides)).run
+
+
+def trained(run: RunSpec, algorithm: Algorithm, *, replicas: int = 4, **world: Any) -> Measured:
+    """One training with seed 1."""
+    return simulate(
+        run,
+        WorldSpec.model_validate(world),
+        algorithm,
+        replicas=replicas,
+        seed=1,
+        evaluations=2,
+        spread_points=STEPS,
+    )
+
+
+LINEAR = (
+    "run.inner.eps=1000",
+    "run.inner.learning_rate=1000",
+    "run.inner.weight_decay=0",
+    "run.inner.clip_norm=1000",
+)
+"""So large an eps that AdamW's step is linear in the gradient."""
+
+
+def test_everyone_averaging_every_step_with_a_linear_optimizer_is_data_parallel() -> None:
+    """The mean of steps is the step of the mean: the laboratory's algorithms rest on the same arithmetic. With AdamW as
+    it is they differ."""
+    every_step = ("run.outer.inner_steps=1", "run.outer.alpha=0", "run.outer.beta=1", "run.outer.codec=fp32")
+    every_step += ("run.pipeline.routing=fixed",)  # or a replica of the second stage steps on two microbatches at once
+    losses: dict[tuple[bool, Algorithm], float] = {}
+    for linear in (True, False):
+        for algorithm in ("data_parallel", "diloco"):
+            result = trained(spec(*every_step, *(LINEAR if linear else ())), algorithm)
+            assert result.validation_loss is not None
+            assert result.validation_loss < 5.0, "it must have learnt something"
+            losses[linear, algorithm] = result.validation_loss
+    assert losses[True, "diloco"] == pytest.approx(losses[True, "data_parallel"], abs=1e-3)
+    assert abs(losses[False, "diloco"] - losses[False, "data_parallel"]) > 3e-3
+
+
+@pytest.mark.parametrize(("fragments", "codec"), [(1, "fp32"), (2, "fp32"), (1, "int8")])
+def test_the_spread_falls_as_the_theory_says_and_the_mean_stays(
+    fragments: int, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 replicas, hardly any learning, a disturbed start: the variance falls by the predicted factor a round."""
+    # A replica that does not move of its own takes every partner for an outlier.
+    monkeypatch.setattr(DifferenceBound, "scale", lambda *_: 1.0)
+    run = spec(
+        "run.inner.learning_rate=1e-12",
+        f"run.outer.inner_steps={max(2, fragments)}",
+        "run.outer.alpha=0",
+        "run.outer.beta=1",
+        f"run.outer.codec={codec}",
+        f"run.outer.fragments={fragments}",
+    )
+    training = Training(run, WorldSpec(initial_spread=0.01), "noloco", 32, seed=1)
+    mean = training.merged_weights()
+    training.run_to_the_end(evaluations=1, spread_points=STEPS)
+    result = training.measured(seconds=1.0)
+    for before, after in zip(mean, training.merged_weights(), strict=True):
+        assert float((before - after).abs().max()) < 1e-5
+    first, last = result.spread[0].spread, result.spread[-1].spread
+    assert first == pytest.approx(1e-4, rel=0.05)
+    assert last is not None
+    assert last > 0
+    rounds = result.outer_rounds / fragments
+    assert rounds > 6
+    predicted = contraction_factor(0.0, 1.0, group_size=2, replicas=32, momentum="averaged")
+    assert math.log(last / 1e-4) / rounds == pytest.approx(math.log(predicted), rel=0.25)
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        {"speeds": [1, 2, 4, 8], "microbatches_a_step": None},
+        {"absent_share": 0.3, "absence_steps": 4, "microbatches_a_step": None},
+        {"lag": 2},
+        {"group_size": 4},
+    ],
+    ids=["uneven speeds", "absences", "lag", "groups of four"],
+)
+def test_an_uneven_world_still_reaches_the_target_together(world: dict[str, Any]) -> None:
+    """Clocks end within a few steps of the target, everyone learns, and most outer steps find a partner."""
+    run = spec("run.outer.inner_steps=3", "run.outer.codec=int4")
+    training = Training(run, WorldSpec.model_validate(world), "noloco", 4, seed=1)
+    training.run_to_the_end(evaluations=2, spread_points=4)
+    result = training.measured(seconds=1.0)
+    target = run.inner.target_tokens
+    assert all(0.8 * target <= clock <= 1.3 * target for clock in training.clocks())
+    assert result.tokens == pytest.approx(target, rel=0.35)
+    assert result.alone_share < 0.3
+    assert result.validation_loss is not None
+    assert result.validation_loss < 5.0
+
+
+def test_lagging_exchanges_span_inner_steps() -> None:
+    """The same number of steps, fewer rounds: a replica is engaged from the snapshot to the commit."""
+    run = spec("run.outer.inner_steps=2")
+    at_once, late = (trained(run, "noloco", lag=lag) for lag in (0, 3))
+    assert at_once.inner_steps == late.inner_steps
+    assert late.outer_rounds < 0.8 * at_once.outer_rounds
