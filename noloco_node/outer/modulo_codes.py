@@ -138,4 +138,5 @@ def offsets(seed: int, start: int, count: int) -> Tensor:
 
 
 def seed_of(name: str) -> int:
+    """A seed below 2^32 from a name, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")

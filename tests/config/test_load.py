@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from noloco_node.config.load import Config, load_config, render, setting_names
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.virtual.laboratory import plan_lab
 
 ROOT = Path(__file__).parent.parent.parent
 GOOD = """
@@ -38,12 +39,13 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> UserError:
 
 
 @pytest.mark.parametrize(
-    "path", [*sorted((ROOT / "configs").glob("*.yaml")), ROOT / "tests/configs/micro.yaml"], ids=str
+    "path", [*sorted((ROOT / "configs").rglob("*.yaml")), ROOT / "tests/configs/micro.yaml"], ids=str
 )
 def test_every_configuration_of_the_repository_is_valid(path: Path) -> None:
     """What we hand out can be loaded, and is what it says when it is written out again."""
     config = load_config(path)
     assert config.run.stages >= 1
+    assert plan_lab(config).trainings >= 1
 
 
 def test_a_rendered_configuration_is_complete_and_loads_as_itself(tmp_path: Path) -> None:
@@ -72,7 +74,7 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
         (["xyzzy=1"], ["xyzzy", "known here: run, node, local_swarm"]),
         (["run.inner.learning_rate=-1"], ["run.inner.learning_rate", "-1", "greater than 0"]),
         (["run.inner.beta1=fast"], ["run.inner.beta1", "'fast'", "valid number"]),
-        (["run.outer.codec=int7"], ["run.outer.codec", "'int7'", "'int8' or 'int4'"]),
+        (["run.outer.codec=int7"], ["run.outer.codec", "'int7'", "'int8', 'int4' or 'dct'"]),
         (["run.outer.fragments=51"], ["outer.fragments (51)", "outer.inner_steps (50)"]),
         (["run.outer.fragments=0"], ["run.outer.fragments", "greater than 0"]),
         (["run.outer.gamma=1.5"], ["outer.gamma (1.5)", "1 - alpha"]),

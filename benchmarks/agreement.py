@@ -1,0 +1,81 @@
+"""Do the daemons and the laboratory come to the same? One RunSpec as a real local swarm and in the laboratory, by seed.
+
+python -m benchmarks.agreement configs/lab/agreement.yaml --seeds 1 2 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from noloco_node.config.lab_spec import WorldSpec
+from noloco_node.config.load import load_config
+from noloco_node.telemetry.summary import Summary
+from noloco_node.virtual.training import simulate
+
+Losses = tuple[float, float, float]
+"""Validation loss, that of the merged model, and exchanges of a replica."""
+
+
+def by_swarm(config: Path, seed: int) -> Losses:
+    """Train with real daemons."""
+    with tempfile.TemporaryDirectory() as folder:
+        seeds = ["--set", f"run.data.seed={seed}", "--set", f"run.model.seed={seed}"]
+        command = ["noloco-node", "swarm", str(config), *seeds, "--run-folder", f"{folder}/run"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        summary = Summary.model_validate_json(Path(folder, "run", "summary.json").read_text(encoding="utf-8"))
+    assert summary.validation_loss is not None
+    assert summary.validation_loss_merged is not None
+    assert not summary.died
+    return summary.validation_loss, summary.validation_loss_merged, statistics.mean(summary.outer_rounds.values())
+
+
+def by_laboratory(config: Path, seed: int, lag: int) -> Losses:
+    """Train in this process."""
+    loaded = load_config(config)
+    result = simulate(
+        loaded.run,
+        WorldSpec(microbatches_a_step=None, lag=lag),
+        "noloco",
+        replicas=loaded.local_swarm.replicas,
+        seed=seed,
+        evaluations=2,
+        spread_points=2,
+    )
+    assert result.validation_loss_fast is not None
+    assert result.validation_loss_merged is not None
+    return result.validation_loss_fast, result.validation_loss_merged, result.outer_rounds
+
+
+def main() -> None:
+    """Print both, seed by seed, and the difference of the means against the spread over seeds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--lag", type=int, default=0, help="inner steps that an exchange spans in the laboratory")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| seed | swarm | laboratory | swarm, merged | laboratory, merged | outer steps a node, swarm | laboratory |")
+    print("| --- " * 7 + "|")
+    pairs: list[tuple[Losses, Losses]] = []
+    for seed in arguments.seeds:
+        swarm, laboratory = by_swarm(arguments.config, seed), by_laboratory(arguments.config, seed, arguments.lag)
+        pairs.append((swarm, laboratory))
+        losses = [f"{value:.4f}" for place in (0, 1) for value in (swarm[place], laboratory[place])]
+        print(f"| {seed} | {' | '.join(losses)} | {swarm[2]:.1f} | {laboratory[2]:.1f} |", flush=True)
+    means = [statistics.mean(pair[side][0] for pair in pairs) for side in (0, 1)]
+    deviations = [statistics.stdev(pair[side][0] for pair in pairs) if len(pairs) > 1 else 0.0 for side in (0, 1)]
+    print(f"\nswarm {means[0]:.4f} ± {deviations[0]:.4f}, laboratory {means[1]:.4f} ± {deviations[1]:.4f}", end=": ")
+    agree = abs(means[0] - means[1]) <= 2 * max(deviations)
+    print(f"{means[0] - means[1]:+.4f}, {'within' if agree else 'NOT within'} twice the deviation over seeds")
+    sys.exit(0 if agree else 1)
+
+
+if __name__ == "__main__":
+    main()
