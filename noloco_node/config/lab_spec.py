@@ -85,6 +85,8 @@ class LabSpec(Settings):
     """Plots to draw from the results."""
     reference: str = "data parallel"
     """The variant that gaps are measured against in the table."""
+    baseline: str | None = None
+    """The variant whose gap the others close: the table says how much of it."""
     workers: Positive = 2
     """Processes; each runs one training at a time on one thread."""
 

@@ -137,8 +137,10 @@ def check_points(cells: tuple[Cell, ...]) -> None:
 
 def _reference_problems(lab: LabSpec) -> Iterator[str]:
     names = [variant.name for variant in lab.variants]
-    if "reference" in lab.model_fields_set and lab.reference not in names:
-        yield f"lab.reference: there is no variant '{lab.reference}' among {', '.join(names)}"
+    given = {name: getattr(lab, name) for name in ("reference", "baseline") if name in lab.model_fields_set}
+    for name, variant in given.items():
+        if variant is not None and variant not in names:
+            yield f"lab.{name}: there is no variant '{variant}' among {', '.join(names)}"
 
 
 def _plot_problems(lab: LabSpec) -> Iterator[str]:

@@ -96,10 +96,9 @@ def best(candidates: Iterable[Line]) -> Line | None:
     return min(alive, key=lambda pair: pair[0])[1] if alive else None
 
 
-def reference(record: Results, all_lines: Iterable[Line], replicas: int, tokens: int) -> Line | None:
-    """The best line of `lab.reference` on so many replicas for that length; None where there is none."""
-    name = record.lab["reference"]
-    return best(line for line in all_lines if (line.variant, line.replicas, line.tokens) == (name, replicas, tokens))
+def best_of(variant: str | None, all_lines: Iterable[Line], replicas: int, tokens: int) -> Line | None:
+    """The best line of a variant on so many replicas for that length; None where there is none."""
+    return best(line for line in all_lines if (line.variant, line.replicas, line.tokens) == (variant, replicas, tokens))
 
 
 def setting(record: Results, result: Result, name: str) -> Any:

@@ -23,7 +23,7 @@ from noloco_node.virtual.canvas import (
     tokens_axis,
 )
 from noloco_node.virtual.expansion import GAMMA
-from noloco_node.virtual.figures import Line, Spot, best, lines, reference, setting, spread_follows_rate
+from noloco_node.virtual.figures import Line, Spot, best, best_of, lines, setting, spread_follows_rate
 from noloco_node.virtual.result import Results
 
 LOSS_LABEL = "validation loss (nats per token)"
@@ -234,7 +234,7 @@ def _swept_panel(panel: Panel, shown: Sequence[Line], record: Results, report: S
         chosen = sorted((places[line.swept[name]], place) for place, line in enumerate(shown) if line.replicas == count)
         spots = [(x, shown[place].loss) for x, place in chosen]
         _error_bars(panel, spots, look, f"{count} replicas", limit=limit, height=0.96 - 0.06 * index)
-        against = reference(record, report, count, shown[0].tokens)
+        against = best_of(record.lab["reference"], report, count, shown[0].tokens)
         if against is not None and against.loss is not None and against.variant != shown[0].variant:
             panel.axhline(
                 against.loss.mean, color=look[0], lw=1.2, ls="--", label=f"{against.variant}, {count} replicas"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from noloco_node.virtual.figures import Line, Spot, lines, reference, spread_follows_rate
+from noloco_node.virtual.figures import Line, Spot, best_of, lines, spread_follows_rate
 from noloco_node.virtual.result import Results
 
 NONE = "–"
@@ -18,6 +18,7 @@ COLUMNS = (
     "merged",
     "gap",
     "gap in perplexity",
+    "gap closed",
     "sent per outer step",
     "sent per inner step",
     "outer rounds",
@@ -52,7 +53,9 @@ def _header(record: Results) -> Iterator[str]:
     yield (
         "Losses are in nats per token, mean ± sample standard deviation over the seeds (as many as n says), after the "
         "last outer step; *merged* is the mean of the replicas' weights. *Gap* is loss / loss of "
-        f"`{lab['reference']}` − 1, *gap in perplexity* exp(difference of the losses) − 1. Bytes are sent by one "
+        f"`{lab['reference']}` − 1, *gap in perplexity* exp(difference of the losses) − 1"
+        + (f", *gap closed* the share of the gap of `{lab['baseline']}`" if lab.get("baseline") else "")
+        + ". Bytes are sent by one "
         "replica of each stage together. *Alone* is the share of outer steps without a partner, *clipped* the share of "
         "exchanges whose pull was clipped, *r* the Pearson correlation of the square root of the spread across "
         "replicas with the learning rate after the warm-up.\n"
@@ -65,11 +68,17 @@ def _blocks(record: Results) -> Iterator[str]:
         for replicas in dict.fromkeys(line.replicas for line in rows if line.tokens == tokens):
             block = [line for line in rows if (line.tokens, line.replicas) == (tokens, replicas)]
             yield f"## {tokens:,} tokens, {replicas} replicas\n"
-            yield from _table(COLUMNS, [_row(record, rows, line) for line in block])
+            shown = [name != "gap closed" or bool(record.lab.get("baseline")) for name in COLUMNS]
+            columns, *cells = (
+                [cell for cell, visible in zip(row, shown, strict=True) if visible]
+                for row in (COLUMNS, *(_row(record, rows, line) for line in block))
+            )
+            yield from _table(columns, cells)
 
 
 def _row(record: Results, rows: Sequence[Line], line: Line) -> list[str]:
-    against = reference(record, rows, line.replicas, line.tokens)
+    against = best_of(record.lab["reference"], rows, line.replicas, line.tokens)
+    baseline = best_of(record.lab.get("baseline"), rows, line.replicas, line.tokens)
     gap, perplexity = _gaps(line, against)
     return [
         line.variant,
@@ -78,6 +87,7 @@ def _row(record: Results, rows: Sequence[Line], line: Line) -> list[str]:
         _number(line.figure(lambda result: result.validation_loss_merged), "{:.4f}"),
         gap,
         perplexity,
+        _closed(line, against, baseline),
         _number(line.figure(lambda result: result.bytes_per_outer_step), _bytes),
         _number(line.figure(lambda result: result.bytes_per_inner_step), _bytes),
         _number(line.figure(lambda result: result.outer_rounds), "{:.1f}"),
@@ -124,6 +134,15 @@ def _gaps(line: Line, against: Line | None) -> tuple[str, str]:
     if loss is None or least is None:
         return NONE, NONE
     return f"{loss.mean / least.mean - 1:+.2%}", f"{math.exp(loss.mean - least.mean) - 1:+.2%}"
+
+
+def _closed(line: Line, against: Line | None, baseline: Line | None) -> str:
+    """Share of the baseline's gap to the reference that this line does not leave."""
+    losses = [each.loss if each is not None else None for each in (line, against, baseline)]
+    own, least, most = (spot.mean if spot is not None else None for spot in losses)
+    if own is None or least is None or most is None or most <= least:
+        return NONE
+    return f"{(most - own) / (most - least):.0%}"
 
 
 def _number(spot: Spot | None, style: str | Callable[[float], str]) -> str:

@@ -114,6 +114,7 @@ def test_all_mistakes_of_all_variants_come_at_once_and_each_once() -> None:
     [
         ({"lengths": [2048]}, "lab.lengths"),
         ({"reference": "fsdp"}, "lab.reference"),
+        ({"baseline": "theirs"}, "lab.baseline"),
         ({"plots": ["gamma"]}, "lab.plots: 'gamma'"),
         ({"plots": ["sweep"]}, "lab.plots: 'sweep'"),
         ({"plots": ["scaling"]}, "lab.plots: 'scaling'"),

@@ -51,6 +51,17 @@ def test_a_row_holds_the_mean_over_seeds_its_deviation_and_the_gaps() -> None:
     assert rows["49,152 tokens, 4 replicas", "data parallel", "–"]["gap"] == "+0.00%"
 
 
+def test_a_baseline_shows_how_much_of_its_gap_each_closes() -> None:
+    """Of data parallel all, of itself nothing, of the others by loss; without a baseline there is no such column."""
+    variants = [*VARIANTS, {"name": "none", "algorithm": "local"}]
+    lab = {"seeds": [1, 2], "replicas": [4], "variants": variants}
+    assert all("gap closed" not in row for row in table(record(lab)).values())
+    rows = table(record({**lab, "baseline": "none"}))
+    assert rows["49,152 tokens, 4 replicas", "none", "–"]["gap closed"] == "0%"
+    assert rows["49,152 tokens, 4 replicas", "data parallel", "–"]["gap closed"] == "100%"
+    assert rows["49,152 tokens, 4 replicas", "noloco", "outer.gamma 0.6"]["gap closed"] == "75%"
+
+
 def test_there_is_a_block_for_each_length_and_number_of_replicas_and_a_row_for_each_point() -> None:
     """2 × 2 blocks of three rows, each against the reference of its own block."""
     rows = table(record({"replicas": [4, 16], "lengths": [24_576, 49_152]}))
