@@ -22,7 +22,10 @@ from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
 
 if TYPE_CHECKING:
     from noloco_node.config.load import Config
+    from noloco_node.config.run_spec import RunSpec
     from noloco_node.local_swarm import SwarmResult
+    from noloco_node.swarm.outlook import Outlook
+    from noloco_node.telemetry.events import NodeStopped
     from noloco_node.virtual.experiment import Finished
 
 DESCRIPTION = """\
@@ -40,11 +43,21 @@ example:
 
 RUN_HELP = """\
 Run one node. Without --initial-peers it starts a new swarm and prints the addresses under which others join it; with
-them it joins. All nodes of a run need the same `run:` part of CONFIG. Ctrl-C leaves in order.
+them it joins; all nodes of a run need the same `run:` part of CONFIG. `noloco-node join ADDRESS` needs no CONFIG.
+Ctrl-C leaves in order.
 
 example:
   noloco-node run configs/tiny.yaml --stage 0 --port 31337
   noloco-node run configs/tiny.yaml --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/Qm..."""
+
+JOIN_HELP = """\
+Join a run with nothing but the address of one of its nodes. The run's settings come from that node and are shown; then
+this node takes a stage, copies a fellow's weights if the run is under way, and trains as with `run`. Several addresses
+are tried together. Ctrl-C leaves in order.
+
+example:
+  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm...
+  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31337 --set node.device=cuda"""
 
 LAB_HELP = """\
 Compare algorithms on many replicas simulated in this process: NoLoCo, DiLoCo, data parallel, plain gossip, none. The
@@ -122,8 +135,14 @@ def parser() -> argparse.ArgumentParser:
     swarm.set_defaults(call=_swarm)
     run = _command(commands, "run", "run one node: start a swarm, or join one", RUN_HELP)
     _config_arguments(run)
+    run.add_argument("--initial-peers", metavar="ADDR", nargs="+", help="nodes to join (default: start a new swarm)")
     _node_arguments(run)
     run.set_defaults(call=_run)
+    join = _command(commands, "join", "join a run with the address of one of its nodes", JOIN_HELP)
+    join.add_argument("initial_peers", metavar="ADDRESS", nargs="+", help="address that a node of the run printed")
+    _set_argument(join, "node.device=cuda")
+    _node_arguments(join)
+    join.set_defaults(call=_join)
     lab = _command(commands, "lab", "compare algorithms on simulated replicas", LAB_HELP)
     _config_arguments(lab)
     lab.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the results go")
@@ -158,18 +177,16 @@ def _command(
 
 def _config_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", metavar="CONFIG", type=Path, help="YAML file, for example configs/tiny.yaml")
-    command.add_argument(
-        "--set",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="override a setting, for example run.inner.learning_rate=3e-3 (may be repeated)",
-    )
+    _set_argument(command, "run.inner.learning_rate=3e-3")
 
 
-def _node_arguments(run: argparse.ArgumentParser) -> None:
-    add = run.add_argument
-    add("--initial-peers", metavar="ADDR", nargs="+", help="addresses of nodes to join (default: start a new swarm)")
+def _set_argument(command: argparse.ArgumentParser, example: str) -> None:
+    help_text = f"override a setting, for example {example} (may be repeated)"
+    command.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help=help_text)
+
+
+def _node_arguments(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
     add("--stage", metavar="N|auto", help="stage to serve; auto: the one with the fewest replicas")
     add("--run-folder", metavar="DIR", help="where events, identity and final weights go")
     add("--host", metavar="ADDR", help="address to listen on; 0.0.0.0 to be reachable from other machines")
@@ -181,11 +198,11 @@ def _node_arguments(run: argparse.ArgumentParser) -> None:
 
 
 NODE_OPTIONS = ("initial_peers", "stage", "run_folder", "host", "port", "announce", "metrics_port", "identity")
-"""Options of `run` that stand for the setting of the same name in `node:`."""
+"""Options of `run` and `join` that stand for the setting of the same name in `node:`."""
 
 
 def node_overrides(options: argparse.Namespace) -> list[str]:
-    """The options of `run` as overrides, before those of --set."""
+    """The options of `run` and `join` as overrides, before those of --set."""
     given = {name: getattr(options, name) for name in NODE_OPTIONS if getattr(options, name) is not None}
     plain = {"stage", "port", "metrics_port"}
     quoted = {name: value if name in plain else json.dumps(value, default=str) for name, value in given.items()}
@@ -208,8 +225,7 @@ def _swarm(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.end_with_stdin:
-        threading.Thread(target=_end_with_stdin, name="end with stdin", daemon=True).start()
+    _tie_to_launcher(options)
     from noloco_node.config.load import load_config
 
     config = load_config(options.config, node_overrides(options))
@@ -217,7 +233,22 @@ def _run(options: argparse.Namespace) -> int:
 
     from noloco_node.node import run_node
 
-    stopped = uvloop.run(run_node(config.run, config.node))
+    return _exit_code(uvloop.run(run_node(config.run, config.node)))
+
+
+def _join(options: argparse.Namespace) -> int:
+    _tie_to_launcher(options)
+    from noloco_node.config.load import load_join
+
+    config = load_join(node_overrides(options))
+    import uvloop
+
+    from noloco_node.node import join_node
+
+    return _exit_code(uvloop.run(join_node(config.run.data, config.node, _print_run)))
+
+
+def _exit_code(stopped: NodeStopped) -> int:
     endings = {"target_reached": ExitCode.OK, "interrupted": ExitCode.INTERRUPTED, "failed": ExitCode.FAILURE}
     return int(endings[stopped.reason])
 
@@ -255,23 +286,33 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _print_plan(config: Config) -> None:
-    from noloco_node.preflight import plan
+    from noloco_node.preflight import plan, plan_lines
 
-    numbers, run = plan(config), config.run
-    print(f"run {run.name} ({run.run_id})")
-    each = " + ".join(f"{count:,}" for count in numbers.stage_parameters)
-    print(f"  parameters        {numbers.parameters:,} ({each})")
-    print(f"  stages            {run.stages}, with {' + '.join(map(str, numbers.layers))} layers")
-    print(f"  tokens            {run.inner.target_tokens:,}, {run.inner.global_batch_tokens:,} an inner step")
-    print(f"  inner steps       {numbers.inner_steps:,} per replica")
-    parts = f" for each of {run.outer.fragments} fragments" if run.outer.fragments > 1 else ""
-    steps = f"one in {run.outer.inner_steps} inner steps{parts}"
-    print(f"  outer rounds      about {numbers.outer_rounds:,} per replica, {steps}")
-    sizes = " / ".join(f"{count / 1e6:,.2f}" for count in numbers.outer_bytes)
-    peak = f", at most {max(numbers.peak_bytes) / 1e6:,.2f} MB at a time" if run.outer.fragments > 1 else ""
-    print(f"  outer step        {sizes} MB sent per replica ({run.outer.codec}){peak}, as many received")
+    numbers = plan(config)
+    print("\n".join(plan_lines(config.run, numbers)))
     for warning in numbers.warnings:
         print(f"  note: {warning}")
+    sys.stdout.flush()
+
+
+def _print_run(run: RunSpec, outlook: Outlook) -> None:
+    """What a joiner is about to take part in."""
+    from noloco_node.preflight import plan_lines, plan_run
+
+    data = run.data
+    source = data.source if data.path is None else f"{data.source}, {json.dumps(data.path, ensure_ascii=False)}"
+    windows = f"windows of {data.sequence_length} tokens, tokenizer {json.dumps(data.tokenizer, ensure_ascii=False)}"
+    nodes = " + ".join(map(str, outlook.replicas))
+    share = 100.0 * min(1.0, outlook.clock / outlook.target_tokens)
+    left = outlook.seconds_left
+    empty = [str(stage) for stage, count in enumerate(outlook.replicas) if not count]
+    waits = f"not known: stage {', '.join(empty)} has no node" if empty else "not known yet: nobody says how fast it is"
+    print("\n".join(plan_lines(run, plan_run(run))))
+    print(f"  model             {run.model.config['model_type']}")
+    print(f"  data              {source}, {windows}")
+    print(f"  swarm             {nodes} nodes, {outlook.tokens_per_second:,.0f} tokens/s")
+    print(f"  progress          {outlook.clock:,.0f} of {outlook.target_tokens:,} tokens ({share:.0f} %)")
+    print(f"  to go             {waits if left is None else f'about {left / 3600:,.1f} h at this speed'}")
     sys.stdout.flush()
 
 
@@ -312,6 +353,11 @@ def _print_result(result: SwarmResult) -> None:
         print(f"{name:<30} ended without a last word, see its log")
     for name, path in result.files.items():
         print(f"{name:<30} {path}")
+
+
+def _tie_to_launcher(options: argparse.Namespace) -> None:
+    if options.end_with_stdin:
+        threading.Thread(target=_end_with_stdin, name="end with stdin", daemon=True).start()
 
 
 def _end_with_stdin() -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import random
 import signal
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from noloco_node import __version__
+from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
 from noloco_node.data.walk import WindowWalk
@@ -26,13 +28,16 @@ from noloco_node.replica import Replica, Samples
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
 from noloco_node.swarm.dht_directory import join_directory
-from noloco_node.swarm.directory import Directory
+from noloco_node.swarm.directory import Directory, DirectoryView
 from noloco_node.swarm.hello import check_same_run, serve_hello
 from noloco_node.swarm.identity import Identity, IdentityLock, load_or_create_identity
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.membership import choose_stage
+from noloco_node.swarm.outlook import Outlook, outlook_of
 from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_addresses import parse_address
+from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
+from noloco_node.swarm.transport import PeerId, Transport
 from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.metrics import Metrics
@@ -40,7 +45,17 @@ from noloco_node.training.compute_thread import ComputeThread
 
 logger = logging.getLogger(__name__)
 
+FIRST_LOOK_SECONDS = 10.0
+LOOK_AGAIN_SECONDS = 0.3
+
 Emit = Callable[[AnyEvent], None]
+
+
+Agree = Callable[[Transport, tuple[str, ...]], Awaitable[RunSpec]]
+"""How a node and the peers at the addresses that it joined come to the same RunSpec."""
+
+Show = Callable[[RunSpec, Outlook], None]
+"""Shows a run and its swarm to a person; called on a thread of its own, before anything is built."""
 
 
 async def run_node(spec: RunSpec, settings: NodeSettings) -> NodeStopped:
@@ -48,11 +63,29 @@ async def run_node(spec: RunSpec, settings: NodeSettings) -> NodeStopped:
 
     Raises UserError for everything that the person who started it can change.
     """
+
+    async def agree(transport: Transport, joined: tuple[str, ...]) -> RunSpec:
+        await check_same_run(transport, spec, joined)
+        return spec
+
+    return await _run(agree, settings, None)
+
+
+async def join_node(own: OwnData, settings: NodeSettings, show: Show) -> NodeStopped:
+    """`run_node` for the run that the initial peers serve: its RunSpec comes from one of them, and is shown."""
+
+    async def agree(transport: Transport, joined: tuple[str, ...]) -> RunSpec:
+        return await fetch_run_spec(transport, joined, own, reads_text=settings.stage in ("auto", 0))
+
+    return await _run(agree, settings, show)
+
+
+async def _run(agree: Agree, settings: NodeSettings, show: Show | None) -> NodeStopped:
     started = time.monotonic()
     folder = RunFolder.create(settings.run_folder)
     with _telemetry(folder, settings) as (emit, metrics_address), _interruptible() as interrupts:
         try:
-            stopped = await _live(spec, settings, folder, emit, metrics_address, interrupts, started)
+            stopped = await _live(agree, settings, folder, emit, metrics_address, interrupts, started, show)
         except asyncio.CancelledError:
             if not interrupts.cancelled_by_signal:
                 raise
@@ -65,20 +98,24 @@ async def run_node(spec: RunSpec, settings: NodeSettings) -> NodeStopped:
 
 
 async def _live(
-    spec: RunSpec,
+    agree: Agree,
     settings: NodeSettings,
     folder: RunFolder,
     emit: Emit,
     metrics_address: str | None,
     interrupts: Interrupts,
     started: float,
+    show: Show | None,
 ) -> NodeStopped:
     check_device(settings.device)
     torch.set_num_threads(settings.torch_threads)
-    async with _network(spec, settings, folder) as (daemon, transport, directory):
+    async with _network(agree, settings, folder) as (spec, daemon, transport, directory):
+        if show is not None:
+            view = await _look_around(directory, settings)
+            await asyncio.to_thread(show, spec, outlook_of(view, directory.now(), spec.inner.target_tokens))
         stage_index = await _stage_to_serve(spec, settings, directory)
         serve_hello(transport, spec, stage_index)
-        await check_same_run(transport, spec, settings.initial_peers)
+        serve_spec(transport, spec)
         stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, daemon.own_id)
         async with _compute_thread() as thread:
             replica = Replica(spec, settings, stage, transport, directory, thread, samples=samples, emit=emit)
@@ -99,23 +136,42 @@ async def _live(
 
 @contextlib.asynccontextmanager
 async def _network(
-    spec: RunSpec, settings: NodeSettings, folder: RunFolder
-) -> AsyncGenerator[tuple[PrivateP2P, Libp2pTransport, Directory]]:
-    """Identity, p2pd, transport and directory; all gone at the end of the block, whatever ends it."""
+    agree: Agree, settings: NodeSettings, folder: RunFolder
+) -> AsyncGenerator[tuple[RunSpec, PrivateP2P, Libp2pTransport, Directory]]:
+    """Identity, p2pd, transport, the run and its directory; all gone at the end of the block, whatever ends it."""
     path: Path = settings.identity or folder.identity
     with IdentityLock(path):
         identity: Identity = load_or_create_identity(path)
         async with running_p2p(settings, identity) as daemon:
+            if out_of_reach(settings, daemon.joined_peers):
+                logger.warning(
+                    "host is %s: other machines cannot reach this node; --host 0.0.0.0 --port N lets them",
+                    settings.host,
+                )
             transport = Libp2pTransport(daemon)
             await transport.start()
             try:
+                spec = await agree(transport, daemon.joined_peers)
                 directory = await join_directory(daemon, identity, spec.run_id, spec.stages)
                 try:
-                    yield daemon, transport, directory
+                    yield spec, daemon, transport, directory
                 finally:
                     await directory.close()
             finally:
                 await transport.close()
+
+
+def out_of_reach(settings: NodeSettings, joined: Sequence[str]) -> bool:
+    """Whether this node joined others elsewhere and listens where only its own machine reaches it."""
+    hosts = [parse_address(address).host for address in joined]
+    return not settings.announce and _is_loopback(settings.host) and not all(map(_is_loopback, hosts))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 async def _stage_to_serve(spec: RunSpec, settings: NodeSettings, directory: Directory) -> int:
@@ -127,8 +183,20 @@ async def _stage_to_serve(spec: RunSpec, settings: NodeSettings, directory: Dire
                 "name one of those, or `auto`",
             )
         return settings.stage
-    view = await directory.refresh()
+    view = await _look_around(directory, settings)
     return choose_stage(view, spec.stages, directory.now(), random.Random())
+
+
+async def _look_around(directory: Directory, settings: NodeSettings) -> DirectoryView:
+    """The directory as it is; where this node joined others, as soon as it shows one of them, within a few seconds."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + (FIRST_LOOK_SECONDS if settings.initial_peers else 0.0)
+    while True:
+        view, now = await directory.refresh(), directory.now()
+        if any(view.live(stage, now) for stage in range(len(view.stages))) or loop.time() >= until:
+            return view
+        # The directory gives no sign of a change: asking again is the only way.
+        await asyncio.sleep(LOOK_AGAIN_SECONDS)
 
 
 def _prepare(spec: RunSpec, stage_index: int, own: PeerId) -> tuple[Stage, Samples | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from noloco_node.config.load import Config
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
@@ -35,7 +35,13 @@ class Plan:
 
 
 def plan(config: Config) -> Plan:
-    """Check the configuration across rooms (model against stages) and count what it comes to.
+    """`plan_run`, with what is seldom meant in this configuration."""
+    numbers = plan_run(config.run)
+    return replace(numbers, warnings=tuple(_warnings(config, numbers.inner_steps)))
+
+
+def plan_run(run: RunSpec) -> Plan:
+    """Check the run across rooms (model against stages) and count what it comes to.
 
     Loads transformers, but allocates no weights. Raises UserError (CONFIG) as `model.cut.cut_model` does, where a
     microbatch is too large to travel, and where a stage is too small for its fragments.
@@ -43,7 +49,6 @@ def plan(config: Config) -> Plan:
     from noloco_node.model.cut import build_config, cut_model
     from noloco_node.training.stage_worker import check_fragments
 
-    run = config.run
     cuts = cut_model(run.model)
     check_microbatch_bytes(run, build_config(run.model).hidden_size)
     parameters = _stage_parameters(run, [cut.end_layer for cut in cuts])
@@ -58,8 +63,26 @@ def plan(config: Config) -> Plan:
         outer_rounds=inner_steps * run.outer.fragments // run.outer.inner_steps + 1,
         outer_bytes=tuple(sum(each) for each in sizes),
         peak_bytes=tuple(max(each) for each in sizes),
-        warnings=tuple(_warnings(config, inner_steps)),
+        warnings=(),
     )
+
+
+def plan_lines(run: RunSpec, numbers: Plan) -> list[str]:
+    """The run and its numbers for a person, one thing a line."""
+    each = " + ".join(f"{count:,}" for count in numbers.stage_parameters)
+    parts = f" for each of {run.outer.fragments} fragments" if run.outer.fragments > 1 else ""
+    steps = f"one in {run.outer.inner_steps} inner steps{parts}"
+    sizes = " / ".join(f"{count / 1e6:,.2f}" for count in numbers.outer_bytes)
+    peak = f", at most {max(numbers.peak_bytes) / 1e6:,.2f} MB at a time" if run.outer.fragments > 1 else ""
+    return [
+        f"run {run.name} ({run.run_id})",
+        f"  parameters        {numbers.parameters:,} ({each})",
+        f"  stages            {run.stages}, with {' + '.join(map(str, numbers.layers))} layers",
+        f"  tokens            {run.inner.target_tokens:,}, {run.inner.global_batch_tokens:,} an inner step",
+        f"  inner steps       {numbers.inner_steps:,} per replica",
+        f"  outer rounds      about {numbers.outer_rounds:,} per replica, {steps}",
+        f"  outer step        {sizes} MB sent per replica ({run.outer.codec}){peak}, as many received",
+    ]
 
 
 def _stage_parameters(run: RunSpec, ends: list[int]) -> tuple[int, ...]:

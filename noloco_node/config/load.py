@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import yaml
 from pydantic import ValidationError, model_validator
@@ -21,6 +21,8 @@ from noloco_node.errors import ExitCode, UserError
 
 MAX_PROBLEMS_SHOWN = 12
 """Problems listed in one message, so that it stays on one screen."""
+
+S = TypeVar("S", bound=Settings)
 
 _EXPONENT_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 
@@ -45,6 +47,28 @@ class Config(Settings):
                 f"so stages are 0 to {self.run.stages - 1}; choose one of them, or auto"
             )
         return self
+
+
+class OwnData(Settings):
+    """What the one who joins says of the run's text: each of these is a setting of `run.data`."""
+
+    path: str | None = None
+    """Where this machine keeps the text of a `text` source; else the run's own value, as consent to read it here."""
+    tokenizer: str | None = None
+    """The run's own value, as consent to read it where it lies on this machine."""
+
+
+class OwnRun(Settings):
+    """The part of `run:` that a joiner may have an opinion on."""
+
+    data: OwnData = OwnData()
+
+
+class JoinConfig(Settings):
+    """The settings of a node that takes its RunSpec from a peer."""
+
+    run: OwnRun = OwnRun()
+    node: NodeSettings = NodeSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +113,41 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return validate(raw, str(path))
 
 
+def load_join(overrides: Sequence[str]) -> JoinConfig:
+    """The settings of a joiner, from `dotted.name=value` pairs alone.
+
+    Raises `UserError`: USAGE for what is no such pair, CONFIG for a value out of bounds and for a setting of the run.
+    """
+    raw: dict[str, Any] = {}
+    own = {f"run.{name}" for name in setting_names(OwnRun)}
+    for override in overrides:
+        name = override.partition("=")[0].strip()
+        if name.startswith("run.") and name not in own:
+            raise UserError(
+                ExitCode.CONFIG,
+                f"--set {override}: who joins takes the run's settings from a peer, and cannot change them",
+                "leave it out; node.* is yours to set, and run.data.path where each volunteer keeps the text itself",
+            )
+        _apply(raw, override)
+    remedy = "correct it; noloco-node config show CONFIG lists every setting of node: with its meaning"
+    return _validated(JoinConfig, raw, "the command line", remedy)
+
+
 def validate(raw: Mapping[str, Any], where: str) -> Config:
     """Validate a parsed configuration; `where` names it in messages. Raises `UserError` (CONFIG)."""
-    problems = list(_booleans(Config, raw, ""))
+    return _validated(Config, raw, where, f"correct it, then check with: noloco-node config validate {where}")
+
+
+def _validated(kind: type[S], raw: Mapping[str, Any], where: str, remedy: str) -> S:
+    problems = list(_booleans(kind, raw, ""))
     known = {problem.setting for problem in problems}
     try:
-        config = Config.model_validate(raw)
+        config = kind.model_validate(raw)
     except ValidationError as error:
-        problems += [problem for problem in _problems(error, raw, Config) if problem.setting not in known]
-        raise _as_user_error(problems, where) from None
+        problems += [problem for problem in _problems(error, raw, kind) if problem.setting not in known]
+        raise _as_user_error(problems, where, remedy) from None
     if problems:
-        raise _as_user_error(problems, where)
+        raise _as_user_error(problems, where, remedy)
     return config
 
 
@@ -290,16 +338,14 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _as_user_error(problems: Sequence[Problem], where: str) -> UserError:
+def _as_user_error(problems: Sequence[Problem], where: str, remedy: str) -> UserError:
     shown = [f"  {problem}" for problem in problems[:MAX_PROBLEMS_SHOWN]]
     if len(problems) > MAX_PROBLEMS_SHOWN:
         shown.append(f"  and {len(problems) - MAX_PROBLEMS_SHOWN} more")
     count = "a setting is wrong" if len(problems) == 1 else f"{len(problems)} settings are wrong"
-    return UserError(
-        ExitCode.CONFIG,
-        f"{where}: {count}\n" + "\n".join(shown),
-        f"correct {'it' if len(problems) == 1 else 'them'}, then check with: noloco-node config validate {where}",
-    )
+    if len(problems) > 1:
+        remedy = remedy.replace("correct it", "correct them", 1)
+    return UserError(ExitCode.CONFIG, f"{where}: {count}\n" + "\n".join(shown), remedy)
 
 
 def _render_lines(group: Settings, depth: int) -> Iterator[str]:

@@ -251,15 +251,20 @@ class RunSpec(Settings):
         return self.outer.max_lag_tokens or 4 * self.outer.inner_steps * self.inner.global_batch_tokens
 
     @property
-    def run_id(self) -> str:
-        """The first 32 hex digits of the SHA-256 of the canonical JSON form.
+    def agreed_json(self) -> str:
+        """What all peers have in common, as canonical JSON: what the run id is the hash of, and what a joiner is told.
 
-        Where a volunteer keeps the text of a `text` source is its own affair, so that path does not count.
+        Where a volunteer keeps the text of a `text` source is its own affair, so that path is not in it.
         """
         agreed = self.model_dump(mode="json")
         if self.data.source == "text":
             del agreed["data"]["path"]
-        return hashlib.sha256(canonical_json(agreed).encode()).hexdigest()[:32]
+        return canonical_json(agreed)
+
+    @property
+    def run_id(self) -> str:
+        """The first 32 hex digits of the SHA-256 of `agreed_json`."""
+        return hashlib.sha256(self.agreed_json.encode()).hexdigest()[:32]
 
     @model_validator(mode="after")
     def _microbatch_fits(self) -> RunSpec:

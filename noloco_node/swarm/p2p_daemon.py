@@ -29,7 +29,7 @@ from noloco_node.aio import cancel_and_wait, run_to_end
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.identity import Identity, identity_taken
-from noloco_node.swarm.peer_addresses import PeerAddress, answering_peers, peers_unreachable
+from noloco_node.swarm.peer_addresses import PeerAddress, answering_peers, log_passed_over, peers_unreachable
 from noloco_node.swarm.private_folder import PrivateFolder, sweep_dead_folders
 from noloco_node.swarm.stream_pool import StreamHandler
 from noloco_node.swarm.transport import PeerId, PeerUnreachable
@@ -297,9 +297,11 @@ async def _connect_to_some(daemon: PrivateP2P, peers: Sequence[PeerAddress]) -> 
     """A port that answers may belong to anything: go on only with the peers that are who their address says."""
     failures = await asyncio.gather(*(daemon.connect(peer.peer, [peer.text]) for peer in peers))
     daemon.joined_peers = tuple(peer.text for peer, failure in zip(peers, failures, strict=True) if failure is None)
+    failed = zip(peers, failures, strict=True)
+    reasons = {peer.text: f"{NOT_THIS_PEER} ({why[:200]})" for peer, why in failed if why is not None}
     if peers and not daemon.joined_peers:
-        reasons = zip((peer.text for peer in peers), failures, strict=True)
-        raise peers_unreachable({text: f"{NOT_THIS_PEER} ({str(why)[:200]})" for text, why in reasons})
+        raise peers_unreachable(reasons)
+    log_passed_over(reasons)
 
 
 async def _end_process(child: asyncio.subprocess.Process) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import base58
@@ -12,9 +13,12 @@ import base58
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.transport import PeerId
 
+logger = logging.getLogger(__name__)
+
 _ADDRESS = re.compile(r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<port>\d{1,5})/p2p/(?P<peer>[^/]+)/?")
 RETRY_SECONDS = 0.25
 CONNECT_SECONDS = 3.0
+MAX_SHOWN = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,8 @@ def parse_address(text: str) -> PeerAddress:
 async def answering_peers(texts: Sequence[str], within: float) -> list[PeerAddress]:
     """Those addresses where a TCP connection opens, in order; retries all for up to `within` seconds until one does.
 
-    UserError (PEERS_UNREACHABLE) that says for each address why it does not count, if none does.
+    The others are logged with the reason. UserError (PEERS_UNREACHABLE) that says for each address why it does not
+    count, if none does.
     """
     reasons: dict[str, str] = {}
     candidates: list[PeerAddress] = []
@@ -61,17 +66,31 @@ async def answering_peers(texts: Sequence[str], within: float) -> list[PeerAddre
     while candidates:
         failures = await asyncio.gather(*(_why_silent(address) for address in candidates))
         live = [address for address, failure in zip(candidates, failures, strict=True) if failure is None]
+        silent = {address.text: why for address, why in zip(candidates, failures, strict=True) if why is not None}
         if live:
+            log_passed_over(reasons | silent)
             return live
         if loop.time() >= deadline:
-            reasons |= {address.text: why or "" for address, why in zip(candidates, failures, strict=True)}
+            reasons |= silent
             break
         # A peer that is just starting gives no sign that could be awaited: asking again is the only way.
         await asyncio.sleep(RETRY_SECONDS)
     raise peers_unreachable(reasons)
 
 
-def peers_unreachable(reasons: dict[str, str]) -> UserError:
+def log_passed_over(reasons: Mapping[str, str]) -> None:
+    """One line for each address that is not used, with the reason."""
+    for text, why in reasons.items():
+        logger.warning("passed over %s: %s", shown(text), shown(why))
+
+
+def shown(text: str) -> str:
+    """A stranger's or the system's words for a terminal: one line, bounded, without control characters."""
+    line = " ".join(text.split())
+    return "".join(letter if letter.isprintable() else "?" for letter in line)[:MAX_SHOWN]
+
+
+def peers_unreachable(reasons: Mapping[str, str]) -> UserError:
     """The error that says for each initial peer why it cannot be joined."""
     lines = "".join(f"\n  {text}: {why}" for text, why in reasons.items())
     return UserError(

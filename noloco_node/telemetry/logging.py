@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from noloco_node.telemetry.events import AnyEvent, Evaluation, InnerStep, NodeStarted, NodeStopped, OuterStep
+from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, NodeStarted, NodeStopped, OuterStep
 
 LOGGER_NAME = "noloco_node"
 
@@ -19,6 +19,8 @@ class NodeLog:
         self.peer_id = ""
         self.stage: int | None = None
         self.round = 0
+        self._up_since = 0.0
+        self._firsts: set[str] = set()
 
     @property
     def label(self) -> str:
@@ -36,6 +38,26 @@ class NodeLog:
         level, line = describe(event)
         if line:
             logger.log(level, line)
+        self._observe_firsts(event)
+
+    def _observe_firsts(self, event: AnyEvent) -> None:
+        """Say once that the first microbatch is done, and once that the first outer round is: now it really trains."""
+        match event:
+            case NodeStarted():
+                self._up_since = event.time
+            case Account(trained=trained, served=served) if trained or served:
+                self._say_first("microbatch", event.time)
+            case InnerStep():
+                self._say_first("microbatch", event.time)
+            case OuterStep(kind="paired" | "alone"):
+                self._say_first("outer round", event.time)
+            case _:
+                pass
+
+    def _say_first(self, what: str, now: float) -> None:
+        if what not in self._firsts:
+            self._firsts.add(what)
+            logger.info("first %s done, %.1f s after the start", what, now - self._up_since)
 
 
 def describe(event: AnyEvent) -> tuple[int, str]:
@@ -98,7 +120,7 @@ def _started(event: NodeStarted) -> str:
     ]
     if event.metrics_address:
         lines.append(f"  metrics: http://{event.metrics_address}/metrics")
-    lines += [f"  others join with: noloco-node run CONFIG --initial-peers {address}" for address in event.addresses]
+    lines += [f"  others join with: noloco-node join {address}" for address in event.addresses]
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from noloco_node.telemetry.events import Evaluation
+from noloco_node.telemetry.events import AnyEvent, Evaluation
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from tests.telemetry import made_events as made
 
@@ -36,8 +36,8 @@ def test_each_line_carries_short_peer_id_stage_and_round(capsys: pytest.CaptureF
     log.observe(made.inner_step(4))
     lines = capsys.readouterr().err.splitlines()
     assert "[starting] looking for peers" in lines[0]
-    assert any("others join with" in line and "/ip4/127.0.0.1/tcp/4001" in line for line in lines)
-    assert "[…-s1-r0 s1 r3] still there" in lines[-1]
+    assert any("others join with: noloco-node join /ip4/127.0.0.1/tcp/4001/p2p/" in line for line in lines)
+    assert any("[…-s1-r0 s1 r3] still there" in line for line in lines)
     assert not any("inner step 4:" in line for line in lines)
 
 
@@ -45,6 +45,8 @@ def test_each_line_carries_short_peer_id_stage_and_round(capsys: pytest.CaptureF
 def test_what_is_shown_follows_the_level(capsys: pytest.CaptureFixture[str]) -> None:
     """INFO shows evaluations and hides inner steps and aborted exchanges; DEBUG shows all."""
     log = NodeLog()
+    for event in (made.inner_step(1), made.outer_step(1, "s0-r1")):
+        log.observe(event)
     events = [
         made.inner_step(1),
         made.outer_step(1, "s0-r1", kind="aborted", reason="busy"),
@@ -55,6 +57,24 @@ def test_what_is_shown_follows_the_level(capsys: pytest.CaptureFixture[str]) -> 
         for event in events:
             log.observe(event)
         assert len(capsys.readouterr().err.splitlines()) == shown
+
+
+@pytest.mark.usefixtures("untouched_logging")
+@pytest.mark.parametrize("first_sign", [made.inner_step(1), made.account(served=0), made.account(trained=0, served=5)])
+def test_the_first_microbatch_and_the_first_outer_round_are_told_once(
+    first_sign: AnyEvent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever shows first that a microbatch is done; a try that came to nothing is no round."""
+    log = NodeLog()
+    configure_logging("INFO", log)
+    log.observe(made.started("s0-r0"))
+    log.observe(made.outer_step(1, "s0-r1", kind="aborted", reason="busy"))
+    assert "first" not in capsys.readouterr().err
+    for event in (first_sign, made.inner_step(2), made.outer_step(1, "s0-r1"), made.outer_step(2, "s0-r1")):
+        log.observe(event)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "first" in line]
+    assert ["first microbatch done" in lines[0], "first outer round done" in lines[1]] == [True, True]
+    assert len(lines) == 2
 
 
 @pytest.mark.usefixtures("untouched_logging")

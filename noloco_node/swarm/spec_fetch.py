@@ -1,0 +1,226 @@
+"""How a stranger learns which run it joins: a peer hands out what the run id is the hash of, and is held to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from noloco_node import PROTOCOL_VERSION, __version__
+from noloco_node.config.load import OwnData
+from noloco_node.config.run_spec import DataSpec, RunSpec
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.swarm.hello import Hello, ask_hello, other_protocol
+from noloco_node.swarm.peer_addresses import log_passed_over, parse_address, peers_unreachable, shown
+from noloco_node.swarm.transport import (
+    Message,
+    PeerId,
+    ProtocolViolation,
+    Refusal,
+    Refused,
+    TensorSpec,
+    Transport,
+    TransportError,
+)
+from noloco_node.swarm.wire import first_problem, no_tensors
+
+METHOD = "hello.spec"
+TIMEOUT_SECONDS = 20.0
+PROGRESS_SECONDS = 10.0
+MAX_SPEC_BYTES = 128 * 1024
+"""Largest RunSpec that travels; an ordinary one has 2 KiB."""
+MAX_PARTS = 16384
+"""Most layers, heads or experts that a stranger's model may have: to lay out more would take this machine for hours."""
+
+NOT_READ = "(not named: only stage 0 reads the text)"
+"""Stands for the path of a `text` source on a node that does not read it."""
+
+
+def serve_spec(transport: Transport, spec: RunSpec) -> None:
+    """Hand out the RunSpec to anyone who asks, from now on: `RunSpec.agreed_json` as a tensor u8 [bytes]."""
+    text = spec.agreed_json.encode()
+
+    async def handle(_peer: PeerId, _message: Message) -> Message:
+        if len(text) > MAX_SPEC_BYTES:
+            raise Refused(Refusal.TOO_LARGE, f"the RunSpec has {len(text)} bytes: join with its file")
+        return Message({}, (torch.frombuffer(bytearray(text), dtype=torch.uint8),))
+
+    transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=2)
+
+
+async def fetch_run_spec(transport: Transport, joined: Sequence[str], own: OwnData, *, reads_text: bool) -> RunSpec:
+    """The RunSpec of the one run that the peers at these addresses serve, from the first that gives a sound one.
+
+    `own` is what the volunteer says of the run's text, which is read here where `reads_text`. Raises UserError:
+    PEERS_UNREACHABLE where no peer answers, WRONG_RUN where they serve several runs, speak another protocol version, or
+    give no RunSpec that stands up to its hash; CONFIG as `with_own_data` does.
+    """
+    hellos = await _hellos(transport, joined)
+    runs = {hello.run for hello in hellos.values()}
+    if len(runs) > 1:
+        lines = "".join(f"\n  {address}: run '{h.name}' ({h.run})" for address, h in hellos.items())
+        raise UserError(
+            ExitCode.WRONG_RUN,
+            f"the addresses belong to {len(runs)} runs:{lines}",
+            "choose one of the runs, and name addresses of its nodes only",
+        )
+    failures: dict[str, str] = {}
+    for address, hello in hellos.items():
+        try:
+            spec = await _fetch(transport, parse_address(address).peer, hello)
+        except (Refused, TransportError) as error:
+            failures[address] = _reason(error, hello)
+        else:
+            log_passed_over(failures)
+            return with_own_data(spec, own, reads_text=reads_text)
+    lines = "".join(f"\n  {address}: {shown(why)}" for address, why in failures.items())
+    raise UserError(
+        ExitCode.WRONG_RUN,
+        f"none of {len(failures)} peers gave a RunSpec that can be used{lines}",
+        "name another node of the run, or install the version of noloco-node that its nodes have",
+    )
+
+
+def read_agreed(text: bytes) -> RunSpec:
+    """Parse what a peer hands out. The path of a `text` source, whatever the peer says, is `NOT_READ`.
+
+    Raises ValueError (ValidationError included) for what is no RunSpec: other JSON, unknown settings, values out of
+    bounds, an inadmissible γ; and for text that a terminal should not be shown.
+    """
+    parsed: object = from_json(text, allow_inf_nan=False)
+    if not isinstance(parsed, dict):
+        raise ValueError("it is no JSON object")
+    raw = cast("dict[str, Any]", parsed)
+    if not all(word.isprintable() for word in _words(raw)):
+        raise ValueError("it holds control characters")
+    data = raw.get("data")
+    if isinstance(data, dict) and cast("dict[str, Any]", data).get("source") == "text":
+        data["path"] = NOT_READ
+    spec = RunSpec.model_validate(raw)
+    for name, value in spec.model.config.items():
+        if name.startswith("num_") and isinstance(value, int | float) and value > MAX_PARTS:
+            raise ValueError(f"model.config.{name} is {value}: more than {MAX_PARTS} are not believed of a stranger")
+    return spec
+
+
+def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
+    """The RunSpec with what this volunteer has by itself: the place of the text. Its run id stays.
+
+    Raises UserError (CONFIG) where that place is missing, where `own` contradicts the run, and where the run names
+    files of this machine without the volunteer's word: a stranger must not choose what is read here.
+    """
+    data = spec.data
+    if data.source == "text":
+        if own.path is None and reads_text:
+            raise _no_text(spec)
+        data = data.model_copy(update={"path": own.path or data.path})
+    for name, value, named in (("path", data.path, own.path), ("tokenizer", data.tokenizer, own.tokenizer)):
+        if named is not None and named != value:
+            raise UserError(
+                ExitCode.CONFIG,
+                f"run.data.{name} is '{named}', but for run '{spec.name}' it is {_quoted(value)}",
+                f"leave out --set run.data.{name}: who joins takes the run as it is",
+            )
+        if reads_text and named is None and value is not None and _is_local(value):
+            raise _local(spec, name, value)
+    return spec.model_copy(update={"data": data})
+
+
+def _words(value: object) -> Iterator[str]:
+    """All strings in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in cast("dict[str, object]", value).items():
+            yield key
+            yield from _words(inner)
+    elif isinstance(value, list):
+        for inner in cast("list[object]", value):
+            yield from _words(inner)
+
+
+def _no_text(spec: RunSpec) -> UserError:
+    later = "; a node of a later stage needs none: --stage 1" if spec.stages > 1 else ""
+    return UserError(
+        ExitCode.CONFIG,
+        f"run.data.path is not set, and run '{spec.name}' trains on a text of which each volunteer has its own copy",
+        f"get the text from whoever started the run, and say where it lies with --set run.data.path=FILE{later}",
+    )
+
+
+def _local(spec: RunSpec, name: str, value: str) -> UserError:
+    return UserError(
+        ExitCode.CONFIG,
+        f"run.data.{name} of run '{spec.name}' is {_quoted(value)}, which lies on this machine: a run that comes from "
+        "a stranger may not choose which of your files are read",
+        f"if it may read that, say so with --set run.data.{name}={_quoted(value)}; else do not join this run",
+    )
+
+
+def _is_local(name: str) -> bool:
+    """Whether the loaders of datasets and tokenizers might take the name for a file or folder of this machine."""
+    if name in (DataSpec().tokenizer, NOT_READ):
+        return False
+    return name.startswith(("/", ".", "~")) or any(os.path.exists(part) for part in (name, name.partition(":")[0]))
+
+
+async def _hellos(transport: Transport, joined: Sequence[str]) -> dict[str, Hello]:
+    """The peers that answer in this protocol version, by address; the others are logged with the reason."""
+    asked = await asyncio.gather(*(_hello_or_reason(transport, address) for address in joined))
+    answers = dict(zip(joined, asked, strict=True))
+    silent = {address: answer for address, answer in answers.items() if isinstance(answer, str)}
+    hellos = {address: answer for address, answer in answers.items() if isinstance(answer, Hello)}
+    if not hellos:
+        raise peers_unreachable(silent)
+    ours = {address: hello for address, hello in hellos.items() if hello.protocol == PROTOCOL_VERSION}
+    if not ours:
+        raise other_protocol(next(iter(hellos.values())))
+    others = {a: f"it speaks protocol version {h.protocol}" for a, h in hellos.items() if a not in ours}
+    log_passed_over(silent | others)
+    return ours
+
+
+async def _hello_or_reason(transport: Transport, address: str) -> Hello | str:
+    try:
+        return await ask_hello(transport, parse_address(address).peer)
+    except (Refused, TransportError) as error:
+        return f"it does not say which run it serves ({shown(str(error) or repr(error))})"
+
+
+async def _fetch(transport: Transport, peer: PeerId, hello: Hello) -> RunSpec:
+    """One peer's RunSpec, equal to the run that it said it serves. Raises Refused or TransportError."""
+    answer = await transport.call(
+        peer,
+        METHOD,
+        Message(),
+        timeout=TIMEOUT_SECONDS,
+        progress=PROGRESS_SECONDS,
+        max_answer_bytes=MAX_SPEC_BYTES,
+    )
+    if len(answer.specs) != 1 or answer.specs[0] != TensorSpec("u8", (answer.specs[0].nbytes,)):
+        raise ProtocolViolation("its answer is no text")
+    try:
+        spec = read_agreed(answer.tensors[0].numpy().tobytes())
+        found = spec.run_id
+    except ValidationError as error:
+        raise ProtocolViolation(f"its RunSpec is refused: {first_problem(error)}") from None
+    except ValueError as error:
+        raise ProtocolViolation(f"its RunSpec is refused: {error}") from None
+    if found != hello.run:
+        raise ProtocolViolation(f"its RunSpec is that of run {found}, but it says that it serves {hello.run}")
+    return spec
+
+
+def _reason(error: Refused | TransportError, hello: Hello) -> str:
+    if isinstance(error, Refused) and error.reason is Refusal.UNKNOWN_METHOD:
+        return f"noloco-node {hello.version} does not hand out its RunSpec (this node has {__version__})"
+    return str(error) or repr(error)
+
+
+def _quoted(value: str | None) -> str:
+    return "not set" if value is None else f"'{shown(value)}'"
