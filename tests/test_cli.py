@@ -68,6 +68,12 @@ def test_validate_says_what_a_run_comes_to(capsys: pytest.CaptureFixture[str]) -
         (["config", "show", str(MICRO), "--set", "nonsense"], ExitCode.USAGE, "name=value"),
         (["run", str(MICRO), "--port", "http"], ExitCode.CONFIG, "node.port"),
         (["run", str(MICRO), "--stage", "7"], ExitCode.CONFIG, "node.stage"),
+        (["join", "/a", "--port", "http"], ExitCode.CONFIG, "node.port"),
+        (["join", "/a", "--set", "node.sped=3"], ExitCode.CONFIG, "node.sped"),
+        (["join", "/a", "--set", "nonsense"], ExitCode.USAGE, "name=value"),
+        (["join", "/a", "--set", "run.outer.gamma=0.1"], ExitCode.CONFIG, "takes the run's settings from a peer"),
+        (["join", "/a", "--set", "run.data.path=no"], ExitCode.CONFIG, "run.data.path"),
+        (["join", "/a", "--set", "lab.seeds=[1]"], ExitCode.CONFIG, "there is no such setting"),
     ],
 )
 def test_a_mistake_gets_one_screen_and_its_own_exit_code(
@@ -82,7 +88,7 @@ def test_a_mistake_gets_one_screen_and_its_own_exit_code(
     assert len(errors.splitlines()) <= 24
 
 
-@pytest.mark.parametrize("arguments", [[], ["swarm"], ["fly"], ["run", "a.yaml", "--speed", "9"]])
+@pytest.mark.parametrize("arguments", [[], ["swarm"], ["fly"], ["join"], ["run", "a.yaml", "--speed", "9"]])
 def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """argparse's own errors have the documented code as well."""
     with pytest.raises(SystemExit) as caught:
@@ -103,6 +109,47 @@ def test_options_of_run_are_settings_of_the_node() -> None:
     assert (node.identity, node.run_folder) == (Path("yes: no"), Path("a b"))
     assert node.initial_peers == ("/ip4/1.2.3.4/tcp/1/p2p/QmA", "/b")
     assert node.announce == ("/ip4/5.6.7.8/tcp/2",)
+
+
+def test_who_joins_gives_addresses_and_settings_of_its_own_node_only() -> None:
+    """The options are those of `run`; of the run only the place of one's own text can be set."""
+    line = "join /a /b --stage 1 --port 4001 --host 0.0.0.0 --set node.device=cuda:1 --set run.data.path=book.txt"
+    from noloco_node.config.load import load_join
+
+    config = load_join(cli.node_overrides(cli.parser().parse_args(line.split())))
+    assert config.node.initial_peers == ("/a", "/b")
+    assert (config.node.stage, config.node.port, config.node.host) == (1, 4001, "0.0.0.0")
+    assert (config.node.device, config.run.data.path, config.run.data.tokenizer) == ("cuda:1", "book.txt", None)
+
+
+@pytest.mark.parametrize(
+    ("clock", "replicas", "speed", "words"),
+    [
+        (12_288.0, (2, 1), 1.024, ["2 + 1 nodes", "12,288 of 49,152 tokens (25 %)", "about 10.0 h at this speed"]),
+        (0.0, (2, 0), 9.0, ["not known: stage 1 has no node"]),
+        (0.0, (1, 1), 0.0, ["not known yet: nobody says how fast it is"]),
+    ],
+)
+def test_a_joiner_sees_what_it_joins(
+    clock: float, replicas: tuple[int, ...], speed: float, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Model, data, tokens, stages, H, bytes of an outer step, progress and hours to go."""
+    from noloco_node.config.load import load_config
+    from noloco_node.swarm.outlook import Outlook
+
+    cli._print_run(load_config(MICRO).run, Outlook(clock, 49_152, replicas, speed))
+    output = capsys.readouterr().out
+    usual = [
+        "run micro",
+        "37,024 (18,496 + 18,528)",
+        "llama",
+        "stdlib",
+        "49,152",
+        "one in 6 inner steps",
+        "0.04 / 0.04 MB",
+    ]
+    for each in [*usual, *words]:
+        assert each in output
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from noloco_node.config.load import load_config
+from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import MAX_BODY_BYTES, check_microbatch_bytes
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.node import check_device, run_and_save
+from noloco_node.node import check_device, out_of_reach, run_and_save
 from noloco_node.preflight import plan
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
@@ -37,6 +38,26 @@ def test_a_gpu_number_too_high_names_the_numbers_there_are(monkeypatch: pytest.M
 def test_the_processor_is_always_there() -> None:
     """The default device passes."""
     check_device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "joined", "warned"),
+    [
+        ({}, ["203.0.113.7"], True),
+        ({"host": "::1"}, ["127.0.0.1", "203.0.113.7"], True),
+        ({}, ["127.0.0.1"], False),
+        ({}, [], False),
+        ({"host": "0.0.0.0"}, ["203.0.113.7"], False),
+        ({"announce": ("/ip4/203.0.113.8/tcp/1",)}, ["203.0.113.7"], False),
+    ],
+)
+def test_a_node_that_only_its_own_machine_reaches_is_warned_where_it_joins_others(
+    settings: dict[str, object], joined: list[str], warned: bool
+) -> None:
+    """It could dial and never be dialled."""
+    peer = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
+    addresses = [f"/ip4/{host}/tcp/1/p2p/{peer}" for host in joined]
+    assert out_of_reach(NodeSettings.model_validate(settings), addresses) is warned
 
 
 def test_a_microbatch_that_no_peer_would_accept_is_refused_before_the_start() -> None:

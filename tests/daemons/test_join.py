@@ -1,4 +1,4 @@
-"""A stranger joins a real swarm that is under way, with nothing but the configuration and one address."""
+"""A stranger joins a real swarm that is under way, with one address: of its own configuration, or of nothing else."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode
 from noloco_node.local_swarm import LocalSwarm
-from noloco_node.telemetry.events import AnyEvent, EventReader, NodeStarted, NodeStopped, OuterStep
+from noloco_node.telemetry.events import AnyEvent, EventReader, InnerStep, NodeStarted, NodeStopped, OuterStep
 from tests.support import eventually, nothing_left_behind
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(240)]
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
+DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
 ENDLESS = "run.inner.target_tokens=1_000_000_000"
 
 
@@ -32,14 +34,20 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         yield base
 
 
+def printed_file(folder: Path) -> IO[bytes]:
+    """Where a node's words go."""
+    folder.mkdir()
+    return (folder / "printed").open("wb")
+
+
 @contextlib.asynccontextmanager
-async def joining(folder: Path, address: str) -> AsyncIterator[list[AnyEvent]]:
-    """A daemon that joins through `address`; its events so far. It is told to leave at the end of the block."""
-    arguments = ["run", str(MICRO), "--set", ENDLESS, "--initial-peers", address, "--run-folder", str(folder)]
-    quiet = asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "noloco_node", *arguments, stdout=quiet, stderr=quiet
-    )
+async def node(folder: Path, *arguments: str) -> AsyncIterator[list[AnyEvent]]:
+    """A daemon of this command; its events so far. It is told to leave at the end of the block. What it prints goes
+    to `folder`/printed."""
+    with printed_file(folder) as printed:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "noloco_node", *arguments, "--run-folder", str(folder), stdout=printed, stderr=printed
+        )
     reader, events = EventReader(folder / "events.jsonl"), list[AnyEvent]()
 
     async def follow() -> None:
@@ -70,7 +78,8 @@ async def test_a_late_joiner_copies_a_fellow_trains_and_leaves_in_order(tmp_path
         first = swarm.node("s0-r0")
         await eventually(lambda: sum(isinstance(e, OuterStep) for e in first.events) >= 3, within=60, what="rounds")
         assert first.started is not None
-        async with joining(tmp_path / "joiner", first.started.addresses[0]) as events:
+        arguments = ["run", str(MICRO), "--set", ENDLESS, "--initial-peers", first.started.addresses[0]]
+        async with node(tmp_path / "joiner", *arguments) as events:
             started = await eventually(lambda: [e for e in events if isinstance(e, NodeStarted)], 60, "it is up")
             paired = await eventually(
                 lambda: [e for e in events if isinstance(e, OuterStep) and e.kind == "paired"], 60, "it has averaged"
@@ -88,3 +97,42 @@ async def test_a_late_joiner_copies_a_fellow_trains_and_leaves_in_order(tmp_path
     finally:
         await swarm.stop()
     assert not any(node.died for node in swarm.nodes)
+
+
+async def test_a_stranger_joins_with_nothing_but_an_address(tmp_path: Path, temporary: Path) -> None:
+    """The address is the one in the line that the first node prints. The joiner shows the run before it trains, takes
+    the stage that nobody serves, passes over a dead address, and says when it had first trained and averaged."""
+    founder, stranger = tmp_path / "founder", tmp_path / "stranger"
+    async with node(founder, "run", str(MICRO), "--set", ENDLESS, "--stage", "0") as events:
+        first = (await eventually(lambda: [e for e in events if isinstance(e, NodeStarted)], 60, "it is up"))[0]
+        command = (founder / "printed").read_text().partition("others join with: noloco-node ")[2].split()[:2]
+        assert command == ["join", first.addresses[0]]
+        async with node(stranger, *command, DEAD) as joined:
+            trained = await eventually(lambda: [e for e in joined if isinstance(e, InnerStep)], 60, "it trains")
+            await eventually(lambda: [e for e in joined if isinstance(e, OuterStep)], 60, "an outer round")
+            await eventually(lambda: [e for e in events if isinstance(e, InnerStep)], 60, "the first one trains too")
+    started = [e for e in joined if isinstance(e, NodeStarted)]
+    assert [(e.run_id, e.run_name, e.stage) for e in started] == [(first.run_id, "micro", 1)]
+    assert trained[0].tokens > 0
+    printed = (stranger / "printed").read_text()
+    shown, _, later = printed.partition("is up: run micro")
+    assert f"run micro ({first.run_id})" in shown
+    assert "of 1,000,000,000 tokens" in shown
+    assert "not known: stage 1 has no node" in shown
+    assert f"passed over {DEAD}: refused" in shown
+    for once in ("first microbatch done", "first outer round done"):
+        assert later.count(once) == 1
+
+
+async def test_a_stranger_whom_nobody_answers_is_told_why(tmp_path: Path, temporary: Path) -> None:
+    """One line an address, the remedy, an exit code of its own."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "noloco_node", "join", DEAD, "nonsense", "--run-folder", str(tmp_path / "node")),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, complaint = await asyncio.wait_for(process.communicate(), 60)
+    lines = complaint.decode().splitlines()
+    assert process.returncode == ExitCode.PEERS_UNREACHABLE
+    assert f"  {DEAD}: refused: nothing listens on that port" in lines
+    assert any(line.startswith("  nonsense: malformed") for line in lines)
+    assert any("remedy" in line for line in lines)

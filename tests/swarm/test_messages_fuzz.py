@@ -25,7 +25,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec, PipelineSpec, RunSpec
 from noloco_node.outer.replica import Part
 from noloco_node.replica import Replica
-from noloco_node.swarm import exchange, hello, microbatch, pipeline, state_transfer
+from noloco_node.swarm import exchange, hello, microbatch, pipeline, spec_fetch, state_transfer
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.frames import FrameError
 from noloco_node.swarm.identity import load_or_create_identity
@@ -253,6 +253,7 @@ async def start(made: Swarm, spec: RunSpec, stage: int, strangers: list[Transpor
     assert isinstance(transport, MemoryTransport | Libp2pTransport)
     target = Target(spec, replica, transport, strangers, events=made.events[made.replicas.index(replica)])
     hello.serve_hello(transport, spec, stage)
+    spec_fetch.serve_spec(transport, spec)
     count_handled(target, transport._desk)
     for each in made.replicas:
         each.server.accepting = each.exchanger.accepting = each.donor.accepting = True

@@ -100,15 +100,20 @@ async def test_something_else_on_the_peers_port_is_not_the_peer(tmp_path: Path, 
     assert "not this peer" in error.message
 
 
-async def test_one_live_peer_among_dead_ones_is_enough(tmp_path: Path) -> None:
-    """The dead address does not count; an address with another peer's id does not either."""
+async def test_one_live_peer_among_dead_ones_is_enough(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The dead address does not count; one with another peer's id or a malformed one does not either. Each is told on
+    one line, with the reason."""
     async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "one")) as first:
         [address] = first.visible_addresses()
         imposter = address.replace(first.own_id, NOBODY)
         dead = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
-        settings = joining(dead, imposter, address)
+        settings = joining(dead, imposter, "nonsense", address)
         async with running_p2p(settings, load_or_create_identity(tmp_path / "two")) as second:
             assert second.joined_peers == (address,)
+        told = {(dead, "nothing listens"), (imposter, "not this peer"), ("nonsense", "malformed")}
+        lines = [line for line in caplog.messages if line.startswith("passed over")]
+        assert len(lines) == len(told)
+        assert all(any(text in line and why in line for line in lines) for text, why in told)
 
 
 async def test_a_peer_that_starts_a_little_later_is_waited_for(tmp_path: Path) -> None:

@@ -1,0 +1,346 @@
+"""A stranger is told which run it joins: only a RunSpec that is sound, bounded and what its hash says is believed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import base58
+import pytest
+import torch
+
+from noloco_node import PROTOCOL_VERSION
+from noloco_node.config.load import OwnData, load_config
+from noloco_node.config.run_spec import RunSpec, canonical_json
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.swarm import hello, spec_fetch
+from noloco_node.swarm.hello import Hello, serve_hello
+from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryNetwork, MemoryTransport
+from noloco_node.swarm.spec_fetch import MAX_SPEC_BYTES, NOT_READ, fetch_run_spec, read_agreed, serve_spec
+from noloco_node.swarm.transport import Message, PeerId
+from noloco_node.swarm.wire import no_tensors
+from tests.swarm.worlds import LIMITS
+
+MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
+SPEC = load_config(MICRO).run
+OTHER = load_config(MICRO, ["run.name=other"]).run
+OWN_TEXT = load_config(MICRO, ["run.data.source=text", "run.data.path=/home/owner/secret.txt"]).run
+
+
+def peer_id(number: int) -> PeerId:
+    """A well-formed peer id."""
+    return PeerId(base58.b58encode(b"\x00\x24" + bytes([number] * 36)).decode())
+
+
+def spec_bytes(change: Callable[[dict[str, Any]], None]) -> bytes:
+    """The micro run as it travels, with something in it changed."""
+    raw = json.loads(SPEC.agreed_json)
+    change(raw)
+    return json.dumps(raw).encode()
+
+
+@dataclass
+class Swarm:
+    """A joiner and the peers whose addresses it was given."""
+
+    network: MemoryNetwork
+    joiner: MemoryTransport
+    addresses: list[str] = field(default_factory=list[str])
+    transports: list[MemoryTransport] = field(default_factory=list[MemoryTransport])
+
+    def peer(self) -> MemoryTransport:
+        """One more peer, which serves nothing yet; its address is given to the joiner."""
+        transport = MemoryTransport(self.network, peer_id(len(self.addresses) + 1), LIMITS)
+        self.transports.append(transport)
+        self.addresses.append(f"/ip4/127.0.0.1/tcp/{len(self.addresses) + 1}/p2p/{transport.peer_id}")
+        return transport
+
+    def sound(self, spec: RunSpec = SPEC) -> MemoryTransport:
+        """One more peer of a run."""
+        transport = self.peer()
+        serve_hello(transport, spec, 0)
+        serve_spec(transport, spec)
+        return transport
+
+    def says(self, text: bytes, *, run: str = SPEC.run_id) -> MemoryTransport:
+        """One more peer that claims a run and hands out this text."""
+        transport = self.peer()
+        claim(transport, Hello(run=run, name="micro", protocol=PROTOCOL_VERSION, version="9.9", stage=0))
+        answer_with(transport, torch.tensor(list(text), dtype=torch.uint8))
+        return transport
+
+    async def fetch(self, own: OwnData | None = None, *, reads_text: bool = True) -> RunSpec:
+        """What the joiner comes to."""
+        return await fetch_run_spec(self.joiner, self.addresses, own or OwnData(), reads_text=reads_text)
+
+    async def refusal(self, own: OwnData | None = None) -> UserError:
+        """The error that the joiner gets; it says what to do."""
+        with pytest.raises(UserError) as caught:
+            await self.fetch(own)
+        assert caught.value.remedy
+        assert str(caught.value).replace("\n", "").isprintable()
+        return caught.value
+
+
+def claim(transport: MemoryTransport, said: Hello) -> None:
+    """Answer `hello` so."""
+    header = said.model_dump(mode="json")
+
+    async def handle(_peer: PeerId, _message: Message) -> Message:
+        return Message(header)
+
+    transport.serve(hello.METHOD, no_tensors, handle, max_concurrent_per_peer=4)
+
+
+def answer_with(transport: MemoryTransport, *tensors: torch.Tensor) -> None:
+    """Answer `hello.spec` so."""
+
+    async def handle(_peer: PeerId, _message: Message) -> Message:
+        return Message({}, tensors)
+
+    transport.serve(spec_fetch.METHOD, no_tensors, handle, max_concurrent_per_peer=4)
+
+
+@contextlib.asynccontextmanager
+async def swarm() -> AsyncIterator[Swarm]:
+    """A joiner alone on a network in memory."""
+    network = MemoryNetwork()
+    made = Swarm(network, MemoryTransport(network, peer_id(200), LIMITS))
+    try:
+        yield made
+    finally:
+        for transport in (made.joiner, *made.transports):
+            await transport.close()
+
+
+async def test_a_joiner_gets_the_run_that_its_peer_serves() -> None:
+    """Equal to the last setting, from one address."""
+    async with swarm() as made:
+        made.sound()
+        assert await made.fetch() == SPEC
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (OTHER.agreed_json.encode(), "run " + OTHER.run_id),
+        (spec_bytes(lambda raw: raw["outer"].update(gamma=1.5)), "outside the admissible set"),
+        (spec_bytes(lambda raw: raw["inner"].update(target_tokens=-1)), "inner.target_tokens"),
+        (spec_bytes(lambda raw: raw["inner"].update(speed=1)), "inner.speed"),
+        (spec_bytes(lambda raw: raw["inner"].update(learning_rate=float("nan"))), "refused"),
+        (spec_bytes(lambda raw: raw["model"]["config"].update(num_hidden_layers=10**9)), "num_hidden_layers"),
+        (spec_bytes(lambda raw: raw["model"]["config"].update(rope_theta=float("inf"))), "refused"),
+        (spec_bytes(lambda raw: raw["data"].update(text_field="\x1b[2J")), "control characters"),
+        (spec_bytes(lambda raw: raw["model"]["config"].update({"\x1b[2J": 1})), "control characters"),
+        (SPEC.agreed_json.encode()[:-1], "refused"),
+        (b'{"outer": ' + b"[" * 5000, "refused"),
+        (b"[1, 2]", "no JSON object"),
+        (b"\xff\xfe", "refused"),
+        (b"", "refused"),
+    ],
+    ids=[
+        "other run", "gamma", "out of bounds", "unknown", "nan", "bomb", "infinite", "escape", "escaped key", "torn",
+        "deep", "list", "no utf-8", "empty",
+    ],
+)  # fmt: skip
+async def test_a_peer_whose_spec_is_not_the_one_it_claims_or_is_unsound_is_refused_for_the_next(
+    text: bytes, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Alone it is an error that names address and reason; beside a sound peer it is one line, and the joiner joins."""
+    async with swarm() as made:
+        made.says(text)
+        error = await made.refusal()
+        assert error.exit_code is ExitCode.WRONG_RUN
+        assert made.addresses[0] in error.message
+        assert words in error.message
+        made.sound()
+        with caplog.at_level(logging.WARNING):
+            assert await made.fetch() == SPEC
+        lines = [line for line in caplog.messages if made.addresses[0] in line]
+        assert len(lines) == 1
+        assert words in lines[0]
+
+
+async def test_an_inadmissible_gamma_is_refused_even_where_the_hash_is_right() -> None:
+    """What a laboratory may look at never comes from the network."""
+    outer = {**SPEC.outer.model_dump(), "gamma": 1.5}
+    raw = {**SPEC.model_dump(), "outer": outer}
+    unstable = RunSpec.model_validate(raw, context={"allow_inadmissible": True})
+    async with swarm() as made:
+        made.sound(unstable)
+        assert "admissible" in (await made.refusal()).message
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        (torch.tensor(list(SPEC.agreed_json.encode().ljust(MAX_SPEC_BYTES + 1)), dtype=torch.uint8),),
+        (),
+        (torch.zeros(2, 2, dtype=torch.uint8),),
+        (torch.zeros(8),),
+        (torch.zeros(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)),
+    ],
+    ids=["oversized", "nothing", "matrix", "floats", "two"],
+)
+async def test_an_answer_of_the_wrong_size_or_kind_is_refused(tensors: tuple[torch.Tensor, ...]) -> None:
+    """Before anything of it is parsed."""
+    async with swarm() as made:
+        transport = made.peer()
+        serve_hello(transport, SPEC, 0)
+        answer_with(transport, *tensors)
+        assert (await made.refusal()).exit_code is ExitCode.WRONG_RUN
+
+
+async def test_a_spec_too_large_to_travel_is_said_to_be_so() -> None:
+    """Its owner's node says what to do instead."""
+    config = {**SPEC.model.config, "architectures": ["A" * MAX_SPEC_BYTES]}
+    large = SPEC.model_copy(update={"model": SPEC.model.model_copy(update={"config": config})})
+    async with swarm() as made:
+        made.sound(large)
+        assert "join with its file" in (await made.refusal()).message
+
+
+async def test_a_peer_that_knows_no_such_method_is_passed_over_with_its_version() -> None:
+    """An older node serves a run, but does not hand it out."""
+    async with swarm() as made:
+        old = made.peer()
+        claim(old, Hello(run=SPEC.run_id, name="micro", protocol=PROTOCOL_VERSION, version="0.0.9", stage=0))
+        error = await made.refusal()
+        assert "noloco-node 0.0.9 does not hand out its RunSpec" in error.message
+        made.sound()
+        assert await made.fetch() == SPEC
+
+
+async def test_addresses_of_several_runs_stop_the_joiner_with_names_and_ids_by_address() -> None:
+    """It must not choose for the person."""
+    async with swarm() as made:
+        made.sound()
+        made.sound(OTHER)
+        error = await made.refusal()
+        assert error.exit_code is ExitCode.WRONG_RUN
+        for address, spec in zip(made.addresses, (SPEC, OTHER), strict=True):
+            assert f"{address}: run '{spec.name}' ({spec.run_id})" in error.message
+
+
+@pytest.mark.parametrize("kind", [FaultKind.UNREACHABLE, FaultKind.LOSE_ANSWER])
+async def test_a_peer_that_falls_silent_is_passed_over_and_all_silent_is_unreachable(
+    kind: FaultKind, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the first word."""
+    async with swarm() as made:
+        first = made.sound()
+        made.network.inject(Fault(kind, target=first.peer_id))
+        error = await made.refusal()
+        assert error.exit_code is ExitCode.PEERS_UNREACHABLE
+        assert made.addresses[0] in error.message
+        made.sound()
+        with caplog.at_level(logging.WARNING):
+            assert await made.fetch() == SPEC
+        assert made.addresses[0] in caplog.text
+        assert made.network.fired[kind] == 2
+
+
+async def test_a_peer_that_dies_between_hello_and_spec_is_passed_over() -> None:
+    """The next one gives the same run."""
+    async with swarm() as made:
+        first = made.sound()
+        made.sound()
+        made.network.inject(Fault(FaultKind.LOSE_ANSWER, target=first.peer_id, method=spec_fetch.METHOD))
+        assert await made.fetch() == SPEC
+        assert made.network.fired[FaultKind.LOSE_ANSWER] == 1
+
+
+async def test_another_protocol_version_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Alone it is an error, beside a peer of our own it is passed over."""
+    async with swarm() as made:
+        claim(
+            made.peer(),
+            Hello(run=OTHER.run_id, name="x", protocol=PROTOCOL_VERSION + 1, version="9.9", stage=0),
+        )
+        error = await made.refusal()
+        assert error.exit_code is ExitCode.WRONG_RUN
+        assert f"protocol version {PROTOCOL_VERSION + 1} (noloco-node 9.9)" in error.message
+        made.sound()
+        with caplog.at_level(logging.WARNING):
+            assert await made.fetch() == SPEC
+        assert f"it speaks protocol version {PROTOCOL_VERSION + 1}" in caplog.text
+
+
+async def test_a_hello_with_control_characters_is_none() -> None:
+    """Names of strangers reach the terminal."""
+    async with swarm() as made:
+        transport = made.peer()
+
+        async def handle(_peer: PeerId, _message: Message) -> Message:
+            return Message({"run": SPEC.run_id, "name": "\x1b[2J", "protocol": 1, "version": "1", "stage": 0})
+
+        transport.serve(hello.METHOD, no_tensors, handle, max_concurrent_per_peer=4)
+        assert (await made.refusal()).exit_code is ExitCode.PEERS_UNREACHABLE
+
+
+async def test_where_a_volunteer_keeps_its_text_is_not_told_and_must_be_said_by_who_reads_it(tmp_path: Path) -> None:
+    """The owner's path does not travel; the joiner's own is taken; a later stage reads no text."""
+    assert "secret" not in OWN_TEXT.agreed_json
+    async with swarm() as made:
+        made.sound(OWN_TEXT)
+        error = await made.refusal()
+        assert error.exit_code is ExitCode.CONFIG
+        assert "run.data.path is not set" in error.message
+        assert "--set run.data.path=FILE" in error.remedy
+        mine = await made.fetch(OwnData(path=str(tmp_path)))
+        assert (mine.data.path, mine.run_id) == (str(tmp_path), OWN_TEXT.run_id)
+        assert (await made.fetch(reads_text=False)).data.path == NOT_READ
+
+
+def test_a_path_that_a_stranger_names_for_a_text_is_not_taken() -> None:
+    """It would be read and sent on to the next stage."""
+    raw = json.loads(OWN_TEXT.agreed_json)
+    raw["data"]["path"] = "/etc/passwd"
+    assert read_agreed(canonical_json(raw).encode()).data.path == NOT_READ
+
+
+@pytest.mark.parametrize(("setting", "place"), [("path", "{here}"), ("tokenizer", "{here}"), ("path", "{here}:part")])
+async def test_a_run_that_names_files_of_this_machine_needs_the_volunteers_word(
+    setting: str, place: str, tmp_path: Path
+) -> None:
+    """A dataset's or tokenizer's folder; with the run's own value named it is read, with another it is no part of the
+    run."""
+    place = place.format(here=tmp_path)
+    source = ["run.data.source=huggingface", f"run.data.path={place if setting == 'path' else 'owner/name'}"]
+    tokenizer = [f"run.data.tokenizer={place}"] if setting == "tokenizer" else []
+    spec = load_config(MICRO, [*source, *tokenizer]).run
+    async with swarm() as made:
+        made.sound(spec)
+        error = await made.refusal()
+        assert error.exit_code is ExitCode.CONFIG
+        assert f"run.data.{setting}" in error.message
+        assert f"--set run.data.{setting}=" in error.remedy
+        assert await made.fetch(OwnData.model_validate({setting: place})) == spec
+        assert await made.fetch(reads_text=False) == spec
+        assert "who joins takes the run as it is" in (await made.refusal(OwnData.model_validate({setting: "x"}))).remedy
+
+
+async def test_a_dataset_of_the_hub_needs_no_word() -> None:
+    """Nothing on this machine has its name."""
+    spec = load_config(MICRO, ["run.data.source=huggingface", "run.data.path=owner/name", "run.data.tokenizer=a/b"]).run
+    async with swarm() as made:
+        made.sound(spec)
+        assert await made.fetch() == spec
+
+
+async def test_a_path_for_a_run_that_has_none_is_refused() -> None:
+    """It would be another run."""
+    async with swarm() as made:
+        made.sound()
+        assert "it is not set" in (await made.refusal(OwnData(path="book.txt"))).message
+
+
+async def test_what_travels_is_what_the_run_id_is_the_hash_of() -> None:
+    """For each source: read back it has the same run id."""
+    for spec in (SPEC, OTHER, OWN_TEXT):
+        assert read_agreed(spec.agreed_json.encode()).run_id == spec.run_id
