@@ -70,6 +70,7 @@ def test_validate_says_what_a_run_comes_to(capsys: pytest.CaptureFixture[str]) -
         (["run", str(MICRO), "--stage", "7"], ExitCode.CONFIG, "node.stage"),
         (["join", "/a", "--port", "http"], ExitCode.CONFIG, "node.port"),
         (["join", "/a", "--set", "node.sped=3"], ExitCode.CONFIG, "node.sped"),
+        (["join", "/a", "--set", "node.port=yes"], ExitCode.CONFIG, "true is a boolean"),
         (["join", "/a", "--set", "nonsense"], ExitCode.USAGE, "name=value"),
         (["join", "/a", "--set", "run.outer.gamma=0.1"], ExitCode.CONFIG, "takes the run's settings from a peer"),
         (["join", "/a", "--set", "run.data.path=no"], ExitCode.CONFIG, "run.data.path"),
