@@ -16,8 +16,9 @@ from noloco_node.telemetry.plots import BLUE, GREEN, GREY, ORANGE, Axes
 PALETTE = (BLUE, ORANGE, GREEN, "#8e5bb5", "#c79a1e", "#2f9aa0", "#b5446e", "#6b4a2f", "#5a6b8a", "#93a33c")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 
-LEGEND_INCHES = 2.1
-"""Width that a label of the common legend is given."""
+LEGEND_INCHES = 0.7
+"""Width of a label's mark in the common legend, and of the room around it."""
+INCHES_A_LETTER = 0.078
 
 
 class Panel(Axes, Protocol):
@@ -75,7 +76,8 @@ class Sheet:
             for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
                 handles.setdefault(label, handle)
         if handles:
-            columns = max(1, min(len(handles), int(self._width / LEGEND_INCHES)))
+            widest = LEGEND_INCHES + INCHES_A_LETTER * max(map(len, handles))
+            columns = max(1, min(len(handles), int(self._width / widest)))
             self._figure.legend(  # pyright: ignore[reportUnknownMemberType]
                 list(handles.values()), list(handles), loc="outside lower center", ncols=columns, frameon=False
             )

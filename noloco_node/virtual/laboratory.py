@@ -64,7 +64,7 @@ def write_results(config: Config, results: Sequence[Result], out: Path, command:
         results=list(results),
     )
     files = {"results": out / "results.json", "table": out / "table.md"}
-    atomic.write_json(files["results"], record.model_dump(mode="json"))
+    atomic.write_bytes(files["results"], record.as_json().encode())
     atomic.write_bytes(files["table"], markdown(record).encode())
     for plot in config.lab.plots:
         files[f"plot, {plot}"] = draw(plot, record, out / f"{plot}.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -85,3 +86,10 @@ class Results(Record):
     run: dict[str, Any]
     lab: dict[str, Any]
     results: Annotated[list[Result], Field(default_factory=list)]
+
+    def as_json(self) -> str:
+        """The whole file: indented, but for the results, which take a line each."""
+        plain = self.model_dump(mode="json")
+        rows = ",\n".join(f"    {json.dumps(row, allow_nan=False)}" for row in plain.pop("results"))
+        head = json.dumps(plain, indent=2, allow_nan=False).removesuffix("\n}")
+        return f'{head},\n  "results": [\n{rows}\n  ]\n}}\n'
