@@ -82,6 +82,39 @@ comes to: run id, parameters, inner steps, outer rounds, bytes of an outer step.
 example:
   noloco-node config validate configs/tiny.yaml"""
 
+IDENTITY_HELP = """\
+Look at a node's identity, back it up, bring it back. An identity is the private key file behind a node's peer id; one
+running node at a time may use it. Where no file is named it is runs/node/identity.key: the one that `noloco-node run`
+uses when given neither --run-folder nor --identity.
+
+example:
+  noloco-node identity show runs/node/identity.key
+  noloco-node identity export runs/node/identity.key --to node.pem
+  noloco-node identity import node.pem --to runs/other/identity.key"""
+
+IDENTITY_SHOW_HELP = """\
+Print an identity's peer id, where its file is, who may read it, and whether a node on this machine uses it now.
+FILE is runs/node/identity.key where not given: the one that `noloco-node run` uses when given neither --run-folder nor
+--identity.
+
+example:
+  noloco-node identity show"""
+
+EXPORT_HELP = """\
+Write an encrypted copy of an identity file: PKCS#8 in PEM form, which other tools read too. The passphrase (12
+characters or more) is asked for twice; for scripts it is the first line of a file. Keep the copy and the passphrase in
+different places.
+
+example:
+  noloco-node identity export runs/node/identity.key --to node.pem"""
+
+IMPORT_HELP = """\
+Bring an exported identity back as a new identity file. The passphrase is that of the export. Let only one node run
+under an identity: stop the one that it came from first.
+
+example:
+  noloco-node identity import node.pem --to runs/node/identity.key"""
+
 ORPHAN_SECONDS = 8.0
 """Time that a daemon of a local swarm has to end in order after its launcher has vanished."""
 
@@ -147,6 +180,7 @@ def parser() -> argparse.ArgumentParser:
     _config_arguments(lab)
     lab.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the results go")
     lab.set_defaults(call=_lab)
+    _identity_commands(_command(commands, "identity", "look at, back up or bring back an identity", IDENTITY_HELP))
     config = _command(commands, "config", "look at a configuration file", "Look at a configuration file.")
     actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
     show = _command(actions, "show", "print every setting with its value and meaning", SHOW_HELP)
@@ -156,6 +190,23 @@ def parser() -> argparse.ArgumentParser:
     _config_arguments(validate)
     validate.set_defaults(call=_validate)
     return top
+
+
+def _identity_commands(identity: argparse.ArgumentParser) -> None:
+    actions = identity.add_subparsers(title="actions", metavar="ACTION", required=True)
+    show = _command(actions, "show", "print peer id, permissions, and who uses it", IDENTITY_SHOW_HELP)
+    show.add_argument("file", metavar="FILE", type=Path, nargs="?", help="identity file")
+    show.set_defaults(call=_identity_show)
+    export = _command(actions, "export", "write an encrypted copy", EXPORT_HELP)
+    export.add_argument("file", metavar="FILE", type=Path, help="identity file")
+    export.add_argument("--to", metavar="BACKUP", type=Path, required=True, help="the copy, a file that does not exist")
+    export.set_defaults(call=_identity_export)
+    bring = _command(actions, "import", "bring an encrypted copy back", IMPORT_HELP)
+    bring.add_argument("file", metavar="BACKUP", type=Path, help="what `identity export` wrote")
+    bring.add_argument("--to", metavar="FILE", type=Path, help="identity file (default: runs/node/identity.key)")
+    bring.set_defaults(call=_identity_import)
+    for command in (export, bring):
+        command.add_argument("--passphrase-file", metavar="F", type=Path, help="its first line is the passphrase")
 
 
 def _command(
@@ -263,6 +314,30 @@ def _lab(options: argparse.Namespace) -> int:
     files = run_lab(config, options.out, command, _print_finished)
     for name, path in files.items():
         print(f"{name:<30} {path}")
+    return int(ExitCode.OK)
+
+
+def _identity_show(options: argparse.Namespace) -> int:
+    from noloco_node.identity_commands import default_identity, show_identity
+
+    print("\n".join(show_identity(options.file or default_identity())))
+    return int(ExitCode.OK)
+
+
+def _identity_export(options: argparse.Namespace) -> int:
+    from noloco_node.identity_commands import export_identity
+
+    peer_id = export_identity(options.file, options.to, options.passphrase_file)
+    print(f"{options.to} holds the identity of {peer_id}, encrypted")
+    return int(ExitCode.OK)
+
+
+def _identity_import(options: argparse.Namespace) -> int:
+    from noloco_node.identity_commands import default_identity, import_identity
+
+    target: Path = options.to or default_identity()
+    peer_id = import_identity(options.file, target, options.passphrase_file)
+    print(f"{target} holds the identity of {peer_id}\nlet only one node run under it at a time")
     return int(ExitCode.OK)
 
 

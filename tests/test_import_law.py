@@ -24,7 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "virtual",
         "replica",
         "node",
-        "local_swarm",
+        "identity_commands local_swarm",
         "cli",
         "__main__",
     )

@@ -6,6 +6,7 @@ takes 64 bytes); RSA files written by hivemind load as well.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -25,6 +26,7 @@ from google.protobuf.message import DecodeError
 from hivemind.proto import crypto_pb2  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.storage import atomic
 from noloco_node.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,11 @@ MIN_RSA_BITS, MAX_RSA_BITS = 2048, 4096
 MAX_INLINE_KEY_BYTES = 42
 """Longest encoded public key that a peer id holds whole rather than as a hash (libp2p's peer id specification)."""
 ED25519_BYTES = 32
+BACKUP_LABEL = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"
+BACKUP_OWNER = b"noloco-node identity "
+"""Begins the line above the label, which goes on with the peer id. Other tools skip it (RFC 7468, section 2)."""
+NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What a file system says that has none, as on most memory sticks."""
 
 _pb: Any = crypto_pb2
 _RSA = 0
@@ -42,6 +49,10 @@ _ED25519 = 1
 
 class BadKey(Exception):
     """Bytes that are no key this version can use."""
+
+
+class WrongPassphrase(Exception):
+    """A backup that this passphrase does not open (or one that was damaged: the two cannot be told apart)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +74,56 @@ class Identity:
             return self._private.sign(data)
         return self._private.sign(data, PKCS1v15(), hashes.SHA256())
 
+    def backup(self, passphrase: bytes) -> bytes:
+        """The private key as PKCS#8 in PEM form, encrypted under `passphrase` (1 to 1,023 bytes).
+
+        The key is derived by PBES2's PBKDF2 with the library's number of rounds, so the passphrase must be a good one.
+        PBES2 does not notice a changed byte, which would give another key: the peer id above it does.
+        """
+        form, lock = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(passphrase)
+        encrypted = self._private.private_bytes(serialization.Encoding.PEM, form, lock)
+        return BACKUP_OWNER + self.peer_id.encode() + b"\n" + encrypted
+
 
 def load_or_create_identity(path: Path) -> Identity:
     """Load the private key at `path`, or make one (mode 0600, written atomically). UserError if the file is no key."""
     created = not path.exists() and _create(path)
+    return _load(path, created)
+
+
+def load_identity(path: Path) -> Identity:
+    """Load the private key at `path`. UserError (CONFIG) if there is none, or the file is no key."""
+    if not path.exists():
+        raise UserError(
+            ExitCode.CONFIG,
+            f"identity: {path} does not exist",
+            "name the identity file of a node; a node makes one at its first start, in its run folder",
+        )
+    return _load(path, created=False)
+
+
+def key_of_backup(backup: bytes, passphrase: bytes) -> bytes:
+    """The content of the identity file behind `Identity.backup`.
+
+    Raises BadKey where this is no such backup, or one of a key that a node cannot use; WrongPassphrase.
+    """
+    head, label, body = backup.partition(BACKUP_LABEL)
+    if not label:
+        raise BadKey("no encrypted private key in PEM form")
+    try:
+        private = serialization.load_pem_private_key(label + body, passphrase)
+    except UnsupportedAlgorithm as error:
+        raise BadKey(str(error)) from None
+    except (ValueError, TypeError):
+        raise WrongPassphrase from None
+    if not isinstance(private, Ed25519PrivateKey | RSAPrivateKey):
+        raise BadKey("neither an Ed25519 nor an RSA key")
+    if head.strip() != BACKUP_OWNER + peer_id_of(_encode_public(private)).encode():
+        raise BadKey("its key is not the one of the peer id in its first line: the file was changed or damaged")
+    return _encode_private(private)
+
+
+def _load(path: Path, created: bool) -> Identity:
     try:
         data = path.read_bytes()
         private = _parse_private(data)
@@ -102,6 +159,35 @@ def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
     return True
 
 
+def lock_path_of(path: Path) -> Path:
+    """The lock file beside an identity file, the same whatever name the identity is reached by."""
+    real = path.resolve()
+    return real.with_name(real.name + ".lock")
+
+
+def holder_of(path: Path) -> str | None:
+    """Who on this machine runs under the identity file now, in words; None: nobody. OSError if it cannot be told.
+
+    Looks by taking the lock for an instant, shared, and never makes the lock file.
+    """
+    try:
+        file = os.open(lock_path_of(path), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder_in(file)
+    finally:
+        os.close(file)
+    return None
+
+
+def _holder_in(file: int) -> str:
+    pid = os.read(file, 32).decode("ascii", "replace").strip() or "unknown"
+    return f"the process with pid {pid} on this machine"
+
+
 class IdentityLock:
     """Holds an identity file for this process, so that no second node on this machine runs under the same peer id.
 
@@ -113,7 +199,7 @@ class IdentityLock:
         self._file: int | None = None
 
     def __enter__(self) -> IdentityLock:
-        lock_path = self._path.with_name(self._path.name + ".lock")
+        lock_path = lock_path_of(self._path)
         try:
             lock_path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -126,9 +212,9 @@ class IdentityLock:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            holder = os.read(file, 32).decode("ascii", "replace").strip() or "unknown"
+            holder = _holder_in(file)
             os.close(file)
-            raise identity_taken(self._path, f"the process with pid {holder} on this machine") from None
+            raise identity_taken(self._path, holder) from None
         os.ftruncate(file, 0)
         os.write(file, str(os.getpid()).encode())
         self._file = file
@@ -149,25 +235,30 @@ def identity_taken(path: Path, holder: str) -> UserError:
     )
 
 
+def write_new_private_file(path: Path, data: bytes) -> bool:
+    """Write a file that only its owner can read (mode 0600), whole or not at all; its folder is made where missing.
+
+    False, and nothing written, where `path` exists already. OSError as the file system says.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        written = _link_unless_taken(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    atomic.sync(path.parent)
+    return written
+
+
 def _create(path: Path) -> bool:
     """Write a new key unless another process was faster; True if it was written."""
-    key = Ed25519PrivateKey.generate()
-    raw = key.private_bytes(
-        serialization.Encoding.Raw, serialization.PrivateFormat.Raw, serialization.NoEncryption()
-    ) + _raw_public(key.public_key())
-    data = cast("bytes", _pb.PrivateKey(key_type=_ED25519, data=raw).SerializeToString())
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            return _link_unless_taken(draft, path)
-        finally:
-            draft.unlink()
+        return write_new_private_file(path, _encode_private(Ed25519PrivateKey.generate()))
     except OSError as error:
         raise UserError(
             ExitCode.RUN_FOLDER,
@@ -181,6 +272,12 @@ def _link_unless_taken(draft: Path, path: Path) -> bool:
         os.link(draft, path)
     except FileExistsError:
         return False
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+        if path.exists():
+            return False
+        draft.rename(path)
     return True
 
 
@@ -233,6 +330,18 @@ def _encode_public(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
         encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
         key_type, data = _RSA, private.public_key().public_bytes(encoding, form)
     return cast("bytes", _pb.PublicKey(key_type=key_type, data=data).SerializeToString())
+
+
+def _encode_private(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
+    """The content of an identity file, as libp2p writes it: seed and public key, or PKCS#1."""
+    nothing = serialization.NoEncryption()
+    if isinstance(private, Ed25519PrivateKey):
+        seed = private.private_bytes(serialization.Encoding.Raw, serialization.PrivateFormat.Raw, nothing)
+        key_type, data = _ED25519, seed + _raw_public(private.public_key())
+    else:
+        encoding, form = serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL
+        key_type, data = _RSA, private.private_bytes(encoding, form, nothing)
+    return cast("bytes", _pb.PrivateKey(key_type=key_type, data=data).SerializeToString())
 
 
 def _raw_public(key: Ed25519PublicKey) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -9,12 +10,30 @@ import sys
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hivemind.p2p import P2P, PeerID
 from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm.identity import IdentityLock, load_or_create_identity, peer_id_of, verify
+from noloco_node.swarm.identity import (
+    BACKUP_LABEL,
+    BadKey,
+    IdentityLock,
+    WrongPassphrase,
+    holder_of,
+    key_of_backup,
+    load_identity,
+    load_or_create_identity,
+    lock_path_of,
+    peer_id_of,
+    verify,
+    write_new_private_file,
+)
+
+PASSPHRASE = b"correct horse battery"
 
 
 def test_a_new_identity_is_private_and_is_found_again(tmp_path: Path) -> None:
@@ -115,3 +134,91 @@ def test_an_identity_is_held_by_one_process_and_free_once_that_is_killed(tmp_pat
         pass
     with IdentityLock(path):
         pass
+
+
+def test_who_asks_for_the_holder_sees_it_and_is_in_nobodys_way(tmp_path: Path) -> None:
+    """Nobody without a lock file, which looking does not make; the pid while it is held, also through a link; nobody
+    again afterwards, and the lock can be taken."""
+    path, link = tmp_path / "identity.key", tmp_path / "link.key"
+    load_or_create_identity(path)
+    link.symlink_to(path)
+    assert holder_of(path) is None
+    assert not lock_path_of(path).exists()
+    with IdentityLock(path):
+        assert holder_of(path) == holder_of(link) == f"the process with pid {os.getpid()} on this machine"
+    assert holder_of(path) is None
+    with IdentityLock(path):
+        assert holder_of(path) is not None
+
+
+def test_loading_makes_no_key(tmp_path: Path) -> None:
+    """A wrong name is the user's error, not a new identity."""
+    with pytest.raises(UserError) as caught:
+        load_identity(tmp_path / "identity.key")
+    assert caught.value.exit_code is ExitCode.CONFIG
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["ed25519", "rsa"])
+def test_a_backup_gives_the_same_file_back_and_hides_the_key(tmp_path: Path, kind: str) -> None:
+    """Byte for byte, keys that hivemind wrote too; nothing of the key can be read in the backup."""
+    path = tmp_path / "identity.key"
+    if kind == "rsa":
+        P2P.generate_identity(str(path))
+    identity = load_or_create_identity(path)
+    backup = identity.backup(PASSPHRASE)
+    assert backup.splitlines()[1] == BACKUP_LABEL
+    assert key_of_backup(backup, PASSPHRASE) == path.read_bytes()
+    assert backup != identity.backup(PASSPHRASE), "each has a salt of its own"
+    for wrong in (b"", PASSPHRASE[:-1], PASSPHRASE.upper()):
+        with pytest.raises(WrongPassphrase):
+            key_of_backup(backup, wrong)
+
+
+def test_what_is_no_backup_of_a_nodes_key_is_told_from_a_wrong_passphrase(tmp_path: Path) -> None:
+    """A key file as it is, a key in plain PEM, another kind of key, one without its peer id or with another's."""
+    form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    pem = Ed25519PrivateKey.generate().private_bytes(serialization.Encoding.PEM, form, plain)
+    locked = serialization.BestAvailableEncryption(PASSPHRASE)
+    curve = ec.generate_private_key(ec.SECP256R1()).private_bytes(serialization.Encoding.PEM, form, locked)
+    backups = [load_or_create_identity(tmp_path / name).backup(PASSPHRASE) for name in ("identity.key", "other.key")]
+    (owner, _, _), (_, label, key) = (backup.partition(BACKUP_LABEL) for backup in backups)
+    for content in (b"", pem, curve, (tmp_path / "identity.key").read_bytes(), label + key, owner + label + key):
+        with pytest.raises(BadKey):
+            key_of_backup(content, PASSPHRASE)
+
+
+def test_a_damaged_backup_never_gives_another_identity(tmp_path: Path) -> None:
+    """Whichever character is changed, and wherever it is cut off."""
+    path = tmp_path / "identity.key"
+    backup = load_or_create_identity(path).backup(PASSPHRASE)
+    for place in range(0, len(backup), 7):
+        changed = bytes((backup[place] ^ 1,))
+        for damaged in (backup[:place], backup[:place] + changed + backup[place + 1 :]):
+            try:
+                assert key_of_backup(damaged, PASSPHRASE) == path.read_bytes()
+            except (BadKey, WrongPassphrase):
+                continue
+
+
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_a_private_file_is_new_or_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hard_links: bool
+) -> None:
+    """Mode 0600 whatever the umask, no draft left, an existing file untouched; also on a memory stick."""
+
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not hard_links:
+        monkeypatch.setattr(os, "link", no_links)
+    path = tmp_path / "new" / "file"
+    before = os.umask(0)
+    try:
+        assert write_new_private_file(path, b"first")
+        assert not write_new_private_file(path, b"second")
+    finally:
+        os.umask(before)
+    assert path.read_bytes() == b"first"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(path.parent) == ["file"]
