@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -17,7 +19,10 @@ from hivemind.p2p import P2P, PeerID
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
+from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.identity import (
     BACKUP_LABEL,
     BadKey,
@@ -32,6 +37,8 @@ from noloco_node.swarm.identity import (
     verify,
     write_new_private_file,
 )
+from noloco_node.swarm.p2p_daemon import running_p2p, start_p2p
+from tests.support import nothing_left_behind
 
 PASSPHRASE = b"correct horse battery"
 
@@ -222,3 +229,50 @@ def test_a_private_file_is_new_or_not_written(
     assert path.read_bytes() == b"first"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(path.parent) == ["file"]
+
+
+@pytest.mark.daemons
+async def test_a_crashed_node_comes_straight_back_while_its_old_record_lives(tmp_path: Path) -> None:
+    """A record in the directory is no proof of life: who does not answer is not there. The node that came back is
+    listed anew, and a twin of it is still named."""
+    key, run, life = tmp_path / "key", "run-under-test", 600.0
+    other = load_or_create_identity(tmp_path / "other")
+
+    async def publish(directory: DhtDirectory, sequence: int) -> None:
+        record = PeerRecord(
+            peer_id=load_identity(key).peer_id,
+            stage=0,
+            state=PeerState.TRAINING,
+            sequence=sequence,
+            protocol=1,
+            version="0",
+        )
+        assert await directory.publish(record, life)
+
+    async def listed(directory: DhtDirectory) -> list[int]:
+        return [record.sequence for record in (await directory.refresh()).live(0, directory.now())]
+
+    with nothing_left_behind():
+        async with running_p2p(NodeSettings(), other) as entrance:
+            watcher = await join_directory(entrance, other, run, 1)
+            settings = NodeSettings(initial_peers=tuple(entrance.visible_addresses()))
+            async with running_p2p(settings, load_or_create_identity(key)) as first:
+                directory = await join_directory(first, load_identity(key), run, 1)
+                await publish(directory, 1)
+                os.kill(first.pid, signal.SIGKILL)
+                await first.wait_until_dead()
+                await directory.close()
+            assert await listed(watcher) == [1]
+            async with running_p2p(settings, load_or_create_identity(key)) as second:
+                assert second.own_id == load_identity(key).peer_id
+                assert await listed(watcher) == [1], "the old record lives on"
+                directory = await join_directory(second, load_identity(key), run, 1)
+                await publish(directory, 2)
+                assert await listed(watcher) == [2]
+                shutil.copy(key, tmp_path / "copy")
+                with pytest.raises(UserError) as caught:
+                    await start_p2p(settings, load_or_create_identity(tmp_path / "copy"))
+                assert caught.value.exit_code is ExitCode.IDENTITY_TAKEN
+                assert load_identity(key).peer_id in caught.value.message
+                await directory.close()
+            await watcher.close()
