@@ -147,7 +147,7 @@ def test_a_joiner_sees_what_it_joins(
         "stdlib",
         "49,152",
         "one in 6 inner steps",
-        "0.04 / 0.04 MB",
+        "0.02 / 0.02 MB",
     ]
     for each in [*usual, *words]:
         assert each in output

@@ -109,19 +109,19 @@ class InnerSpec(Settings):
 class OuterSpec(Settings):
     """The outer step: NoLoCo's pair averaging with momentum (arXiv 2506.10911, one-tensor form)."""
 
-    inner_steps: Positive = 50
+    inner_steps: Positive = 10
     """H: inner steps after which a replica dials a fellow."""
     min_inner_steps: Annotated[int, Field(ge=0)] | None = None
     """H_min: inner steps from which a replica may be dialled; H/2 where not set."""
-    alpha: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    """Outer momentum."""
-    beta: Annotated[float, Field(ge=0.0, le=2.0)] = 0.5
+    alpha: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Outer momentum; 0 is plain averaging (docs/outer-step.md says when more is better)."""
+    beta: Annotated[float, Field(ge=0.0, le=2.0)] = 1.0
     """Outer learning rate; at most 1 - alpha keeps the effective rate at or below 1."""
     gamma: PositiveFloat | None = None
     """Pull to the group's mean; 1 - alpha where not set."""
     momentum: Literal["averaged", "local"] = "averaged"
     """`averaged`: the momentum is averaged over the group at no cost in bytes; `local`: the published rule."""
-    codec: Literal["fp32", "fp16", "bf16", "int8", "int4", "dct"] = "fp16"
+    codec: Literal["fp32", "fp16", "bf16", "int8", "int4", "dct"] = "int8"
     """How the exchanged tensor travels: rounded; as codes modulo 2^8 or 2^4 of the difference to the partner; or only
     its own motion's largest DCT coefficients and a sixteenth of the rest."""
     fragments: Annotated[int, Field(gt=0, le=1024)] = 1

@@ -75,9 +75,9 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
         (["run.inner.learning_rate=-1"], ["run.inner.learning_rate", "-1", "greater than 0"]),
         (["run.inner.beta1=fast"], ["run.inner.beta1", "'fast'", "valid number"]),
         (["run.outer.codec=int7"], ["run.outer.codec", "'int7'", "'int8', 'int4' or 'dct'"]),
-        (["run.outer.fragments=51"], ["outer.fragments (51)", "outer.inner_steps (50)"]),
+        (["run.outer.fragments=51"], ["outer.fragments (51)", "outer.inner_steps (10)"]),
         (["run.outer.fragments=0"], ["run.outer.fragments", "greater than 0"]),
-        (["run.outer.gamma=1.5"], ["outer.gamma (1.5)", "1 - alpha"]),
+        (["run.outer.gamma=2.5"], ["outer.gamma (2.5)", "1 - alpha"]),
         (["run.name=Not Good"], ["run.name", "'Not Good'", "pattern"]),
         (["run.model.stages=yes"], ["run.model.stages", "boolean"]),
         (["node.metrics_port=on"], ["node.metrics_port", "boolean"]),
@@ -184,8 +184,8 @@ def test_numbers_that_would_break_the_run_later_are_refused_by_name(tmp_path: Pa
 def test_the_laboratory_alone_may_leave_the_admissible_set(tmp_path: Path) -> None:
     """By a context of the validation: no key of a file reaches it."""
     config = load(tmp_path, GOOD).run.model_dump()
-    config["outer"]["gamma"] = 1.5
+    config["outer"]["gamma"] = 2.5
     with pytest.raises(ValidationError, match="outside the admissible set"):
         RunSpec.model_validate(config)
-    assert RunSpec.model_validate(config, context={"allow_inadmissible": True}).outer.gamma == 1.5
+    assert RunSpec.model_validate(config, context={"allow_inadmissible": True}).outer.gamma == 2.5
     assert "outer.allow_inadmissible" in refusal(tmp_path, GOOD, "run.outer.allow_inadmissible=true").message
