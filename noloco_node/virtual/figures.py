@@ -39,6 +39,7 @@ class Line:
     """The values of the settings that the variant sweeps."""
     replicas: int
     tokens: int
+    """The length that was asked for: replicas of uneven speeds overshoot it, each time differently."""
     results: tuple[Result, ...]
 
     @property
@@ -75,14 +76,21 @@ def lines(record: Results, purpose: str = "report") -> list[Line]:
     for result in record.results:
         if result.purpose == purpose:
             point = tuple((name, repr(value)) for name, value in result.options.items())
-            grouped.setdefault((result.variant, point, result.replicas, result.tokens), []).append(result)
-    return [_line(results, swept.get(results[0].variant, ())) for results in grouped.values()]
+            length = _length(record, result)
+            grouped.setdefault((result.variant, point, result.replicas, length), []).append(result)
+    return [_line(record, results, swept.get(results[0].variant, ())) for results in grouped.values()]
 
 
-def _line(results: Sequence[Result], swept: Iterable[str]) -> Line:
+def _line(record: Results, results: Sequence[Result], swept: Iterable[str]) -> Line:
     first = results[0]
     options = {name: first.options[name] for name in swept if name in first.options}
-    return Line(first.variant, first.algorithm, options, first.replicas, first.tokens, tuple(results))
+    return Line(first.variant, first.algorithm, options, first.replicas, _length(record, first), tuple(results))
+
+
+def _length(record: Results, result: Result) -> int:
+    """The length of training that was asked for, of those of the experiment the nearest to what was trained."""
+    lengths: Sequence[int] = record.lab["lengths"] or [record.run["inner"]["target_tokens"]]
+    return min(lengths, key=lambda length: abs(length - result.tokens))
 
 
 def swept_settings(record: Results) -> dict[str, tuple[str, ...]]:

@@ -90,7 +90,7 @@ def running_node(folder: Path) -> Iterator[NodeStarted]:
     ("arguments", "code", "words"),
     [
         (["--set", "run.outer.gama=0.3"], ExitCode.CONFIG, ["run.outer.gama", "gamma"]),
-        (["--set", "run.outer.gamma=1.2"], ExitCode.CONFIG, ["gamma", "1.2", "admissible"]),
+        (["--set", "run.outer.gamma=2.4"], ExitCode.CONFIG, ["gamma", "2.4", "admissible"]),
         (["--set", "run.model.stages=9"], ExitCode.CONFIG, ["model.stages", "9", "num_hidden_layers"]),
         (["--set", "run.model.config.tie_word_embeddings=true"], ExitCode.CONFIG, ["tie_word_embeddings"]),
         (
