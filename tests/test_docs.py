@@ -110,13 +110,13 @@ def read_names() -> Names:
 NAMES = read_names()
 
 
-def spans(text: str) -> Iterator[str]:
-    """Inline code and targets of links, without fenced and indented blocks."""
+def spans(text: str, folder: str = "") -> Iterator[str]:
+    """Inline code and targets of links, without fenced and indented blocks; links are relative to `folder`."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     for line in text.splitlines():
         if not line.startswith("    "):
             yield from _CODE.findall(line)
-            yield from _LINK.findall(line)
+            yield from (folder + link for link in _LINK.findall(line))
 
 
 def problem(span: str) -> str | None:
@@ -168,7 +168,8 @@ def dotted_problem(name: str) -> str | None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_whatever_a_document_names_exists(document: Path) -> None:
     """Every path, dotted name, call, private name, class and test in inline code."""
-    found = list(spans(document.read_text(encoding="utf-8")))
+    folder = "" if document.parent == ROOT else f"{document.parent.name}/"
+    found = list(spans(document.read_text(encoding="utf-8"), folder))
     assert found, "a document without one name proves nothing"
     assert [why for why in map(problem, found) if why] == []
 

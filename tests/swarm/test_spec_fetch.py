@@ -129,7 +129,7 @@ async def test_a_joiner_gets_the_run_that_its_peer_serves() -> None:
     ("text", "words"),
     [
         (OTHER.agreed_json.encode(), "run " + OTHER.run_id),
-        (spec_bytes(lambda raw: raw["outer"].update(gamma=1.5)), "outside the admissible set"),
+        (spec_bytes(lambda raw: raw["outer"].update(gamma=2.5)), "outside the admissible set"),
         (spec_bytes(lambda raw: raw["inner"].update(target_tokens=-1)), "inner.target_tokens"),
         (spec_bytes(lambda raw: raw["inner"].update(speed=1)), "inner.speed"),
         (spec_bytes(lambda raw: raw["inner"].update(learning_rate=float("nan"))), "refused"),
@@ -168,7 +168,7 @@ async def test_a_peer_whose_spec_is_not_the_one_it_claims_or_is_unsound_is_refus
 
 async def test_an_inadmissible_gamma_is_refused_even_where_the_hash_is_right() -> None:
     """What a laboratory may look at never comes from the network."""
-    outer = {**SPEC.outer.model_dump(), "gamma": 1.5}
+    outer = {**SPEC.outer.model_dump(), "gamma": 2.5}
     raw = {**SPEC.model_dump(), "outer": outer}
     unstable = RunSpec.model_validate(raw, context={"allow_inadmissible": True})
     async with swarm() as made:

@@ -64,15 +64,15 @@ def test_variants_replicas_and_lengths_multiply_and_a_sweep_is_every_combination
 
 def test_gamma_may_leave_the_admissible_set_only_where_the_world_allows_it() -> None:
     """By the file or by the variant's own set; elsewhere the setting is named with its place."""
-    beyond = noloco(sweep={"outer.gamma": [0.5, 1.7]})
+    beyond = noloco(sweep={"outer.gamma": [0.5, 2.7]})
     message = refusal({"variants": [beyond]}).message
     assert "lab.variants[0].sweep outer.gamma" in message
-    assert "outer.gamma (1.7) is outside the admissible set" in message
+    assert "outer.gamma (2.7) is outside the admissible set" in message
     for lab in (
         {"variants": [beyond], "world": {"allow_inadmissible": True}},
         {"variants": [{**beyond, "set": {"world.allow_inadmissible": True}}]},
     ):
-        assert [point.run.outer.gamma for point in expand(made.config(lab))[0].points] == [0.5, 1.7]
+        assert [point.run.outer.gamma for point in expand(made.config(lab))[0].points] == [0.5, 2.7]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_without_halving_all_points_are_tried_on_all_seeds(tmp_path: Path) -> No
 
 def test_a_point_that_diverges_is_never_chosen(tmp_path: Path) -> None:
     """It is the worst on its seed, though it has no loss."""
-    variant = {"name": "noloco", "algorithm": "noloco", "sweep": {"outer.gamma": [1.5, 2.0, 0.9]}}
+    variant = {"name": "noloco", "algorithm": "noloco", "sweep": {"outer.gamma": [2.5, 3.0, 0.9]}}
     lab = {"variants": [variant], "world": {"allow_inadmissible": True}, "tune_seeds": [1], "seeds": [4], "workers": 1}
     results, _ = run({**lab, "reference": "noloco"}, tmp_path)
     assert [r.diverged for r in results] == [True, True, False, False]
