@@ -311,11 +311,16 @@ def runner() -> Iterator[asyncio.Runner]:
         yield made
 
 
+def keep_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small books, so that their limits are reached."""
+    monkeypatch.setattr(pipeline, "IDS_KEPT", IDS_KEPT)
+    monkeypatch.setattr(pipeline, "ANSWERS_KEPT", ANSWERS_KEPT)
+
+
 @pytest.fixture(params=[2, 3], ids=["last", "middle"])
 def target(request: pytest.FixtureRequest, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     """A target in memory whose books are small."""
-    monkeypatch.setattr(pipeline, "IDS_KEPT", IDS_KEPT)
-    monkeypatch.setattr(pipeline, "ANSWERS_KEPT", ANSWERS_KEPT)
+    keep_few(monkeypatch)
     context = memory_target(request.param)
     made = runner.run(context.__aenter__())
     try:
@@ -436,8 +441,11 @@ def test_bursts_of_requests_leave_nothing_behind(
 
 
 @pytest.mark.daemons
-def test_the_same_over_p2pd(runner: asyncio.Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_same_over_p2pd(
+    runner: asyncio.Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A few hundred through real streams, then a valid microbatch."""
+    keep_few(monkeypatch)
     with nothing_left_behind():
         context = real_target(tmp_path)
         target = runner.run(context.__aenter__())
