@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict, deque
 from statistics import median_low
 
@@ -15,9 +14,10 @@ class DifferenceBound:
     """An adaptive bound on the norm of the difference to a partner. One for each fragment: it sees that part's norms.
 
     The bound is `multiple` × the low median over distinct voices: each remembered peer's latest accepted (clipped)
-    difference, and this replica's own motion, itself the low median over its last outer steps; zeros say nothing.
-    One peer is one voice however often it comes. All peers together, were they one person's, move the bound only within
-    a factor of 4 about the own motion: what they have been granted never entitles them to more.
+    difference, and this replica's own motion, itself the low median over the last outer steps for which it had learnt
+    anything; zeros say nothing. One peer is one voice however often it comes. All peers together, were they one
+    person's, move the bound only within a factor of 4 about the own motion: what they have been granted never entitles
+    them to more. A replica that has never learnt anything has no measure of its own, and nobody moves it.
     """
 
     def __init__(self, multiple: float) -> None:
@@ -26,23 +26,24 @@ class DifferenceBound:
         self._motions: deque[float] = deque(maxlen=_MOTIONS_REMEMBERED)
 
     def bound(self, own_motion: float) -> float:
-        """Largest norm accepted whole now; infinite while no voice is above zero.
+        """Largest norm accepted whole now; 0 before anything was learnt.
 
         `own_motion` is the norm of what this replica itself has learnt since its last outer step
         (`OuterReplica.own_motion`). It must hold nothing that came from partners, or they would raise their own bound.
         """
         motions = [motion for motion in (*self._motions, own_motion) if motion > 0.0]
-        peers = [norm for norm in self._latest.values() if norm > 0.0]
         if not motions:
-            return self._multiple * median_low(peers) if peers else math.inf
+            return 0.0
         own = median_low(motions)
+        peers = [norm for norm in self._latest.values() if norm > 0.0]
         return self._multiple * min(max(median_low([own, *peers]), own / _TRUST), own * _TRUST)
 
     def scale(self, difference: float, own_motion: float) -> float:
-        """Factor in (0, 1] that brings a difference of that norm within the bound. Once for each step with a partner:
+        """Factor in [0, 1] that brings a difference of that norm within the bound. Once for each step with a partner:
         the own motion is remembered."""
         bound = self.bound(own_motion)
-        self._motions.append(own_motion)
+        if own_motion > 0.0:  # steps without learning must not push out the memory of those with it
+            self._motions.append(own_motion)
         return 1.0 if difference <= bound else bound / difference
 
     def accept(self, peer: str, clipped_difference: float) -> None:

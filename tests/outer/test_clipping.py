@@ -24,18 +24,36 @@ def rule_of(momentum: str) -> OuterRule:
     return OuterRule(ALPHA, 0.5, 0.5, momentum)  # pyright: ignore[reportArgumentType]
 
 
-def test_zero_voices_never_scale_a_difference_to_nothing() -> None:
-    """Replicas that have not moved say nothing about distances: they do not lower the bound."""
+def test_peers_that_have_not_moved_do_not_lower_the_bound() -> None:
+    """Zeros say nothing about distances."""
     bound = DifferenceBound(3.0)
-    assert bound.bound(0.0) == math.inf
-    assert bound.scale(7.0, 0.0) == 1.0
     for peer in ("a", "b", "c"):
         bound.accept(peer, 0.0)
-    assert bound.scale(7.0, 0.0) == 1.0
     assert bound.bound(2.0) == 6.0
     assert bound.scale(12.0, 2.0) == pytest.approx(0.5)
     bound.accept("d", 1.0)
     assert bound.scale(12.0, 0.0) == pytest.approx(0.25)
+
+
+def test_whoever_has_learnt_nothing_is_moved_by_nobody() -> None:
+    """Without an own motion a partner would be its own measure, and could raise it exponentially."""
+    bound = DifferenceBound(3.0)
+    assert bound.scale(7.0, 0.0) == 0.0
+    for _ in range(100):
+        norm = 10.0 * bound.bound(0.0)
+        bound.accept("loud", norm * bound.scale(norm, 0.0))
+    assert bound.bound(0.0) == 0.0
+    assert bound.scale(0.0, 0.0) == 1.0
+
+
+def test_steps_without_learning_do_not_make_a_replica_forget_its_measure() -> None:
+    """A partner that comes again and again while the replica does not train stays within four times the own motion."""
+    bound = DifferenceBound(3.0)
+    bound.scale(1.0, 1.0)
+    for _ in range(100):
+        allowed = bound.bound(0.0)
+        bound.accept("loud", 10.0 * allowed * bound.scale(10.0 * allowed, 0.0))
+    assert bound.bound(0.0) <= 3.0
 
 
 def test_one_peer_is_one_voice() -> None:
