@@ -13,7 +13,7 @@ import random
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -315,7 +315,7 @@ def _size(message: Message) -> int:
     return sum(tensor.nbytes for tensor in message.tensors)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sample:
     """Windows that make one microbatch, and how often they were put back."""
 
@@ -348,17 +348,26 @@ class Origin:
         self._load = load
         self._rng = rng
         self._waiting: deque[Sample] = deque()
-        self._under_way = 0
+        self._under_way: dict[Sample, None] = {}
 
     @property
     def under_way(self) -> int:
         """Samples being carried through now."""
-        return self._under_way
+        return len(self._under_way)
 
     @property
     def held(self) -> int:
         """Samples drawn and neither trained nor dropped."""
-        return len(self._waiting) + self._under_way
+        return len(self._waiting) + len(self._under_way)
+
+    @property
+    def held_samples(self) -> list[Sample]:
+        """Those samples, in the order in which they are to be trained."""
+        return [*self._under_way, *self._waiting]
+
+    def take_back(self, samples: Iterable[Sample]) -> None:
+        """Hold these samples, drawn in an earlier life of this node; they go before new ones."""
+        self._waiting.extend(samples)
 
     async def run(self, in_flight: int, training_goes_on: Callable[[], bool]) -> None:
         """Keep `in_flight` microbatches under way until `training_goes_on()` is false, then finish those under way."""
@@ -382,23 +391,23 @@ class Origin:
         True where it was trained.
         """
         sample = self._waiting.popleft() if self._waiting else self._draw_new()
-        self._under_way += 1
+        self._under_way[sample] = None
         try:
             await self._carry_through(sample)
         except HopFailed as failure:
-            self._under_way -= 1
+            del self._under_way[sample]
             self._put_back(sample, failure)
             return False
         except MicrobatchNotFinite as error:
-            self._under_way -= 1
+            del self._under_way[sample]
             self._put_back(sample, HopFailed(Refusal.NOT_FINITE, str(error), reached=True))
             return False
         except asyncio.CancelledError:
-            self._under_way -= 1
+            del self._under_way[sample]
             self._waiting.appendleft(sample)
             raise
         else:
-            self._under_way -= 1
+            del self._under_way[sample]
             self._ledger.trained += 1
             return True
 

@@ -113,7 +113,11 @@ class _Formatter(logging.Formatter):
 
 
 def _started(event: NodeStarted) -> str:
-    origin = "weights from the run's seed" if event.origin == "seed" else "weights copied from a fellow"
+    origin = {
+        "seed": "weights from the run's seed",
+        "peer": "weights copied from a fellow",
+        "checkpoint": "weights from its own checkpoint",
+    }[event.origin]
     lines = [
         f"node {event.peer_id} is up: run {event.run_name} ({event.run_id}), stage {event.stage} of {event.stages}, "
         f"{event.parameters:,} parameters, {origin}"
