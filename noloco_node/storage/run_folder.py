@@ -68,6 +68,11 @@ class RunFolder:
         self._write_mark(RunMark(run_id=run_id, run_name=run_name, ended=True))
 
     @property
+    def claimed(self) -> bool:
+        """Whether it belongs to a run."""
+        return self._mark() is not None
+
+    @property
     def ended(self) -> bool:
         """Whether a run has come to its end here."""
         mark = self._mark()
