@@ -52,10 +52,7 @@ class CheckpointKeeper:
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._failing = False
         self._held_seconds = 0.0
-        self._mark()
-
-    def _mark(self) -> None:
-        self._round, self._since = self._replica.worker.progress.outer_rounds, time.monotonic()
+        self._round, self._since = replica.worker.progress.outer_rounds, time.monotonic()
 
     async def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint: weights, optimizer, clock, samples held, books. Before the replica runs.
@@ -83,7 +80,7 @@ class CheckpointKeeper:
         if self._replica.origin is not None:
             self._replica.origin.take_back(Sample(held.windows, held.put_backs) for held in standing.held)
         self._replica.exchanger.free_since_step = standing.progress.steps
-        self._mark()
+        self._round = standing.progress.outer_rounds
 
     async def run(self) -> None:
         """Take a checkpoint whenever one is due, until cancelled."""
@@ -100,11 +97,10 @@ class CheckpointKeeper:
 
     async def save(self) -> None:
         """Take a checkpoint now. Where the disk refuses it: a warning, once until it works again; never an error."""
-        self._mark()
-        started = time.monotonic()
+        started = self._since = time.monotonic()
         state = await self._replica.worker.whole_state()
         standing = self._standing(state)  # no await in between: see `StageWorker.whole_state`
-        self._held_seconds = state.held_seconds
+        self._round, self._held_seconds = state.progress.outer_rounds, state.held_seconds
         tensors = {**state.tensors, RANDOM: self._random_state()}
         written, error = None, ""
         try:

@@ -228,7 +228,8 @@ class Replica:
                 while self.server.pending or (self.origin and self.origin.under_way) or self.exchanger.engaged:
                     await self._moved.wait(DRAIN_LOOK_SECONDS)
         except TimeoutError:
-            logger.debug("drain time is over with work under way")
+            logger.info("the time to finish is over: %d microbatches go back to their senders", self.server.pending)
+            self.server.hand_back()
         course.cancel()
         await asyncio.wait((course,))
 

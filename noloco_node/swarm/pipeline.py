@@ -188,7 +188,8 @@ class PipelineServer:
         self._downstream = downstream
         self._ledger = ledger
         self._pending = 0
-        self._under_way: set[str] = set()
+        self._under_way: dict[str, asyncio.Task[object] | None] = {}
+        self._handed_back: set[str] = set()
         self._trained: OrderedDict[str, None] = OrderedDict()
         self._answers: OrderedDict[str, Message] = OrderedDict()
         self._kept_bytes = 0
@@ -222,16 +223,30 @@ class PipelineServer:
             return known
         self._refuse_when_full()  # others may have come while the body was on its way
         self._pending += 1
-        self._under_way.add(header.id)
+        self._under_way[header.id] = task = asyncio.current_task()
         try:
             answer = await self._carry_through(header, *message.tensors)
+        except asyncio.CancelledError:
+            if header.id not in self._handed_back or task is None:
+                raise
+            task.uncancel()
+            raise Refused(Refusal.DRAINING) from None
         finally:
             self._pending -= 1
-            self._under_way.discard(header.id)
+            del self._under_way[header.id]
+            self._handed_back.discard(header.id)
         if header.mode == "train":
             self._keep_answer(header.id, answer)
             self._ledger.served += 1
         return answer
+
+    def hand_back(self) -> None:
+        """Refuse what is under way here and not trained yet, as `draining`: its senders try others at once, and count
+        it as no failure. What is being trained comes to its end."""
+        for microbatch, task in self._under_way.items():
+            if microbatch not in self._trained and task is not None:
+                self._handed_back.add(microbatch)
+                task.cancel()
 
     def _refuse_when_full(self) -> None:
         if self._pending >= self._max_pending:
