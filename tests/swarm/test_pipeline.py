@@ -189,7 +189,8 @@ async def test_what_a_leaving_node_cannot_finish_goes_back_as_no_failure() -> No
     async with serving_world(stages=3) as made:
         middle = made.replicas[1]
         never = asyncio.Event()
-        made.network.inject(Fault(FaultKind.DELAY, target=peer_name(2, 0), method=microbatch.METHOD, wait=never.wait))
+        fault = Fault(FaultKind.DELAY, target=peer_name(2, 0), method=microbatch.METHOD, times=1, wait=never.wait)
+        made.network.inject(fault)
         await made.replicas[2].membership.announce(PeerState.TRAINING)
         await middle.membership.refresh()
         asked = asyncio.create_task(ask(made, request(made)))
