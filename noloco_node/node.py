@@ -17,14 +17,17 @@ from typing import Literal
 import torch
 
 from noloco_node import __version__
+from noloco_node.checkpointing import CheckpointKeeper
 from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
+from noloco_node.data.samples import Samples
 from noloco_node.data.walk import WindowWalk
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import Stage, build_stage
-from noloco_node.replica import Replica, Samples
+from noloco_node.replica import Replica
+from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
 from noloco_node.swarm.dht_directory import join_directory
@@ -109,23 +112,33 @@ async def _live(
 ) -> NodeStopped:
     check_device(settings.device)
     torch.set_num_threads(settings.torch_threads)
+    checkpoints = CheckpointFolder(folder.checkpoints, settings.checkpoints_kept)
     async with _network(agree, settings, folder) as (spec, daemon, transport, directory):
+        saved = await asyncio.to_thread(_open_run, folder, checkpoints, spec, settings)
         if show is not None:
-            view = await _look_around(directory, settings)
+            view = await _look_around(directory, settings, daemon.own_id)
             await asyncio.to_thread(show, spec, outlook_of(view, directory.now(), spec.inner.target_tokens))
-        stage_index = await _stage_to_serve(spec, settings, directory)
+        stage_index = await _stage_to_serve(spec, settings, directory, daemon.own_id, saved)
         serve_hello(transport, spec, stage_index)
         serve_spec(transport, spec)
-        stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, daemon.own_id)
+        stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, daemon.own_id, saved)
         async with _compute_thread() as thread:
             replica = Replica(spec, settings, stage, transport, directory, thread, samples=samples, emit=emit)
-            replica.serve()
-            donor = await replica.become_current()
-            emit(_started_event(spec, stage, daemon, metrics_address, donor))
-            interrupts.graceful(replica.stop)
-            await run_and_save(_run_while_p2pd_lives(replica, daemon), lambda: _save(spec, stage, replica, folder))
+            with CheckpointKeeper(replica, checkpoints, emit, settings) as keeper:
+                if saved is not None:
+                    await keeper.resume(saved)
+                replica.serve()
+                donor = await replica.become_current(saved and saved.standing.progress.clock)
+                emit(_started_event(spec, stage, daemon, metrics_address, donor, saved))
+                saved = None  # it holds a copy of everything
+                interrupts.graceful(replica.stop)
+                life = _run_while_p2pd_lives(replica, daemon, keeper)
+                await run_and_save(life, lambda: _save(spec, stage, replica, folder, keeper))
+            reason = "interrupted" if replica.stop.is_set() else "target_reached"
+            if reason == "target_reached":
+                folder.mark_ended(spec.run_id, spec.name)
             return _stopped(
-                "interrupted" if replica.stop.is_set() else "target_reached",
+                reason,
                 "",
                 started,
                 outer_rounds=replica.worker.progress.outer_rounds,
@@ -174,7 +187,25 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-async def _stage_to_serve(spec: RunSpec, settings: NodeSettings, directory: Directory) -> int:
+def _open_run(
+    folder: RunFolder, checkpoints: CheckpointFolder, spec: RunSpec, settings: NodeSettings
+) -> Checkpoint | None:
+    """Take the folder for this run; its newest checkpoint that can be gone on from. Raises UserError (RUN_FOLDER) where
+    it holds another run, or where the run has come to its end there and no peer to go on with is named."""
+    ended = folder.claim(spec.run_id, spec.name)
+    if ended and not settings.initial_peers:
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"run '{spec.name}' ({spec.run_id}) has come to its end in '{folder.path}': "
+            f"its weights are in {folder.final}",
+            "name another folder with --run-folder to train it anew",
+        )
+    return checkpoints.newest(spec.run_id, None if settings.stage == "auto" else settings.stage)
+
+
+async def _stage_to_serve(
+    spec: RunSpec, settings: NodeSettings, directory: Directory, own: PeerId, saved: Checkpoint | None
+) -> int:
     if settings.stage != "auto":
         if not 0 <= settings.stage < spec.stages:
             raise UserError(
@@ -183,41 +214,55 @@ async def _stage_to_serve(spec: RunSpec, settings: NodeSettings, directory: Dire
                 "name one of those, or `auto`",
             )
         return settings.stage
-    view = await _look_around(directory, settings)
+    if saved is not None:
+        return saved.standing.stage
+    view = await _look_around(directory, settings, own)
     return choose_stage(view, spec.stages, directory.now(), random.Random())
 
 
-async def _look_around(directory: Directory, settings: NodeSettings) -> DirectoryView:
-    """The directory as it is; where this node joined others, as soon as it shows one of them, within a few seconds."""
+async def _look_around(directory: Directory, settings: NodeSettings, own: PeerId) -> DirectoryView:
+    """The directory without this node's own former record; where this node joined others, as soon as it shows one of
+    them, within a few seconds."""
     loop = asyncio.get_running_loop()
     until = loop.time() + (FIRST_LOOK_SECONDS if settings.initial_peers else 0.0)
     while True:
-        view, now = await directory.refresh(), directory.now()
+        view, now = (await directory.refresh()).without(own), directory.now()
         if any(view.live(stage, now) for stage in range(len(view.stages))) or loop.time() >= until:
             return view
         # The directory gives no sign of a change: asking again is the only way.
         await asyncio.sleep(LOOK_AGAIN_SECONDS)
 
 
-def _prepare(spec: RunSpec, stage_index: int, own: PeerId) -> tuple[Stage, Samples | None]:
+def _prepare(spec: RunSpec, stage_index: int, own: PeerId, saved: Checkpoint | None) -> tuple[Stage, Samples | None]:
     """Build the stage and, on stage 0, read the text. Runs off the event loop."""
     stage = build_stage(spec.model, stage_index)
     check_microbatch_bytes(spec, stage.hidden_size)
     if stage_index > 0:
         return stage, None
     windows = load_windows(spec.data, stage.vocab_size)
-    walk = WindowWalk(windows.train_count, spec.data.seed, own)
+    walk = _walk(windows.train_count, spec.data.seed, own, saved)
     samples = Samples(
         draw=lambda: walk.take(spec.inner.microbatch_windows),
         train=windows.train,
         validation=windows.validation,
         held_out=windows.validation_indices(spec.evaluation.windows),
+        position=lambda: walk.position,
     )
     return stage, samples
 
 
-async def _run_while_p2pd_lives(replica: Replica, daemon: PrivateP2P) -> None:
-    """Run the replica, and end it with an error when p2pd dies under it: then nobody can be reached any more."""
+def _walk(count: int, seed: int, own: PeerId, saved: Checkpoint | None) -> WindowWalk:
+    if saved is not None:
+        try:
+            return WindowWalk.at(count, seed, own, saved.standing.walk)
+        except ValueError as error:
+            logger.warning("the walk through the text begins anew, the text has changed: %s", error)
+    return WindowWalk(count, seed, own)
+
+
+async def _run_while_p2pd_lives(replica: Replica, daemon: PrivateP2P, keeper: CheckpointKeeper) -> None:
+    """Run the replica and take its checkpoints; end it with an error when p2pd dies under it: then nobody can be
+    reached any more."""
 
     async def watch() -> None:
         status = await daemon.wait_until_dead()
@@ -229,9 +274,10 @@ async def _run_while_p2pd_lives(replica: Replica, daemon: PrivateP2P) -> None:
 
     try:
         async with asyncio.TaskGroup() as group:
-            watching = group.create_task(watch())
+            beside = [group.create_task(watch()), group.create_task(keeper.run())]
             await replica.run()
-            watching.cancel()
+            for task in beside:
+                task.cancel()
     except* UserError as errors:
         raise errors.exceptions[0] from None
 
@@ -281,8 +327,9 @@ def _no_device(name: str, reason: str) -> UserError:
     )
 
 
-async def _save(spec: RunSpec, stage: Stage, replica: Replica, folder: RunFolder) -> None:
-    """Write the final slow and fast weights under their names in the whole model."""
+async def _save(spec: RunSpec, stage: Stage, replica: Replica, folder: RunFolder, keeper: CheckpointKeeper) -> None:
+    """Take a last checkpoint, and write the final slow and fast weights under their names in the whole model."""
+    await keeper.save()
     slow, fast = (
         {replica.full_names[local]: weight for local, weight in weights.items()}
         for weights in await replica.worker.named_weights()
@@ -366,7 +413,12 @@ async def _compute_thread() -> AsyncGenerator[ComputeThread]:
 
 
 def _started_event(
-    spec: RunSpec, stage: Stage, daemon: PrivateP2P, metrics_address: str | None, donor: PeerId | None
+    spec: RunSpec,
+    stage: Stage,
+    daemon: PrivateP2P,
+    metrics_address: str | None,
+    donor: PeerId | None,
+    saved: Checkpoint | None,
 ) -> NodeStarted:
     return NodeStarted(
         peer_id=daemon.own_id,
@@ -379,7 +431,8 @@ def _started_event(
         addresses=daemon.visible_addresses(),
         metrics_address=metrics_address,
         parameters=sum(parameter.numel() for parameter in stage.parameters()),
-        origin="seed" if donor is None else "peer",
+        origin="peer" if donor is not None else "seed" if saved is None else "checkpoint",
+        resumed=saved is not None,
     )
 
 

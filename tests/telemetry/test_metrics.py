@@ -53,6 +53,26 @@ def test_totals_of_accounts_become_rises_of_counters() -> None:
     assert value(metrics, "noloco_busy_seconds_total") == 4.0
 
 
+def test_what_an_earlier_life_counted_is_not_counted_again() -> None:
+    """The books of a node that went on from a checkpoint begin where they were; its counters begin at 0."""
+    metrics = Metrics()
+    metrics.observe(made.started("s0-r0").model_copy(update={"origin": "checkpoint", "resumed": True}))
+    for drawn in (100, 107):
+        metrics.observe(made.account(drawn=drawn))
+    assert value(metrics, "noloco_microbatches_total", outcome="drawn") == 7
+
+
+def test_checkpoints_are_counted_by_outcome() -> None:
+    """Written and failed ones, what they held up, and when the last one was good."""
+    metrics = Metrics()
+    for error in ("", "No space left on device", ""):
+        metrics.observe(made.checkpoint(error))
+    assert value(metrics, "noloco_checkpoints_total", outcome="written") == 2
+    assert value(metrics, "noloco_checkpoints_total", outcome="failed") == 1
+    assert value(metrics, "noloco_checkpoint_held_seconds_total") == pytest.approx(0.03)
+    assert value(metrics, "noloco_checkpoint_seconds_since_1970") == 1000.0
+
+
 def test_no_free_text_and_no_peer_id_becomes_a_label() -> None:
     """Reasons are cut to their leading word: strangers cannot make time series here."""
     metrics = Metrics()
