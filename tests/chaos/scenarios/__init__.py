@@ -1,0 +1,17 @@
+"""The scenarios by name, in the order in which they are run."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from tests.chaos.lab import Lab
+from tests.chaos.report import Verdict
+from tests.chaos.scenarios.freeze import frozen_node
+from tests.chaos.scenarios.kills import kills_in_waves
+
+Scenario = Callable[[Lab], Awaitable[Verdict]]
+
+SCENARIOS: Mapping[str, Scenario] = {
+    "kills": kills_in_waves,
+    "freeze": frozen_node,
+}
