@@ -8,10 +8,14 @@ from tests.chaos.lab import Lab
 from tests.chaos.report import Verdict
 from tests.chaos.scenarios.freeze import frozen_node
 from tests.chaos.scenarios.kills import kills_in_waves
+from tests.chaos.scenarios.partition import partition
+from tests.chaos.scenarios.shaping import shaped_links
 
 Scenario = Callable[[Lab], Awaitable[Verdict]]
 
 SCENARIOS: Mapping[str, Scenario] = {
     "kills": kills_in_waves,
     "freeze": frozen_node,
+    "shaping": shaped_links,
+    "partition": partition,
 }

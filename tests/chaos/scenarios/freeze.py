@@ -48,15 +48,16 @@ async def _freeze(swarm: Swarm, node: Node, what: str, seconds: float, verdict: 
     others = [other for other in swarm.of_stage(0) if other is not node]
     stopped = time.time()
     os.kill(pid, signal.SIGSTOP)
-    status = psutil.Process(pid).status()
+    stood = await holds(swarm, lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, 2.0)
     await _rest(swarm, seconds)
+    stood = stood and psutil.Process(pid).status() == psutil.STATUS_STOPPED
     os.kill(pid, signal.SIGCONT)
     thawed = time.time()
     name = f"{what} of {node.name}"
+    await _rest(swarm, 0.3)
     steps_meanwhile = rate([node], stopped + 1, thawed) if what == "the process" else 0.0
-    evidence = f"the system said '{status}', it trained {steps_meanwhile:.0f} tokens/s meanwhile"
-    fired = status == psutil.STATUS_STOPPED and steps_meanwhile == 0.0
-    verdict.fault(stopped, f"SIGSTOP of {name} for {seconds:g} s", evidence if fired else "")
+    evidence = "the system says that it stood still until the SIGCONT, and no step of it came" if stood else ""
+    verdict.fault(stopped, f"SIGSTOP of {name} for {seconds:g} s", evidence if steps_meanwhile == 0.0 else "")
     before, during = rate(others, stopped - BEFORE_SECONDS, stopped), rate(others, stopped, thawed)
     verdict.figures[f"{name}: others' throughput meanwhile, share of before"] = during / before
     settled = rate(others, thawed - seconds / 2, thawed) / before
@@ -82,12 +83,12 @@ async def _until_caught_up(swarm: Swarm, node: Node, thawed: float) -> float | N
         averaged = bool(outer_steps(node, "paired", since=thawed))
         return not node.running or (near and averaged)
 
-    if not await _holds(swarm, caught_up, CATCH_UP_SECONDS):
+    if not await holds(swarm, caught_up, CATCH_UP_SECONDS):
         return None
     return time.time() - thawed
 
 
-async def _holds(swarm: Swarm, check: Callable[[], bool], within: float) -> bool:
+async def holds(swarm: Swarm, check: Callable[[], bool], within: float) -> bool:
     try:
         await swarm.until(check, within, "")
     except AssertionError:
