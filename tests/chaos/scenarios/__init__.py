@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from tests.chaos.lab import Lab
 from tests.chaos.report import Verdict
 from tests.chaos.scenarios.freeze import frozen_node
+from tests.chaos.scenarios.hostile import hostile_peer
 from tests.chaos.scenarios.kills import kills_in_waves
 from tests.chaos.scenarios.partition import partition
 from tests.chaos.scenarios.shaping import shaped_links
@@ -18,4 +19,5 @@ SCENARIOS: Mapping[str, Scenario] = {
     "freeze": frozen_node,
     "shaping": shaped_links,
     "partition": partition,
+    "hostile": hostile_peer,
 }
