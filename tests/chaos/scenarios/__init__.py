@@ -11,6 +11,7 @@ from tests.chaos.scenarios.hostile import hostile_peer
 from tests.chaos.scenarios.kills import kills_in_waves
 from tests.chaos.scenarios.partition import partition
 from tests.chaos.scenarios.shaping import shaped_links
+from tests.chaos.scenarios.soak import soak
 
 Scenario = Callable[[Lab], Awaitable[Verdict]]
 
@@ -20,4 +21,5 @@ SCENARIOS: Mapping[str, Scenario] = {
     "shaping": shaped_links,
     "partition": partition,
     "hostile": hostile_peer,
+    "soak": soak,
 }
