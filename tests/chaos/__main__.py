@@ -1,4 +1,4 @@
-"""`python -m tests.chaos [scenario ...] --seed N --out DIR [--short]`: run scenarios, write report.md and report.json."""
+"""`python -m tests.chaos [scenario ...] --seed N --out DIR [--short]`: run scenarios, write a report."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ async def _run(names: list[str], lab: Lab) -> list[Verdict]:
 def main() -> int:
     """Exit code 1 where a scenario failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("scenarios", nargs="*", choices=[[], *SCENARIOS], help=f"of {', '.join(SCENARIOS)}; all if none")
+    parser.add_argument(
+        "scenarios", nargs="*", choices=[[], *SCENARIOS], help=f"of {', '.join(SCENARIOS)}; all if none"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder of the report (default: runs/chaos-TIME)")
     parser.add_argument("--short", action="store_true", help="the form that runs with the tests")

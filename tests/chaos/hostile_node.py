@@ -203,9 +203,7 @@ class Attacker:
 
     async def _call(self, peer: PeerId, stage: int, *tensors: Tensor) -> None:
         message = Message(self._header(stage), tensors)
-        await self._transport.call(
-            peer, microbatch.METHOD, message, timeout=4, progress=4, max_answer_bytes=1 << 20
-        )
+        await self._transport.call(peer, microbatch.METHOD, message, timeout=4, progress=4, max_answer_bytes=1 << 20)
 
     async def _forge(self, peer: PeerId, stage: int) -> None:
         """Records in another's name, of another place, and one of its own that claims the end of time."""

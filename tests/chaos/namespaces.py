@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
+import sys
 from collections.abc import AsyncIterator
 
 from tests.chaos.swarm import Place
@@ -54,9 +56,9 @@ class Halves:
     async def reaches(self) -> bool:
         """Whether a packet of the first half comes to the second: asks the kernel for a connection to a closed port,
         which is refused at once where the way is open."""
-        code = f"import socket; s=socket.socket(); s.settimeout(1); raise SystemExit(s.connect_ex(('{self.address(1)}',9)))"
-        inside = await asyncio.create_subprocess_exec(*self.place(0).prefix, "python3", "-c", code)
-        return await inside.wait() == 111
+        code = f"import socket; s = socket.socket(); s.settimeout(1); exit(s.connect_ex(('{self.address(1)}', 9)))"
+        inside = await asyncio.create_subprocess_exec(*self.place(0).prefix, sys.executable, "-c", code)
+        return await inside.wait() == errno.ECONNREFUSED
 
     async def make(self) -> None:
         """Create namespaces, bridge and cables."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import statistics
 import sys
@@ -11,13 +10,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from noloco_node.config.load import load_config
-from noloco_node.merge import merge_run
 from tests.chaos.hostile_node import HOSTILITY
 from tests.chaos.lab import Lab
 from tests.chaos.observe import account_gap, last_account, outer_steps
+from tests.chaos.outcome import merged_loss
 from tests.chaos.report import Verdict
-from tests.chaos.swarm import CONFIG, HERE, Node, Place, Swarm
+from tests.chaos.swarm import HERE, Node, Place, Swarm
 
 LOSS_RATIO = 1.03
 REFUSALS = {
@@ -88,16 +86,7 @@ async def _run(lab: Lab, name: str, arm: Arm | None, replicas: int, target: int,
     honest = swarm.nodes[:evil]
     if arm is not None:
         _judge(arm, swarm.nodes[evil], honest, began, verdict)
-    saved = {
-        stage: [n.folder / n.stopped.final_weights for n in honest if _saved(n, stage) and n.stopped]
-        for stage in range(2)
-    }
-    run = load_config(CONFIG, overrides).run
-    return (await asyncio.to_thread(merge_run, run, saved, lab.folder / name)).loss
-
-
-def _saved(node: Node, stage: int) -> bool:
-    return node.stage == stage and node.stopped is not None and node.stopped.final_weights is not None
+    return await merged_loss(overrides, honest, lab.folder / name)
 
 
 def _place(arm: Arm | None) -> Place:

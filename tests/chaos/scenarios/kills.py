@@ -7,12 +7,13 @@ import random
 import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from noloco_node.telemetry.events import InnerStep
 from tests.chaos.lab import Lab
-from tests.chaos.observe import account_gap, clock_of, last_account, losses, outer_steps, rate, seconds_to_recover
+from tests.chaos.observe import account_gap, clock_of, last_account, outer_steps, rate, seconds_to_recover
+from tests.chaos.outcome import merged_loss
 from tests.chaos.report import Verdict
 from tests.chaos.swarm import Node, Swarm, running_swarm
 
@@ -78,7 +79,7 @@ async def _undisturbed(lab: Lab, plan: Plan, seed: int) -> float:
     options = _overrides(plan, seed)
     async with running_swarm(lab.folder, layout, *options, operation_seconds=plan.operation_seconds) as swarm:
         await swarm.until_ended(within=900)
-        return statistics.mean(losses(swarm.nodes))
+    return await merged_loss(options, swarm.nodes, lab.folder)
 
 
 async def _disturbed(lab: Lab, plan: Plan, seed: int, verdict: Verdict) -> float:
@@ -93,7 +94,7 @@ async def _disturbed(lab: Lab, plan: Plan, seed: int, verdict: Verdict) -> float
                 break
         await swarm.until_ended(within=900)
     _judge(swarm, waves, plan, verdict)
-    return statistics.mean(losses(swarm.nodes)) if losses(swarm.nodes) else float("nan")
+    return await merged_loss(options, [n for n in swarm.nodes if n.stopped], lab.folder)
 
 
 async def _trained_for(swarm: Swarm, seconds: float, last_clock: float) -> bool:
@@ -188,8 +189,8 @@ def _last_step(node: Node) -> float:
     return max(event.time for event in node.events if isinstance(event, InnerStep))
 
 
-def _tally(reasons: Sequence[str] | object) -> str:
+def _tally(reasons: Iterable[str]) -> str:
     counts: dict[str, int] = {}
-    for reason in list(reasons):  # type: ignore[call-overload]
+    for reason in reasons:
         counts[reason] = counts.get(reason, 0) + 1
     return ", ".join(f"{count} {reason}" for reason, count in counts.items())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
+from noloco_node.telemetry.events import Account, OuterStep
 from tests.chaos.lab import Lab
 from tests.chaos.namespaces import Halves, two_halves, why_impossible
 from tests.chaos.observe import account_gap, last_account, outer_steps, rate, spread
 from tests.chaos.report import Verdict
 from tests.chaos.scenarios.freeze import ENDLESS, holds
 from tests.chaos.swarm import Node, Swarm
-from noloco_node.telemetry.events import Account, OuterStep
 
 BEFORE_SECONDS = 8.0
 MERGE_SECONDS = 90.0
@@ -49,7 +49,9 @@ async def _cut_and_heal(
     await _rest(swarm, seconds)
     await halves.heal()
     healed = time.time()
-    crossings = [step for a, b in (sides, sides[::-1]) for step in _across(a, b, cut + seconds / 2) if step.time < healed]
+    crossings = [
+        step for a, b in (sides, sides[::-1]) for step in _across(a, b, cut + seconds / 2) if step.time < healed
+    ]
     evidence = "no packet came through, and no average was taken across in its second half"
     verdict.fault(cut, f"partition for {seconds:g} s", evidence if apart and not crossings else "")
     before = spread(swarm.nodes, cut - BEFORE_SECONDS, cut)

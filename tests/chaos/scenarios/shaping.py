@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from noloco_node.telemetry.events import Account
 from tests.chaos.lab import Lab
 from tests.chaos.observe import account_gap, last_account, outer_steps, stage_rate
 from tests.chaos.proxy import CLEAR, Shape, ShapingProxy, shaping_proxies
 from tests.chaos.report import Verdict
 from tests.chaos.scenarios.freeze import ENDLESS
 from tests.chaos.swarm import Place, Swarm
-from noloco_node.telemetry.events import Account
 
 ROUND_TRIP = Shape(delay=0.1)
 HOME = Shape(delay=0.1, bits_per_second=20e6, loss=0.001)

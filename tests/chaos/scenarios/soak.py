@@ -98,9 +98,7 @@ async def _replace(swarm: Swarm, node: Node, kind: str, verdict: Verdict) -> Non
 
 
 def _judge_vitals(samples: dict[str, list[Vitals]], seconds: float, long: bool, verdict: Verdict) -> None:
-    old = {
-        name: vitals for name, vitals in samples.items() if vitals[-1].time - vitals[0].time > OLD_ENOUGH * seconds
-    }
+    old = {name: vitals for name, vitals in samples.items() if vitals[-1].time - vitals[0].time > OLD_ENOUGH * seconds}
     verdict.demand("somebody has grown old enough to tell", bool(old), f"{len(old)} nodes")
     for name, vitals in old.items():
         if len(vitals) < 10:
