@@ -173,8 +173,10 @@ async def test_halves_that_forgot_each_other_find_each_other_again(tmp_path: Pat
             alone = await publish_and_read(30.0)
             assert alone == [{identity.peer_id} for _, identity in nodes]
             async with asyncio.timeout(45):
-                while await publish_and_read(30.0) != [ids, ids]:
+                seen = alone
+                while seen != [ids, ids]:
                     await asyncio.sleep(0.2)
+                    seen = await publish_and_read(30.0)
 
 
 @pytest.mark.daemons

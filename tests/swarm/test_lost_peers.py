@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -63,8 +64,8 @@ def test_a_peer_on_another_stage_is_not_lost(lost: LostPeers) -> None:
 def test_it_is_asked_for_ever_more_rarely_and_forgotten_in_the_end(lost: LostPeers) -> None:
     """Soon at first, then about once a minute, and not for ever."""
     lost.seen(view("peer-number-1"), view(), 0.0)
-    asked = [float(now) for now in range(0, 3600) if lost.due(now)]
-    gaps = [later - earlier for earlier, later in zip(asked, asked[1:], strict=False)]
+    asked = [float(now) for now in range(3600) if lost.due(now)]
+    gaps = [later - earlier for earlier, later in pairwise(asked)]
     assert asked[0] <= 1.5 * FIRST_PAUSE_SECONDS + 1
     assert gaps[0] < LONGEST_PAUSE_SECONDS / 2
     assert 0.5 * LONGEST_PAUSE_SECONDS <= min(gaps[5:]) <= max(gaps[5:]) <= 1.5 * LONGEST_PAUSE_SECONDS + 1
