@@ -41,7 +41,6 @@ class Metrics:
         self._training_metrics()
         self._outer_metrics()
         self._traffic_metrics()
-        ProcessCollector(registry=self.registry)  # process_resident_memory_bytes, process_open_fds, ...
 
     def _training_metrics(self) -> None:
         self._inner_steps = self._counter("noloco_inner_steps_total", "Inner steps taken")
@@ -120,7 +119,9 @@ class Metrics:
         return f"{host}:{server.server_port}"
 
     def watch_process(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Count, whenever asked, the tasks of this loop and the threads of this process: what leaks shows there."""
+        """Count, whenever asked, the tasks of this loop, and threads, memory and open files of this process: what leaks
+        shows there. Once."""
+        ProcessCollector(registry=self.registry)
         self._gauge("noloco_tasks", "Tasks of the event loop").set_function(lambda: len(asyncio.all_tasks(loop)))
         self._gauge("noloco_threads", "Python threads of this process").set_function(active_count)
 

@@ -25,13 +25,11 @@ async def frozen_node(lab: Lab) -> Verdict:
     """SIGSTOP of the process, and of its p2pd separately, of a node of the last stage and of the first."""
     verdict = Verdict("freeze")
     layout = [0, 1] * (4 if lab.long else 2)
-    seconds = 60.0 if lab.long else 10.0
+    seconds = 60.0 if lab.long else 8.0
     operation_seconds = 0.05 if lab.long else 0.03
     async with running_swarm(lab.folder, layout, ENDLESS, operation_seconds=operation_seconds) as swarm:
-        victims = [(1, "the process"), (0, "p2pd")]
-        if lab.long:
-            victims += [(0, "the process"), (1, "p2pd")]
-        for stage, what in victims:
+        victims = [(1, "the process"), (0, "p2pd"), (0, "the process"), (1, "p2pd")]
+        for stage, what in victims if lab.long else victims[:1]:
             candidates = swarm.of_stage(stage)
             await _freeze(swarm, lab.rng(f"{stage}{what}").choice(candidates), what, seconds, verdict)
     for node in swarm.nodes:

@@ -58,9 +58,10 @@ async def hostile_peer(lab: Lab) -> Verdict:
     """A hostile replica of the last stage, among honest ones; in the long form one run for each kind, against runs in
     which an honest peer holds its place."""
     verdict = Verdict("hostile")
-    replicas, target = (3, 200_000) if lab.long else (2, 40_000)
+    replicas, target = (3, 200_000) if lab.long else (2, 24_000)
     clean = [await _run(lab, f"clean-{n}", None, replicas, target, verdict) for n in range(3)] if lab.long else []
-    verdict.figures["loss of the merged honest model, clean runs"] = clean
+    if clean:
+        verdict.figures["loss of the merged honest model, clean runs"] = clean
     for arm in LONG if lab.long else SHORT:
         loss = await _run(lab, arm.name.replace(" ", "-"), arm, replicas, target, verdict)
         verdict.figures[f"{arm.name}: loss of the merged honest model"] = loss

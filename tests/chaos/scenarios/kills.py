@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import signal
 import statistics
@@ -15,6 +16,7 @@ from tests.chaos.lab import Lab
 from tests.chaos.observe import account_gap, clock_of, last_account, outer_steps, rate, seconds_to_recover
 from tests.chaos.outcome import merged_loss
 from tests.chaos.report import Verdict
+from tests.chaos.scenarios.freeze import ENDLESS
 from tests.chaos.swarm import Node, Swarm, running_swarm
 
 RECOVERY_SECONDS = 30.0
@@ -30,14 +32,15 @@ class Plan:
     """Size of the scenario."""
 
     replicas: int
-    target: int
+    target: int | None
+    """Tokens of a run; None: until the replacements have averaged, so that a slow machine changes nothing."""
     pause: float
     """Seconds of training before each wave."""
     seeds: int
     operation_seconds: float = 0.05
 
 
-SHORT = Plan(replicas=2, target=60_000, pause=3.0, seeds=1, operation_seconds=0.03)
+SHORT = Plan(replicas=2, target=None, pause=3.0, seeds=1, operation_seconds=0.03)
 LONG = Plan(replicas=4, target=400_000, pause=18.0, seeds=3)
 
 
@@ -71,7 +74,8 @@ async def kills_in_waves(lab: Lab) -> Verdict:
 
 
 def _overrides(plan: Plan, seed: int) -> tuple[str, ...]:
-    return f"run.inner.target_tokens={plan.target}", f"run.model.seed={seed}", f"run.data.seed={seed}"
+    target = ENDLESS if plan.target is None else f"run.inner.target_tokens={plan.target}"
+    return target, f"run.model.seed={seed}", f"run.data.seed={seed}"
 
 
 async def _undisturbed(lab: Lab, plan: Plan, seed: int) -> float:
@@ -88,11 +92,13 @@ async def _disturbed(lab: Lab, plan: Plan, seed: int, verdict: Verdict) -> float
     rng = random.Random(f"{seed}/victims")
     waves: list[Wave] = []
     async with running_swarm(lab.folder, layout, *options, operation_seconds=plan.operation_seconds) as swarm:
-        while await _trained_for(swarm, plan.pause, LAST_WAVE_AT * plan.target):
+        while await _trained_for(swarm, plan.pause, LAST_WAVE_AT * (plan.target or math.inf)):
             waves.append(await _wave(swarm, max(1, len(layout) // 4), rng))
-            if not lab.long:
+            if plan.target is None:
+                await swarm.until(lambda: all(map(_works, waves[0].replacements)), 240, "the replacements average")
                 break
-        await swarm.until_ended(within=900)
+        if plan.target is not None:
+            await swarm.until_ended(within=900)
     _judge(swarm, waves, plan, verdict)
     return await merged_loss(options, [n for n in swarm.nodes if n.stopped], lab.folder)
 
@@ -134,16 +140,28 @@ def _judge(swarm: Swarm, waves: Sequence[Wave], plan: Plan, verdict: Verdict) ->
             verdict.fault(wave.at, f"kill -9 of {node.name}", evidence if died else "")
     victims = [node for wave in waves for node in wave.victims]
     survivors = [node for node in swarm.nodes if node not in victims]
-    ends = {node.name: node.stopped.reason if node.stopped else node.describe_exit() for node in survivors}
-    reached = all(reason == "target_reached" for reason in ends.values())
-    verdict.demand("survivors and replacements reach the target", reached, _tally(ends.values()))
+    joined = [node for wave in waves for node in wave.replacements if node not in victims]
+    late = [node for node in joined if _came_too_late(node)]
+    ends = [n.stopped.reason if n.stopped else n.describe_exit() for n in survivors if n not in late]
+    wanted = "interrupted" if plan.target is None else "target_reached"
+    verdict.demand(f"survivors and replacements end with {wanted}", set(ends) == {wanted}, _tally(ends))
     _judge_books(survivors, verdict)
     _judge_recovery(swarm, waves, verdict)
-    joined = [node for wave in waves for node in wave.replacements if node.started]
-    late = [node for node in joined if node.started and node.started.origin == "peer"]
-    working = [node for node in late if _trains(node) and outer_steps(node, "paired")]
-    found = f"{len(working)} of {len(joined)}"
-    verdict.demand("replacements copy a fellow's state, train and average", len(working) == len(joined) > 0, found)
+    working = [node for node in joined if _works(node)]
+    found = f"{len(working)} of {len(joined)}; {len(late)} came when the run was over"
+    held = len(working) + len(late) == len(joined) and bool(working)
+    verdict.demand("replacements copy a fellow's state, train and average", held, found)
+
+
+def _works(node: Node) -> bool:
+    """It started from a fellow's state, has taken inner steps and averaged."""
+    copied = node.started is not None and node.started.origin == "peer"
+    return copied and _trains(node) and bool(outer_steps(node, "paired"))
+
+
+def _came_too_late(node: Node) -> bool:
+    over = node.stopped is not None and "has reached its end" in node.stopped.detail
+    return over or (node.stopped is not None and node.stopped.reason == "target_reached" and not _works(node))
 
 
 def _judge_books(survivors: Sequence[Node], verdict: Verdict) -> None:
