@@ -17,7 +17,7 @@ from tests.chaos.observe import account_gap, clock_of, last_account, outer_steps
 from tests.chaos.outcome import merged_loss
 from tests.chaos.report import Verdict
 from tests.chaos.scenarios.freeze import ENDLESS
-from tests.chaos.swarm import Node, Swarm, running_swarm
+from tests.chaos.swarm import START_SECONDS, Node, Swarm, running_swarm
 
 RECOVERY_SECONDS = 30.0
 RECOVERED = 0.9
@@ -41,7 +41,7 @@ class Plan:
 
 
 SHORT = Plan(replicas=2, target=None, pause=3.0, seeds=1, operation_seconds=0.03)
-LONG = Plan(replicas=4, target=400_000, pause=18.0, seeds=3)
+LONG = Plan(replicas=4, target=400_000, pause=12.0, seeds=3)
 
 
 @dataclass
@@ -104,10 +104,12 @@ async def _disturbed(lab: Lab, plan: Plan, seed: int, verdict: Verdict) -> float
 
 
 async def _trained_for(swarm: Swarm, seconds: float, last_clock: float) -> bool:
-    """Wait; True while a further wave leaves time to recover."""
+    """Wait until the replacements of the last wave are up, or have ended, and then so many seconds; True while a
+    further wave leaves time to recover. Those who join need somebody alive of whom they know."""
+    await swarm.until(lambda: all(n.started or not n.running for n in swarm.nodes), START_SECONDS, "all are up")
     until = time.monotonic() + max(seconds, BEFORE_SECONDS)
     await swarm.until(lambda: time.monotonic() > until, seconds + 60, "the pause before a wave")
-    return max(clock_of(node) for node in swarm.of_stage(0)) < last_clock
+    return max((clock_of(node) for node in swarm.of_stage(0)), default=math.inf) < last_clock
 
 
 async def _wave(swarm: Swarm, count: int, rng: random.Random) -> Wave:
@@ -141,7 +143,9 @@ def _judge(swarm: Swarm, waves: Sequence[Wave], plan: Plan, verdict: Verdict) ->
     victims = [node for wave in waves for node in wave.victims]
     survivors = [node for node in swarm.nodes if node not in victims]
     joined = [node for wave in waves for node in wave.replacements if node not in victims]
-    late = [node for node in joined if _came_too_late(node)]
+    ended = (node.stopped for node in survivors if node.stopped and _trains(node))
+    over = min((stopped.time for stopped in ended if stopped.reason != "failed"), default=math.inf)
+    late = [node for node in joined if _came_too_late(node, over)]
     ends = [n.stopped.reason if n.stopped else n.describe_exit() for n in survivors if n not in late]
     wanted = "interrupted" if plan.target is None else "target_reached"
     verdict.demand(f"survivors and replacements end with {wanted}", set(ends) == {wanted}, _tally(ends))
@@ -159,9 +163,11 @@ def _works(node: Node) -> bool:
     return copied and _trains(node) and bool(outer_steps(node, "paired"))
 
 
-def _came_too_late(node: Node) -> bool:
-    over = node.stopped is not None and "has reached its end" in node.stopped.detail
-    return over or (node.stopped is not None and node.stopped.reason == "target_reached" and not _works(node))
+def _came_too_late(node: Node, over: float) -> bool:
+    """Whether the run was over when it came up: it found the others gone or going, or there was no step left for it."""
+    if node.stopped is None or node.stopped.time < over:
+        return False
+    return node.started is None or not _works(node)
 
 
 def _judge_books(survivors: Sequence[Node], verdict: Verdict) -> None:
