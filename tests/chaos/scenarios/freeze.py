@@ -15,7 +15,7 @@ from tests.chaos.report import Verdict
 from tests.chaos.swarm import Node, Swarm, running_swarm
 
 ENDLESS = "run.inner.target_tokens=1_000_000_000"
-BEFORE_SECONDS = 8.0
+BEFORE_SECONDS = 5.0
 CATCH_UP_SECONDS = 60.0
 LAG_SHARE = 0.1
 """A node has caught up when its clock is this near its fellows'."""
