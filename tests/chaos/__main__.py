@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 import time
 import traceback
@@ -17,6 +18,9 @@ from tests.chaos.scenarios import SCENARIOS
 
 async def _run(names: list[str], lab: Lab) -> list[Verdict]:
     verdicts: list[Verdict] = []
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # so that nothing is left behind
     for name in names:
         began = time.monotonic()
         print(f"{time.strftime('%H:%M:%S')} {name} ...", flush=True)
