@@ -386,6 +386,7 @@ def _interruptible() -> Generator[Interrupts]:
 def _telemetry(folder: RunFolder, settings: NodeSettings) -> Generator[tuple[Emit, str | None]]:
     """Event file, metrics and log, fed by the same events; and the address of `/metrics`, if it is served."""
     log, metrics, events = NodeLog(), Metrics(), EventFile(folder.events)
+    metrics.watch_process(asyncio.get_running_loop())
     configure_logging(settings.log_level, log)
 
     def emit(event: AnyEvent) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import re
 from collections.abc import Mapping
-from threading import Thread
+from threading import Thread, active_count
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Info, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector, start_http_server
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.telemetry.events import (
@@ -134,6 +135,13 @@ class Metrics:
             ) from None
         self._server = server, thread
         return f"{host}:{server.server_port}"
+
+    def watch_process(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Count, whenever asked, the tasks of this loop, and threads, memory and open files of this process: what leaks
+        shows there. Once."""
+        ProcessCollector(registry=self.registry)
+        self._gauge("noloco_tasks", "Tasks of the event loop").set_function(lambda: len(asyncio.all_tasks(loop)))
+        self._gauge("noloco_threads", "Python threads of this process").set_function(active_count)
 
     def stop(self) -> None:
         """Close the port and end its thread; nothing where `serve` was not called."""

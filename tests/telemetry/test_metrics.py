@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from urllib.request import urlopen
@@ -40,6 +41,23 @@ def test_metrics_follow_the_events_of_a_whole_run() -> None:
     assert value(metrics, "noloco_live_replicas", stage="1") == 2
     assert value(metrics, "noloco_event_loop_lag_seconds") == 0.02
     assert value(metrics, "noloco_up") == 0
+
+
+async def test_what_the_process_holds_is_counted_when_asked() -> None:
+    """Memory and descriptors, and one task more while one more runs: counted on the endpoint's thread as in a node."""
+    metrics = Metrics()
+    metrics.watch_process(asyncio.get_running_loop())
+
+    async def tasks() -> float:
+        return await asyncio.to_thread(value, metrics, "noloco_tasks") or 0.0
+
+    before = await tasks()
+    waiting = asyncio.create_task(asyncio.Event().wait())
+    assert await tasks() == before + 1 >= 2
+    waiting.cancel()
+    assert (value(metrics, "noloco_threads") or 0) >= 1
+    assert (value(metrics, "process_resident_memory_bytes") or 0) > 1e7
+    assert (value(metrics, "process_open_fds") or 0) > 3
 
 
 def test_totals_of_accounts_become_rises_of_counters() -> None:
