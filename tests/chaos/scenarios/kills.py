@@ -98,7 +98,7 @@ async def _disturbed(lab: Lab, plan: Plan, seed: int, verdict: Verdict) -> float
                 await swarm.until(lambda: all(map(_works, waves[0].replacements)), 240, "the replacements average")
                 break
         if plan.target is not None:
-            await swarm.until_ended(within=900)
+            await swarm.until(lambda: _over(swarm, len(layout)), 900, "the end of all that trained")
     _judge(swarm, waves, plan, verdict)
     return await merged_loss(options, [n for n in swarm.nodes if n.stopped], lab.folder)
 
@@ -109,7 +109,16 @@ async def _trained_for(swarm: Swarm, seconds: float, last_clock: float) -> bool:
     await swarm.until(lambda: all(n.started or not n.running for n in swarm.nodes), START_SECONDS, "all are up")
     until = time.monotonic() + max(seconds, BEFORE_SECONDS)
     await swarm.until(lambda: time.monotonic() > until, seconds + 60, "the pause before a wave")
-    return max((clock_of(node) for node in swarm.of_stage(0)), default=math.inf) < last_clock
+    going_on = not any(node.stopped and node.killed_at is None for node in swarm.nodes)
+    return going_on and max((clock_of(node) for node in swarm.of_stage(0)), default=math.inf) < last_clock
+
+
+def _over(swarm: Swarm, first: int) -> bool:
+    """Whether somebody has reached the target, and all that had a part in the run have ended; a replacement that came
+    when the others had left does not belong to it."""
+    part = [node for number, node in enumerate(swarm.nodes) if number < first or _works(node)]
+    reached = any(node.stopped and node.stopped.reason == "target_reached" for node in part)
+    return reached and not any(node.running for node in part)
 
 
 async def _wave(swarm: Swarm, count: int, rng: random.Random) -> Wave:
