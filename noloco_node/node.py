@@ -148,7 +148,7 @@ async def _network(
                     "host is %s: other machines cannot reach this node; --host 0.0.0.0 --port N lets them",
                     settings.host,
                 )
-            transport = Libp2pTransport(daemon)
+            transport = Libp2pTransport(daemon, identity=identity)
             await transport.start()
             try:
                 spec = await agree(transport, daemon.joined_peers)

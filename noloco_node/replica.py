@@ -23,12 +23,14 @@ from noloco_node.model.stage import Stage
 from noloco_node.swarm import microbatch
 from noloco_node.swarm.directory import Directory, PeerState
 from noloco_node.swarm.exchange import Exchanger
+from noloco_node.swarm.exchange_session import caught_up_event
+from noloco_node.swarm.late_join import NoDonor, StateCopier
 from noloco_node.swarm.membership import SERVING, Membership
 from noloco_node.swarm.microbatch import HopFailed, Ledger
 from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, believed_clock, decide, retry_delay
 from noloco_node.swarm.pipeline import Downstream, Origin, PipelineServer
 from noloco_node.swarm.routing import RoutingBook
-from noloco_node.swarm.state_transfer import StateDonor, StateManifest, fetch_from_any, fetch_state
+from noloco_node.swarm.state_donor import StateDonor
 from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError
 from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep
 from noloco_node.training.compute_thread import ComputeThread
@@ -109,7 +111,17 @@ class Replica:
         )
         self.server = self._make_server(stage)
         self.exchanger = self._make_exchanger()
-        self.donor = StateDonor(spec, self.stage, transport, self.worker)
+        self.donor = StateDonor(spec, self.stage, transport, self.worker, places=settings.donor_places)
+        self._copier = StateCopier(
+            spec,
+            self.stage,
+            transport,
+            self.worker,
+            streams=settings.exchange_streams,
+            believe=self._not_beyond_the_swarm,
+            emit=emit,
+            rng=self._rng,
+        )
         self.origin = (
             Origin(
                 spec, self.worker, self._downstream, self.ledger, draw=samples.draw, load=samples.train, rng=self._rng
@@ -162,16 +174,25 @@ class Replica:
                 f"run {self.spec.run_id[:8]} ({self.spec.name}) has reached its end: nobody trains any more",
                 "start a new run, with another run.name or a higher run.inner.target_tokens",
             )
-        donors = self.membership.fellows(*SERVING)
-        copied = await fetch_from_any(donors, self._fetch, self._rng)
-        if copied is None:
+        return await self._copy_a_fellow()
+
+    async def _copy_a_fellow(self) -> PeerId:
+        """Become a copy of a fellow and begin on probation; UserError (NO_DONOR) names each donor and why it failed."""
+        try:
+            donor, _ = await self._copier.copy_best(self._possible_donors)
+        except NoDonor as error:
+            reasons = "".join(f"\n  {peer}: {reason}" for peer, reason in sorted(error.reasons.items()))
             raise UserError(
                 ExitCode.NO_DONOR,
-                f"run {self.spec.run_id[:8]} is past its first outer round and none of {len(donors)} replicas of stage "
-                f"{self.stage} gave its state",
+                f"run {self.spec.run_id[:8]} is past its first outer round and none of {len(error.reasons)} replicas "
+                f"of stage {self.stage} gave its state{':' if reasons else ''}{reasons}",
                 "try again when a replica of this stage is reachable, or serve another stage with --stage",
-            )
-        return copied[0]
+            ) from None
+        return donor
+
+    async def _possible_donors(self) -> list[PeerId]:
+        await self.membership.refresh()  # a download outlives the records that were read before it
+        return self.membership.fellows(*SERVING)
 
     async def _look_around(self) -> None:
         """Read the directory; a node that joined through others looks until it sees one, for a while: an empty view
@@ -359,44 +380,15 @@ class Replica:
         started = time.monotonic()
         self.exchanger.catching_up = True
         try:
-            manifest = await self._fetch(partner)
+            manifest = await self._copier.copy_from(partner)
         except (Refused, TransportError) as error:
             logger.debug("could not catch up with %s: %r", partner, error)
             return
         finally:
             self.exchanger.catching_up = False
         logger.info("caught up with %s: clock %.0f", partner, manifest.clock)
-        self._emit(
-            OuterStep(
-                kind="caught_up",
-                round=manifest.outer_rounds,
-                step=self.worker.progress.steps,
-                clock=manifest.clock,
-                learning_rate=self.worker.current_learning_rate(),
-                partner=partner,
-                role="none",
-                reason="this replica's clock lagged its partner's",
-                spread=None,
-                difference_norm=None,
-                clipped=False,
-                bytes_sent=0,
-                bytes_received=manifest.size,
-                seconds=time.monotonic() - started,
-                held_seconds=0.0,
-                inner_steps_meanwhile=0,
-            )
-        )
-
-    async def _fetch(self, donor: PeerId) -> StateManifest:
-        return await fetch_state(
-            self.spec,
-            self.stage,
-            self._transport,
-            self.worker,
-            donor,
-            streams=self._settings.exchange_streams,
-            believe=self._not_beyond_the_swarm,
-        )
+        rate, seconds = self.worker.current_learning_rate(), time.monotonic() - started
+        self._emit(caught_up_event(partner, self.worker.progress, manifest, rate, seconds))
 
     def _not_beyond_the_swarm(self, claimed: float) -> float:
         """A donor's clock, unless it is far ahead of what the directory says: it could end this replica's run."""
@@ -412,7 +404,7 @@ class Replica:
         while True:
             await asyncio.sleep(ACCOUNT_SECONDS)
             self.emit_account()
-            self.donor.forget_unused()
+            self.donor.tend()
 
     async def _watch_loop(self) -> None:
         """Measure how late the event loop wakes us: it must stay responsive while tensors stream."""

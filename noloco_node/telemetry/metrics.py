@@ -94,6 +94,8 @@ class Metrics:
                 self._account(event)
             case NodeStopped():
                 self._up.set(0)
+            case _:
+                pass
 
     def serve(self, host: str, port: int) -> str:
         """Answer `http://host:port/metrics` from a thread of its own; returns `host:port` with the port chosen.

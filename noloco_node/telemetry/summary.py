@@ -64,6 +64,8 @@ class NodeHistory:
                 self.account = event
             case NodeStopped():
                 self.stopped = event
+            case _:
+                pass
 
     @property
     def stage(self) -> int | None:
