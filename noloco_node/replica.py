@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import Stage
 from noloco_node.swarm import microbatch
+from noloco_node.swarm.books import account_of
 from noloco_node.swarm.directory import Directory, PeerState
 from noloco_node.swarm.exchange import Exchanger
 from noloco_node.swarm.exchange_session import caught_up_event
@@ -29,10 +30,11 @@ from noloco_node.swarm.membership import SERVING, Membership
 from noloco_node.swarm.microbatch import HopFailed, Ledger
 from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, believed_clock, decide, retry_delay
 from noloco_node.swarm.pipeline import Downstream, Origin, PipelineServer
+from noloco_node.swarm.probation import Ending, Standing
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.state_donor import StateDonor
 from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError
-from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep
+from noloco_node.telemetry.events import AnyEvent, Evaluation, InnerStep, OuterStep, ProbationEnded
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.pace import Pace
 from noloco_node.training.stage_trainer import StageTrainer
@@ -109,6 +111,7 @@ class Replica:
         self._downstream = (
             None if stage.cut.is_last else Downstream(spec, self.stage, transport, self._book, self.ledger, self._rng)
         )
+        self.standing = Standing(spec.outer.inner_steps, self._probation_ended)
         self.server = self._make_server(stage)
         self.exchanger = self._make_exchanger()
         self.donor = StateDonor(spec, self.stage, transport, self.worker, places=settings.donor_places)
@@ -157,6 +160,7 @@ class Replica:
             streams=self._settings.exchange_streams,
             clocks=self.membership.fellow_clocks,
             recorded_clocks=self.membership.recorded_clocks,
+            standing=self.standing,
             on_outer_step=self._outer_step_taken,
             moved=self._moved,
         )
@@ -188,7 +192,13 @@ class Replica:
                 f"of stage {self.stage} gave its state{':' if reasons else ''}{reasons}",
                 "try again when a replica of this stage is reachable, or serve another stage with --stage",
             ) from None
+        self.standing.begin(self.worker.progress.steps)
+        self.membership.newcomer = True
         return donor
+
+    def _probation_ended(self, reason: Ending, steps: int) -> None:
+        self.membership.newcomer = False
+        self._emit(ProbationEnded(reason=reason, steps=steps))
 
     async def _possible_donors(self) -> list[PeerId]:
         await self.membership.refresh()  # a download outlives the records that were read before it
@@ -365,7 +375,9 @@ class Replica:
         return PairingState(
             steps_since_outer=self.worker.progress.steps_since_outer,
             steps_free=self.worker.progress.steps - self.exchanger.free_since_step,
-            fellows=self.membership.fellows(*states),
+            fellows=self.standing.partners(
+                self.membership.fellows(*states), self.membership.newcomers(), self.worker.progress.steps
+            ),
             engaged=self.exchanger.engaged or self.membership.state is PeerState.DRAINING,
             next_try=next_try,
             last_round=last_round,
@@ -422,6 +434,8 @@ class Replica:
         """Take over what the directory says: routes, the share of the batch, and everyone's waits."""
         self._book.update(self.membership.next_stage_peers(), self.membership.own_rank())
         self.worker.live_replicas = self.membership.live_replicas()
+        progress = self.worker.progress
+        self.standing.look(self.membership.fellows(), progress.steps, outer_rounds=progress.outer_rounds)
         self._moved.fire()
 
     def _inner_step_taken(self, report: InnerReport) -> None:
@@ -430,6 +444,8 @@ class Replica:
 
     def _report_inner_step(self, report: InnerReport) -> None:
         self._pace.step(report.result.tokens, time.monotonic())
+        self.standing.loss.add(report.result.loss, report.result.tokens)
+        self.standing.met(None, report.progress.steps)
         self._emit(
             InnerStep(
                 step=report.progress.steps,
@@ -454,35 +470,14 @@ class Replica:
     def emit_account(self) -> None:
         """Write the books so far as an event."""
         lag, self._worst_lag = self._worst_lag, 0.0
-        ledger, traffic = self.ledger, self._transport.traffic
-        self._emit(
-            Account(
-                clock=self.worker.progress.clock,
-                target=self.spec.inner.target_tokens,
-                tokens=self.worker.progress.tokens,
-                drawn=ledger.drawn,
-                trained=ledger.trained,
-                dropped=ledger.dropped,
-                held_at_end=self.origin.held if self.origin else 0,
-                put_back=ledger.put_back,
-                retried=ledger.retried,
-                repeated=ledger.repeated,
-                served=ledger.served,
-                refused={reason.value: count for reason, count in self._transport.refusals_given.items()},
-                bytes_sent=bytes_by_kind(traffic.sent),
-                bytes_received=bytes_by_kind(traffic.received),
-                nodes_per_stage=self.membership.nodes_per_stage(),
-                loop_lag_seconds=lag,
-                busy_seconds=self._thread.busy_seconds,
-            )
+        account = account_of(
+            self.worker.progress,
+            self.ledger,
+            self._transport,
+            self.membership,
+            target=self.spec.inner.target_tokens,
+            held=self.origin.held if self.origin else 0,
+            loop_lag_seconds=lag,
+            busy_seconds=self._thread.busy_seconds,
         )
-
-
-def bytes_by_kind(by_method: Mapping[str, int]) -> dict[str, int]:
-    """Traffic by what it carries instead of by method: microbatches, exchange, state, other."""
-    kinds = {"microbatch": "microbatches", "outer": "exchange", "state": "state"}
-    totals: dict[str, int] = {}
-    for method, count in by_method.items():
-        kind = kinds.get(method.split(".")[0], "other")
-        totals[kind] = totals.get(kind, 0) + count
-    return totals
+        self._emit(account)

@@ -35,6 +35,12 @@ class Session:
     added: set[int] = field(default_factory=set[int])
     """Chunks whose arithmetic is done (kept by the arithmetic's thread); the commit waits for all of them."""
     committing: bool = False
+    gives_only: bool = False
+    """The dialled side of a weightless exchange: nothing changes here."""
+    bound: float | None = None
+    """The largest difference that the giving side would accept whole: measured there, told here."""
+    fellow_loss: float | None = None
+    """The partner's training loss, as it says."""
     sent: int = 0
     received: int = 0
 

@@ -51,7 +51,10 @@ class Membership:
         self._on_change = on_change
         self._sequence = int(directory.now() * 1000)
         self._announced_speed = 0.0
+        self._announced_newcomer = False
         self.state = PeerState.JOINING
+        self.newcomer = False
+        """Goes into the record: this node is on probation."""
 
     def live(self, stage: int, *states: PeerState) -> tuple[PeerRecord, ...]:
         """Live records of a stage, this node's own included if it has been read back."""
@@ -60,6 +63,10 @@ class Membership:
     def fellows(self, *states: PeerState) -> list[PeerId]:
         """Live peers of the own stage, without this one."""
         return [PeerId(r.peer_id) for r in self.live(self._stage, *states) if r.peer_id != self._own]
+
+    def newcomers(self) -> set[PeerId]:
+        """Fellows that say they are on probation."""
+        return {PeerId(r.peer_id) for r in self.live(self._stage) if r.newcomer}
 
     def next_stage_peers(self) -> list[PeerId]:
         """Live peers that microbatches may be sent to; none on the last stage."""
@@ -108,7 +115,7 @@ class Membership:
             life += WITHDRAWAL_MARGIN_SECONDS
         clock, speed, rounds = self._describe()
         self._sequence += 1
-        self._announced_speed = speed
+        self._announced_speed, self._announced_newcomer = speed, self.newcomer
         record = PeerRecord(
             peer_id=self._own,
             stage=self._stage,
@@ -116,6 +123,7 @@ class Membership:
             clock=clock,
             tokens_per_second=speed,
             outer_rounds=rounds,
+            newcomer=self.newcomer,
             protocol=PROTOCOL_VERSION,
             version=__version__,
             sequence=self._sequence,
@@ -132,12 +140,12 @@ class Membership:
 
     async def run(self) -> None:
         """Renew the record three times within its life, and once as soon as this node knows its speed, without which
-        fellows take its clock to stand still. Look at the others every two seconds."""
+        fellows take its clock to stand still, or it ceases to be a newcomer. Look at the others every two seconds."""
         loop = asyncio.get_running_loop()
         renew_at = loop.time()
         while True:
             speed_known = self._announced_speed == 0.0 and self._describe()[1] > 0.0
-            if loop.time() >= renew_at or speed_known:
+            if loop.time() >= renew_at or speed_known or self._announced_newcomer != self.newcomer:
                 await self.announce(self.state)
                 renew_at = loop.time() + self._record_seconds / 3
             await self.refresh()
