@@ -36,6 +36,7 @@ from noloco_node.swarm.membership import choose_stage
 from noloco_node.swarm.outlook import Outlook, outlook_of
 from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
 from noloco_node.swarm.peer_addresses import parse_address
+from noloco_node.swarm.receipts import Receipts, open_receipts
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.swarm.transport import PeerId, Transport
 from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped
@@ -119,11 +120,21 @@ async def _live(
         stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, daemon.own_id)
         async with _compute_thread() as thread:
             replica = Replica(spec, settings, stage, transport, directory, thread, samples=samples, emit=emit)
+            receipts = await open_receipts(
+                folder.contribution,
+                spec.run_id,
+                stage_index,
+                transport,
+                replica.ledger,
+                lambda: replica.worker.progress,
+            )
             replica.serve()
             donor = await replica.become_current()
             emit(_started_event(spec, stage, daemon, metrics_address, donor))
             interrupts.graceful(replica.stop)
-            await run_and_save(_run_while_p2pd_lives(replica, daemon), lambda: _save(spec, stage, replica, folder))
+            await run_and_save(
+                _run_while_p2pd_lives(replica, daemon, receipts), lambda: _save(spec, stage, replica, folder)
+            )
             return _stopped(
                 "interrupted" if replica.stop.is_set() else "target_reached",
                 "",
@@ -216,8 +227,9 @@ def _prepare(spec: RunSpec, stage_index: int, own: PeerId) -> tuple[Stage, Sampl
     return stage, samples
 
 
-async def _run_while_p2pd_lives(replica: Replica, daemon: PrivateP2P) -> None:
-    """Run the replica, and end it with an error when p2pd dies under it: then nobody can be reached any more."""
+async def _run_while_p2pd_lives(replica: Replica, daemon: PrivateP2P, receipts: Receipts) -> None:
+    """Run the replica and keep its contribution file. When p2pd dies under it, end with an error: then nobody can be
+    reached any more."""
 
     async def watch() -> None:
         status = await daemon.wait_until_dead()
@@ -229,8 +241,10 @@ async def _run_while_p2pd_lives(replica: Replica, daemon: PrivateP2P) -> None:
 
     try:
         async with asyncio.TaskGroup() as group:
-            watching = group.create_task(watch())
+            watching, keeping = group.create_task(watch()), group.create_task(receipts.run())
             await replica.run()
+            keeping.cancel()
+            await receipts.finish()
             watching.cancel()
     except* UserError as errors:
         raise errors.exceptions[0] from None

@@ -34,9 +34,11 @@ from noloco_node.swarm.probation import Ending, Standing
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.state_donor import StateDonor
 from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError
+from noloco_node.swarm.watch import Watch, doing, facts_of
 from noloco_node.telemetry.events import AnyEvent, Evaluation, InnerStep, OuterStep, ProbationEnded
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.pace import Pace
+from noloco_node.training.progress import Progress
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import InnerReport, StageWorker
 
@@ -135,6 +137,7 @@ class Replica:
         self.partners: dict[str, int] = {}
         self.stop = asyncio.Event()
         self._pace = Pace()
+        self._watch = Watch(emit)
         self._worst_lag = 0.0
         self._origins_seen = False
         self._last_step_taken = False
@@ -168,6 +171,7 @@ class Replica:
     async def become_current(self) -> PeerId | None:
         """Copy a fellow's state if the swarm is past its first outer round; the donor, or None where the first weights
         stand. Raises UserError (NO_DONOR) where the state is needed and nobody gave it."""
+        self._watch.say("joining", "looking for the nodes of the run")
         await self._look_around()
         records = [r for stage in range(self.spec.stages) for r in self.membership.live(stage, *SERVING)]
         if not any(record.outer_rounds for record in records):
@@ -182,16 +186,11 @@ class Replica:
 
     async def _copy_a_fellow(self) -> PeerId:
         """Become a copy of a fellow and begin on probation; UserError (NO_DONOR) names each donor and why it failed."""
+        self._watch.say("downloading", f"a fellow's state of stage {self.stage}")
         try:
             donor, _ = await self._copier.copy_best(self._possible_donors)
         except NoDonor as error:
-            reasons = "".join(f"\n  {peer}: {reason}" for peer, reason in sorted(error.reasons.items()))
-            raise UserError(
-                ExitCode.NO_DONOR,
-                f"run {self.spec.run_id[:8]} is past its first outer round and none of {len(error.reasons)} replicas "
-                f"of stage {self.stage} gave its state{':' if reasons else ''}{reasons}",
-                "try again when a replica of this stage is reachable, or serve another stage with --stage",
-            ) from None
+            raise error.explained(self.spec, self.stage) from None
         self.standing.begin(self.worker.progress.steps)
         self.membership.newcomer = True
         return donor
@@ -214,6 +213,10 @@ class Replica:
             if seen or self._loop.time() >= until:
                 return
             await self._moved.wait(LAST_LOOK_SECONDS)
+
+    def progress(self) -> Progress:
+        """Where it stands now."""
+        return self.worker.progress
 
     def serve(self) -> None:
         """Register all methods with the transport; nothing is accepted before `run`."""
@@ -417,6 +420,9 @@ class Replica:
             await asyncio.sleep(ACCOUNT_SECONDS)
             self.emit_account()
             self.donor.tend()
+            in_hand = self.server.pending if self.origin is None else self.origin.under_way
+            idle = self._watch.idle_seconds(self.worker.trained_tokens)
+            self._watch.say(*doing(facts_of(self.membership, idle, self._pace.step_seconds, in_hand)))
 
     async def _watch_loop(self) -> None:
         """Measure how late the event loop wakes us: it must stay responsive while tensors stream."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.state_messages import OFFER, StateManifest, StateOffer, StateRequest
 from noloco_node.swarm.state_transfer import Download, fetch_state, load_download, new_download
 from noloco_node.swarm.transport import (
@@ -49,6 +50,16 @@ class NoDonor(Exception):
     def __init__(self, reasons: Mapping[PeerId, str]) -> None:
         super().__init__(f"none of {len(reasons)} donors gave its state")
         self.reasons = dict(reasons)
+
+    def explained(self, spec: RunSpec, stage: int) -> UserError:
+        """What a person is told: each donor with its reason."""
+        reasons = "".join(f"\n  {peer}: {reason}" for peer, reason in sorted(self.reasons.items()))
+        return UserError(
+            ExitCode.NO_DONOR,
+            f"run {spec.run_id[:8]} is past its first outer round and none of {len(self.reasons)} replicas of stage "
+            f"{stage} gave its state{':' if reasons else ''}{reasons}",
+            "try again when a replica of this stage is reachable, or serve another stage with --stage",
+        )
 
 
 def rank_donors(offers: Mapping[PeerId, StateOffer], max_lag: float, rng: random.Random) -> list[PeerId]:

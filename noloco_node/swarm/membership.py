@@ -44,8 +44,8 @@ class Membership:
     ) -> None:
         self._directory = directory
         self._own = own
-        self._stage = stage
-        self._stages = stages
+        self.stage = stage
+        self.stages = stages
         self._record_seconds = record_seconds
         self._describe = describe
         self._on_change = on_change
@@ -62,17 +62,17 @@ class Membership:
 
     def fellows(self, *states: PeerState) -> list[PeerId]:
         """Live peers of the own stage, without this one."""
-        return [PeerId(r.peer_id) for r in self.live(self._stage, *states) if r.peer_id != self._own]
+        return [PeerId(r.peer_id) for r in self.live(self.stage, *states) if r.peer_id != self._own]
 
     def newcomers(self) -> set[PeerId]:
         """Fellows that say they are on probation."""
-        return {PeerId(r.peer_id) for r in self.live(self._stage) if r.newcomer}
+        return {PeerId(r.peer_id) for r in self.live(self.stage) if r.newcomer}
 
     def next_stage_peers(self) -> list[PeerId]:
         """Live peers that microbatches may be sent to; none on the last stage."""
-        if self._stage + 1 >= self._stages:
+        if self.stage + 1 >= self.stages:
             return []
-        return [PeerId(r.peer_id) for r in self.live(self._stage + 1, *SERVING)]
+        return [PeerId(r.peer_id) for r in self.live(self.stage + 1, *SERVING)]
 
     def own_rank(self) -> int:
         """This peer's place among the live replicas of its stage, by peer id."""
@@ -84,7 +84,7 @@ class Membership:
 
     def recorded_clocks(self) -> list[float]:
         """Clocks of the own stage's live fellows as their records say: never ahead of the true ones."""
-        return [r.clock for r in self.live(self._stage, *SERVING) if r.peer_id != self._own]
+        return [r.clock for r in self.live(self.stage, *SERVING) if r.peer_id != self._own]
 
     def fellow_clocks(self) -> list[float]:
         """Present clocks of the own stage's live fellows: what each record says, moved on by its age.
@@ -94,7 +94,7 @@ class Membership:
         """
         now, replicas = self._directory.now(), self.live_replicas()
         clocks: list[float] = []
-        for peer, row in self._directory.view.stages[self._stage].items():
+        for peer, row in self._directory.view.stages[self.stage].items():
             if peer != self._own and row.expires > now and row.record.state in SERVING:
                 age = min(max(0.0, now - (row.expires - self._record_seconds)), self._record_seconds)
                 moving = row.record.state is PeerState.TRAINING
@@ -103,8 +103,8 @@ class Membership:
 
     def nodes_per_stage(self) -> list[int]:
         """Live nodes of each stage; this one counts even where its record has not been read back."""
-        counts = [len({r.peer_id for r in self.live(stage)} - {self._own}) for stage in range(self._stages)]
-        counts[self._stage] += self.state is not PeerState.GONE
+        counts = [len({r.peer_id for r in self.live(stage)} - {self._own}) for stage in range(self.stages)]
+        counts[self.stage] += self.state is not PeerState.GONE
         return counts
 
     async def announce(self, state: PeerState) -> bool:
@@ -118,7 +118,7 @@ class Membership:
         self._announced_speed, self._announced_newcomer = speed, self.newcomer
         record = PeerRecord(
             peer_id=self._own,
-            stage=self._stage,
+            stage=self.stage,
             state=state,
             clock=clock,
             tokens_per_second=speed,

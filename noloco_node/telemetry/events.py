@@ -241,6 +241,11 @@ class EventReader:
                 yield _ADAPTER.validate_json(line)
 
 
+def parse_event(line: bytes) -> AnyEvent:
+    """One line of an event file. Raises pydantic's ValidationError."""
+    return _ADAPTER.validate_json(line)
+
+
 def read_events(path: Path) -> list[AnyEvent]:
     """All complete events of a file."""
     return list(EventReader(path).new_events())
