@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from rich.console import Console
 
 from noloco_node import __version__
 from noloco_node.config.load import OwnData
@@ -39,6 +40,7 @@ from noloco_node.swarm.peer_addresses import parse_address
 from noloco_node.swarm.receipts import Receipts, open_receipts
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.swarm.transport import PeerId, Transport
+from noloco_node.telemetry.display import DownloadBar
 from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.metrics import Metrics
@@ -353,11 +355,13 @@ def _interruptible() -> Generator[Interrupts]:
 def _telemetry(folder: RunFolder, settings: NodeSettings) -> Generator[tuple[Emit, str | None]]:
     """Event file, metrics and log, fed by the same events; and the address of `/metrics`, if it is served."""
     log, metrics, events = NodeLog(), Metrics(), EventFile(folder.events)
+    bar = DownloadBar(Console(stderr=True))
     configure_logging(settings.log_level, log)
 
     def emit(event: AnyEvent) -> None:
         events.write(event)
         metrics.observe(event)
+        bar.observe(event)
         log.observe(event)
 
     try:
@@ -366,6 +370,7 @@ def _telemetry(folder: RunFolder, settings: NodeSettings) -> Generator[tuple[Emi
             address = metrics.serve(settings.metrics_host, settings.metrics_port)
         yield emit, address
     finally:
+        bar.close()
         metrics.stop()
         events.close()
 

@@ -101,5 +101,5 @@ class Watch:
             since = said.since
         else:
             since = now
-        self._said = Doing(what=what, detail=detail, since=since)
+        self._said = Doing(time=now, what=what, detail=detail, since=since)
         self._emit(self._said)
