@@ -13,11 +13,12 @@ from collections.abc import Callable
 
 KEPT_SHARE = 0.95
 """Share of its undisturbed pace that a donor keeps: half of what it may lose at most, since measures are noisy."""
-SLOWER, FASTER = 0.5, 1.25
-FIRST_RATE = 32e6
+SLOWEST, FASTEST = 0.1, 1.5
+"""Bounds of one change of the rate, as factors."""
+FIRST_RATE = 8e6
 HIGHEST_RATE = 4e9
 WINDOW_SECONDS = 4.0
-GIVING_WINDOWS = 4
+GIVING_WINDOWS = 2
 """Windows of giving before one of silence."""
 WEIGHT = 0.4
 """Of a new window in the mean of its kind."""
@@ -25,10 +26,16 @@ WEIGHT = 0.4
 
 def next_rate(rate: float, *, giving: float, quiet: float, lowest: float) -> float:
     """Bytes a second from now on, where this node trained `giving` tokens a second while it gave `rate`, and `quiet`
-    while it gave nothing. Never below `lowest`, or the joiner would take the donor for dead."""
-    if giving < KEPT_SHARE * quiet:
-        return max(lowest, SLOWER * rate)
-    return max(lowest, min(HIGHEST_RATE, FASTER * rate))
+    while it gave nothing.
+
+    What is lost is taken to be in proportion to the rate, so this is the rate at which 1 - KEPT_SHARE is lost, reached
+    in bounded steps. Never below `lowest`, or the joiner would take the donor for dead.
+    """
+    lost = quiet - giving
+    factor = FASTEST
+    if lost > 0.0:
+        factor = min(FASTEST, max(SLOWEST, (1.0 - KEPT_SHARE) * quiet / lost))
+    return max(lowest, min(HIGHEST_RATE, factor * rate))
 
 
 class DonorRate:
@@ -68,7 +75,7 @@ class DonorRate:
         self._taken += size
 
     def tend(self) -> None:
-        """Close the window if it is over; after some windows of giving set the rate anew and be silent for one."""
+        """Close the window if it is over and set the rate anew; after some windows of giving be silent for one."""
         now = self._now()
         elapsed = now - self._since
         if elapsed < self._window:
@@ -79,11 +86,12 @@ class DonorRate:
             self._windows += 1
         else:
             self._quiet = _mean(self._quiet, pace)
+        if self._giving is not None and self._quiet is not None:
+            rate = next_rate(self.rate, giving=self._giving, quiet=self._quiet, lowest=self._lowest)
+            if rate < self.rate or self._windows >= GIVING_WINDOWS:  # down at once, up after a second look
+                self.rate, self._giving = rate, None
         if self._windows >= GIVING_WINDOWS:
-            self._windows = 0
-            if self._giving is not None and self._quiet is not None:
-                self.rate = next_rate(self.rate, giving=self._giving, quiet=self._quiet, lowest=self._lowest)
-            self._giving = None
+            self._windows, self._giving = 0, None
             self._quiet_until = now + self._window
         self._begin_window()
 

@@ -23,7 +23,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.replica import Replica
 from noloco_node.swarm import late_join, state_messages
 from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.donor_rate import GIVING_WINDOWS, HIGHEST_RATE, KEPT_SHARE, DonorRate, next_rate
+from noloco_node.swarm.donor_rate import HIGHEST_RATE, KEPT_SHARE, DonorRate, next_rate
 from noloco_node.swarm.late_join import rank_donors
 from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryTransport
 from noloco_node.swarm.state_messages import StateOffer
@@ -290,14 +290,17 @@ def test_a_donor_that_is_slowed_gives_slower_and_no_other_does(rate: float, givi
     lowest = 0.5
     after = next_rate(rate, giving=giving, quiet=quiet, lowest=lowest)
     assert lowest <= after <= HIGHEST_RATE
-    assert (after < rate) == (giving < KEPT_SHARE * quiet)
+    if giving < 0.999 * KEPT_SHARE * quiet:
+        assert after < rate
+    elif giving > 1.001 * KEPT_SHARE * quiet:
+        assert after > rate
 
 
 async def test_the_rate_falls_until_training_is_not_slowed_and_stays_there() -> None:
     """A donor whose pace falls by 1 % for each MB/s that it gives: it settles where it loses about 5 %."""
     now, trained = [0.0], [0.0]
     rate = DonorRate(lambda: int(trained[0]), lowest=1e5, window=4.0, now=lambda: now[0])
-    assert rate.rate > 20e6
+    assert rate.rate > 7e6
     history: list[float] = []
     for second in range(1200):
         now[0] += 1.0
@@ -311,7 +314,6 @@ async def test_the_rate_falls_until_training_is_not_slowed_and_stays_there() -> 
     settled = history[600:]
     assert max(settled) < 10e6, "never more than 10 % is lost for long"
     assert sum(settled) / len(settled) > 2e6, "and it gives what costs little"
-    assert GIVING_WINDOWS >= 3
 
 
 @pytest.fixture
