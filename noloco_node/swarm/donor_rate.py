@@ -1,4 +1,4 @@
-"""How fast a node gives its state away: as fast as its own training does not notice.
+"""How fast a node gives its state away: by what that costs its own training.
 
 A joiner's download competes with the donor's microbatches for the uplink, the event loop and the cores. How much, no
 setting can know, so it is measured: the donor gives for some windows, pauses for one, and compares how many tokens it
