@@ -60,6 +60,14 @@ example:
   noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm...
   noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31337 --set node.device=cuda"""
 
+STATUS_HELP = """\
+Show what a node is doing or waiting for, how far it is, and what it has contributed: its own signed record, and the
+receipts that the peers it served have signed. Every line of the record is verified. RUN_FOLDER is runs/node where not
+given: the one that `run` and `join` use without --run-folder. The node may be running or not.
+
+example:
+  noloco-node status runs/node"""
+
 LAB_HELP = """\
 Compare algorithms on many replicas simulated in this process: NoLoCo, DiLoCo, data parallel, plain gossip, none. The
 `lab:` part of CONFIG says which variants, on how many replicas, for how long, with which seeds; without it the five are
@@ -177,6 +185,9 @@ def parser() -> argparse.ArgumentParser:
     _set_argument(join, "node.device=cuda")
     _node_arguments(join)
     join.set_defaults(call=_join)
+    status = _command(commands, "status", "show what a node does and what it has contributed", STATUS_HELP)
+    status.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, nargs="?", help="run folder of the node")
+    status.set_defaults(call=_status)
     lab = _command(commands, "lab", "compare algorithms on simulated replicas", LAB_HELP)
     _config_arguments(lab)
     lab.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the results go")
@@ -317,6 +328,13 @@ def _lab(options: argparse.Namespace) -> int:
     files = run_lab(config, options.out, command, _print_finished)
     for name, path in files.items():
         print(f"{name:<30} {path}")
+    return int(ExitCode.OK)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from noloco_node.status import DEFAULT_FOLDER, status_lines
+
+    print("\n".join(status_lines(options.run_folder or DEFAULT_FOLDER)))
     return int(ExitCode.OK)
 
 

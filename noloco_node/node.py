@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from rich.console import Console
 
 from noloco_node import __version__
 from noloco_node.checkpointing import CheckpointKeeper
@@ -39,8 +40,10 @@ from noloco_node.swarm.membership import choose_stage
 from noloco_node.swarm.outlook import Outlook, outlook_of
 from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
 from noloco_node.swarm.peer_addresses import parse_address
+from noloco_node.swarm.receipts import Receipts, open_receipts
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.swarm.transport import PeerId, Transport
+from noloco_node.telemetry.display import DownloadBar
 from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.metrics import Metrics
@@ -127,12 +130,20 @@ async def _live(
             with CheckpointKeeper(replica, checkpoints, emit, settings) as keeper:
                 if saved is not None:
                     await keeper.resume(saved)
+                receipts = await open_receipts(
+                    folder.contribution,
+                    spec.run_id,
+                    stage_index,
+                    transport,
+                    replica.ledger,
+                    lambda: replica.worker.progress,
+                )
                 replica.serve()
                 donor = await replica.become_current(saved and saved.standing.progress.clock)
                 emit(_started_event(spec, stage, daemon, metrics_address, donor, saved))
                 saved = None  # it holds a copy of everything
                 interrupts.graceful(replica.stop)
-                life = _run_while_p2pd_lives(replica, daemon, keeper)
+                life = _run_while_p2pd_lives(replica, daemon, keeper, receipts)
                 await run_and_save(life, lambda: _save(spec, stage, replica, folder, keeper))
             reason = "interrupted" if replica.stop.is_set() else "target_reached"
             if reason == "target_reached":
@@ -161,7 +172,7 @@ async def _network(
                     "host is %s: other machines cannot reach this node; --host 0.0.0.0 --port N lets them",
                     settings.host,
                 )
-            transport = Libp2pTransport(daemon)
+            transport = Libp2pTransport(daemon, identity=identity)
             await transport.start()
             try:
                 spec = await agree(transport, daemon.joined_peers)
@@ -260,9 +271,11 @@ def _walk(count: int, seed: int, own: PeerId, saved: Checkpoint | None) -> Windo
     return WindowWalk(count, seed, own)
 
 
-async def _run_while_p2pd_lives(replica: Replica, daemon: PrivateP2P, keeper: CheckpointKeeper) -> None:
-    """Run the replica and take its checkpoints; end it with an error when p2pd dies under it: then nobody can be
-    reached any more."""
+async def _run_while_p2pd_lives(
+    replica: Replica, daemon: PrivateP2P, keeper: CheckpointKeeper, receipts: Receipts
+) -> None:
+    """Run the replica, take its checkpoints and keep its contribution file. When p2pd dies under it, end with an error:
+    then nobody can be reached any more."""
 
     async def watch() -> None:
         status = await daemon.wait_until_dead()
@@ -274,10 +287,13 @@ async def _run_while_p2pd_lives(replica: Replica, daemon: PrivateP2P, keeper: Ch
 
     try:
         async with asyncio.TaskGroup() as group:
-            beside = [group.create_task(watch()), group.create_task(keeper.run())]
+            watching = group.create_task(watch())
+            beside = [group.create_task(keeper.run()), group.create_task(receipts.run())]
             await replica.run()
             for task in beside:
                 task.cancel()
+            await receipts.finish()
+            watching.cancel()
     except* UserError as errors:
         raise errors.exceptions[0] from None
 
@@ -387,11 +403,13 @@ def _telemetry(folder: RunFolder, settings: NodeSettings) -> Generator[tuple[Emi
     """Event file, metrics and log, fed by the same events; and the address of `/metrics`, if it is served."""
     log, metrics, events = NodeLog(), Metrics(), EventFile(folder.events)
     metrics.watch_process(asyncio.get_running_loop())
+    bar = DownloadBar(Console(stderr=True))
     configure_logging(settings.log_level, log)
 
     def emit(event: AnyEvent) -> None:
         events.write(event)
         metrics.observe(event)
+        bar.observe(event)
         log.observe(event)
 
     try:
@@ -400,6 +418,7 @@ def _telemetry(folder: RunFolder, settings: NodeSettings) -> Generator[tuple[Emi
             address = metrics.serve(settings.metrics_host, settings.metrics_port)
         yield emit, address
     finally:
+        bar.close()
         metrics.stop()
         events.close()
 

@@ -20,19 +20,25 @@ from noloco_node.data.walk import WalkPosition
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import Stage
 from noloco_node.swarm import microbatch
-from noloco_node.swarm.beginning import BEGINNINGS, no_donor, run_has_ended, where_to_begin
+from noloco_node.swarm.beginning import BEGINNINGS, run_has_ended, where_to_begin
+from noloco_node.swarm.books import account_of
 from noloco_node.swarm.directory import Directory, PeerState
 from noloco_node.swarm.exchange import Exchanger
+from noloco_node.swarm.exchange_session import caught_up_event
+from noloco_node.swarm.late_join import NoDonor, StateCopier
 from noloco_node.swarm.membership import SERVING, Membership
 from noloco_node.swarm.microbatch import HopFailed, Ledger
 from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, believed_clock, decide, retry_delay
 from noloco_node.swarm.pipeline import Downstream, Origin, PipelineServer
+from noloco_node.swarm.probation import Ending, Standing
 from noloco_node.swarm.routing import RoutingBook
-from noloco_node.swarm.state_transfer import StateDonor, StateManifest, fetch_from_any, fetch_state
+from noloco_node.swarm.state_donor import StateDonor
 from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError
-from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep, bytes_by_kind
+from noloco_node.swarm.watch import Watch, doing, facts_of
+from noloco_node.telemetry.events import AnyEvent, Evaluation, InnerStep, OuterStep, ProbationEnded
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.pace import Pace
+from noloco_node.training.progress import Progress
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import InnerReport, StageWorker
 
@@ -94,9 +100,20 @@ class Replica:
         self._downstream = (
             None if stage.cut.is_last else Downstream(spec, self.stage, transport, self._book, self.ledger, self._rng)
         )
+        self.standing = Standing(spec.outer.inner_steps, self._probation_ended)
         self.server = self._make_server(stage)
         self.exchanger = self._make_exchanger()
-        self.donor = StateDonor(spec, self.stage, transport, self.worker)
+        self.donor = StateDonor(spec, self.stage, transport, self.worker, places=settings.donor_places)
+        self._copier = StateCopier(
+            spec,
+            self.stage,
+            transport,
+            self.worker,
+            streams=settings.exchange_streams,
+            believe=self._not_beyond_the_swarm,
+            emit=emit,
+            rng=self._rng,
+        )
         self.origin = (
             Origin(
                 spec, self.worker, self._downstream, self.ledger, draw=samples.draw, load=samples.train, rng=self._rng
@@ -107,6 +124,7 @@ class Replica:
         self.partners: dict[str, int] = {}
         self.stop = asyncio.Event()
         self._pace = Pace()
+        self._watch = Watch(emit)
         self._worst_lag = 0.0
         self._origins_seen = False
         self._last_step_taken = False
@@ -132,6 +150,7 @@ class Replica:
             streams=self._settings.exchange_streams,
             clocks=self.membership.fellow_clocks,
             recorded_clocks=self.membership.recorded_clocks,
+            standing=self.standing,
             on_outer_step=self._outer_step_taken,
             moved=self._moved,
         )
@@ -154,6 +173,7 @@ class Replica:
         """Copy a fellow's state where that is where to begin (`where_to_begin`); the donor, or None where the weights
         stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError (NO_DONOR)
         where a fellow's state is needed and nobody gave it."""
+        self._watch.say("joining", "looking for the nodes of the run")
         await self._look_around()
         others = self.membership.others(*SERVING)
         begin = where_to_begin(own_clock, others, self.stage, self.spec.max_lag_tokens)
@@ -162,13 +182,30 @@ class Replica:
         logger.info("begins from %s: %s", BEGINNINGS[begin.source], begin.why)
         if begin.source != "peer":
             return None
-        donors = self.membership.fellows(*SERVING)
-        copied = await fetch_from_any(donors, self._fetch, self._rng)
-        if copied is None and own_clock is not None:
-            logger.warning("begins from its own checkpoint after all: no fellow gave its state")
-        elif copied is None:
-            raise no_donor(self.spec, self.stage, len(donors))
-        return copied and copied[0]
+        try:
+            return await self._copy_a_fellow()
+        except NoDonor as error:
+            explained = error.explained(self.spec, self.stage)
+            if own_clock is None:
+                raise explained from None
+            logger.warning("begins from its own checkpoint after all: %s", explained.message)
+            return None
+
+    async def _copy_a_fellow(self) -> PeerId:
+        """Become a copy of a fellow and begin on probation. Raises NoDonor."""
+        self._watch.say("downloading", f"a fellow's state of stage {self.stage}")
+        donor, _ = await self._copier.copy_best(self._possible_donors)
+        self.standing.begin(self.worker.progress.steps)
+        self.membership.newcomer = True
+        return donor
+
+    def _probation_ended(self, reason: Ending, steps: int) -> None:
+        self.membership.newcomer = False
+        self._emit(ProbationEnded(reason=reason, steps=steps))
+
+    async def _possible_donors(self) -> list[PeerId]:
+        await self.membership.refresh()  # a download outlives the records that were read before it
+        return self.membership.fellows(*SERVING)
 
     async def _look_around(self) -> None:
         """Read the directory; a node that joined through others looks until it sees one, for a while: an empty view
@@ -179,6 +216,10 @@ class Replica:
             if self.membership.others() or self._loop.time() >= until:
                 return
             await self._moved.wait(LAST_LOOK_SECONDS)
+
+    def progress(self) -> Progress:
+        """Where it stands now."""
+        return self.worker.progress
 
     def serve(self) -> None:
         """Register all methods with the transport; nothing is accepted before `run`."""
@@ -342,7 +383,9 @@ class Replica:
         return PairingState(
             steps_since_outer=self.worker.progress.steps_since_outer,
             steps_free=self.worker.progress.steps - self.exchanger.free_since_step,
-            fellows=self.membership.fellows(*states),
+            fellows=self.standing.partners(
+                self.membership.fellows(*states), self.membership.newcomers(), self.worker.progress.steps
+            ),
             engaged=self.exchanger.engaged or self.membership.state is PeerState.DRAINING,
             next_try=next_try,
             last_round=last_round,
@@ -357,44 +400,15 @@ class Replica:
         started = time.monotonic()
         self.exchanger.catching_up = True
         try:
-            manifest = await self._fetch(partner)
+            manifest = await self._copier.copy_from(partner)
         except (Refused, TransportError) as error:
             logger.debug("could not catch up with %s: %r", partner, error)
             return
         finally:
             self.exchanger.catching_up = False
         logger.info("caught up with %s: clock %.0f", partner, manifest.clock)
-        self._emit(
-            OuterStep(
-                kind="caught_up",
-                round=manifest.outer_rounds,
-                step=self.worker.progress.steps,
-                clock=manifest.clock,
-                learning_rate=self.worker.current_learning_rate(),
-                partner=partner,
-                role="none",
-                reason="this replica's clock lagged its partner's",
-                spread=None,
-                difference_norm=None,
-                clipped=False,
-                bytes_sent=0,
-                bytes_received=manifest.size,
-                seconds=time.monotonic() - started,
-                held_seconds=0.0,
-                inner_steps_meanwhile=0,
-            )
-        )
-
-    async def _fetch(self, donor: PeerId) -> StateManifest:
-        return await fetch_state(
-            self.spec,
-            self.stage,
-            self._transport,
-            self.worker,
-            donor,
-            streams=self._settings.exchange_streams,
-            believe=self._not_beyond_the_swarm,
-        )
+        rate, seconds = self.worker.current_learning_rate(), time.monotonic() - started
+        self._emit(caught_up_event(partner, self.worker.progress, manifest, rate, seconds))
 
     def _not_beyond_the_swarm(self, claimed: float) -> float:
         """A donor's clock, unless it is far ahead of what the directory says: it could end this replica's run."""
@@ -410,7 +424,10 @@ class Replica:
         while True:
             await asyncio.sleep(ACCOUNT_SECONDS)
             self.emit_account()
-            self.donor.forget_unused()
+            self.donor.tend()
+            in_hand = self.server.pending if self.origin is None else self.origin.under_way
+            idle = self._watch.idle_seconds(self.worker.trained_tokens)
+            self._watch.say(*doing(facts_of(self.membership, idle, self._pace.step_seconds, in_hand)))
 
     async def _watch_loop(self) -> None:
         """Measure how late the event loop wakes us: it must stay responsive while tensors stream."""
@@ -428,6 +445,8 @@ class Replica:
         """Take over what the directory says: routes, the share of the batch, and everyone's waits."""
         self._book.update(self.membership.next_stage_peers(), self.membership.own_rank())
         self.worker.live_replicas = self.membership.live_replicas()
+        progress = self.worker.progress
+        self.standing.look(self.membership.fellows(), progress.steps, outer_rounds=progress.outer_rounds)
         self._moved.fire()
 
     def _inner_step_taken(self, report: InnerReport) -> None:
@@ -436,6 +455,8 @@ class Replica:
 
     def _report_inner_step(self, report: InnerReport) -> None:
         self._pace.step(report.result.tokens, time.monotonic())
+        self.standing.loss.add(report.result.loss, report.result.tokens)
+        self.standing.met(None, report.progress.steps)
         self._emit(
             InnerStep(
                 step=report.progress.steps,
@@ -460,25 +481,14 @@ class Replica:
     def emit_account(self) -> None:
         """Write the books so far as an event."""
         lag, self._worst_lag = self._worst_lag, 0.0
-        ledger, traffic = self.ledger, self._transport.traffic
-        self._emit(
-            Account(
-                clock=self.worker.progress.clock,
-                target=self.spec.inner.target_tokens,
-                tokens=self.worker.progress.tokens,
-                drawn=ledger.drawn,
-                trained=ledger.trained,
-                dropped=ledger.dropped,
-                held_at_end=self.origin.held if self.origin else 0,
-                put_back=ledger.put_back,
-                retried=ledger.retried,
-                repeated=ledger.repeated,
-                served=ledger.served,
-                refused={reason.value: count for reason, count in self._transport.refusals_given.items()},
-                bytes_sent=bytes_by_kind(traffic.sent),
-                bytes_received=bytes_by_kind(traffic.received),
-                nodes_per_stage=self.membership.nodes_per_stage(),
-                loop_lag_seconds=lag,
-                busy_seconds=self._thread.busy_seconds,
-            )
+        account = account_of(
+            self.worker.progress,
+            self.ledger,
+            self._transport,
+            self.membership,
+            target=self.spec.inner.target_tokens,
+            held=self.origin.held if self.origin else 0,
+            loop_lag_seconds=lag,
+            busy_seconds=self._thread.busy_seconds,
         )
+        self._emit(account)

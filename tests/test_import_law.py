@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "replica",
         "checkpointing",
         "node",
-        "identity_commands local_swarm",
+        "identity_commands local_swarm status",
         "cli",
         "__main__",
     )

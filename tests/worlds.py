@@ -219,7 +219,7 @@ async def libp2p_world(
         identity = load_or_create_identity(folder / f"{stage}-{index}.key")
         async with running_p2p(NodeSettings(initial_peers=tuple(known[:1])), identity) as daemon:
             known.extend(daemon.visible_addresses())
-            transport = Libp2pTransport(daemon)
+            transport = Libp2pTransport(daemon, identity=identity)
             await transport.start()
             try:
                 directory = await join_directory(daemon, identity, spec.run_id, spec.stages)

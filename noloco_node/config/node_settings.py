@@ -42,6 +42,8 @@ class NodeSettings(Settings):
     """Microbatches of other peers that this node holds before it answers `busy`."""
     exchange_streams: Annotated[int, Field(gt=0, le=64)] = 4
     """Chunks of weights in flight at once during an exchange."""
+    donor_places: Annotated[int, Field(gt=0, le=64)] = 2
+    """Late joiners that may copy this node's state at once; others are told `busy` and ask another node."""
     p2pd_start_seconds: PositiveFloat = 60.0
     """Time that p2pd has to start; slow disks and busy machines need it."""
     drain_seconds: PositiveFloat = 5.0

@@ -107,6 +107,11 @@ class RunFolder:
         return self.path / "identity.key"
 
     @property
+    def contribution(self) -> Path:
+        """The signed record of what the node has contributed."""
+        return self.path / "contribution.jsonl"
+
+    @property
     def log(self) -> Path:
         """The log for people."""
         return self.path / "node.log"

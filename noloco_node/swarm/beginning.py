@@ -60,13 +60,3 @@ def run_has_ended(spec: RunSpec) -> UserError:
         f"run {spec.run_id[:8]} ({spec.name}) has reached its end: nobody trains any more",
         "start a new run, with another run.name or a higher run.inner.target_tokens",
     )
-
-
-def no_donor(spec: RunSpec, stage: int, asked: int) -> UserError:
-    """The error for a node that needs a fellow's state and got none from `asked` fellows."""
-    return UserError(
-        ExitCode.NO_DONOR,
-        f"run {spec.run_id[:8]} is past its first outer round and none of {asked} replicas of stage {stage} gave its "
-        "state",
-        "try again when a replica of this stage is reachable, or serve another stage with --stage",
-    )

@@ -35,6 +35,8 @@ class PeerRecord(BaseModel):
     """Clock in swarm tokens."""
     tokens_per_second: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)] = 0.0
     outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)] = 0
+    newcomer: bool = False
+    """It has just joined and is not averaged with yet: it dials others."""
     protocol: Annotated[int, Field(ge=0, le=1 << 16)]
     version: Annotated[str, Field(max_length=32)]
     sequence: Annotated[int, Field(ge=0, le=1 << 53)] = 0

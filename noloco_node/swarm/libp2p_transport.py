@@ -25,7 +25,9 @@ from noloco_node.swarm.frames import (
     encode_refusal,
     tensor_bytes,
 )
+from noloco_node.swarm.identity import Identity
 from noloco_node.swarm.serving import RequestDesk, TransportLimits
+from noloco_node.swarm.signing import sign_statement, signed_by
 from noloco_node.swarm.stream_pool import Lease, StreamHost, StreamPool
 from noloco_node.swarm.transport import (
     Admit,
@@ -61,10 +63,14 @@ class _RequestNotSent(Exception):
 
 
 class Libp2pTransport:
-    """Implements `Transport` on a `StreamHost`. `start` must be awaited before peers can be served."""
+    """Implements `Transport` on a `StreamHost`. `start` must be awaited before peers can be served. It signs with
+    `identity`, which must be the one behind the host's peer id; a node that signs nothing needs none."""
 
-    def __init__(self, host: StreamHost, limits: TransportLimits | None = None) -> None:
+    def __init__(
+        self, host: StreamHost, limits: TransportLimits | None = None, identity: Identity | None = None
+    ) -> None:
         self._host = host
+        self._identity = identity
         self._limits = limits or TransportLimits()
         self._desk = RequestDesk(self._limits)
         self._pool = StreamPool(
@@ -102,6 +108,15 @@ class Libp2pTransport:
     def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> None:
         """See `Transport.serve`."""
         self._desk.serve(method, admit, handle, max_concurrent_per_peer=max_concurrent_per_peer)
+
+    def sign(self, statement: bytes) -> bytes:
+        """See `Transport.sign`."""
+        assert self._identity is not None, "a transport that signs needs an identity"
+        return sign_statement(self._identity, statement)
+
+    def signed_by(self, peer: PeerId, seal: bytes, statement: bytes) -> bool:
+        """See `Transport.signed_by`."""
+        return signed_by(peer, seal, statement)
 
     async def start(self) -> None:
         """Take streams of other peers from now on."""

@@ -44,14 +44,17 @@ class Membership:
     ) -> None:
         self._directory = directory
         self._own = own
-        self._stage = stage
-        self._stages = stages
+        self.stage = stage
+        self.stages = stages
         self._record_seconds = record_seconds
         self._describe = describe
         self._on_change = on_change
         self._sequence = int(directory.now() * 1000)
         self._announced_speed = 0.0
+        self._announced_newcomer = False
         self.state = PeerState.JOINING
+        self.newcomer = False
+        """Goes into the record: this node is on probation."""
 
     def live(self, stage: int, *states: PeerState) -> tuple[PeerRecord, ...]:
         """Live records of a stage, this node's own included if it has been read back."""
@@ -59,18 +62,22 @@ class Membership:
 
     def others(self, *states: PeerState) -> list[PeerRecord]:
         """Live records of all stages without this node's own, which its former life may have left there."""
-        records = [record for stage in range(self._stages) for record in self.live(stage, *states)]
+        records = [record for stage in range(self.stages) for record in self.live(stage, *states)]
         return [record for record in records if record.peer_id != self._own]
 
     def fellows(self, *states: PeerState) -> list[PeerId]:
         """Live peers of the own stage, without this one."""
-        return [PeerId(r.peer_id) for r in self.live(self._stage, *states) if r.peer_id != self._own]
+        return [PeerId(r.peer_id) for r in self.live(self.stage, *states) if r.peer_id != self._own]
+
+    def newcomers(self) -> set[PeerId]:
+        """Fellows that say they are on probation."""
+        return {PeerId(r.peer_id) for r in self.live(self.stage) if r.newcomer}
 
     def next_stage_peers(self) -> list[PeerId]:
         """Live peers that microbatches may be sent to; none on the last stage."""
-        if self._stage + 1 >= self._stages:
+        if self.stage + 1 >= self.stages:
             return []
-        return [PeerId(r.peer_id) for r in self.live(self._stage + 1, *SERVING) if r.peer_id != self._own]
+        return [PeerId(r.peer_id) for r in self.live(self.stage + 1, *SERVING) if r.peer_id != self._own]
 
     def own_rank(self) -> int:
         """This peer's place among the live replicas of its stage, by peer id."""
@@ -82,7 +89,7 @@ class Membership:
 
     def recorded_clocks(self) -> list[float]:
         """Clocks of the own stage's live fellows as their records say: never ahead of the true ones."""
-        return [r.clock for r in self.live(self._stage, *SERVING) if r.peer_id != self._own]
+        return [r.clock for r in self.live(self.stage, *SERVING) if r.peer_id != self._own]
 
     def fellow_clocks(self) -> list[float]:
         """Present clocks of the own stage's live fellows: what each record says, moved on by its age.
@@ -92,7 +99,7 @@ class Membership:
         """
         now, replicas = self._directory.now(), self.live_replicas()
         clocks: list[float] = []
-        for peer, row in self._directory.view.stages[self._stage].items():
+        for peer, row in self._directory.view.stages[self.stage].items():
             if peer != self._own and row.expires > now and row.record.state in SERVING:
                 age = min(max(0.0, now - (row.expires - self._record_seconds)), self._record_seconds)
                 moving = row.record.state is PeerState.TRAINING
@@ -101,8 +108,8 @@ class Membership:
 
     def nodes_per_stage(self) -> list[int]:
         """Live nodes of each stage; this one counts even where its record has not been read back."""
-        counts = [len({r.peer_id for r in self.live(stage)} - {self._own}) for stage in range(self._stages)]
-        counts[self._stage] += self.state is not PeerState.GONE
+        counts = [len({r.peer_id for r in self.live(stage)} - {self._own}) for stage in range(self.stages)]
+        counts[self.stage] += self.state is not PeerState.GONE
         return counts
 
     async def announce(self, state: PeerState) -> bool:
@@ -113,14 +120,15 @@ class Membership:
             life += WITHDRAWAL_MARGIN_SECONDS
         clock, speed, rounds = self._describe()
         self._sequence += 1
-        self._announced_speed = speed
+        self._announced_speed, self._announced_newcomer = speed, self.newcomer
         record = PeerRecord(
             peer_id=self._own,
-            stage=self._stage,
+            stage=self.stage,
             state=state,
             clock=clock,
             tokens_per_second=speed,
             outer_rounds=rounds,
+            newcomer=self.newcomer,
             protocol=PROTOCOL_VERSION,
             version=__version__,
             sequence=self._sequence,
@@ -137,12 +145,12 @@ class Membership:
 
     async def run(self) -> None:
         """Renew the record three times within its life, and once as soon as this node knows its speed, without which
-        fellows take its clock to stand still. Look at the others every two seconds."""
+        fellows take its clock to stand still, or it ceases to be a newcomer. Look at the others every two seconds."""
         loop = asyncio.get_running_loop()
         renew_at = loop.time()
         while True:
             speed_known = self._announced_speed == 0.0 and self._describe()[1] > 0.0
-            if loop.time() >= renew_at or speed_known:
+            if loop.time() >= renew_at or speed_known or self._announced_newcomer != self.newcomer:
                 await self.announce(self.state)
                 renew_at = loop.time() + self._record_seconds / 3
             await self.refresh()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
@@ -11,7 +12,7 @@ from pydantic import Field, ValidationError
 from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.swarm.transport import JsonObject, ProtocolViolation, Refusal, Refused, TensorSpec
+from noloco_node.swarm.transport import JsonObject, PeerId, ProtocolViolation, Refusal, Refused, TensorSpec
 from noloco_node.swarm.wire import (
     ProtocolVersion,
     RandomId,
@@ -27,6 +28,9 @@ METHOD = "microbatch"
 
 INLINE_ELEMENTS = 1 << 18
 """Tensors up to this size are checked on the event loop: handing them to a thread would take longer (0.1 ms)."""
+
+PEERS_COUNTED = 1024
+"""Peers whose work is counted one by one; of more, those seen last."""
 
 Mode = Literal["train", "evaluate"]
 
@@ -77,6 +81,14 @@ class HopFailed(Exception):
 
 
 @dataclass(slots=True)
+class Done:
+    """Microbatches that one peer trained for another, and their tokens."""
+
+    microbatches: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
 class Ledger:
     """Counts of microbatches at one node. On stage 0, drawn = trained + dropped + held."""
 
@@ -87,6 +99,28 @@ class Ledger:
     retried: int = 0
     repeated: int = 0
     served: int = 0
+    done_for: OrderedDict[PeerId, Done] = field(default_factory=OrderedDict[PeerId, Done])
+    """What this node did for peers that have not receipted it yet."""
+    done_by: OrderedDict[PeerId, Done] = field(default_factory=OrderedDict[PeerId, Done])
+    """What peers did for this node, and it has not receipted yet."""
+
+    def note_served(self, peer: PeerId, tokens: int) -> None:
+        """This node trained a microbatch for `peer`."""
+        self.served += 1
+        _note(self.done_for, peer, tokens)
+
+    def note_received(self, peer: PeerId, tokens: int) -> None:
+        """`peer` trained a microbatch for this node."""
+        _note(self.done_by, peer, tokens)
+
+
+def _note(table: OrderedDict[PeerId, Done], peer: PeerId, tokens: int) -> None:
+    done = table.setdefault(peer, Done())
+    done.microbatches += 1
+    done.tokens += tokens
+    table.move_to_end(peer)
+    while len(table) > PEERS_COUNTED:
+        table.popitem(last=False)
 
 
 def parse_header(header: JsonObject, *, run: str, stage: int) -> MicrobatchHeader:

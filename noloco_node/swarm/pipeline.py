@@ -154,6 +154,8 @@ class Downstream:
             self._book.done(peer)
         trained, load = await parse_answer(answer.header, answer.tensors, activations=activations, mode=mode)
         self._book.reported(peer, load)
+        if mode == "train":
+            self._ledger.note_received(peer, trained.tokens)
         return trained
 
     async def _wait_for_a_peer(self, all_asked: bool, remaining: float) -> None:
@@ -215,7 +217,7 @@ class PipelineServer:
         )
         self._refuse_when_full()
 
-    async def handle(self, _peer: PeerId, message: Message) -> Message:
+    async def handle(self, peer: PeerId, message: Message) -> Message:
         """Train or evaluate one microbatch and answer with loss and gradient."""
         header = parse_header(message.header, run=self._spec.run_id, stage=self._stage)
         known = self._recall(header.id)
@@ -237,7 +239,7 @@ class PipelineServer:
             self._handed_back.discard(header.id)
         if header.mode == "train":
             self._keep_answer(header.id, answer)
-            self._ledger.served += 1
+            self._ledger.note_served(peer, int(answer.header["tokens"]))
         return answer
 
     def hand_back(self) -> None:

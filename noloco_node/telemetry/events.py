@@ -161,6 +161,49 @@ class CheckpointTaken(Event):
     """Why it could not be written; empty otherwise."""
 
 
+class StateDownload(Event):
+    """A late joiner copies a fellow's state; about once a second, and at its beginning and end."""
+
+    event: Literal["state_download"] = "state_download"
+    donor: str
+    received: int
+    """Bytes that lie here, those of an earlier donor that still fit among them."""
+    total: int
+    seconds: float
+    """Since this donor was first asked."""
+
+
+class DonorFailed(Event):
+    """A fellow did not give its state; another one is asked."""
+
+    event: Literal["donor_failed"] = "donor_failed"
+    donor: str
+    reason: str
+
+
+class ProbationEnded(Event):
+    """A late joiner counts from now on: its fellows average with it."""
+
+    event: Literal["probation_ended"] = "probation_ended"
+    reason: Literal["in_line", "time"]
+    """`in_line`: loss and distance are those of its fellows; `time`: the bound in inner steps was reached."""
+    steps: int
+    """Inner steps that it lasted."""
+
+
+class Doing(Event):
+    """What a node does, or waits for; written when that changes."""
+
+    event: Literal["doing"] = "doing"
+    what: Literal[
+        "joining", "downloading", "training", "waiting_for_work", "waiting_for_peers", "finishing", "draining"
+    ]
+    detail: str
+    """One line for a person."""
+    since: float
+    """Wall time at which it began."""
+
+
 class NodeStopped(Event):
     """The last event of a node that ends in order."""
 
@@ -176,7 +219,17 @@ class NodeStopped(Event):
 
 
 AnyEvent = Annotated[
-    NodeStarted | InnerStep | OuterStep | Evaluation | Account | CheckpointTaken | NodeStopped,
+    NodeStarted
+    | InnerStep
+    | OuterStep
+    | Evaluation
+    | Account
+    | CheckpointTaken
+    | StateDownload
+    | DonorFailed
+    | ProbationEnded
+    | Doing
+    | NodeStopped,
     Field(discriminator="event"),
 ]
 _ADAPTER: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent)
@@ -252,6 +305,11 @@ class EventReader:
                     return
                 self._offset += len(line)
                 yield _ADAPTER.validate_json(line)
+
+
+def parse_event(line: bytes) -> AnyEvent:
+    """One line of an event file. Raises pydantic's ValidationError."""
+    return _ADAPTER.validate_json(line)
 
 
 def read_events(path: Path) -> list[AnyEvent]:

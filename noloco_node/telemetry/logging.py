@@ -5,7 +5,19 @@ from __future__ import annotations
 import logging
 import sys
 
-from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, NodeStarted, NodeStopped, OuterStep
+from noloco_node.telemetry.events import (
+    Account,
+    AnyEvent,
+    Doing,
+    DonorFailed,
+    Evaluation,
+    InnerStep,
+    NodeStarted,
+    NodeStopped,
+    OuterStep,
+    ProbationEnded,
+    StateDownload,
+)
 
 LOGGER_NAME = "noloco_node"
 
@@ -80,6 +92,16 @@ def describe(event: AnyEvent) -> tuple[int, str]:
         case Evaluation():
             kind = "final validation" if event.final else "validation"
             return logging.INFO, f"{kind} loss {event.loss:.4f} nats/token at {event.clock:,.0f} tokens"
+        case StateDownload():
+            return _downloaded(event)
+        case DonorFailed():
+            return logging.WARNING, f"could not copy the state of {event.donor}: {event.reason}"
+        case ProbationEnded():
+            why = "its loss and distance are in line" if event.reason == "in_line" else "it has been here long enough"
+            return logging.INFO, f"this node counts in others' averages from now on: {why} ({event.steps} inner steps)"
+        case Doing():
+            waits = event.what.startswith("waiting")
+            return (logging.WARNING, f"waiting for {event.detail}") if waits else (logging.DEBUG, event.detail)
         case NodeStopped():
             level = logging.ERROR if event.reason == "failed" else logging.INFO
             detail = f": {event.detail}" if event.detail else ""
@@ -130,6 +152,13 @@ def _started(event: NodeStarted) -> str:
         lines.append(f"  metrics: http://{event.metrics_address}/metrics")
     lines += [f"  others join with: noloco-node join {address}" for address in event.addresses]
     return "\n".join(lines)
+
+
+def _downloaded(event: StateDownload) -> tuple[int, str]:
+    done = event.received == event.total
+    amount = f"{event.received / 1e6:,.1f} of {event.total / 1e6:,.1f} MB, {event.seconds:.0f} s"
+    level = logging.INFO if done or not event.received else logging.DEBUG
+    return level, f"state of …{event.donor[-6:]} {'copied' if done else 'is being copied'}: {amount}"
 
 
 def _outer(event: OuterStep) -> tuple[int, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
+import time
 from collections.abc import Mapping
 from threading import Thread, active_count
 from typing import Protocol
@@ -16,11 +17,13 @@ from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
     CheckpointTaken,
+    Doing,
     Evaluation,
     InnerStep,
     NodeStarted,
     NodeStopped,
     OuterStep,
+    StateDownload,
 )
 
 MICROBATCH_OUTCOMES = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
@@ -56,6 +59,8 @@ class Metrics:
             "noloco_checkpoint_held_seconds_total", "Time checkpoints held the compute thread"
         )
         self._checkpoint_time = self._gauge("noloco_checkpoint_seconds_since_1970", "When the last one was written")
+        self._done: set[str] = set()
+        self._watch_metrics()
 
     def _training_metrics(self) -> None:
         self._inner_steps = self._counter("noloco_inner_steps_total", "Inner steps taken")
@@ -87,6 +92,19 @@ class Metrics:
         self._lag = self._gauge("noloco_event_loop_lag_seconds", "Worst event loop lag since the last account")
         self._busy = self._counter("noloco_busy_seconds_total", "Time the compute thread has worked")
 
+    def _watch_metrics(self) -> None:
+        self._doing = self._gauge("noloco_doing", "1 for what the node does now, 0 for what it did before", "what")
+        self._waiting_since: float | None = None
+        waiting = self._gauge("noloco_waiting_seconds", "How long the node has waited; 0: it does not")
+        waiting.set_function(lambda: 0.0 if self._waiting_since is None else time.time() - self._waiting_since)
+        self._downloaded = self._gauge("noloco_state_download_ratio", "Share of a fellow's state that has come")
+
+    def _doing_now(self, event: Doing) -> None:
+        for what in self._done | {event.what}:
+            self._doing.labels(what).set(what == event.what)
+        self._done.add(event.what)
+        self._waiting_since = event.since if event.what.startswith("waiting") else None
+
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(name, help_text, labels, registry=self.registry)
 
@@ -113,6 +131,12 @@ class Metrics:
                 self._checkpoint(event)
             case NodeStopped():
                 self._up.set(0)
+            case Doing():
+                self._doing_now(event)
+            case StateDownload():
+                self._downloaded.set(event.received / event.total)
+            case _:
+                pass
 
     def serve(self, host: str, port: int) -> str:
         """Answer `http://host:port/metrics` from a thread of its own; returns `host:port` with the port chosen.

@@ -74,6 +74,8 @@ class NodeHistory:
                 self.checkpoints += not event.error
             case NodeStopped():
                 self.stopped = event
+            case _:
+                pass
 
     @property
     def stage(self) -> int | None:

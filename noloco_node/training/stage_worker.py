@@ -127,6 +127,11 @@ class StageWorker:
         """Published weights that are current or held by a microbatch."""
         return self._trainer.live_versions
 
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens behind all gradients so far, those that no inner step has used yet among them."""
+        return self.progress.tokens + self._trainer.tokens_accumulated
+
     def current_learning_rate(self) -> float:
         """The schedule at this replica's clock."""
         inner = self._spec.inner
