@@ -98,7 +98,7 @@ async def test_an_exchange_is_the_textbook_step_on_both_sides() -> None:
     true_spread = float((before[0]["fast"] - before[1]["fast"]).square().mean() / 2)
     assert events[0].spread == events[1].spread == pytest.approx(true_spread, rel=0.3)
     size = before[0]["fast"].numel()
-    assert events[0].bytes_sent == pytest.approx(4 * size * (1 + 1 / 64), rel=0.002), "one tensor and the gauge"
+    assert events[0].bytes_sent == pytest.approx(4 * size * (1 + 1 / 512), rel=0.002), "one tensor and the gauge"
 
 
 async def test_training_goes_on_during_an_exchange_and_is_kept() -> None:
