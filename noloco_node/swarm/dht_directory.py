@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from hivemind.dht.node import DHTNode  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.dht.protocol import ValidationError  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.utils.timed_storage import get_dht_time  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node.errors import ExitCode, UserError
@@ -74,6 +75,15 @@ class DhtDirectory:
             tuple(_merge(old, new, now) for old, new in zip(self._view.stages, found, strict=True))
         )
         return self._view
+
+    async def rejoin(self, peers: Iterable[PeerId]) -> int:
+        """Find back into the DHT after p2pd was started anew; how many of `peers` answered.
+
+        While it was away every look-up failed, and took the peers that it asked out of the routing table.
+        """
+        self._node.blacklist.clear()
+        pings = (self._node.protocol.call_ping(PeerID.from_base58(peer)) for peer in peers)
+        return sum(answer is not None for answer in await asyncio.gather(*pings))
 
     async def close(self) -> None:
         """Stop serving the DHT. The p2pd it runs on stays."""
