@@ -53,7 +53,8 @@ example:
 JOIN_HELP = """\
 Join a run with nothing but the address of one of its nodes. The run's settings come from that node and are shown; then
 this node takes a stage, copies a fellow's weights if the run is under way, and trains as with `run`. Several addresses
-are tried together. Ctrl-C leaves in order.
+are tried together. Without any, or when none answers, the peers seen before are tried: they are kept in the run folder.
+Ctrl-C leaves in order.
 
 example:
   noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm...
@@ -172,7 +173,7 @@ def parser() -> argparse.ArgumentParser:
     _node_arguments(run)
     run.set_defaults(call=_run)
     join = _command(commands, "join", "join a run with the address of one of its nodes", JOIN_HELP)
-    join.add_argument("initial_peers", metavar="ADDRESS", nargs="+", help="address that a node of the run printed")
+    join.add_argument("initial_peers", metavar="ADDRESS", nargs="*", default=None, help="address that a node printed")
     _set_argument(join, "node.device=cuda")
     _node_arguments(join)
     join.set_defaults(call=_join)

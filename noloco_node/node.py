@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import random
 import signal
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from pathlib import Path
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from typing import Literal
 
 import torch
@@ -24,18 +22,15 @@ from noloco_node.data.walk import WindowWalk
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import Stage, build_stage
+from noloco_node.network import Agree, network
 from noloco_node.replica import Replica, Samples
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
-from noloco_node.swarm.dht_directory import join_directory
 from noloco_node.swarm.directory import Directory, DirectoryView
 from noloco_node.swarm.hello import check_same_run, serve_hello
-from noloco_node.swarm.identity import Identity, IdentityLock, load_or_create_identity
-from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.membership import choose_stage
 from noloco_node.swarm.outlook import Outlook, outlook_of
-from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
-from noloco_node.swarm.peer_addresses import parse_address
+from noloco_node.swarm.p2p_daemon import PrivateP2P
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.swarm.transport import PeerId, Transport
 from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped
@@ -51,9 +46,6 @@ LOOK_AGAIN_SECONDS = 0.3
 Emit = Callable[[AnyEvent], None]
 
 
-Agree = Callable[[Transport, tuple[str, ...]], Awaitable[RunSpec]]
-"""How a node and the peers at the addresses that it joined come to the same RunSpec."""
-
 Show = Callable[[RunSpec, Outlook], None]
 """Shows a run and its swarm to a person; called on a thread of its own, before anything is built."""
 
@@ -68,7 +60,7 @@ async def run_node(spec: RunSpec, settings: NodeSettings) -> NodeStopped:
         await check_same_run(transport, spec, joined)
         return spec
 
-    return await _run(agree, settings, None)
+    return await _run(agree, settings, None, spec.run_id)
 
 
 async def join_node(own: OwnData, settings: NodeSettings, show: Show) -> NodeStopped:
@@ -77,15 +69,15 @@ async def join_node(own: OwnData, settings: NodeSettings, show: Show) -> NodeSto
     async def agree(transport: Transport, joined: tuple[str, ...]) -> RunSpec:
         return await fetch_run_spec(transport, joined, own, reads_text=settings.stage in ("auto", 0))
 
-    return await _run(agree, settings, show)
+    return await _run(agree, settings, show, None)
 
 
-async def _run(agree: Agree, settings: NodeSettings, show: Show | None) -> NodeStopped:
+async def _run(agree: Agree, settings: NodeSettings, show: Show | None, run: str | None) -> NodeStopped:
     started = time.monotonic()
     folder = RunFolder.create(settings.run_folder)
     with _telemetry(folder, settings) as (emit, metrics_address), _interruptible() as interrupts:
         try:
-            stopped = await _live(agree, settings, folder, emit, metrics_address, interrupts, started, show)
+            stopped = await _live(agree, settings, folder, emit, metrics_address, interrupts, started, show, run)
         except asyncio.CancelledError:
             if not interrupts.cancelled_by_signal:
                 raise
@@ -106,24 +98,28 @@ async def _live(
     interrupts: Interrupts,
     started: float,
     show: Show | None,
+    run: str | None,
 ) -> NodeStopped:
     check_device(settings.device)
     torch.set_num_threads(settings.torch_threads)
-    async with _network(agree, settings, folder) as (spec, daemon, transport, directory):
-        if show is not None:
+    async with network(agree, settings, folder, run=run) as net:
+        spec, settings, transport, directory = net.spec, net.settings, net.transport, net.directory
+        view: DirectoryView | None = None
+        if show is not None or settings.stage == "auto":
             view = await _look_around(directory, settings)
+        if show is not None and view is not None:
             await asyncio.to_thread(show, spec, outlook_of(view, directory.now(), spec.inner.target_tokens))
-        stage_index = await _stage_to_serve(spec, settings, directory)
+        stage_index = _stage_to_serve(spec, settings, view, directory.now())
         serve_hello(transport, spec, stage_index)
         serve_spec(transport, spec)
-        stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, daemon.own_id)
+        stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, net.daemon.own_id)
         async with _compute_thread() as thread:
             replica = Replica(spec, settings, stage, transport, directory, thread, samples=samples, emit=emit)
             replica.serve()
-            donor = await replica.become_current()
-            emit(_started_event(spec, stage, daemon, metrics_address, donor))
+            donor = await net.beside(replica.become_current())
+            emit(_started_event(spec, stage, net.daemon, metrics_address, donor))
             interrupts.graceful(replica.stop)
-            await run_and_save(_run_while_p2pd_lives(replica, daemon), lambda: _save(spec, stage, replica, folder))
+            await run_and_save(net.beside(replica.run()), lambda: _save(spec, stage, replica, folder))
             return _stopped(
                 "interrupted" if replica.stop.is_set() else "target_reached",
                 "",
@@ -134,47 +130,7 @@ async def _live(
             )
 
 
-@contextlib.asynccontextmanager
-async def _network(
-    agree: Agree, settings: NodeSettings, folder: RunFolder
-) -> AsyncGenerator[tuple[RunSpec, PrivateP2P, Libp2pTransport, Directory]]:
-    """Identity, p2pd, transport, the run and its directory; all gone at the end of the block, whatever ends it."""
-    path: Path = settings.identity or folder.identity
-    with IdentityLock(path):
-        identity: Identity = load_or_create_identity(path)
-        async with running_p2p(settings, identity) as daemon:
-            if out_of_reach(settings, daemon.joined_peers):
-                logger.warning(
-                    "host is %s: other machines cannot reach this node; --host 0.0.0.0 --port N lets them",
-                    settings.host,
-                )
-            transport = Libp2pTransport(daemon)
-            await transport.start()
-            try:
-                spec = await agree(transport, daemon.joined_peers)
-                directory = await join_directory(daemon, identity, spec.run_id, spec.stages)
-                try:
-                    yield spec, daemon, transport, directory
-                finally:
-                    await directory.close()
-            finally:
-                await transport.close()
-
-
-def out_of_reach(settings: NodeSettings, joined: Sequence[str]) -> bool:
-    """Whether this node joined others elsewhere and listens where only its own machine reaches it."""
-    hosts = [parse_address(address).host for address in joined]
-    return not settings.announce and _is_loopback(settings.host) and not all(map(_is_loopback, hosts))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-async def _stage_to_serve(spec: RunSpec, settings: NodeSettings, directory: Directory) -> int:
+def _stage_to_serve(spec: RunSpec, settings: NodeSettings, view: DirectoryView | None, now: float) -> int:
     if settings.stage != "auto":
         if not 0 <= settings.stage < spec.stages:
             raise UserError(
@@ -183,8 +139,8 @@ async def _stage_to_serve(spec: RunSpec, settings: NodeSettings, directory: Dire
                 "name one of those, or `auto`",
             )
         return settings.stage
-    view = await _look_around(directory, settings)
-    return choose_stage(view, spec.stages, directory.now(), random.Random())
+    assert view is not None, "who chooses has looked"
+    return choose_stage(view, spec.stages, now, random.Random())
 
 
 async def _look_around(directory: Directory, settings: NodeSettings) -> DirectoryView:
@@ -214,26 +170,6 @@ def _prepare(spec: RunSpec, stage_index: int, own: PeerId) -> tuple[Stage, Sampl
         held_out=windows.validation_indices(spec.evaluation.windows),
     )
     return stage, samples
-
-
-async def _run_while_p2pd_lives(replica: Replica, daemon: PrivateP2P) -> None:
-    """Run the replica, and end it with an error when p2pd dies under it: then nobody can be reached any more."""
-
-    async def watch() -> None:
-        status = await daemon.wait_until_dead()
-        raise UserError(
-            ExitCode.P2P_DAEMON,
-            f"p2pd died with status {status}; its last words:\n  {daemon.last_output()}",
-            "start the node again; if it happens again, look for a lack of memory or of open files",
-        )
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            watching = group.create_task(watch())
-            await replica.run()
-            watching.cancel()
-    except* UserError as errors:
-        raise errors.exceptions[0] from None
 
 
 async def run_and_save(run: Awaitable[None], save: Callable[[], Awaitable[None]]) -> None:

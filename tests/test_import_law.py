@@ -23,6 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "merge preflight swarm",
         "virtual",
         "replica",
+        "network",
         "node",
         "identity_commands local_swarm",
         "cli",

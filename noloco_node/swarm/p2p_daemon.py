@@ -14,6 +14,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Generator, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
@@ -33,10 +34,12 @@ from noloco_node.swarm.p2pd_arguments import ALWAYS, check_port_free, node_argum
 from noloco_node.swarm.p2pd_failures import NOT_THIS_PEER, FailedStart, explain
 from noloco_node.swarm.peer_addresses import (
     PeerAddress,
-    answering_peers,
     log_passed_over,
+    no_address,
     parse_address,
     peers_unreachable,
+    try_peers,
+    widest_first,
 )
 from noloco_node.swarm.private_folder import PrivateFolder, sweep_dead_folders
 from noloco_node.swarm.stream_pool import StreamHandler
@@ -207,15 +210,15 @@ class PrivateP2P:
 
     async def start(self, within: float) -> None:
         """Start the process and connect to it. UserError (P2P_DAEMON, PORT_IN_USE, PEERS_UNREACHABLE) if it fails."""
-        await self._spawn(within)
+        await self._spawn()
         await self._wait_until_up(within)
         try:
             async with asyncio.timeout(within):
                 self._p2p = await connect_hivemind(self.folder)
                 _, addresses = await cast("Any", self._p2p)._client.identify()
-                self._addresses = [f"{address}/p2p/{self.own_id}" for address in addresses]
+                self._addresses = widest_first([f"{address}/p2p/{self.own_id}" for address in addresses])
         except (OSError, TimeoutError, P2PDaemonError, asyncio.IncompleteReadError) as error:
-            raise self._failed(f"does not answer ({error!r})", within) from None
+            raise self._failed(f"does not answer ({error!r})") from None
 
     async def restart(self, within: float) -> None:
         """Put a new p2pd in the place of a dead one: same identity, folder and port, everything served as before.
@@ -228,13 +231,13 @@ class PrivateP2P:
         self._arguments = self._with_the_same_port()
         self._peers = ()
         try:
-            await self._spawn(within)
+            await self._spawn()
             await self._wait_until_up(within)
             async with asyncio.timeout(within):
                 await reconnect_hivemind(self.hivemind_p2p)
         except (OSError, TimeoutError, P2PDaemonError, asyncio.IncompleteReadError) as error:
             await run_to_end(self._end_child())
-            raise self._failed(f"does not answer ({error!r})", within) from None
+            raise self._failed(f"does not answer ({error!r})") from None
         except BaseException:
             await run_to_end(self._end_child())
             raise
@@ -269,7 +272,7 @@ class PrivateP2P:
             for argument in self._arguments
         )
 
-    async def _spawn(self, within: float) -> None:
+    async def _spawn(self) -> None:
         binary = resources.files("hivemind.hivemind_cli").joinpath("p2pd")
         launcher = [sys.executable, "-I", "-S", str(Path(__file__).with_name("p2pd_launcher.py")), str(os.getpid())]
         peers = [f"-bootstrapPeers={','.join(peer.text for peer in self._peers)}"] if self._peers else []
@@ -290,7 +293,7 @@ class PrivateP2P:
                 start_new_session=True,
             )
         except OSError as error:
-            raise self._failed(f"cannot be started ({error})", within) from None
+            raise self._failed(f"cannot be started ({error})") from None
         self._reading = asyncio.create_task(self._read_output())
         self._folder.note_child(self._child.pid)
 
@@ -302,13 +305,13 @@ class PrivateP2P:
             if died.done():
                 assert self._reading is not None
                 await self._reading
-                raise self._failed(f"ended at once with status {died.result()}", within)
+                raise self._failed(f"ended at once with status {died.result()}")
             if not started.done():
-                raise self._failed(f"did not start within p2pd_start_seconds ({within:g})", within)
+                raise self._failed(f"did not start within p2pd_start_seconds ({within:g})")
         finally:
             await cancel_and_wait((died, started))
 
-    def _failed(self, what: str, within: float) -> UserError:
+    def _failed(self, what: str) -> UserError:
         process = ""
         status = self._child.returncode if self._reading is not None else None
         if self._reading is not None and status is None:
@@ -337,7 +340,17 @@ class PrivateP2P:
                 self._started.set()
 
 
-async def start_p2p(settings: NodeSettings, identity: Identity) -> PrivateP2P:
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """Addresses by which a node may enter a swarm, beside the initial peers of its settings."""
+
+    seen_before: tuple[str, ...] = ()
+    """Tried where no initial peer is named, or none of them answers."""
+    may_found: bool = True
+    """Where no address is named and none of those answers, the node starts a swarm of its own."""
+
+
+async def start_p2p(settings: NodeSettings, identity: Identity, doors: Doors | None = None) -> PrivateP2P:
     """Start p2pd as the settings say and connect it to the initial peers that answer.
 
     Raises UserError: PORT_IN_USE, PEERS_UNREACHABLE, IDENTITY_TAKEN (another live node has this peer id), P2P_DAEMON,
@@ -346,9 +359,8 @@ async def start_p2p(settings: NodeSettings, identity: Identity) -> PrivateP2P:
     arguments = node_arguments(settings, identity.path)
     check_port_free(settings.host, settings.port)
     sweep_dead_folders()
-    peers: list[PeerAddress] = []
-    if settings.initial_peers:
-        peers = await answering_peers(settings.initial_peers, PEERS_ANSWER_SECONDS)
+    peers = await _open_doors(settings.initial_peers, doors or Doors())
+    if peers:
         await _check_identity_free(settings, identity, peers)
     daemon = await _launch(arguments, peers, settings.p2pd_start_seconds)
     try:
@@ -360,13 +372,30 @@ async def start_p2p(settings: NodeSettings, identity: Identity) -> PrivateP2P:
 
 
 @contextlib.asynccontextmanager
-async def running_p2p(settings: NodeSettings, identity: Identity) -> AsyncGenerator[PrivateP2P]:
+async def running_p2p(
+    settings: NodeSettings, identity: Identity, doors: Doors | None = None
+) -> AsyncGenerator[PrivateP2P]:
     """`start_p2p`, closed at the end of the block."""
-    daemon = await start_p2p(settings, identity)
+    daemon = await start_p2p(settings, identity, doors)
     try:
         yield daemon
     finally:
         await daemon.close()
+
+
+async def _open_doors(named: Sequence[str], doors: Doors) -> list[PeerAddress]:
+    """The addresses that answer: of the named ones, else of peers seen before. UserError (PEERS_UNREACHABLE)."""
+    live, reasons = await try_peers(named, PEERS_ANSWER_SECONDS)
+    others = [text for text in doors.seen_before if text not in named]
+    if live or others:
+        log_passed_over(reasons)
+    if not live and others:
+        logger.info("trying %d addresses of peers seen before", len(others))
+        live, more = await try_peers(others, 0.0)
+        reasons |= more
+    if live or (doors.may_found and not named):
+        return live
+    raise peers_unreachable(reasons) if reasons else no_address()
 
 
 async def _launch(arguments: Sequence[str], peers: Sequence[PeerAddress], within: float) -> PrivateP2P:

@@ -32,6 +32,14 @@ def restart_delay(deaths: Sequence[float], now: float) -> float | None:
     return 0.0 if recent <= 1 else 2.0 ** (recent - 2)
 
 
+def _first(errors: BaseExceptionGroup[UserError]) -> UserError:
+    """The first error in a group of groups."""
+    error: UserError | BaseExceptionGroup[UserError] = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 class Supervisor:
     """Restarts one p2pd. `known` gives the addresses of peers to connect to afterwards, `rejoin` is awaited when that
     is done (the directory finds its peers again).
@@ -65,7 +73,7 @@ class Supervisor:
                     task.cancel()
                 return result
         except* UserError as errors:
-            raise errors.exceptions[0] from None
+            raise _first(errors) from None
 
     async def _watch(self) -> NoReturn:
         loop = asyncio.get_running_loop()
@@ -90,7 +98,9 @@ class Supervisor:
         reached = await asyncio.gather(*(self._connect(peer, addresses) for peer, addresses in known.items()))
         await self._rejoin()
         self.restarts += 1
-        logger.warning("p2pd is back under the same identity and port; %d of %d peers reached", sum(reached), len(known))
+        logger.warning(
+            "p2pd is back under the same identity and port; %d of %d peers reached", sum(reached), len(known)
+        )
         self._daemon.back()
 
     async def _connect(self, peer: PeerId, addresses: Sequence[str]) -> bool:

@@ -58,9 +58,7 @@ async def echo(_peer: PeerId, message: Message) -> Message:
 
 async def ask(caller: Libp2pTransport, peer: PeerId) -> bool:
     """Whether a request gets its answer."""
-    answer = await caller.call(
-        peer, "echo", Message({"word": "hi"}), timeout=30.0, progress=20.0, max_answer_bytes=0
-    )
+    answer = await caller.call(peer, "echo", Message({"word": "hi"}), timeout=30.0, progress=20.0, max_answer_bytes=0)
     return answer.header == {"word": "hi"}
 
 
@@ -170,6 +168,26 @@ async def test_the_work_ends_first_and_its_companions_with_it(tmp_path: Path) ->
     async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "key")) as daemon:
         assert await Supervisor(daemon, 60.0, dict, nothing).beside(work(), companion()) == 7
     assert ended.is_set()
+
+
+@pytest.mark.daemons
+async def test_a_person_sees_the_error_of_the_work_and_no_group_of_groups(tmp_path: Path) -> None:
+    """However many task groups it came through."""
+
+    async def fails() -> None:
+        raise UserError(ExitCode.NO_DONOR, "nobody gave it", "try again")
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as outer, asyncio.TaskGroup() as inner:
+            inner.create_task(fails())
+            outer.create_task(asyncio.Event().wait())  # pyright: ignore[reportArgumentType]
+
+    async def nothing() -> None:
+        return None
+
+    async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "key")) as daemon:
+        with pytest.raises(UserError, match="nobody gave it"):
+            await Supervisor(daemon, 60.0, dict, nothing).beside(work())
 
 
 async def test_an_orphan_is_reaped_only_if_it_is_ours(tmp_path: Path) -> None:

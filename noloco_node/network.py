@@ -1,0 +1,123 @@
+"""A node's place in the network: identity, p2pd and its supervisor, transport, the run that it agrees on, directory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
+from noloco_node.swarm.identity import IdentityLock, load_or_create_identity
+from noloco_node.swarm.known_peers import KnownPeers, live_peers
+from noloco_node.swarm.libp2p_transport import Libp2pTransport
+from noloco_node.swarm.p2p_daemon import Doors, PrivateP2P, running_p2p
+from noloco_node.swarm.p2pd_supervisor import Supervisor
+from noloco_node.swarm.peer_addresses import Reach, parse_address, reach_of
+from noloco_node.swarm.transport import PeerId, Transport
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Agree = Callable[[Transport, tuple[str, ...]], Awaitable[RunSpec]]
+"""How a node and the peers at the addresses that it joined come to the same RunSpec."""
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """All parts, running."""
+
+    spec: RunSpec
+    settings: NodeSettings
+    """The node's own, with the peers that it joined as `initial_peers`."""
+    daemon: PrivateP2P
+    transport: Libp2pTransport
+    directory: DhtDirectory
+    known: KnownPeers
+    supervisor: Supervisor
+
+    async def beside(self, work: Awaitable[T]) -> T:
+        """The result of `work`; meanwhile p2pd is started again where it dies, and the peers met are written down."""
+        keeping = self.known.keep(self.daemon, self.spec.run_id, self.live_peers)
+        return await self.supervisor.beside(work, keeping)
+
+    def live_peers(self) -> list[PeerId]:
+        """Who lives, as this node's last look at the directory says."""
+        return live_peers(self.directory.view, self.directory.now(), self.daemon.own_id)
+
+
+@contextlib.asynccontextmanager
+async def network(
+    agree: Agree, settings: NodeSettings, folder: RunFolder, *, run: str | None
+) -> AsyncGenerator[Network]:
+    """Join the network of a run; all is gone at the end of the block, whatever ends it.
+
+    `run` is the run's id where it is known already: then the node may also start a swarm of its own.
+    Raises UserError as its parts do.
+    """
+    path: Path = settings.identity or folder.identity
+    known = KnownPeers(folder.path / "peers.json")
+    doors = Doors(seen_before(known, run, settings.initial_peers), may_found=run is not None)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(IdentityLock(path))
+        identity = load_or_create_identity(path)
+        daemon = await stack.enter_async_context(running_p2p(settings, identity, doors))
+        if out_of_reach(settings, daemon.joined_peers):
+            logger.warning(
+                "host is %s: other machines cannot reach this node; --host 0.0.0.0 --port N lets them", settings.host
+            )
+        transport = Libp2pTransport(daemon)
+        await transport.start()
+        stack.push_async_callback(transport.close)
+        spec = await agree(transport, daemon.joined_peers)
+        for text in daemon.joined_peers:
+            known.learn(parse_address(text).peer, [text])
+        await asyncio.to_thread(known.save, spec.run_id)
+        directory = await join_directory(daemon, identity, spec.run_id, spec.stages)
+        stack.push_async_callback(directory.close)
+        yield Network(
+            spec,
+            settings.model_copy(update={"initial_peers": daemon.joined_peers}),
+            daemon,
+            transport,
+            directory,
+            known,
+            _supervisor(daemon, directory, known, settings),
+        )
+
+
+def seen_before(known: KnownPeers, run: str | None, named: Sequence[str]) -> tuple[str, ...]:
+    """Addresses of peers met before that belong to the wanted run: the one with this id, or where that is not known
+    yet, the one in which a named peer was met. Where nobody is named any run will do."""
+    if run is not None:
+        return known.texts(run)
+    met = any(text.endswith(f"/p2p/{peer}") for text in named for peer in known.addresses)
+    return known.texts() if met or not named else ()
+
+
+def out_of_reach(settings: NodeSettings, joined: Sequence[str]) -> bool:
+    """Whether this node joined others elsewhere and listens where only its own machine reaches it."""
+    elsewhere = any(reach_of(parse_address(address).host) is not Reach.LOOPBACK for address in joined)
+    return elsewhere and not settings.announce and reach_of(settings.host) is Reach.LOOPBACK
+
+
+def _supervisor(daemon: PrivateP2P, directory: DhtDirectory, known: KnownPeers, settings: NodeSettings) -> Supervisor:
+    """Restarts that lead back to the peers of the directory, and to those that the node entered by."""
+
+    def peers() -> dict[PeerId, tuple[str, ...]]:
+        found: dict[PeerId, tuple[str, ...]] = {parse_address(text).peer: (text,) for text in daemon.joined_peers}
+        for peer in live_peers(directory.view, directory.now(), daemon.own_id):
+            found[peer] = known.addresses.get(peer) or found.get(peer, ())
+        return found
+
+    async def rejoin() -> None:
+        await directory.rejoin(peers())
+
+    return Supervisor(daemon, settings.p2pd_start_seconds, peers, rejoin)
