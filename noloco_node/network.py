@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
-from noloco_node.swarm.identity import IdentityLock, load_or_create_identity
+from noloco_node.swarm.identity import Identity, IdentityLock, load_or_create_identity
 from noloco_node.swarm.known_peers import KnownPeers, live_peers
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.p2p_daemon import Doors, PrivateP2P, running_p2p
@@ -43,28 +43,38 @@ class Network:
     known: KnownPeers
     supervisor: Supervisor
 
-    async def beside(self, work: Awaitable[T]) -> T:
-        """The result of `work`; meanwhile p2pd is started again where it dies, and the peers met are written down."""
+    async def beside(self, work: Awaitable[T], *companions: Coroutine[Any, Any, None]) -> T:
+        """The result of `work`; meanwhile p2pd is started again where it dies, the peers met are written down, and
+        `companions` run, which are cancelled at its end."""
         keeping = self.known.keep(self.daemon, self.spec.run_id, self.live_peers)
-        return await self.supervisor.beside(work, keeping)
+        return await self.supervisor.beside(work, keeping, *companions)
 
     def live_peers(self) -> list[PeerId]:
         """Who lives, as this node's last look at the directory says."""
         return live_peers(self.directory.view, self.directory.now(), self.daemon.own_id)
 
 
-@contextlib.asynccontextmanager
-async def network(
-    agree: Agree, settings: NodeSettings, folder: RunFolder, *, run: str | None
-) -> AsyncGenerator[Network]:
-    """Join the network of a run; all is gone at the end of the block, whatever ends it.
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """A node that is connected to peers, before it is known what they do together."""
 
-    `run` is the run's id where it is known already: then the node may also start a swarm of its own.
-    Raises UserError as its parts do.
+    identity: Identity
+    daemon: PrivateP2P
+    transport: Libp2pTransport
+    known: KnownPeers
+
+
+@contextlib.asynccontextmanager
+async def entrance(
+    settings: NodeSettings, folder: RunFolder, *, run: str | None, may_found: bool
+) -> AsyncGenerator[Entrance]:
+    """Identity, p2pd and transport; all gone at the end of the block, whatever ends it.
+
+    `run` is the wanted run's id where it is known already. Raises UserError as its parts do.
     """
     path: Path = settings.identity or folder.identity
     known = KnownPeers(folder.path / "peers.json")
-    doors = Doors(seen_before(known, run, settings.initial_peers), may_found=run is not None)
+    doors = Doors(seen_before(known, run, settings.initial_peers), may_found)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(IdentityLock(path))
         identity = load_or_create_identity(path)
@@ -76,21 +86,37 @@ async def network(
         transport = Libp2pTransport(daemon)
         await transport.start()
         stack.push_async_callback(transport.close)
-        spec = await agree(transport, daemon.joined_peers)
+        yield Entrance(identity, daemon, transport, known)
+
+
+@contextlib.asynccontextmanager
+async def network(
+    agree: Agree, settings: NodeSettings, folder: RunFolder, *, run: str | None
+) -> AsyncGenerator[Network]:
+    """Join the network of a run; all is gone at the end of the block, whatever ends it.
+
+    `run` is the run's id where it is known already: then the node may also start a swarm of its own.
+    Raises UserError as its parts do.
+    """
+    async with entrance(settings, folder, run=run, may_found=run is not None) as door:
+        daemon, known = door.daemon, door.known
+        spec = await agree(door.transport, daemon.joined_peers)
         for text in daemon.joined_peers:
             known.learn(parse_address(text).peer, [text])
         await asyncio.to_thread(known.save, spec.run_id)
-        directory = await join_directory(daemon, identity, spec.run_id, spec.stages)
-        stack.push_async_callback(directory.close)
-        yield Network(
-            spec,
-            settings.model_copy(update={"initial_peers": daemon.joined_peers}),
-            daemon,
-            transport,
-            directory,
-            known,
-            _supervisor(daemon, directory, known, settings),
-        )
+        directory = await join_directory(daemon, door.identity, spec.run_id, spec.stages)
+        try:
+            yield Network(
+                spec,
+                settings.model_copy(update={"initial_peers": daemon.joined_peers}),
+                daemon,
+                door.transport,
+                directory,
+                known,
+                supervisor(daemon, directory, known, settings),
+            )
+        finally:
+            await directory.close()
 
 
 def seen_before(known: KnownPeers, run: str | None, named: Sequence[str]) -> tuple[str, ...]:
@@ -108,12 +134,12 @@ def out_of_reach(settings: NodeSettings, joined: Sequence[str]) -> bool:
     return elsewhere and not settings.announce and reach_of(settings.host) is Reach.LOOPBACK
 
 
-def _supervisor(daemon: PrivateP2P, directory: DhtDirectory, known: KnownPeers, settings: NodeSettings) -> Supervisor:
+def supervisor(daemon: PrivateP2P, directory: DhtDirectory, known: KnownPeers, settings: NodeSettings) -> Supervisor:
     """Restarts that lead back to the peers of the directory, and to those that the node entered by."""
 
     def peers() -> dict[PeerId, tuple[str, ...]]:
         found: dict[PeerId, tuple[str, ...]] = {parse_address(text).peer: (text,) for text in daemon.joined_peers}
-        for peer in live_peers(directory.view, directory.now(), daemon.own_id):
+        for peer in {*live_peers(directory.view, directory.now(), daemon.own_id), *directory.neighbours()}:
             found[peer] = known.addresses.get(peer) or found.get(peer, ())
         return found
 

@@ -110,7 +110,7 @@ async def _live(
         if show is not None and view is not None:
             await asyncio.to_thread(show, spec, outlook_of(view, directory.now(), spec.inner.target_tokens))
         stage_index = _stage_to_serve(spec, settings, view, directory.now())
-        serve_hello(transport, spec, stage_index)
+        serve_hello(transport, spec, lambda: stage_index)
         serve_spec(transport, spec)
         stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, net.daemon.own_id)
         async with _compute_thread() as thread:

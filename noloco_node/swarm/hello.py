@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from pydantic import Field, ValidationError
@@ -29,17 +30,23 @@ class Hello(WireModel):
     """What a node says of itself to anyone who asks."""
 
     run: Plain
+    """Run id; empty for a seed that holds the directory of any run."""
     name: Plain
     protocol: ProtocolVersion
     version: Annotated[Plain, Field(max_length=32)]
-    stage: StageIndex
+    stage: StageIndex | None
+    """None for a seed."""
+    time: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)] | None = None
+    """The peer's clock as it answers, seconds since 1970."""
 
 
-def serve_hello(transport: Transport, spec: RunSpec, stage: int) -> None:
-    """Answer `hello` from now on."""
-    own = Hello(run=spec.run_id, name=spec.name, protocol=PROTOCOL_VERSION, version=__version__, stage=stage)
+def serve_hello(transport: Transport, spec: RunSpec | None, stage: Callable[[], int | None]) -> None:
+    """Answer `hello` from now on; `stage` gives the one that this node serves when it is asked. A seed has no stage,
+    and need not know of any run."""
+    run, name = ("", "") if spec is None else (spec.run_id, spec.name)
 
     async def handle(_peer: PeerId, _message: Message) -> Message:
+        own = Hello(run=run, name=name, protocol=PROTOCOL_VERSION, version=__version__, stage=stage(), time=time.time())
         return Message(own.model_dump(mode="json"))
 
     transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=4)
@@ -62,7 +69,7 @@ async def check_same_run(transport: Transport, spec: RunSpec, joined: Sequence[s
     A peer that does not answer is passed over: the directory finds the others.
     """
     asked = await asyncio.gather(*(_ask(transport, parse_address(address).peer) for address in joined))
-    answers = [hello for hello in asked if hello is not None]
+    answers = [hello for hello in asked if hello is not None and hello.run]
     if not answers or any(a.run == spec.run_id and a.protocol == PROTOCOL_VERSION for a in answers):
         return
     other = answers[0]
