@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from noloco_node import start_checks
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.storage.run_folder import RunFolder
@@ -72,6 +73,7 @@ async def entrance(
 
     `run` is the wanted run's id where it is known already. Raises UserError as its parts do.
     """
+    start_checks.report(start_checks.before_the_network())
     path: Path = settings.identity or folder.identity
     known = KnownPeers(folder.path / "peers.json")
     doors = Doors(seen_before(known, run, settings.initial_peers), may_found)
@@ -101,6 +103,7 @@ async def network(
     async with entrance(settings, folder, run=run, may_found=run is not None) as door:
         daemon, known = door.daemon, door.known
         spec = await agree(door.transport, daemon.joined_peers)
+        start_checks.report(await start_checks.among_peers(door.transport, daemon.joined_peers))
         for text in daemon.joined_peers:
             known.learn(parse_address(text).peer, [text])
         await asyncio.to_thread(known.save, spec.run_id)

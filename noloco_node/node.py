@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from noloco_node import __version__
+from noloco_node import __version__, start_checks
 from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
@@ -110,6 +110,7 @@ async def _live(
         if show is not None and view is not None:
             await asyncio.to_thread(show, spec, outlook_of(view, directory.now(), spec.inner.target_tokens))
         stage_index = _stage_to_serve(spec, settings, view, directory.now())
+        start_checks.report(await asyncio.to_thread(start_checks.for_a_stage, spec, stage_index, folder))
         serve_hello(transport, spec, lambda: stage_index)
         serve_spec(transport, spec)
         stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, net.daemon.own_id)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field, ValidationError
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 METHOD = "hello"
 TIMEOUT_SECONDS = 10.0
+CLOCK_TRIES = 3
 
 Plain = Annotated[str, Field(max_length=64, pattern=r"^[ -~]*$")]
 """Text of a stranger that can be shown on a terminal: printable ASCII, without control characters."""
@@ -61,6 +63,32 @@ async def ask_hello(transport: Transport, peer: PeerId) -> Hello:
         return Hello.model_validate(answer.header)
     except ValidationError as error:
         raise ProtocolViolation(f"bad hello: {first_problem(error)}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A peer's hello, and its clock against ours."""
+
+    hello: Hello
+    skew: float | None
+    """Seconds that the peer's clock is ahead of ours; None where it does not tell its time."""
+    doubt: float
+    """How far off that may be: half of the time that the answer took."""
+
+
+async def measure_hello(transport: Transport, peer: PeerId) -> Measured | None:
+    """What a peer says of itself, and its clock by the quickest of a few answers; None where it says nothing of use."""
+    best: Measured | None = None
+    for _ in range(CLOCK_TRIES):
+        asked = time.time()
+        hello = await _ask(transport, peer)
+        if hello is None:
+            break
+        answered = time.time()
+        middle, doubt = (asked + answered) / 2, (answered - asked) / 2
+        if best is None or doubt < best.doubt:
+            best = Measured(hello, None if hello.time is None else hello.time - middle, doubt)
+    return best
 
 
 async def check_same_run(transport: Transport, spec: RunSpec, joined: Sequence[str]) -> None:
