@@ -64,7 +64,9 @@ def check_disk(free: int, parameters: int, where: str) -> Check:
 def check_memory(available: int, total: int, parameters: int) -> Check:
     """Memory for a stage of so many parameters; `available` and `total` in bytes, a container's limit included."""
     needed = MEMORY_BYTES_PER_PARAMETER * parameters
-    found = f"{available / GB:,.1f} of {total / GB:,.1f} GB free, about {needed / GB:,.1f} GB needed"
+    found = f"{available / GB:,.1f} of {total / GB:,.1f} GB free"
+    if parameters:
+        found += f", about {needed / GB:,.1f} GB needed"
     if needed > total:
         return Check("memory", Outcome.FAIL, found, "serve a smaller stage with --stage, or use a machine with more")
     if needed > available:

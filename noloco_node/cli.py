@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING, NoReturn
 from noloco_node import __version__
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
 from noloco_node.node_options import (
+    DOCTOR_HELP,
     SEED_HELP,
+    doctor_arguments,
+    doctor_settings,
     node_arguments,
     node_overrides,
     seed_arguments,
@@ -188,6 +191,9 @@ def parser() -> argparse.ArgumentParser:
     seed = _command(commands, "seed", "hold a run's directory together, without a stage", SEED_HELP)
     seed_arguments(seed)
     seed.set_defaults(call=_seed)
+    doctor = _command(commands, "doctor", "check this machine and its network", DOCTOR_HELP)
+    doctor_arguments(doctor)
+    doctor.set_defaults(call=_doctor)
     lab = _command(commands, "lab", "compare algorithms on simulated replicas", LAB_HELP)
     _config_arguments(lab)
     lab.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the results go")
@@ -290,6 +296,18 @@ def _seed(options: argparse.Namespace) -> int:
 
     uvloop.run(run_seed(run, settings, _print_seed))
     return int(ExitCode.INTERRUPTED)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    settings = doctor_settings(options)
+    import uvloop
+
+    from noloco_node.checks import Outcome
+    from noloco_node.doctor import as_json, examine, lines
+
+    checks = uvloop.run(examine(settings))
+    print(json.dumps(as_json(checks), indent=2) if options.json else "\n".join(lines(checks)))
+    return int(ExitCode.CHECK_FAILED if any(c.outcome is Outcome.FAIL for c in checks) else ExitCode.OK)
 
 
 def _print_seed(run: RunSpec | None, addresses: list[str]) -> None:

@@ -15,6 +15,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
+from noloco_node.swarm.dial_back import serve_dial_back
 from noloco_node.swarm.identity import Identity, IdentityLock, load_or_create_identity
 from noloco_node.swarm.known_peers import KnownPeers, live_peers
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
@@ -88,6 +89,7 @@ async def entrance(
         transport = Libp2pTransport(daemon)
         await transport.start()
         stack.push_async_callback(transport.close)
+        serve_dial_back(transport, daemon.connections)
         yield Entrance(identity, daemon, transport, known)
 
 

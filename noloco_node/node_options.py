@@ -21,6 +21,16 @@ example:
   noloco-node seed configs/tiny.yaml --host 0.0.0.0 --port 31337
   noloco-node seed --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31338"""
 
+DOCTOR_HELP = """\
+Check this machine and its network, with pass, warn or fail and the remedy for each: open files, disk, memory, device,
+identity, port, every ADDRESS (or, where none is given, the peers seen before), whether p2pd starts, the clock against
+peers, versions, and whether others can reach this node: several peers are asked to dial back. Give the options that
+the node is to run with. It trains nothing, and uses a peer id made for the purpose.
+
+example:
+  noloco-node doctor /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31337
+  noloco-node doctor --json"""
+
 
 def set_argument(command: argparse.ArgumentParser, example: str) -> None:
     """`--set NAME=VALUE`."""
@@ -65,6 +75,22 @@ def seed_settings(options: argparse.Namespace) -> tuple[RunSpec | None, NodeSett
         return None, load_join(node_overrides(options)).node
     config = load_config(options.config, node_overrides(options))
     return config.run, config.node
+
+
+def doctor_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `doctor`."""
+    command.add_argument("initial_peers", metavar="ADDRESS", nargs="*", help="address of a node or a seed")
+    command.add_argument("--json", action="store_true", help="print the checks as JSON")
+    set_argument(command, "node.device=cuda")
+    network_arguments(command)
+    command.set_defaults(stage=None, metrics_port=None)
+
+
+def doctor_settings(options: argparse.Namespace) -> NodeSettings:
+    """The settings that `doctor` is to check. UserError as loading them does."""
+    from noloco_node.config.load import load_join
+
+    return load_join(node_overrides(options)).node
 
 
 NODE_OPTIONS = ("initial_peers", "stage", "run_folder", "host", "port", "announce", "metrics_port", "identity")

@@ -26,7 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "replica",
         "network",
         "node",
-        "identity_commands local_swarm node_options seed",
+        "doctor identity_commands local_swarm node_options seed",
         "cli",
         "__main__",
     )

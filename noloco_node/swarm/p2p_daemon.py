@@ -208,6 +208,15 @@ class PrivateP2P:
         writer.transport.abort()
         return tuple(f"{address}/p2p/{peer}" for address in _texts(response.dht.peer.addrs))
 
+    async def connections(self) -> dict[PeerId, list[str]]:
+        """The peers that this p2pd is connected to, and the other ends of these connections. OSError, TimeoutError."""
+        async with asyncio.timeout(FIND_SECONDS):
+            peers = await cast("Any", self.hivemind_p2p)._client.list_peers()
+        ends: dict[PeerId, list[str]] = {}
+        for peer in peers:
+            ends.setdefault(PeerId(str(peer.peer_id)), []).extend(str(address) for address in peer.addrs)
+        return ends
+
     async def start(self, within: float) -> None:
         """Start the process and connect to it. UserError (P2P_DAEMON, PORT_IN_USE, PEERS_UNREACHABLE) if it fails."""
         await self._spawn()
