@@ -107,9 +107,11 @@ async def _live(
         view: DirectoryView | None = None
         if show is not None or settings.stage == "auto":
             view = await _look_around(directory, settings)
+        # Before anything is shown: that takes a while, in which the records of the view grow old.
+        now = directory.now()
+        stage_index = _stage_to_serve(spec, settings, view, now)
         if show is not None and view is not None:
-            await asyncio.to_thread(show, spec, outlook_of(view, directory.now(), spec.inner.target_tokens))
-        stage_index = _stage_to_serve(spec, settings, view, directory.now())
+            await asyncio.to_thread(show, spec, outlook_of(view, now, spec.inner.target_tokens))
         start_checks.report(await asyncio.to_thread(start_checks.for_a_stage, spec, stage_index, folder))
         serve_hello(transport, spec, lambda: stage_index)
         serve_spec(transport, spec)

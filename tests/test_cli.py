@@ -90,7 +90,7 @@ def test_a_mistake_gets_one_screen_and_its_own_exit_code(
     assert len(errors.splitlines()) <= 24
 
 
-@pytest.mark.parametrize("arguments", [[], ["swarm"], ["fly"], ["join"], ["run", "a.yaml", "--speed", "9"]])
+@pytest.mark.parametrize("arguments", [[], ["swarm"], ["fly"], ["run", "a.yaml", "--speed", "9"]])
 def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """argparse's own errors have the documented code as well."""
     with pytest.raises(SystemExit) as caught:
