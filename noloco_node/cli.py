@@ -46,7 +46,8 @@ weights with a random node of the same stage now and then. There is no coordinat
 SWARM_HELP = """\
 Train on a whole swarm of nodes on this machine: stages x replicas daemons, each a process of its own. Shows the
 training while it runs. At the end the run folder holds the model (a Hugging Face directory), a sample of generated
-text, a plot of loss and spread, summary.json, and each node's events and log.
+text, a plot of loss and spread, summary.json, and each node's events and log. A swarm that was stopped or killed goes
+on by the same command with its --run-folder.
 
 example:
   noloco-node swarm configs/tiny.yaml
@@ -55,7 +56,7 @@ example:
 RUN_HELP = """\
 Run one node. Without --initial-peers it starts a new swarm and prints the addresses under which others join it; with
 them it joins; all nodes of a run need the same `run:` part of CONFIG. `noloco-node join ADDRESS` needs no CONFIG.
-Ctrl-C leaves in order.
+Ctrl-C leaves in order; the same command goes on from this node's last checkpoint, whatever ended it.
 
 example:
   noloco-node run configs/tiny.yaml --stage 0 --port 31337
@@ -65,7 +66,7 @@ JOIN_HELP = """\
 Join a run with nothing but the address of one of its nodes. The run's settings come from that node and are shown; then
 this node takes a stage, copies a fellow's weights if the run is under way, and trains as with `run`. Several addresses
 are tried together. Without any, or when none answers, the peers seen before are tried: they are kept in the run folder.
-Ctrl-C leaves in order.
+Ctrl-C leaves in order; the same command goes on from this node's last checkpoint.
 
 example:
   noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm...
@@ -261,6 +262,8 @@ def _swarm(options: argparse.Namespace) -> int:
     folder: Path = options.run_folder or Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     result = run_local_swarm(config, folder, Console())
     _print_result(result)
+    if result.exit_code is ExitCode.INTERRUPTED:
+        print(f"the same command with --run-folder {folder} goes on from here")
     return int(result.exit_code)
 
 

@@ -15,15 +15,18 @@ from typing import Literal
 import torch
 
 from noloco_node import __version__, start_checks
+from noloco_node.checkpointing import CheckpointKeeper
 from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
+from noloco_node.data.samples import Samples
 from noloco_node.data.walk import WindowWalk
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import Stage, build_stage
 from noloco_node.network import Agree, network
-from noloco_node.replica import Replica, Samples
+from noloco_node.replica import Replica
+from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
 from noloco_node.swarm.directory import Directory, DirectoryView
@@ -102,29 +105,40 @@ async def _live(
 ) -> NodeStopped:
     check_device(settings.device)
     torch.set_num_threads(settings.torch_threads)
+    checkpoints = CheckpointFolder(folder.checkpoints, settings.checkpoints_kept)
     async with network(agree, settings, folder, run=run) as net:
         spec, settings, transport, directory = net.spec, net.settings, net.transport, net.directory
+        own = net.daemon.own_id
+        saved = await asyncio.to_thread(_open_run, folder, checkpoints, spec, settings)
         view: DirectoryView | None = None
-        if show is not None or settings.stage == "auto":
-            view = await _look_around(directory, settings)
+        if show is not None or (settings.stage == "auto" and saved is None):
+            view = await _look_around(directory, settings, own)
         # Before anything is shown: that takes a while, in which the records of the view grow old.
         now = directory.now()
-        stage_index = _stage_to_serve(spec, settings, view, now)
+        stage_index = _stage_to_serve(spec, settings, view, now, saved)
         if show is not None and view is not None:
             await asyncio.to_thread(show, spec, outlook_of(view, now, spec.inner.target_tokens))
         start_checks.report(await asyncio.to_thread(start_checks.for_a_stage, spec, stage_index, folder))
         serve_hello(transport, spec, lambda: stage_index)
         serve_spec(transport, spec)
-        stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, net.daemon.own_id)
+        stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, own, saved)
         async with _compute_thread() as thread:
             replica = Replica(spec, settings, stage, transport, directory, thread, samples=samples, emit=emit)
-            replica.serve()
-            donor = await net.beside(replica.become_current())
-            emit(_started_event(spec, stage, net.daemon, metrics_address, donor))
-            interrupts.graceful(replica.stop)
-            await run_and_save(net.beside(replica.run()), lambda: _save(spec, stage, replica, folder))
+            with CheckpointKeeper(replica, checkpoints, emit, settings) as keeper:
+                if saved is not None:
+                    await keeper.resume(saved)
+                replica.serve()
+                donor = await net.beside(replica.become_current(saved and saved.standing.progress.clock))
+                emit(_started_event(spec, stage, net.daemon, metrics_address, donor, saved))
+                saved = None  # it holds a copy of everything
+                interrupts.graceful(replica.stop)
+                life = net.beside(replica.run(), keeper.run())
+                await run_and_save(life, lambda: _save(spec, stage, replica, folder, keeper))
+            reason = "interrupted" if replica.stop.is_set() else "target_reached"
+            if reason == "target_reached":
+                folder.mark_ended(spec.run_id, spec.name)
             return _stopped(
-                "interrupted" if replica.stop.is_set() else "target_reached",
+                reason,
                 "",
                 started,
                 outer_rounds=replica.worker.progress.outer_rounds,
@@ -133,7 +147,25 @@ async def _live(
             )
 
 
-def _stage_to_serve(spec: RunSpec, settings: NodeSettings, view: DirectoryView | None, now: float) -> int:
+def _open_run(
+    folder: RunFolder, checkpoints: CheckpointFolder, spec: RunSpec, settings: NodeSettings
+) -> Checkpoint | None:
+    """Take the folder for this run; its newest checkpoint that can be gone on from. Raises UserError (RUN_FOLDER) where
+    it holds another run, or where the run has come to its end there and no peer to go on with is named."""
+    ended = folder.claim(spec.run_id, spec.name)
+    if ended and not settings.initial_peers:
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"run '{spec.name}' ({spec.run_id}) has come to its end in '{folder.path}': "
+            f"its weights are in {folder.final}",
+            "name another folder with --run-folder to train it anew",
+        )
+    return checkpoints.newest(spec.run_id, None if settings.stage == "auto" else settings.stage)
+
+
+def _stage_to_serve(
+    spec: RunSpec, settings: NodeSettings, view: DirectoryView | None, now: float, saved: Checkpoint | None
+) -> int:
     if settings.stage != "auto":
         if not 0 <= settings.stage < spec.stages:
             raise UserError(
@@ -142,37 +174,50 @@ def _stage_to_serve(spec: RunSpec, settings: NodeSettings, view: DirectoryView |
                 "name one of those, or `auto`",
             )
         return settings.stage
+    if saved is not None:
+        return saved.standing.stage
     assert view is not None, "who chooses has looked"
     return choose_stage(view, spec.stages, now, random.Random())
 
 
-async def _look_around(directory: Directory, settings: NodeSettings) -> DirectoryView:
-    """The directory as it is; where this node joined others, as soon as it shows one of them, within a few seconds."""
+async def _look_around(directory: Directory, settings: NodeSettings, own: PeerId) -> DirectoryView:
+    """The directory without this node's own former record; where this node joined others, as soon as it shows one of
+    them, within a few seconds."""
     loop = asyncio.get_running_loop()
     until = loop.time() + (FIRST_LOOK_SECONDS if settings.initial_peers else 0.0)
     while True:
-        view, now = await directory.refresh(), directory.now()
+        view, now = (await directory.refresh()).without(own), directory.now()
         if any(view.live(stage, now) for stage in range(len(view.stages))) or loop.time() >= until:
             return view
         # The directory gives no sign of a change: asking again is the only way.
         await asyncio.sleep(LOOK_AGAIN_SECONDS)
 
 
-def _prepare(spec: RunSpec, stage_index: int, own: PeerId) -> tuple[Stage, Samples | None]:
+def _prepare(spec: RunSpec, stage_index: int, own: PeerId, saved: Checkpoint | None) -> tuple[Stage, Samples | None]:
     """Build the stage and, on stage 0, read the text. Runs off the event loop."""
     stage = build_stage(spec.model, stage_index)
     check_microbatch_bytes(spec, stage.hidden_size)
     if stage_index > 0:
         return stage, None
     windows = load_windows(spec.data, stage.vocab_size)
-    walk = WindowWalk(windows.train_count, spec.data.seed, own)
+    walk = _walk(windows.train_count, spec.data.seed, own, saved)
     samples = Samples(
         draw=lambda: walk.take(spec.inner.microbatch_windows),
         train=windows.train,
         validation=windows.validation,
         held_out=windows.validation_indices(spec.evaluation.windows),
+        position=lambda: walk.position,
     )
     return stage, samples
+
+
+def _walk(count: int, seed: int, own: PeerId, saved: Checkpoint | None) -> WindowWalk:
+    if saved is not None:
+        try:
+            return WindowWalk.at(count, seed, own, saved.standing.walk)
+        except ValueError as error:
+            logger.warning("the walk through the text begins anew, the text has changed: %s", error)
+    return WindowWalk(count, seed, own)
 
 
 async def run_and_save(run: Awaitable[None], save: Callable[[], Awaitable[None]]) -> None:
@@ -220,8 +265,9 @@ def _no_device(name: str, reason: str) -> UserError:
     )
 
 
-async def _save(spec: RunSpec, stage: Stage, replica: Replica, folder: RunFolder) -> None:
-    """Write the final slow and fast weights under their names in the whole model."""
+async def _save(spec: RunSpec, stage: Stage, replica: Replica, folder: RunFolder, keeper: CheckpointKeeper) -> None:
+    """Take a last checkpoint, and write the final slow and fast weights under their names in the whole model."""
+    await keeper.save()
     slow, fast = (
         {replica.full_names[local]: weight for local, weight in weights.items()}
         for weights in await replica.worker.named_weights()
@@ -278,6 +324,7 @@ def _interruptible() -> Generator[Interrupts]:
 def _telemetry(folder: RunFolder, settings: NodeSettings) -> Generator[tuple[Emit, str | None]]:
     """Event file, metrics and log, fed by the same events; and the address of `/metrics`, if it is served."""
     log, metrics, events = NodeLog(), Metrics(), EventFile(folder.events)
+    metrics.watch_process(asyncio.get_running_loop())
     configure_logging(settings.log_level, log)
 
     def emit(event: AnyEvent) -> None:
@@ -305,7 +352,12 @@ async def _compute_thread() -> AsyncGenerator[ComputeThread]:
 
 
 def _started_event(
-    spec: RunSpec, stage: Stage, daemon: PrivateP2P, metrics_address: str | None, donor: PeerId | None
+    spec: RunSpec,
+    stage: Stage,
+    daemon: PrivateP2P,
+    metrics_address: str | None,
+    donor: PeerId | None,
+    saved: Checkpoint | None,
 ) -> NodeStarted:
     return NodeStarted(
         peer_id=daemon.own_id,
@@ -318,7 +370,8 @@ def _started_event(
         addresses=daemon.visible_addresses(),
         metrics_address=metrics_address,
         parameters=sum(parameter.numel() for parameter in stage.parameters()),
-        origin="seed" if donor is None else "peer",
+        origin="peer" if donor is not None else "seed" if saved is None else "checkpoint",
+        resumed=saved is not None,
     )
 
 

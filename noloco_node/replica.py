@@ -10,17 +10,17 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-
-from torch import Tensor
+from collections.abc import Callable
 
 from noloco_node.aio import Pulse
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.data.samples import Samples
+from noloco_node.data.walk import WalkPosition
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import Stage
 from noloco_node.swarm import microbatch
+from noloco_node.swarm.beginning import BEGINNINGS, no_donor, run_has_ended, where_to_begin
 from noloco_node.swarm.directory import Directory, PeerState
 from noloco_node.swarm.exchange import Exchanger
 from noloco_node.swarm.membership import SERVING, Membership
@@ -30,7 +30,7 @@ from noloco_node.swarm.pipeline import Downstream, Origin, PipelineServer
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.state_transfer import StateDonor, StateManifest, fetch_from_any, fetch_state
 from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError
-from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep
+from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep, bytes_by_kind
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.pace import Pace
 from noloco_node.training.stage_trainer import StageTrainer
@@ -46,19 +46,6 @@ NEAR_TARGET = 0.9
 JOIN_LOOK_SECONDS = 10.0
 ORPHAN_GRACES = 15
 FINAL_EVALUATION_TRIES = 3
-
-Batch = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """Stage 0's text: `draw()` gives the next microbatch's windows, `train` and `validation` load windows as
-    (inputs, labels) int64 [b, T], and `held_out` are the fixed windows of every evaluation."""
-
-    draw: Callable[[], Sequence[int]]
-    train: Callable[[Sequence[int]], Batch]
-    validation: Callable[[Sequence[int]], Batch]
-    held_out: Sequence[int]
 
 
 class Replica:
@@ -149,29 +136,39 @@ class Replica:
             moved=self._moved,
         )
 
-    async def become_current(self) -> PeerId | None:
-        """Copy a fellow's state if the swarm is past its first outer round; the donor, or None where the first weights
-        stand. Raises UserError (NO_DONOR) where the state is needed and nobody gave it."""
+    @property
+    def rng(self) -> random.Random:
+        """Draws routes and partners."""
+        return self._rng
+
+    @property
+    def moved(self) -> Pulse:
+        """Fires whenever something has changed: a step, an exchange, the directory."""
+        return self._moved
+
+    def walk_position(self) -> WalkPosition:
+        """Where the next sample comes from."""
+        return self._samples.position() if self._samples else WalkPosition()
+
+    async def become_current(self, own_clock: float | None = None) -> PeerId | None:
+        """Copy a fellow's state where that is where to begin (`where_to_begin`); the donor, or None where the weights
+        stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError (NO_DONOR)
+        where a fellow's state is needed and nobody gave it."""
         await self._look_around()
-        records = [r for stage in range(self.spec.stages) for r in self.membership.live(stage, *SERVING)]
-        if not any(record.outer_rounds for record in records):
+        others = self.membership.others(*SERVING)
+        begin = where_to_begin(own_clock, others, self.stage, self.spec.max_lag_tokens)
+        if begin.source == "nowhere":
+            raise run_has_ended(self.spec)
+        logger.info("begins from %s: %s", BEGINNINGS[begin.source], begin.why)
+        if begin.source != "peer":
             return None
-        if not any(record.state is PeerState.TRAINING for record in records):
-            raise UserError(
-                ExitCode.NO_DONOR,
-                f"run {self.spec.run_id[:8]} ({self.spec.name}) has reached its end: nobody trains any more",
-                "start a new run, with another run.name or a higher run.inner.target_tokens",
-            )
         donors = self.membership.fellows(*SERVING)
         copied = await fetch_from_any(donors, self._fetch, self._rng)
-        if copied is None:
-            raise UserError(
-                ExitCode.NO_DONOR,
-                f"run {self.spec.run_id[:8]} is past its first outer round and none of {len(donors)} replicas of stage "
-                f"{self.stage} gave its state",
-                "try again when a replica of this stage is reachable, or serve another stage with --stage",
-            )
-        return copied[0]
+        if copied is None and own_clock is not None:
+            logger.warning("begins from its own checkpoint after all: no fellow gave its state")
+        elif copied is None:
+            raise no_donor(self.spec, self.stage, len(donors))
+        return copied and copied[0]
 
     async def _look_around(self) -> None:
         """Read the directory; a node that joined through others looks until it sees one, for a while: an empty view
@@ -179,8 +176,7 @@ class Replica:
         until = self._loop.time() + (JOIN_LOOK_SECONDS if self._settings.initial_peers else 0.0)
         while True:
             await self.membership.refresh()
-            seen = any(self.membership.live(stage) for stage in range(self.spec.stages))
-            if seen or self._loop.time() >= until:
+            if self.membership.others() or self._loop.time() >= until:
                 return
             await self._moved.wait(LAST_LOOK_SECONDS)
 
@@ -194,6 +190,7 @@ class Replica:
     async def run(self) -> None:
         """Train to the run's end, or until `stop` is set; then leave in order."""
         self.server.accepting = self.exchanger.accepting = self.donor.accepting = True
+        self.emit_account()
         async with asyncio.TaskGroup() as group:
             await self.membership.announce(PeerState.TRAINING)
             background = [
@@ -231,7 +228,8 @@ class Replica:
                 while self.server.pending or (self.origin and self.origin.under_way) or self.exchanger.engaged:
                     await self._moved.wait(DRAIN_LOOK_SECONDS)
         except TimeoutError:
-            logger.debug("drain time is over with work under way")
+            logger.info("the time to finish is over: %d microbatches go back to their senders", self.server.pending)
+            self.server.hand_back()
         course.cancel()
         await asyncio.wait((course,))
 
@@ -484,13 +482,3 @@ class Replica:
                 busy_seconds=self._thread.busy_seconds,
             )
         )
-
-
-def bytes_by_kind(by_method: Mapping[str, int]) -> dict[str, int]:
-    """Traffic by what it carries instead of by method: microbatches, exchange, state, other."""
-    kinds = {"microbatch": "microbatches", "outer": "exchange", "state": "state"}
-    totals: dict[str, int] = {}
-    for method, count in by_method.items():
-        kind = kinds.get(method.split(".")[0], "other")
-        totals[kind] = totals.get(kind, 0) + count
-    return totals

@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "virtual",
         "replica",
         "network",
+        "checkpointing",
         "node",
         "doctor identity_commands local_swarm node_options seed",
         "cli",

@@ -22,8 +22,9 @@ from noloco_node.config.run_spec import (
     PipelineSpec,
     RunSpec,
 )
+from noloco_node.data.samples import Samples
 from noloco_node.model.stage import build_stage
-from noloco_node.replica import Replica, Samples
+from noloco_node.replica import Replica
 from noloco_node.swarm.dht_directory import join_directory
 from noloco_node.swarm.directory import Directory
 from noloco_node.swarm.identity import load_or_create_identity

@@ -16,7 +16,7 @@ class NodeSettings(Settings):
     """Settings of one daemon."""
 
     run_folder: Path = Path("runs/node")
-    """Where events, final weights and the identity go."""
+    """Where events, checkpoints, final weights and the identity go; a node started there again goes on."""
     identity: Path | None = None
     """Private key file; `run_folder/identity.key`, created when missing, where not set."""
     stage: int | Literal["auto"] = "auto"
@@ -47,6 +47,12 @@ class NodeSettings(Settings):
     """Time that p2pd has to start; slow disks and busy machines need it."""
     drain_seconds: PositiveFloat = 5.0
     """After SIGINT or SIGTERM: time to finish what is under way."""
+    checkpoint_rounds: Positive = 5
+    """Outer rounds between two checkpoints of this node's state, in `run_folder/checkpoints`."""
+    checkpoint_seconds: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 60.0
+    """Least time between two checkpoints, however quick the rounds are."""
+    checkpoints_kept: Annotated[int, Field(gt=0, le=1000)] = 2
+    """Checkpoints that stay on the disk; each takes 24 bytes for every weight of the stage."""
     seed: int = 0
     """Seed of this node's random choices (routes, partners), mixed with its peer id."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

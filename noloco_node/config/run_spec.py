@@ -121,9 +121,9 @@ class OuterSpec(Settings):
     """Pull to the group's mean; 1 - alpha where not set."""
     momentum: Literal["averaged", "local"] = "averaged"
     """`averaged`: the momentum is averaged over the group at no cost in bytes; `local`: the published rule."""
-    codec: Literal["fp32", "fp16", "bf16", "int8", "int4", "dct"] = "int8"
-    """How the exchanged tensor travels: rounded; as codes modulo 2^8 or 2^4 of the difference to the partner; or only
-    its own motion's largest DCT coefficients and a sixteenth of the rest."""
+    codec: Literal["fp32", "fp16", "bf16", "int8", "int4", "dct", "sign"] = "int8"
+    """How the exchanged tensor travels: rounded; as codes modulo 2^8 or 2^4 of the difference to the partner; or of its
+    own motion only the largest DCT coefficients, or only the signs, and a sixteenth of the rest."""
     fragments: Annotated[int, Field(gt=0, le=1024)] = 1
     """F: parts of a stage's weights that are exchanged one at a time, each once in H inner steps; a peak of the traffic
     carries 1/F of the weights."""
@@ -133,7 +133,7 @@ class OuterSpec(Settings):
     clip_multiple: PositiveFloat = 3.0
     """The difference to a partner is clipped at this multiple of the median of recent differences."""
     gauge_coordinates: Annotated[int, Field(ge=256, le=1 << 20)] = 1 << 16
-    """Weights sampled in each exchange for the spread across replicas (never more than 1/64 of what is exchanged)."""
+    """Weights sampled in each exchange for the spread across replicas (never more than 1/512 of what is exchanged)."""
 
     @property
     def effective_gamma(self) -> float:

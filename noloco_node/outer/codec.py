@@ -10,7 +10,7 @@ itself.
 must fit (the idea of Moniqua, arXiv 2002.11787, and of lattice coding, arXiv 2002.09268). The error therefore scales
 with the spread across replicas and not with the weights, and one phase is enough. Each block of 1024 values is rotated
 first (`rotation.py`), so that a difference is spread evenly over it, and its step comes from a sketch: 8 of the rotated
-values, exchanged exactly beforehand. `dct` sends only the largest part of the difference (`decoupled.py`).
+values, exchanged exactly beforehand. `dct` and `sign` send only a small part of the motion (`decoupled.py`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from noloco_node.outer.modulo_codes import (
     sketch_of,
     within_block,
 )
+from noloco_node.outer.motion import Motion, Signs, Waves
 from noloco_node.outer.rotation import BLOCK
 
-CodecName = Literal["fp32", "fp16", "bf16", "int8", "int4", "dct"]
+CodecName = Literal["fp32", "fp16", "bf16", "int8", "int4", "dct", "sign"]
 
 __all__ = ["BLOCK", "CODECS", "Codec", "CodecName", "Coding"]
 
@@ -60,15 +61,21 @@ class Coding(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """A codec's figures: the dtype on the wire and how many bits a value takes."""
+    """A codec's figures: the dtype on the wire and how many bits a value takes (of a decoupled codec: where it crosses
+    whole)."""
 
     name: CodecName
     wire_dtype: torch.dtype
     bits: int
     range_in_deviations: float = 0.0
     """Modulo codes: the largest difference that fits, as a multiple of the block's root mean square difference."""
-    decoupled: bool = False
-    """Whether most of the pull stays away and the rest of s travels as its largest DCT coefficients."""
+    motion_bytes: int = 0
+    """Bytes for a block's motion, of codecs by which most of the pull stays away (`decoupled.py`)."""
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether most of the pull stays away and the rest of s travels as its motion."""
+        return self.motion_bytes > 0
 
     @property
     def modulo(self) -> bool:
@@ -84,8 +91,12 @@ class Codec:
         """Elements of the wire's tensor for `count` values. Modulo codes are of whole blocks."""
         blocks = math.ceil(count / BLOCK)
         if self.decoupled:
-            return decoupled_bytes(blocks)
+            return decoupled_bytes(blocks, self.bits, self.motion_bytes)
         return blocks * BLOCK * self.bits // 8 if self.modulo else count
+
+    def values_within(self, chunk_bytes: int) -> int:
+        """Values of a chunk of at most so many bytes: whole granules, and at least one."""
+        return max(1, chunk_bytes // (self.wire_elements(self.granule) * self.wire_dtype.itemsize)) * self.granule
 
     def sketch_elements(self, count: int) -> int:
         """Elements of the sketch of `count` values that begin at a block."""
@@ -108,7 +119,8 @@ class Codec:
         `sketches` are those of all members, in any order (empty for codecs that are not modulo).
         """
         if self.decoupled:
-            return DecoupledCodes(self.range_in_deviations, exchange, sketches, start, end)
+            motion: Motion = Waves() if self.name == "dct" else Signs(exchange)
+            return DecoupledCodes(self.bits, self.range_in_deviations, motion, exchange, sketches, start, end)
         if self.modulo:
             return ModuloCodes(self.bits, self.range_in_deviations, exchange, sketches, start, end)
         return _Stochastic(seed_of(f"dither/{exchange}")) if self.name == "bf16" else _Rounded(self.wire_dtype)
@@ -120,7 +132,8 @@ CODECS: dict[CodecName, Codec] = {
     "bf16": Codec("bf16", torch.bfloat16, 16),
     "int8": Codec("int8", torch.uint8, 8, range_in_deviations=10.0),
     "int4": Codec("int4", torch.uint8, 4, range_in_deviations=4.5),
-    "dct": Codec("dct", torch.uint8, 2, range_in_deviations=10.0, decoupled=True),
+    "dct": Codec("dct", torch.uint8, 8, range_in_deviations=10.0, motion_bytes=Waves.bytes_per_block),
+    "sign": Codec("sign", torch.uint8, 4, range_in_deviations=4.5, motion_bytes=Signs.bytes_per_block),
 }
 
 

@@ -7,13 +7,13 @@ import hashlib
 import torch
 from torch import Tensor
 
-SHARE_OF_STAGE = 64
+SHARE_OF_STAGE = 512
 
 
 def gauge_coordinates(seed: str, size: int, count: int) -> Tensor:
     """Coordinates (int64, drawn with replacement, the same for all who know `seed`) of a vector of `size` weights.
 
-    At most 1/64 of them, so that the gauge stays a small part of an exchange.
+    At most 1/512 of them, so that in fp32 the gauge stays a small part of an exchange, by signs as well.
     """
     count = max(1, min(count, size // SHARE_OF_STAGE))
     digest = hashlib.blake2b(seed.encode(), digest_size=8).digest()

@@ -67,7 +67,7 @@ class OuterReplica:
         self.whole = Part(0, slow.numel())
         self.fragments = fragments_of(slow.numel(), fragments)
         self._difference = torch.empty_like(slow)
-        self._chunk = max(1, chunk_bytes * 8 // codec.bits // codec.granule) * codec.granule
+        self._chunk = codec.values_within(chunk_bytes)
         self._part = self.whole
         self._exchange = ""
         self._coding: Coding | None = None

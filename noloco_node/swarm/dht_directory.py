@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -12,9 +13,11 @@ from hivemind.dht.protocol import ValidationError  # pyright: ignore[reportMissi
 from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.utils.timed_storage import get_dht_time  # pyright: ignore[reportMissingTypeStubs]
 
+from noloco_node.aio import cancel_and_wait
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord
 from noloco_node.swarm.identity import Identity
+from noloco_node.swarm.lost_peers import LostPeers
 from noloco_node.swarm.p2p_daemon import PrivateP2P
 from noloco_node.swarm.peer_addresses import peers_unreachable
 from noloco_node.swarm.record_validator import RecordValidator, sign_record, stage_key
@@ -43,6 +46,8 @@ class DhtDirectory:
         self._keys = keys
         self._last_expiry: dict[int, float] = {}
         self._view = DirectoryView(tuple({} for _ in keys))
+        self._lost = LostPeers(identity.peer_id, random.Random())
+        self._seeking: asyncio.Task[None] | None = None
 
     @property
     def view(self) -> DirectoryView:
@@ -73,9 +78,11 @@ class DhtDirectory:
         sees only some of the records, loses nobody."""
         found = await asyncio.gather(*(self._look_up(key) for key in self._keys))
         now = self.now()
-        self._view = DirectoryView(
-            tuple(_merge(old, new, now) for old, new in zip(self._view.stages, found, strict=True))
-        )
+        view = DirectoryView(tuple(_merge(old, new, now) for old, new in zip(self._view.stages, found, strict=True)))
+        self._lost.seen(self._view, view, now)
+        self._view = view
+        if self._seeking is None or self._seeking.done():
+            self._seeking = asyncio.create_task(self._seek_a_lost_peer(), name="seek a lost peer")
         return self._view
 
     def neighbours(self) -> list[PeerId]:
@@ -93,11 +100,23 @@ class DhtDirectory:
 
     async def close(self) -> None:
         """Stop serving the DHT. The p2pd it runs on stays."""
+        if self._seeking is not None:
+            await cancel_and_wait((self._seeking,))
         try:
             async with asyncio.timeout(STORE_SECONDS):
                 await self._node.shutdown()
         except (TimeoutError, OSError):
             logger.debug("the DHT did not shut down in order")
+
+    async def _seek_a_lost_peer(self) -> None:
+        """Ask for one that vanished: hivemind drops from its routes whoever fails to answer, and never asks again."""
+        peer = self._lost.due(self.now())
+        if peer is None:
+            return
+        peer_id: Any = PeerID.from_base58(peer)
+        if await self._node.protocol.call_ping(peer_id) is not None:
+            self._node.blacklist.register_success(peer_id)
+            logger.info("%s, which had vanished, answers again", peer)
 
     async def _look_up(self, key: str) -> dict[PeerId, LiveRecord]:
         try:

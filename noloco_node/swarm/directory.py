@@ -64,6 +64,11 @@ class DirectoryView:
             rows[peer].record for peer in sorted(rows) if rows[peer].expires > now and rows[peer].record.state in wanted
         )
 
+    def without(self, peer: PeerId) -> DirectoryView:
+        """The same without one peer: a node that comes back finds its former life's record still there, and must not
+        take itself for somebody else."""
+        return DirectoryView(tuple({p: row for p, row in rows.items() if p != peer} for rows in self.stages))
+
 
 class Directory(Protocol):
     """Where nodes find each other. Implementations: `DhtDirectory`, `MemoryDirectory`."""

@@ -203,9 +203,12 @@ class Exchanger:
             while pending:
                 await self._swap_chunk(session, pending.pop())
 
+        began = time.monotonic()
+        await self._swap_chunk(session, pending.pop())
+        took, limit = time.monotonic() - began, self._spec.limits.exchange_progress_seconds
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(self._streams, len(pending))):
+                for _ in range(min(streams_for(took, limit, self._streams), len(pending))):
                     group.create_task(stripe())
         except* (Refused, TransportError, NotFinite) as failures:
             raise failures.exceptions[0] from None
@@ -443,6 +446,14 @@ class Exchanger:
         """Arithmetic of the open step, one piece after another on its own thread: what a closed session left there is
         done before the next session clears the buffers."""
         return await asyncio.get_running_loop().run_in_executor(self._arithmetic, work)
+
+
+def streams_for(chunk_seconds: float, limit: float, most: int) -> int:
+    """Chunks to have in flight, 1 to `most`, where the first one alone took `chunk_seconds`.
+
+    On a slow link they share its bandwidth, and each must be there within `limit` seconds: half of that is used.
+    """
+    return max(1, min(most, int(limit / 2 / max(chunk_seconds, 1e-3))))
 
 
 def _opening(session: Session, snapshot: Snapshot, tensors: tuple[Tensor, ...]) -> Message:

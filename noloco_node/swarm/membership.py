@@ -57,6 +57,11 @@ class Membership:
         """Live records of a stage, this node's own included if it has been read back."""
         return self._directory.view.live(stage, self._directory.now(), *states)
 
+    def others(self, *states: PeerState) -> list[PeerRecord]:
+        """Live records of all stages without this node's own, which its former life may have left there."""
+        records = [record for stage in range(self._stages) for record in self.live(stage, *states)]
+        return [record for record in records if record.peer_id != self._own]
+
     def fellows(self, *states: PeerState) -> list[PeerId]:
         """Live peers of the own stage, without this one."""
         return [PeerId(r.peer_id) for r in self.live(self._stage, *states) if r.peer_id != self._own]
@@ -65,7 +70,7 @@ class Membership:
         """Live peers that microbatches may be sent to; none on the last stage."""
         if self._stage + 1 >= self._stages:
             return []
-        return [PeerId(r.peer_id) for r in self.live(self._stage + 1, *SERVING)]
+        return [PeerId(r.peer_id) for r in self.live(self._stage + 1, *SERVING) if r.peer_id != self._own]
 
     def own_rank(self) -> int:
         """This peer's place among the live replicas of its stage, by peer id."""

@@ -95,7 +95,7 @@ def decide(state: PairingState, window: Window, *, now: float, rng: random.Rando
 
 def retry_delay(step_seconds: float, rng: random.Random) -> float:
     """Seconds until the next dial after a refusal: a jittered part of an inner step, within [0.02, 5]."""
-    return min(5.0, max(0.02, step_seconds * rng.uniform(0.1, 0.6)))
+    return min(5.0, max(0.02, step_seconds * rng.uniform(0.05, 0.3)))
 
 
 def answer_proposal(

@@ -13,7 +13,7 @@ import random
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -188,7 +188,8 @@ class PipelineServer:
         self._downstream = downstream
         self._ledger = ledger
         self._pending = 0
-        self._under_way: set[str] = set()
+        self._under_way: dict[str, asyncio.Task[object] | None] = {}
+        self._handed_back: set[str] = set()
         self._trained: OrderedDict[str, None] = OrderedDict()
         self._answers: OrderedDict[str, Message] = OrderedDict()
         self._kept_bytes = 0
@@ -222,16 +223,30 @@ class PipelineServer:
             return known
         self._refuse_when_full()  # others may have come while the body was on its way
         self._pending += 1
-        self._under_way.add(header.id)
+        self._under_way[header.id] = task = asyncio.current_task()
         try:
             answer = await self._carry_through(header, *message.tensors)
+        except asyncio.CancelledError:
+            if header.id not in self._handed_back or task is None:
+                raise
+            task.uncancel()
+            raise Refused(Refusal.DRAINING) from None
         finally:
             self._pending -= 1
-            self._under_way.discard(header.id)
+            del self._under_way[header.id]
+            self._handed_back.discard(header.id)
         if header.mode == "train":
             self._keep_answer(header.id, answer)
             self._ledger.served += 1
         return answer
+
+    def hand_back(self) -> None:
+        """Refuse what is under way here and not trained yet, as `draining`: its senders try others at once, and count
+        it as no failure. What is being trained comes to its end."""
+        for microbatch, task in self._under_way.items():
+            if microbatch not in self._trained and task is not None:
+                self._handed_back.add(microbatch)
+                task.cancel()
 
     def _refuse_when_full(self) -> None:
         if self._pending >= self._max_pending:
@@ -315,7 +330,7 @@ def _size(message: Message) -> int:
     return sum(tensor.nbytes for tensor in message.tensors)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sample:
     """Windows that make one microbatch, and how often they were put back."""
 
@@ -348,17 +363,26 @@ class Origin:
         self._load = load
         self._rng = rng
         self._waiting: deque[Sample] = deque()
-        self._under_way = 0
+        self._under_way: dict[Sample, None] = {}
 
     @property
     def under_way(self) -> int:
         """Samples being carried through now."""
-        return self._under_way
+        return len(self._under_way)
 
     @property
     def held(self) -> int:
         """Samples drawn and neither trained nor dropped."""
-        return len(self._waiting) + self._under_way
+        return len(self._waiting) + len(self._under_way)
+
+    @property
+    def held_samples(self) -> list[Sample]:
+        """Those samples, in the order in which they are to be trained."""
+        return [*self._under_way, *self._waiting]
+
+    def take_back(self, samples: Iterable[Sample]) -> None:
+        """Hold these samples, drawn in an earlier life of this node; they go before new ones."""
+        self._waiting.extend(samples)
 
     async def run(self, in_flight: int, training_goes_on: Callable[[], bool]) -> None:
         """Keep `in_flight` microbatches under way until `training_goes_on()` is false, then finish those under way."""
@@ -382,23 +406,23 @@ class Origin:
         True where it was trained.
         """
         sample = self._waiting.popleft() if self._waiting else self._draw_new()
-        self._under_way += 1
+        self._under_way[sample] = None
         try:
             await self._carry_through(sample)
         except HopFailed as failure:
-            self._under_way -= 1
+            del self._under_way[sample]
             self._put_back(sample, failure)
             return False
         except MicrobatchNotFinite as error:
-            self._under_way -= 1
+            del self._under_way[sample]
             self._put_back(sample, HopFailed(Refusal.NOT_FINITE, str(error), reached=True))
             return False
         except asyncio.CancelledError:
-            self._under_way -= 1
+            del self._under_way[sample]
             self._waiting.appendleft(sample)
             raise
         else:
-            self._under_way -= 1
+            del self._under_way[sample]
             self._ledger.trained += 1
             return True
 

@@ -69,6 +69,7 @@ class SwarmView:
         self.histories[name].observe(event)
         match event:
             case NodeStarted():
+                self.gone.discard(name)
                 self._names[event.peer_id] = name
                 self.note(f"{name} is up (…{event.peer_id[-6:]})", event.time)
             case OuterStep(kind="paired", role="dialler"):

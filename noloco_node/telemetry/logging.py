@@ -21,6 +21,8 @@ class NodeLog:
         self.round = 0
         self._up_since = 0.0
         self._firsts: set[str] = set()
+        self._known: int | None = 0
+        """Microbatches of earlier lives; None until the first account of this one."""
 
     @property
     def label(self) -> str:
@@ -44,8 +46,10 @@ class NodeLog:
         """Say once that the first microbatch is done, and once that the first outer round is: now it really trains."""
         match event:
             case NodeStarted():
-                self._up_since = event.time
-            case Account(trained=trained, served=served) if trained or served:
+                self._up_since, self._known = event.time, None if event.resumed else 0
+            case Account() if self._known is None:
+                self._known = event.trained + event.served
+            case Account() if event.trained + event.served > (self._known or 0):
                 self._say_first("microbatch", event.time)
             case InnerStep():
                 self._say_first("microbatch", event.time)
@@ -113,7 +117,11 @@ class _Formatter(logging.Formatter):
 
 
 def _started(event: NodeStarted) -> str:
-    origin = "weights from the run's seed" if event.origin == "seed" else "weights copied from a fellow"
+    origin = {
+        "seed": "weights from the run's seed",
+        "peer": "weights copied from a fellow",
+        "checkpoint": "weights from its own checkpoint",
+    }[event.origin]
     lines = [
         f"node {event.peer_id} is up: run {event.run_name} ({event.run_id}), stage {event.stage} of {event.stages}, "
         f"{event.parameters:,} parameters, {origin}"

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import re
 from collections.abc import Mapping
-from threading import Thread
+from threading import Thread, active_count
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Info, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector, start_http_server
 
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, NodeStarted, NodeStopped, OuterStep
+from noloco_node.telemetry.events import (
+    Account,
+    AnyEvent,
+    CheckpointTaken,
+    Evaluation,
+    InnerStep,
+    NodeStarted,
+    NodeStopped,
+    OuterStep,
+)
 
 MICROBATCH_OUTCOMES = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
 """Counts of `Account` that only ever rise."""
@@ -33,6 +43,7 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=True)
         self._server: tuple[_Server, Thread] | None = None
         self._last = _Totals()
+        self._resumed = False
         self._speed = _Speed()
         self._info = Info("noloco_node", "Version, stage and run of this node", registry=self.registry)
         self._up = self._gauge("noloco_up", "1 from the start until the node ends in order")
@@ -40,6 +51,11 @@ class Metrics:
         self._training_metrics()
         self._outer_metrics()
         self._traffic_metrics()
+        self._checkpoints = self._counter("noloco_checkpoints_total", "Checkpoints by outcome", "outcome")
+        self._checkpoint_held = self._counter(
+            "noloco_checkpoint_held_seconds_total", "Time checkpoints held the compute thread"
+        )
+        self._checkpoint_time = self._gauge("noloco_checkpoint_seconds_since_1970", "When the last one was written")
 
     def _training_metrics(self) -> None:
         self._inner_steps = self._counter("noloco_inner_steps_total", "Inner steps taken")
@@ -83,6 +99,7 @@ class Metrics:
             case NodeStarted():
                 self._up.set(1)
                 self._parameters.set(event.parameters)
+                self._resumed = event.resumed
                 self._info.info({"version": event.version, "stage": str(event.stage), "run_id": event.run_id})
             case InnerStep():
                 self._inner_step(event)
@@ -92,6 +109,8 @@ class Metrics:
                 self._validation_loss.set(event.loss)
             case Account():
                 self._account(event)
+            case CheckpointTaken():
+                self._checkpoint(event)
             case NodeStopped():
                 self._up.set(0)
 
@@ -116,6 +135,13 @@ class Metrics:
             ) from None
         self._server = server, thread
         return f"{host}:{server.server_port}"
+
+    def watch_process(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Count, whenever asked, the tasks of this loop, and threads, memory and open files of this process: what leaks
+        shows there. Once."""
+        ProcessCollector(registry=self.registry)
+        self._gauge("noloco_tasks", "Tasks of the event loop").set_function(lambda: len(asyncio.all_tasks(loop)))
+        self._gauge("noloco_threads", "Python threads of this process").set_function(active_count)
 
     def stop(self) -> None:
         """Close the port and end its thread; nothing where `serve` was not called."""
@@ -158,6 +184,10 @@ class Metrics:
         for stage, count in enumerate(event.nodes_per_stage):
             self._live.labels(str(stage)).set(count)
         rise = self._last.rise
+        if self._resumed:  # what the books held at the start was counted in an earlier life
+            self._resumed = False
+            for outcome in MICROBATCH_OUTCOMES:
+                rise("microbatches", outcome, getattr(event, outcome))
         self._busy.inc(rise("busy", "", event.busy_seconds))
         for outcome in MICROBATCH_OUTCOMES:
             self._microbatches.labels(outcome).inc(rise("microbatches", outcome, getattr(event, outcome)))
@@ -165,6 +195,12 @@ class Metrics:
             self._refusals.labels(_bounded(reason)).inc(rise("refused", reason, count))
         for direction, counts in (("sent", event.bytes_sent), ("received", event.bytes_received)):
             self._traffic(direction, counts)
+
+    def _checkpoint(self, event: CheckpointTaken) -> None:
+        self._checkpoints.labels("failed" if event.error else "written").inc()
+        self._checkpoint_held.inc(event.held_seconds)
+        if not event.error:
+            self._checkpoint_time.set(event.time)
 
     def _traffic(self, direction: str, counts: Mapping[str, int]) -> None:
         for kind, count in counts.items():

@@ -24,8 +24,8 @@ from noloco_node.swarm.transport import PeerId
 from noloco_node.training.progress import Progress
 from noloco_node.virtual.stacked import StackedStage
 
-DIALS_A_TICK = 3
-"""Tries to find a partner in one tick: a daemon pauses for 0.1 to 0.6 of an inner step after a refusal."""
+DIALS_A_TICK = 6
+"""Tries to find a partner in one tick: a daemon pauses for 0.05 to 0.3 of an inner step after a refusal."""
 
 
 @dataclass(slots=True)

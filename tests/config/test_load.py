@@ -74,7 +74,7 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
         (["xyzzy=1"], ["xyzzy", "known here: run, node, local_swarm"]),
         (["run.inner.learning_rate=-1"], ["run.inner.learning_rate", "-1", "greater than 0"]),
         (["run.inner.beta1=fast"], ["run.inner.beta1", "'fast'", "valid number"]),
-        (["run.outer.codec=int7"], ["run.outer.codec", "'int7'", "'int8', 'int4' or 'dct'"]),
+        (["run.outer.codec=int7"], ["run.outer.codec", "'int7'", "'int8', 'int4', 'dct' or 'sign'"]),
         (["run.outer.fragments=51"], ["outer.fragments (51)", "outer.inner_steps (10)"]),
         (["run.outer.fragments=0"], ["run.outer.fragments", "greater than 0"]),
         (["run.outer.gamma=2.5"], ["outer.gamma (2.5)", "1 - alpha"]),

@@ -32,7 +32,7 @@ def replica_of(
     fragments: int = 1,
 ) -> OuterReplica:
     """A replica with copies of these weights; fast = slow and no momentum where they are not given."""
-    chunk_bytes = chunk_blocks * BLOCK * CODECS[codec].bits // 8  # `dct` makes it 16 blocks
+    chunk_bytes = chunk_blocks * BLOCK * CODECS[codec].bits // 8  # `dct` and `sign` make it 16 blocks
     replica = OuterReplica(rule, slow.clone(), codec=CODECS[codec], chunk_bytes=chunk_bytes, fragments=fragments)
     replica.snapshot.copy_(slow if fast is None else fast)
     if momentum is not None:

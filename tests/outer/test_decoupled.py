@@ -1,4 +1,4 @@
-"""The dct codec: what crosses, what stays, and that nothing is lost."""
+"""The codecs that send of the motion only a part: what crosses, what stays, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from noloco_node.outer.codec import BLOCK, CODECS
-from noloco_node.outer.decoupled import GROUP, dct_matrix, decoupled_bytes
+from noloco_node.outer.codec import BLOCK, CODECS, CodecName
+from noloco_node.outer.decoupled import GROUP, decoupled_bytes
+from noloco_node.outer.motion import Signs, dct_matrix
 from noloco_node.outer.replica import OuterReplica
 from noloco_node.outer.update import OuterRule
 from tests.outer.groups import meet, replica_of, replicas, step, vectors
 
 RULE = OuterRule(0.5, 0.5, 0.5, "averaged")
+BOTH: list[CodecName] = ["dct", "sign"]
 SIZE = 2 * GROUP * BLOCK + 5 * BLOCK + 77
 
 
@@ -32,10 +34,13 @@ def test_the_transform_is_orthonormal() -> None:
     assert float(constant[1:].abs().max()) < 1e-6
 
 
-@given(size=st.integers(1, 3 * GROUP * BLOCK), seed=st.integers(0, 99))
-def test_both_sides_find_the_same_difference_and_bytes_are_as_promised(size: int, seed: int) -> None:
-    """Antisymmetric bit by bit for every length, in fewer than 1/16 of the bytes of fp32 where it is long enough."""
-    codec, name = CODECS["dct"], str(seed)
+@given(size=st.integers(1, 3 * GROUP * BLOCK), seed=st.integers(0, 99), codec_name=st.sampled_from(BOTH))
+def test_both_sides_find_the_same_difference_and_bytes_are_as_promised(
+    size: int, seed: int, codec_name: CodecName
+) -> None:
+    """Antisymmetric bit by bit for every length, in fewer than 1/16 of the bytes of fp32 where it is long enough (a
+    sign 1/25)."""
+    codec, name = CODECS[codec_name], str(seed)
     pair, pulls = vectors(2, torch.float32, seed, size), vectors(2, torch.float32, seed + 1000, size)
     sketches = [codec.sketch(name, values) for values in pair]
     coding = codec.coding(name, 0, size, sketches)
@@ -45,7 +50,8 @@ def test_both_sides_find_the_same_difference_and_bytes_are_as_promised(size: int
     assert torch.equal(there, -back)
     assert wires[0].nbytes + sketches[0].nbytes == codec.wire_bytes(size)
     assert codec.wire_bytes(size) <= size / 4 + 2 * BLOCK
-    assert codec.wire_bytes(100 * GROUP * BLOCK) * 16.5 < 4 * 100 * GROUP * BLOCK
+    shorter = {"dct": 16.5, "sign": 25.0}[codec_name]
+    assert codec.wire_bytes(100 * GROUP * BLOCK) * shorter < 4 * 100 * GROUP * BLOCK
 
 
 def test_the_largest_waves_cross_and_one_block_in_sixteen_crosses_whole() -> None:
@@ -72,10 +78,31 @@ def test_the_largest_waves_cross_and_one_block_in_sixteen_crosses_whole() -> Non
     assert torch.allclose(still.slow, before + change, atol=1e-6)
 
 
-def test_nothing_waits_and_nothing_is_lost() -> None:
+@pytest.mark.parametrize("kind", ["gaussian", "one large value", "equal"])
+def test_a_sign_and_a_scale_hold_most_of_a_motion_whatever_it_is_like(kind: str) -> None:
+    """2/π of a Gaussian block's energy, after the rotation of most blocks': what has not crossed is 1 − 2/π of it. What
+    is given back is a sign times one scale, and the nearest such to the motion."""
+    rows = torch.randn(50, BLOCK, generator=torch.Generator().manual_seed(5)) * 1e-3
+    if kind == "one large value":
+        rows[:, 7] = 1.0
+    elif kind == "equal":
+        rows[:] = 2.5
+    motion = Signs("e")
+    crossed = motion.decode(motion.encode(rows))
+    left = (rows - crossed).square().sum(1) / rows.square().sum(1)
+    assert motion.encode(rows).shape == (50, Signs.bytes_per_block)
+    if kind == "gaussian":
+        assert float(left.mean()) == pytest.approx(1 - 2 / torch.pi, abs=0.01)
+    assert float(left.max()) < 0.45 if kind == "gaussian" else float(left.max()) < 1.0
+    for shorter in (0.9, 1.1):  # no other scale would leave less
+        assert bool(((rows - shorter * crossed).square().sum(1) > (rows - crossed).square().sum(1)).all())
+
+
+@pytest.mark.parametrize("codec", BOTH)
+def test_nothing_waits_and_nothing_is_lost(codec: CodecName) -> None:
     """A constant and different Δ in each of four replicas: the mean over replicas moves by all of it in every round, as
     without a codec, and the spread stays bounded."""
-    group = [replica_of(RULE, vectors(1, size=SIZE)[0], codec="dct") for _ in range(4)]
+    group = [replica_of(RULE, vectors(1, size=SIZE)[0], codec=codec) for _ in range(4)]
     learnt = [0.01 * x for x in vectors(4, torch.float64, 77, SIZE)]
     start = torch.stack([r.slow for r in group]).mean(0)
     generator = torch.Generator().manual_seed(3)
@@ -96,9 +123,10 @@ def test_nothing_waits_and_nothing_is_lost() -> None:
     assert late[-1] < 1.4 * late[50]
 
 
-def test_the_spread_shrinks_by_the_window_alone() -> None:
+@pytest.mark.parametrize("codec", BOTH)
+def test_the_spread_shrinks_by_the_window_alone(codec: CodecName) -> None:
     """No progress, only different φ: halved where the window was, so a sixteenth of the variance goes each round."""
-    group = replicas(8, OuterRule(0.0, 0.0, 1.0, "averaged"), "dct", size=SIZE)
+    group = replicas(8, OuterRule(0.0, 0.0, 1.0, "averaged"), codec, size=SIZE)
     for replica in group:
         replica.snapshot.copy_(replica.slow)
     before, generator = spread(group), torch.Generator().manual_seed(2)
@@ -110,10 +138,11 @@ def test_the_spread_shrinks_by_the_window_alone() -> None:
     assert (spread(group) / before) ** 2 == pytest.approx(expected, rel=0.35)
 
 
-def test_cutting_into_chunks_of_whole_groups_changes_nothing() -> None:
+@pytest.mark.parametrize("name", BOTH)
+def test_cutting_into_chunks_of_whole_groups_changes_nothing(name: CodecName) -> None:
     """The same bits in one piece and by groups of blocks, also of a fragment that begins later; the window's blocks,
     which lie a thousandth apart, are right in every group."""
-    codec, start = CODECS["dct"], 7 * BLOCK
+    codec, start = CODECS[name], 7 * BLOCK
     own, apart = vectors(2, torch.float32, 3, SIZE)
     other = own + 1e-3 * apart
     coding = codec.coding("e", start, start + SIZE, [codec.sketch("e", own), codec.sketch("e", other)])
@@ -128,12 +157,13 @@ def test_cutting_into_chunks_of_whole_groups_changes_nothing() -> None:
 
     whole = found(3 * GROUP * BLOCK)
     assert torch.equal(found(GROUP * BLOCK), whole)
-    exact = (whole - 1e-3 * apart).abs() < 3e-4  # where only the pull differs, the other blocks find nothing
+    exact = (whole - 1e-3 * apart).abs() < 6e-4  # where only the pull differs, the other blocks find nothing
     per_block = exact[: 37 * BLOCK].view(-1, BLOCK).float().mean(1)
-    assert [int((group > 0.99).sum()) for group in per_block.split(GROUP)][:2] == [1, 1]
+    assert [int((group > 0.9).sum()) for group in per_block.split(GROUP)][:2] == [1, 1]
 
 
 def test_bytes_by_blocks() -> None:
-    """One block alone crosses whole; sixteen are one whole and fifteen sparse."""
-    assert decoupled_bytes(1) == BLOCK
-    assert decoupled_bytes(GROUP) == BLOCK + 15 * 16 * 4 * 3
+    """One block alone crosses whole; sixteen are one whole and fifteen by their motion."""
+    assert decoupled_bytes(1, 8, 192) == BLOCK
+    assert decoupled_bytes(GROUP, 8, 192) == BLOCK + 15 * 16 * 4 * 3
+    assert decoupled_bytes(GROUP, 4, 130) == BLOCK // 2 + 15 * (128 + 2)

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from noloco_node.outer.codec import BLOCK, CodecName
+from noloco_node.outer.codec import BLOCK, CODECS, CodecName
 from noloco_node.outer.replica import NotFinite, OuterReplica, fragments_of
 from noloco_node.outer.update import OuterRule
 from tests.outer.groups import SIZE, meet, replica_of, replicas, step, vectors
 
-ALL: list[CodecName] = ["fp32", "fp16", "bf16", "int8", "int4", "dct"]
+ALL: list[CodecName] = ["fp32", "fp16", "bf16", "int8", "int4", "dct", "sign"]
 RULE = OuterRule(0.5, 0.7, 0.5, "averaged")
 
 
@@ -70,7 +70,7 @@ def test_the_spread_shrinks_over_rounds(codec: CodecName) -> None:
         replica.snapshot.copy_(replica.slow)
     start = float(torch.stack([r.slow for r in group]).std(0).mean())
     generator = torch.Generator().manual_seed(1)
-    for round_ in range(150 if codec == "dct" else 20):
+    for round_ in range(150 if CODECS[codec].decoupled else 20):
         order = torch.randperm(8, generator=generator).tolist()
         for a, b in zip(order[::2], order[1::2], strict=True):
             step([group[a], group[b]], exchange=f"{round_}/{a}")
@@ -136,7 +136,7 @@ def test_a_chunk_that_is_not_finite_is_refused(bad: float) -> None:
     assert left.difference_norm() == 0.0
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "dct"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "dct", "sign"])
 @pytest.mark.parametrize("claim", ["nan", "inf", "huge", "large", "zero", "equal", "tiny"])
 def test_no_sketch_and_no_codes_bring_a_replica_down(codec: CodecName, claim: str) -> None:
     """Whatever a partner claims, with random codes behind it: refused as not finite, or a finite step."""
@@ -159,7 +159,7 @@ def test_no_sketch_and_no_codes_bring_a_replica_down(codec: CodecName, claim: st
         scale = 1.0 / max(1.0, left.difference_norm())
         left.commit(scale)
     except NotFinite:
-        assert claim == "huge" or codec == "dct"  # random bytes hold a NaN among its bf16
+        assert claim == "huge" or CODECS[codec].decoupled  # random bytes hold a NaN among their bf16
         assert equal(state(left), before)
     assert all(bool(torch.isfinite(x).all()) for x in state(left))
     assert float((left.slow - before[0]).norm()) < 1.0 + float((0.5 * before[1]).norm() + 7.0)
@@ -208,7 +208,7 @@ def test_a_fragments_step_leaves_the_rest_alone_and_all_together_are_a_whole_ste
                 assert torch.equal(now[part.end :], then[part.end :])
                 assert not torch.equal(now[part.slice], then[part.slice])
     step(whole)
-    closeness = {"fp32": 1e-6, "fp16": 3e-3, "bf16": 0.03, "int8": 0.3, "int4": 3.0, "dct": 6.0}[codec]
+    closeness = {"fp32": 1e-6, "fp16": 3e-3, "bf16": 0.03, "int8": 0.3, "int4": 3.0, "dct": 6.0, "sign": 6.0}[codec]
     for replica, twin in zip(group, whole, strict=True):
         assert float((replica.slow - twin.slow).abs().max()) < closeness
 

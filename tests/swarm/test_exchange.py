@@ -143,14 +143,14 @@ async def test_a_lost_answer_costs_one_more_request_and_adds_nothing_twice() -> 
         torch.testing.assert_close((after[0]["slow"] + after[1]["slow"]) / 2, expected, atol=1e-6, rtol=0)
 
 
-CODEC_ERROR = {"fp32": 1e-6, "fp16": 0.1, "bf16": 0.6, "int8": 0.1, "int4": 0.7, "dct": 1.0}
+CODEC_ERROR = {"fp32": 1e-6, "fp16": 0.1, "bf16": 0.6, "int8": 0.1, "int4": 0.7, "dct": 1.0, "sign": 1.0}
 """Norm of what a codec adds to a replica's mean, as a share of half the difference."""
 
 
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("codec", CODEC_ERROR)
 async def test_an_exchange_by_any_codec_is_the_textbook_step_and_keeps_the_mean(
-    codec: Literal["fp32", "fp16", "bf16", "int8", "int4", "dct"], fragments: int
+    codec: Literal["fp32", "fp16", "bf16", "int8", "int4", "dct", "sign"], fragments: int
 ) -> None:
     """Of a fragment, with uneven work: each side within the codec's error of the rule with token weights; the mean over
     both to fp32 rounding; outside the fragment φ, δ and θ bitwise as they were."""
@@ -402,3 +402,14 @@ async def test_no_exchange_opens_while_a_state_is_taken_over_and_none_is_disturb
         assert right.exchanger.engaged
         right.exchanger.catching_up = False
         assert await left.exchanger.dial(peer_name(0, 1))
+
+
+def test_on_a_slow_link_chunks_go_one_by_one() -> None:
+    """Each must arrive within the deadline, so they must not share too little bandwidth; on a quick link all streams
+    are used."""
+    assert exchange.streams_for(0.02, 20.0, 4) == 4
+    assert exchange.streams_for(3.0, 20.0, 4) == 3
+    assert exchange.streams_for(16.0, 20.0, 4) == exchange.streams_for(1000.0, 20.0, 4) == 1
+    assert exchange.streams_for(0.0, 20.0, 64) == 64
+    for seconds in (0.1, 1.0, 2.5, 4.0, 9.9):
+        assert exchange.streams_for(seconds, 20.0, 64) * seconds <= 10.0, "together they take half the deadline"
