@@ -19,6 +19,17 @@ from typing import TYPE_CHECKING, NoReturn
 
 from noloco_node import __version__
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
+from noloco_node.node_options import (
+    DOCTOR_HELP,
+    SEED_HELP,
+    doctor_arguments,
+    doctor_settings,
+    node_arguments,
+    node_overrides,
+    seed_arguments,
+    seed_settings,
+    set_argument,
+)
 
 if TYPE_CHECKING:
     from noloco_node.config.load import Config
@@ -54,7 +65,8 @@ example:
 JOIN_HELP = """\
 Join a run with nothing but the address of one of its nodes. The run's settings come from that node and are shown; then
 this node takes a stage, copies a fellow's weights if the run is under way, and trains as with `run`. Several addresses
-are tried together. Ctrl-C leaves in order; the same command goes on from this node's last checkpoint.
+are tried together. Without any, or when none answers, the peers seen before are tried: they are kept in the run folder.
+Ctrl-C leaves in order; the same command goes on from this node's last checkpoint.
 
 example:
   noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm...
@@ -178,16 +190,22 @@ def parser() -> argparse.ArgumentParser:
     run = _command(commands, "run", "run one node: start a swarm, or join one", RUN_HELP)
     _config_arguments(run)
     run.add_argument("--initial-peers", metavar="ADDR", nargs="+", help="nodes to join (default: start a new swarm)")
-    _node_arguments(run)
+    node_arguments(run)
     run.set_defaults(call=_run)
     join = _command(commands, "join", "join a run with the address of one of its nodes", JOIN_HELP)
-    join.add_argument("initial_peers", metavar="ADDRESS", nargs="+", help="address that a node of the run printed")
-    _set_argument(join, "node.device=cuda")
-    _node_arguments(join)
+    join.add_argument("initial_peers", metavar="ADDRESS", nargs="*", default=None, help="address that a node printed")
+    set_argument(join, "node.device=cuda")
+    node_arguments(join)
     join.set_defaults(call=_join)
     status = _command(commands, "status", "show what a node does and what it has contributed", STATUS_HELP)
     status.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, nargs="?", help="run folder of the node")
     status.set_defaults(call=_status)
+    seed = _command(commands, "seed", "hold a run's directory together, without a stage", SEED_HELP)
+    seed_arguments(seed)
+    seed.set_defaults(call=_seed)
+    doctor = _command(commands, "doctor", "check this machine and its network", DOCTOR_HELP)
+    doctor_arguments(doctor)
+    doctor.set_defaults(call=_doctor)
     lab = _command(commands, "lab", "compare algorithms on simulated replicas", LAB_HELP)
     _config_arguments(lab)
     lab.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the results go")
@@ -240,36 +258,7 @@ def _command(
 
 def _config_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", metavar="CONFIG", type=Path, help="YAML file, for example configs/tiny.yaml")
-    _set_argument(command, "run.inner.learning_rate=3e-3")
-
-
-def _set_argument(command: argparse.ArgumentParser, example: str) -> None:
-    help_text = f"override a setting, for example {example} (may be repeated)"
-    command.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help=help_text)
-
-
-def _node_arguments(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--stage", metavar="N|auto", help="stage to serve; auto: the one with the fewest replicas")
-    add("--run-folder", metavar="DIR", help="where events, identity and final weights go")
-    add("--host", metavar="ADDR", help="address to listen on; 0.0.0.0 to be reachable from other machines")
-    add("--port", metavar="N", help="TCP port to listen on; 0: any free one")
-    add("--announce", metavar="ADDR", nargs="+", help="addresses under which others reach this node, behind a NAT")
-    add("--metrics-port", metavar="N", help="serve Prometheus metrics on this port; 0: any free one")
-    add("--identity", metavar="FILE", help="private key of this node, made when missing")
-    add("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
-
-
-NODE_OPTIONS = ("initial_peers", "stage", "run_folder", "host", "port", "announce", "metrics_port", "identity")
-"""Options of `run` and `join` that stand for the setting of the same name in `node:`."""
-
-
-def node_overrides(options: argparse.Namespace) -> list[str]:
-    """The options of `run` and `join` as overrides, before those of --set."""
-    given = {name: getattr(options, name) for name in NODE_OPTIONS if getattr(options, name) is not None}
-    plain = {"stage", "port", "metrics_port"}
-    quoted = {name: value if name in plain else json.dumps(value, default=str) for name, value in given.items()}
-    return [f"node.{name}={value}" for name, value in quoted.items()] + list(options.set)
+    set_argument(command, "run.inner.learning_rate=3e-3")
 
 
 def _swarm(options: argparse.Namespace) -> int:
@@ -311,6 +300,34 @@ def _join(options: argparse.Namespace) -> int:
     from noloco_node.node import join_node
 
     return _exit_code(uvloop.run(join_node(config.run.data, config.node, _print_run)))
+
+
+def _seed(options: argparse.Namespace) -> int:
+    run, settings = seed_settings(options)
+    import uvloop
+
+    from noloco_node.seed import run_seed
+
+    uvloop.run(run_seed(run, settings, _print_seed))
+    return int(ExitCode.INTERRUPTED)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    settings = doctor_settings(options)
+    import uvloop
+
+    from noloco_node.checks import Outcome
+    from noloco_node.doctor import as_json, examine, lines
+
+    checks = uvloop.run(examine(settings))
+    print(json.dumps(as_json(checks), indent=2) if options.json else "\n".join(lines(checks)))
+    return int(ExitCode.CHECK_FAILED if any(c.outcome is Outcome.FAIL for c in checks) else ExitCode.OK)
+
+
+def _print_seed(run: RunSpec | None, addresses: list[str]) -> None:
+    print("seed of any run is up" if run is None else f"seed of run {run.name} ({run.run_id}) is up")
+    how = "name it with: --initial-peers" if run is None else "join with: noloco-node join"
+    print("\n".join(f"  others {how} {address}" for address in addresses), flush=True)
 
 
 def _exit_code(stopped: NodeStopped) -> int:

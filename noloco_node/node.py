@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import random
 import signal
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from pathlib import Path
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from typing import Literal
 
 import torch
 from rich.console import Console
 
-from noloco_node import __version__
+from noloco_node import __version__, start_checks
 from noloco_node.checkpointing import CheckpointKeeper
 from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
@@ -27,20 +25,17 @@ from noloco_node.data.walk import WindowWalk
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import Stage, build_stage
+from noloco_node.network import Agree, network
 from noloco_node.replica import Replica
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
-from noloco_node.swarm.dht_directory import join_directory
 from noloco_node.swarm.directory import Directory, DirectoryView
 from noloco_node.swarm.hello import check_same_run, serve_hello
-from noloco_node.swarm.identity import Identity, IdentityLock, load_or_create_identity
-from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.membership import choose_stage
 from noloco_node.swarm.outlook import Outlook, outlook_of
-from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
-from noloco_node.swarm.peer_addresses import parse_address
-from noloco_node.swarm.receipts import Receipts, open_receipts
+from noloco_node.swarm.p2p_daemon import PrivateP2P
+from noloco_node.swarm.receipts import open_receipts
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.swarm.transport import PeerId, Transport
 from noloco_node.telemetry.display import DownloadBar
@@ -57,9 +52,6 @@ LOOK_AGAIN_SECONDS = 0.3
 Emit = Callable[[AnyEvent], None]
 
 
-Agree = Callable[[Transport, tuple[str, ...]], Awaitable[RunSpec]]
-"""How a node and the peers at the addresses that it joined come to the same RunSpec."""
-
 Show = Callable[[RunSpec, Outlook], None]
 """Shows a run and its swarm to a person; called on a thread of its own, before anything is built."""
 
@@ -74,7 +66,7 @@ async def run_node(spec: RunSpec, settings: NodeSettings) -> NodeStopped:
         await check_same_run(transport, spec, joined)
         return spec
 
-    return await _run(agree, settings, None)
+    return await _run(agree, settings, None, spec.run_id)
 
 
 async def join_node(own: OwnData, settings: NodeSettings, show: Show) -> NodeStopped:
@@ -83,15 +75,15 @@ async def join_node(own: OwnData, settings: NodeSettings, show: Show) -> NodeSto
     async def agree(transport: Transport, joined: tuple[str, ...]) -> RunSpec:
         return await fetch_run_spec(transport, joined, own, reads_text=settings.stage in ("auto", 0))
 
-    return await _run(agree, settings, show)
+    return await _run(agree, settings, show, None)
 
 
-async def _run(agree: Agree, settings: NodeSettings, show: Show | None) -> NodeStopped:
+async def _run(agree: Agree, settings: NodeSettings, show: Show | None, run: str | None) -> NodeStopped:
     started = time.monotonic()
     folder = RunFolder.create(settings.run_folder)
     with _telemetry(folder, settings) as (emit, metrics_address), _interruptible() as interrupts:
         try:
-            stopped = await _live(agree, settings, folder, emit, metrics_address, interrupts, started, show)
+            stopped = await _live(agree, settings, folder, emit, metrics_address, interrupts, started, show, run)
         except asyncio.CancelledError:
             if not interrupts.cancelled_by_signal:
                 raise
@@ -112,19 +104,27 @@ async def _live(
     interrupts: Interrupts,
     started: float,
     show: Show | None,
+    run: str | None,
 ) -> NodeStopped:
     check_device(settings.device)
     torch.set_num_threads(settings.torch_threads)
     checkpoints = CheckpointFolder(folder.checkpoints, settings.checkpoints_kept)
-    async with _network(agree, settings, folder) as (spec, daemon, transport, directory):
+    async with network(agree, settings, folder, run=run) as net:
+        spec, settings, transport, directory = net.spec, net.settings, net.transport, net.directory
+        own = net.daemon.own_id
         saved = await asyncio.to_thread(_open_run, folder, checkpoints, spec, settings)
-        if show is not None:
-            view = await _look_around(directory, settings, daemon.own_id)
-            await asyncio.to_thread(show, spec, outlook_of(view, directory.now(), spec.inner.target_tokens))
-        stage_index = await _stage_to_serve(spec, settings, directory, daemon.own_id, saved)
-        serve_hello(transport, spec, stage_index)
+        view: DirectoryView | None = None
+        if show is not None or (settings.stage == "auto" and saved is None):
+            view = await _look_around(directory, settings, own)
+        # Before anything is shown: that takes a while, in which the records of the view grow old.
+        now = directory.now()
+        stage_index = _stage_to_serve(spec, settings, view, now, saved)
+        if show is not None and view is not None:
+            await asyncio.to_thread(show, spec, outlook_of(view, now, spec.inner.target_tokens))
+        start_checks.report(await asyncio.to_thread(start_checks.for_a_stage, spec, stage_index, folder))
+        serve_hello(transport, spec, lambda: stage_index)
         serve_spec(transport, spec)
-        stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, daemon.own_id, saved)
+        stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, own, saved)
         async with _compute_thread() as thread:
             replica = Replica(spec, settings, stage, transport, directory, thread, samples=samples, emit=emit)
             with CheckpointKeeper(replica, checkpoints, emit, settings) as keeper:
@@ -139,11 +139,11 @@ async def _live(
                     lambda: replica.worker.progress,
                 )
                 replica.serve()
-                donor = await replica.become_current(saved and saved.standing.progress.clock)
-                emit(_started_event(spec, stage, daemon, metrics_address, donor, saved))
+                donor = await net.beside(replica.become_current(saved and saved.standing.progress.clock))
+                emit(_started_event(spec, stage, net.daemon, metrics_address, donor, saved))
                 saved = None  # it holds a copy of everything
                 interrupts.graceful(replica.stop)
-                life = _run_while_p2pd_lives(replica, daemon, keeper, receipts)
+                life = net.beside(receipts.beside(replica.run()), keeper.run())
                 await run_and_save(life, lambda: _save(spec, stage, replica, folder, keeper))
             reason = "interrupted" if replica.stop.is_set() else "target_reached"
             if reason == "target_reached":
@@ -156,46 +156,6 @@ async def _live(
                 partners=replica.partners,
                 final_weights=str(folder.final.relative_to(folder.path)),
             )
-
-
-@contextlib.asynccontextmanager
-async def _network(
-    agree: Agree, settings: NodeSettings, folder: RunFolder
-) -> AsyncGenerator[tuple[RunSpec, PrivateP2P, Libp2pTransport, Directory]]:
-    """Identity, p2pd, transport, the run and its directory; all gone at the end of the block, whatever ends it."""
-    path: Path = settings.identity or folder.identity
-    with IdentityLock(path):
-        identity: Identity = load_or_create_identity(path)
-        async with running_p2p(settings, identity) as daemon:
-            if out_of_reach(settings, daemon.joined_peers):
-                logger.warning(
-                    "host is %s: other machines cannot reach this node; --host 0.0.0.0 --port N lets them",
-                    settings.host,
-                )
-            transport = Libp2pTransport(daemon, identity=identity)
-            await transport.start()
-            try:
-                spec = await agree(transport, daemon.joined_peers)
-                directory = await join_directory(daemon, identity, spec.run_id, spec.stages)
-                try:
-                    yield spec, daemon, transport, directory
-                finally:
-                    await directory.close()
-            finally:
-                await transport.close()
-
-
-def out_of_reach(settings: NodeSettings, joined: Sequence[str]) -> bool:
-    """Whether this node joined others elsewhere and listens where only its own machine reaches it."""
-    hosts = [parse_address(address).host for address in joined]
-    return not settings.announce and _is_loopback(settings.host) and not all(map(_is_loopback, hosts))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _open_run(
@@ -214,8 +174,8 @@ def _open_run(
     return checkpoints.newest(spec.run_id, None if settings.stage == "auto" else settings.stage)
 
 
-async def _stage_to_serve(
-    spec: RunSpec, settings: NodeSettings, directory: Directory, own: PeerId, saved: Checkpoint | None
+def _stage_to_serve(
+    spec: RunSpec, settings: NodeSettings, view: DirectoryView | None, now: float, saved: Checkpoint | None
 ) -> int:
     if settings.stage != "auto":
         if not 0 <= settings.stage < spec.stages:
@@ -227,8 +187,8 @@ async def _stage_to_serve(
         return settings.stage
     if saved is not None:
         return saved.standing.stage
-    view = await _look_around(directory, settings, own)
-    return choose_stage(view, spec.stages, directory.now(), random.Random())
+    assert view is not None, "who chooses has looked"
+    return choose_stage(view, spec.stages, now, random.Random())
 
 
 async def _look_around(directory: Directory, settings: NodeSettings, own: PeerId) -> DirectoryView:
@@ -269,33 +229,6 @@ def _walk(count: int, seed: int, own: PeerId, saved: Checkpoint | None) -> Windo
         except ValueError as error:
             logger.warning("the walk through the text begins anew, the text has changed: %s", error)
     return WindowWalk(count, seed, own)
-
-
-async def _run_while_p2pd_lives(
-    replica: Replica, daemon: PrivateP2P, keeper: CheckpointKeeper, receipts: Receipts
-) -> None:
-    """Run the replica, take its checkpoints and keep its contribution file. When p2pd dies under it, end with an error:
-    then nobody can be reached any more."""
-
-    async def watch() -> None:
-        status = await daemon.wait_until_dead()
-        raise UserError(
-            ExitCode.P2P_DAEMON,
-            f"p2pd died with status {status}; its last words:\n  {daemon.last_output()}",
-            "start the node again; if it happens again, look for a lack of memory or of open files",
-        )
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            watching = group.create_task(watch())
-            beside = [group.create_task(keeper.run()), group.create_task(receipts.run())]
-            await replica.run()
-            for task in beside:
-                task.cancel()
-            await receipts.finish()
-            watching.cancel()
-    except* UserError as errors:
-        raise errors.exceptions[0] from None
 
 
 async def run_and_save(run: Awaitable[None], save: Callable[[], Awaitable[None]]) -> None:

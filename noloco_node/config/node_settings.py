@@ -28,7 +28,8 @@ class NodeSettings(Settings):
     port: Port = 0
     """TCP port to listen on; 0 lets the system choose."""
     announce: tuple[str, ...] = ()
-    """Addresses under which others reach this node, where they differ from the one it listens on."""
+    """Addresses under which others reach this node, where they differ from the one it listens on: `203.0.113.7:31337`,
+    `/ip4/203.0.113.7/tcp/31337`, or a host alone, with the port that it listens on."""
     metrics_host: str = "127.0.0.1"
     metrics_port: Port | None = None
     """Port of `/metrics`; 0 lets the system choose, not set serves none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from hivemind.dht.node import DHTNode  # pyright: ignore[reportMissingTypeStubs]
@@ -32,6 +32,8 @@ RPC_SECONDS = 3.0
 MAX_LIFE_SECONDS = 3600.0
 """A record that claims to live longer than this from now is not believed: its owner could never leave."""
 SMALLEST_EXTENSION = 1e-3
+MOST_KEYS = 4096
+"""Stages of other people's runs that a seed holds the records of."""
 
 
 class DhtDirectory:
@@ -83,6 +85,19 @@ class DhtDirectory:
             self._seeking = asyncio.create_task(self._seek_a_lost_peer(), name="seek a lost peer")
         return self._view
 
+    def neighbours(self) -> list[PeerId]:
+        """Peers in the routing table of the DHT."""
+        return [PeerId(str(peer)) for peer in self._node.protocol.routing_table.peer_id_to_uid]
+
+    async def rejoin(self, peers: Iterable[PeerId]) -> int:
+        """Find back into the DHT after p2pd was started anew; how many of `peers` answered.
+
+        While it was away every look-up failed, and took the peers that it asked out of the routing table.
+        """
+        self._node.blacklist.clear()
+        pings = (self._node.protocol.call_ping(PeerID.from_base58(peer)) for peer in peers)
+        return sum(answer is not None for answer in await asyncio.gather(*pings))
+
     async def close(self) -> None:
         """Stop serving the DHT. The p2pd it runs on stays."""
         if self._seeking is not None:
@@ -121,9 +136,10 @@ class DhtDirectory:
         return rows
 
 
-async def join_directory(p2p: PrivateP2P, identity: Identity, run_id: str, stages: int) -> DhtDirectory:
+async def join_directory(p2p: PrivateP2P, identity: Identity, run_id: str | None, stages: int) -> DhtDirectory:
     """Join the DHT through the initial peers that `p2p` is connected to, or start a new one if there are none.
 
+    Where `run_id` is None this node only holds the records of whatever runs come by, and looks up none (`stages` is 0).
     Raises UserError: PEERS_UNREACHABLE where none of them answers in the DHT, CONFIG where clocks differ too much.
     """
     validator = RecordValidator(run_id, stages)
@@ -149,7 +165,9 @@ async def join_directory(p2p: PrivateP2P, identity: Identity, run_id: str, stage
         ) from None
     except (RuntimeError, TimeoutError):
         raise peers_unreachable(dict.fromkeys(peers, "connected, but it does not answer in the directory")) from None
-    keys = tuple(stage_key(run_id, stage) for stage in range(stages))
+    keys = () if run_id is None else tuple(stage_key(run_id, stage) for stage in range(stages))
+    if run_id is None:
+        node.protocol.storage.maxsize = MOST_KEYS
     return DhtDirectory(node, validator, identity, keys)
 
 

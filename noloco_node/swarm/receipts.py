@@ -10,10 +10,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from noloco_node.aio import cancel_and_wait
 from noloco_node.swarm.contribution import (
     ContributionFile,
     Entry,
@@ -93,6 +94,17 @@ class Receipts:
         """Register with the transport, and count from here."""
         self._counted = self._counts()
         self._transport.serve(METHOD, no_tensors, self._handle, max_concurrent_per_peer=1)
+
+    async def beside(self, work: Awaitable[None]) -> None:
+        """Await `work` while the file is kept, and settle a last time at its end."""
+        keeping = asyncio.create_task(self.run(), name="receipts")
+        try:
+            await work
+        finally:
+            await cancel_and_wait((keeping,))
+            if not keeping.cancelled():
+                logger.warning("the contribution file was no longer kept: %r", keeping.exception())
+            await self.finish()
 
     async def run(self) -> None:
         """Send receipts and write down the own work, once a minute."""
