@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -28,9 +28,10 @@ from noloco_node.swarm.microbatch import HopFailed, Ledger
 from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, believed_clock, decide, retry_delay
 from noloco_node.swarm.pipeline import Downstream, Origin, PipelineServer
 from noloco_node.swarm.routing import RoutingBook
+from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.state_transfer import StateDonor, StateManifest, fetch_from_any, fetch_state
-from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError
-from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep
+from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError, bytes_by_kind
+from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep, Strangers
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.pace import Pace
 from noloco_node.training.stage_trainer import StageTrainer
@@ -95,7 +96,7 @@ class Replica:
         )
         self.worker = StageWorker(spec, trainer, thread, self._inner_step_taken)
         self.membership = Membership(
-            directory,
+            ScreenedDirectory(directory, lambda peer, _: not transport.conduct.banned(peer)),
             transport.peer_id,
             self.stage,
             spec.stages,
@@ -123,6 +124,7 @@ class Replica:
         self._worst_lag = 0.0
         self._origins_seen = False
         self._last_step_taken = False
+        transport.conduct.on_ban = lambda _: self._directory_read()
 
     def _make_server(self, stage: Stage) -> PipelineServer:
         return PipelineServer(
@@ -344,7 +346,7 @@ class Replica:
         return PairingState(
             steps_since_outer=self.worker.progress.steps_since_outer,
             steps_free=self.worker.progress.steps - self.exchanger.free_since_step,
-            fellows=self.membership.fellows(*states),
+            fellows=list(self.exchanger.patience.ready(self.membership.fellows(*states), time.monotonic())),
             engaged=self.exchanger.engaged or self.membership.state is PeerState.DRAINING,
             next_try=next_try,
             last_round=last_round,
@@ -482,15 +484,13 @@ class Replica:
                 nodes_per_stage=self.membership.nodes_per_stage(),
                 loop_lag_seconds=lag,
                 busy_seconds=self._thread.busy_seconds,
+                strangers=self._strangers(),
             )
         )
 
-
-def bytes_by_kind(by_method: Mapping[str, int]) -> dict[str, int]:
-    """Traffic by what it carries instead of by method: microbatches, exchange, state, other."""
-    kinds = {"microbatch": "microbatches", "outer": "exchange", "state": "state"}
-    totals: dict[str, int] = {}
-    for method, count in by_method.items():
-        kind = kinds.get(method.split(".")[0], "other")
-        totals[kind] = totals.get(kind, 0) + count
-    return totals
+    def _strangers(self) -> Strangers:
+        conduct = self._transport.conduct
+        bounded = {"activations": self.server.out_of_scale, **self.worker.bounded}
+        return Strangers(
+            offences=dict(conduct.offences), bans=dict(conduct.bans), banned_now=conduct.banned_now, bounded=bounded
+        )

@@ -34,6 +34,7 @@ class Session:
     added: set[int] = field(default_factory=set[int])
     """Chunks whose arithmetic is done (kept by the arithmetic's thread); the commit waits for all of them."""
     committing: bool = False
+    """From here on it is carried to its end."""
     sent: int = 0
     received: int = 0
 
