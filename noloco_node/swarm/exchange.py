@@ -35,7 +35,7 @@ from noloco_node.swarm.exchange_messages import (
     Opening,
     Proposal,
 )
-from noloco_node.swarm.exchange_session import Session, abort_event, commit_event
+from noloco_node.swarm.exchange_session import Session, abort_event, commit_event, overdue, say_goodbye
 from noloco_node.swarm.microbatch import all_finite
 from noloco_node.swarm.pairing import Window, answer_proposal, believed_clock, laggard, lags
 from noloco_node.swarm.patience import Patience
@@ -58,12 +58,6 @@ from noloco_node.training.stage_worker import Commit, Snapshot, StageWorker
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-CHUNKS_PER_LIMIT = 4
-"""A dialled exchange has a quarter of the progress deadline for each chunk on average: a partner that sends one at the
-last moment every time would keep this replica engaged for hours."""
-LEAVE_SECONDS = 2.0
-"""Time to tell a partner that an exchange is over: it would find out by itself, only later."""
 
 
 class Exchanger:
@@ -168,7 +162,7 @@ class Exchanger:
             self._report_abort(session, repr(error) if not isinstance(error, Refused) else str(error))
             self._transport.conduct.judge(partner, error)
             self._close(session)
-            await self._say_goodbye(session)
+            await say_goodbye(self._transport, session)
             return False
         finally:
             self._close(session)
@@ -245,21 +239,6 @@ class Exchanger:
         await self._compute(lambda: self._worker.outer.add_chunk(index, answer.tensors[0]))
         session.sent += own.nbytes
         session.received += answer.tensors[0].nbytes
-
-    async def _say_goodbye(self, session: Session) -> None:
-        """Tell the partner that the exchange is over, so that it is free at once and not after its deadline."""
-        header = Leave(exchange=session.exchange).model_dump(mode="json")
-        try:
-            await self._transport.call(
-                session.partner,
-                LEAVE,
-                Message(header),
-                timeout=LEAVE_SECONDS,
-                progress=LEAVE_SECONDS,
-                max_answer_bytes=0,
-            )
-        except (Refused, TransportError) as error:
-            logger.debug("%s was not told that the exchange is over: %r", session.partner, error)
 
     async def _handle_leave(self, peer: PeerId, message: Message) -> Message:
         session = self._session_of(peer, parse(Leave, message.header).exchange)
@@ -456,12 +435,9 @@ class Exchanger:
         session = self._session
         if session is None or session.role != "dialled" or session.committing:
             return
-        now, whole = time.monotonic(), limit * (1.0 + self._worker.outer.chunks / CHUNKS_PER_LIMIT)
-        if now - session.last_progress > limit:
-            self._report_abort(session, f"no chunk for {limit:g} s")
-            self._close(session)
-        elif now - session.started > whole:
-            self._report_abort(session, f"not done within {whole:g} s")
+        late = overdue(session, time.monotonic(), limit, self._worker.outer.chunks)
+        if late is not None:
+            self._report_abort(session, late)
             self._close(session)
 
     def _broken_off(self, session: Session, reason: str) -> Refused:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from noloco_node.swarm.transport import PeerId
 
 REST_PER_SECOND_LOST = 3.0
-"""Rest for each second that an exchange took in vain: one fellow costs others a quarter of their time at most."""
+"""Rest for each second that an exchange took in vain: one fellow costs another a quarter of its time at most."""
 SHORTEST_REST_SECONDS = 1.0
-LONGEST_REST_SECONDS = 300.0
+LONGEST_REST_SECONDS = 120.0
+"""Of the doubled shortest ones."""
 FELLOWS_REMEMBERED = 1024
 
 
@@ -24,10 +25,12 @@ class Rest:
 
 
 def after_lost_exchange(rest: Rest, seconds: float, now: float) -> Rest:
-    """The rest after an exchange that took `seconds` and came to nothing; each in a row doubles the shortest."""
-    shortest = SHORTEST_REST_SECONDS * 2.0 ** min(rest.in_vain, 16)
-    pause = min(LONGEST_REST_SECONDS, max(shortest, REST_PER_SECOND_LOST * seconds))
-    return Rest(rest.in_vain + 1, now + pause)
+    """The rest after an exchange that took `seconds` and came to nothing. The first in a row brings none: a fellow that
+    died and came back must not wait. Each further one doubles the shortest rest."""
+    if rest.in_vain == 0:
+        return Rest(1, now)
+    shortest = min(LONGEST_REST_SECONDS, SHORTEST_REST_SECONDS * 2.0 ** min(rest.in_vain, 16))
+    return Rest(rest.in_vain + 1, now + max(shortest, REST_PER_SECOND_LOST * seconds))
 
 
 class Patience:
