@@ -21,6 +21,7 @@ class ExitCode(IntEnum):
     WRONG_RUN = 10
     DATA = 11
     NODE_DIED = 12
+    NOT_ADMITTED = 20
     INTERRUPTED = 130
 
 
@@ -38,6 +39,7 @@ EXIT_MEANINGS: dict[ExitCode, str] = {
     ExitCode.WRONG_RUN: "the peer serves another run (its RunSpec differs) or speaks another protocol version",
     ExitCode.DATA: "the training text cannot be used",
     ExitCode.NODE_DIED: "a node of the local swarm died before the run's end",
+    ExitCode.NOT_ADMITTED: "the run does not admit this node: not listed, or no invitation that holds",
     ExitCode.INTERRUPTED: "stopped by Ctrl-C or SIGTERM",
 }
 

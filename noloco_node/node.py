@@ -27,6 +27,7 @@ from noloco_node.model.stage import Stage, build_stage
 from noloco_node.replica import Replica, Samples
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
+from noloco_node.swarm.access import introducing, own_access
 from noloco_node.swarm.dht_directory import join_directory
 from noloco_node.swarm.directory import Directory, DirectoryView
 from noloco_node.swarm.hello import check_same_run, serve_hello
@@ -36,6 +37,7 @@ from noloco_node.swarm.membership import choose_stage
 from noloco_node.swarm.outlook import Outlook, outlook_of
 from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
 from noloco_node.swarm.peer_addresses import parse_address
+from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.swarm.transport import PeerId, Transport
 from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped
@@ -137,7 +139,7 @@ async def _live(
 @contextlib.asynccontextmanager
 async def _network(
     agree: Agree, settings: NodeSettings, folder: RunFolder
-) -> AsyncGenerator[tuple[RunSpec, PrivateP2P, Libp2pTransport, Directory]]:
+) -> AsyncGenerator[tuple[RunSpec, PrivateP2P, Transport, Directory]]:
     """Identity, p2pd, transport, the run and its directory; all gone at the end of the block, whatever ends it."""
     path: Path = settings.identity or folder.identity
     with IdentityLock(path):
@@ -152,9 +154,12 @@ async def _network(
             await transport.start()
             try:
                 spec = await agree(transport, daemon.joined_peers)
+                access = own_access(spec, settings.invitation, identity.peer_id)
+                access.serve(transport)
                 directory = await join_directory(daemon, identity, spec.run_id, spec.stages)
                 try:
-                    yield spec, daemon, transport, directory
+                    members = ScreenedDirectory(directory, access.deals, access.proof)
+                    yield spec, daemon, introducing(transport, access), members
                 finally:
                     await directory.close()
             finally:

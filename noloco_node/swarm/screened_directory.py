@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from noloco_node.swarm.directory import Directory, DirectoryView, LiveRecord, PeerRecord
+from noloco_node.swarm.invitation import Proof
 from noloco_node.swarm.transport import PeerId
 
 Deals = Callable[[PeerId, LiveRecord], bool]
@@ -18,9 +19,10 @@ class ScreenedDirectory:
     by nobody here.
     """
 
-    def __init__(self, directory: Directory, deals: Deals) -> None:
+    def __init__(self, directory: Directory, deals: Deals, proof: Proof | None = None) -> None:
         self._directory = directory
         self._deals = deals
+        self._proof = proof
 
     @property
     def view(self) -> DirectoryView:
@@ -32,8 +34,9 @@ class ScreenedDirectory:
         return self._directory.now()
 
     async def publish(self, record: PeerRecord, life: float) -> bool:
-        """See `Directory.publish`."""
-        return await self._directory.publish(record, life)
+        """See `Directory.publish`. With the record goes this node's own proof that it is invited, if it has one."""
+        shown = record if self._proof is None else record.model_copy(update={"invitation": self._proof})
+        return await self._directory.publish(shown, life)
 
     async def refresh(self) -> DirectoryView:
         """Read all stages anew; the view that it returns is screened."""
