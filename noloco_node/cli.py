@@ -268,16 +268,6 @@ NODE_OPTIONS = (
     *("initial_peers", "stage", "run_folder", "host", "port"),
     *("announce", "metrics_port", "identity", "invitation"),
 )
-    "initial_peers",
-    "stage",
-    "run_folder",
-    "host",
-    "port",
-    "announce",
-    "metrics_port",
-    "identity",
-    "invitation",
-)
 """Options of `run` and `join` that stand for the setting of the same name in `node:`."""
 
 

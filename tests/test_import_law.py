@@ -24,7 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "virtual",
         "replica",
         "node",
-        "identity_commands local_swarm",
+        "identity_commands invite_commands local_swarm",
         "cli",
         "__main__",
     )

@@ -34,7 +34,7 @@ class NormBound:
         """Norms so far that were beyond the bound."""
 
     def factor(self, source: str, norm: float) -> float:
-        """What to multiply by: 1 within the bound, (bound / norm)² beyond it, so that a gross outlier counts for less
+        """What to multiply by: 1 within the bound, (bound / norm)³ beyond it, so that a gross outlier counts for less
         than an ordinary one. Once for each norm: it is remembered. `norm` must be finite."""
         if norm <= 0.0:
             return 1.0
@@ -43,7 +43,7 @@ class NormBound:
         if norm <= bound:
             return 1.0
         self.exceeded += 1
-        return (bound / norm) ** 2
+        return (bound / norm) ** 3
 
     def _remember(self, source: str, norm: float) -> None:
         self._count += 1

@@ -130,9 +130,9 @@ class StageTrainer:
         if outputs is None:
             inputs, outputs = self._forward_with_graph(passage.version, inputs)
         gradient = output_gradient.to(device=self.device, dtype=outputs.dtype)
-        if source:
-            gradient = _bounded(gradient, source, tokens, self.returned_bound)
         cause = passage.source or source
+        if source and (factor := _factor(gradient, source, tokens, self.returned_bound)) < 1.0:
+            gradient, cause = gradient * factor, ""  # what is scaled down is no measure of what is usual here
         input_gradient = self._accumulate(passage.version, inputs, outputs, gradient, cause, tokens)
         self.discard(passage)
         self._count(loss_sum, tokens)
@@ -292,13 +292,12 @@ def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.reshape(-1).to(torch.int64), reduction="sum")
 
 
-def _bounded(gradient: Tensor, source: str, tokens: int, bound: NormBound) -> Tensor:
-    """The gradient of a loss summed over so many tokens, scaled down where it is beyond the bound."""
+def _factor(gradient: Tensor, source: str, tokens: int, bound: NormBound) -> float:
+    """What the bound says of the gradient of a loss summed over so many tokens."""
     norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32)) / tokens  # pyright: ignore
     if not math.isfinite(norm):
         raise MicrobatchNotFinite("the gradient that came back is too large to have a norm")
-    factor = bound.factor(source, norm)
-    return gradient if factor == 1.0 else gradient * factor
+    return bound.factor(source, norm)
 
 
 def _without_weights(stage: Stage) -> None:

@@ -93,9 +93,7 @@ def test_no_changed_invitation_and_no_other_owners_holds(owner: Identity, tmp_pa
     for invitation in (named, held):
         proof = invitation.proof_for(GUEST)
         changes = ({"expires": LATER + 1}, {"subject": OTHER}, {"by_key": not proof.grant.by_key})
-        forged += [
-            proof.model_copy(update={"grant": proof.grant.model_copy(update=change)}) for change in changes
-        ]
+        forged += [proof.model_copy(update={"grant": proof.grant.model_copy(update=change)}) for change in changes]
     forged.append(invite(stranger, spec.run_id, LATER, GUEST).proof_for(GUEST))
     forged.append(held.proof_for(GUEST).model_copy(update={"holder": held.proof_for(OTHER).holder}))
     forged.append(held.proof_for(GUEST).model_copy(update={"holder": None}))
@@ -148,7 +146,7 @@ def test_with_an_invitation_a_node_accepts_only_the_run_that_the_owner_signed(ow
 
 def test_the_command_signs_its_owners_runs_only(owner: Identity, tmp_path: Path) -> None:
     """A missing key is made and its id said, for the configuration; an invitation read back is what was meant."""
-    with pytest.raises(UserError, match="access.owner names none") as raised:
+    with pytest.raises(UserError, match=r"access\.owner names none") as raised:
         make_invitation(micro_spec(stages=1), tmp_path / "new.key", peer=None, hours=1)
     assert load_or_create_identity(tmp_path / "new.key").peer_id in raised.value.remedy
     with pytest.raises(UserError, match="--hours"):
@@ -172,9 +170,7 @@ class Pair:
     async def ask(self, method: str, *, proof: Proof | None) -> Message:
         """The guest's call."""
         transport = self.guest if proof is None else IntroducingTransport(self.guest, proof)
-        return await transport.call(
-            self.member.peer_id, method, Message(), timeout=5, progress=5, max_answer_bytes=0
-        )
+        return await transport.call(self.member.peer_id, method, Message(), timeout=5, progress=5, max_answer_bytes=0)
 
 
 @contextlib.asynccontextmanager
