@@ -202,7 +202,7 @@ class PipelineServer:
         self._answers: OrderedDict[str, Message] = OrderedDict()
         self._kept_bytes = 0
         self._places = Places(max_pending)
-        self._scales = NormBound(SCALE_MULTIPLE)
+        self._scales = NormBound(SCALE_MULTIPLE, floor=1.0)
         self.out_of_scale = 0
         """Microbatches refused so far because their activations were much too large."""
         self.accepting = False

@@ -22,9 +22,11 @@ class NormBound:
     there is no measure yet. Zeros say nothing.
     """
 
-    def __init__(self, multiple: float) -> None:
+    def __init__(self, multiple: float, floor: float = 0.0) -> None:
+        """`floor`: the least that is taken for usual, so that small norms of a few sources shut out no other."""
         assert multiple > 1.0
         self._multiple = multiple
+        self._floor = floor
         self._norms: OrderedDict[str, deque[float]] = OrderedDict()
         self._heard: dict[str, int] = {}
         self._count = 0
@@ -38,7 +40,7 @@ class NormBound:
         than an ordinary one. Once for each norm: it is remembered. `norm` must be finite."""
         if norm <= 0.0:
             return 1.0
-        bound = self._multiple * self.usual if self.usual > 0.0 else norm
+        bound = self._multiple * max(self.usual, self._floor) if self.usual > 0.0 else norm
         self._remember(source, min(norm, bound))
         if norm <= bound:
             return 1.0

@@ -55,6 +55,15 @@ def test_the_larger_it_is_the_less_it_counts() -> None:
     assert weighed[-1] < 1e-3
 
 
+def test_small_norms_shut_out_nobody_who_is_below_the_floor() -> None:
+    """One source of two that sends next to nothing must not make the other's ordinary norms look huge."""
+    bound = NormBound(MULTIPLE, floor=1.0)
+    for _ in range(50):
+        bound.factor("hostile", 1e-20)
+        assert bound.factor("honest", 1.0) == 1.0
+    assert bound.factor("hostile", 100.0) < 1.0
+
+
 def test_a_first_norm_that_is_a_lie_is_forgotten_as_soon_as_another_source_speaks() -> None:
     """The first sets the measure; it must not last."""
     bound = NormBound(MULTIPLE)
