@@ -136,6 +136,15 @@ under an identity: stop the one that it came from first.
 example:
   noloco-node identity import node.pem --to runs/node/identity.key"""
 
+INVITE_HELP = """\
+Invite somebody to a run whose `run.access.owner` is your key: one node by its peer id (--peer), or whoever holds the
+invitation. It is your signature under this very configuration: a node that joins with it accepts no other run. The key
+is made where FILE is missing; back it up as with `noloco-node identity export`.
+
+example:
+  noloco-node invite run.yaml --key owner.key --hours 72 > alice.invitation
+  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm... --invitation alice.invitation"""
+
 ORPHAN_SECONDS = 8.0
 """Time that a daemon of a local swarm has to end in order after its launcher has vanished."""
 
@@ -211,6 +220,12 @@ def parser() -> argparse.ArgumentParser:
     lab.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the results go")
     lab.set_defaults(call=_lab)
     _identity_commands(_command(commands, "identity", "look at, back up or bring back an identity", IDENTITY_HELP))
+    invite = _command(commands, "invite", "invite somebody to a run that you own", INVITE_HELP)
+    _config_arguments(invite)
+    invite.add_argument("--key", metavar="FILE", type=Path, required=True, help="the owner's private key")
+    invite.add_argument("--peer", metavar="ID", help="the only node that may use it (default: whoever holds it)")
+    invite.add_argument("--hours", metavar="N", type=float, default=168.0, help="how long it holds (default: a week)")
+    invite.set_defaults(call=_invite)
     config = _command(commands, "config", "look at a configuration file", "Look at a configuration file.")
     actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
     show = _command(actions, "show", "print every setting with its value and meaning", SHOW_HELP)
@@ -352,6 +367,17 @@ def _status(options: argparse.Namespace) -> int:
     from noloco_node.status import DEFAULT_FOLDER, status_lines
 
     print("\n".join(status_lines(options.run_folder or DEFAULT_FOLDER)))
+    return 0
+
+
+def _invite(options: argparse.Namespace) -> int:
+    from noloco_node.config.load import load_config
+    from noloco_node.invite_commands import make_invitation
+
+    run = load_config(options.config, options.set).run
+    invited = make_invitation(run, options.key, peer=options.peer, hours=options.hours)
+    print("\n".join(invited.lines), file=sys.stderr)
+    print(invited.text)
     return int(ExitCode.OK)
 
 

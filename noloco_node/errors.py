@@ -22,6 +22,7 @@ class ExitCode(IntEnum):
     DATA = 11
     NODE_DIED = 12
     CHECK_FAILED = 20
+    NOT_ADMITTED = 21
     INTERRUPTED = 130
 
 
@@ -40,6 +41,7 @@ EXIT_MEANINGS: dict[ExitCode, str] = {
     ExitCode.DATA: "the training text cannot be used",
     ExitCode.NODE_DIED: "a node of the local swarm died before the run's end",
     ExitCode.CHECK_FAILED: "a check of this machine or its network failed: disk, memory, clock, versions, reachability",
+    ExitCode.NOT_ADMITTED: "the run does not admit this node: not listed, or no invitation that holds",
     ExitCode.INTERRUPTED: "stopped by Ctrl-C or SIGTERM",
 }
 

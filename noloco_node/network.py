@@ -14,14 +14,17 @@ from noloco_node import start_checks
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.storage.run_folder import RunFolder
+from noloco_node.swarm.access import introducing, own_access
 from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
 from noloco_node.swarm.dial_back import serve_dial_back
+from noloco_node.swarm.directory import Directory
 from noloco_node.swarm.identity import Identity, IdentityLock, load_or_create_identity
 from noloco_node.swarm.known_peers import KnownPeers, live_peers
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.p2p_daemon import Doors, PrivateP2P, running_p2p
 from noloco_node.swarm.p2pd_supervisor import Supervisor
 from noloco_node.swarm.peer_addresses import Reach, parse_address, reach_of
+from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.transport import PeerId, Transport
 
 logger = logging.getLogger(__name__)
@@ -40,8 +43,10 @@ class Network:
     settings: NodeSettings
     """The node's own, with the peers that it joined as `initial_peers`."""
     daemon: PrivateP2P
-    transport: Libp2pTransport
-    directory: DhtDirectory
+    transport: Transport
+    """Shows this node's invitation where peers ask for it."""
+    directory: Directory
+    """Without outsiders."""
     known: KnownPeers
     supervisor: Supervisor
 
@@ -109,14 +114,16 @@ async def network(
         for text in daemon.joined_peers:
             known.learn(parse_address(text).peer, [text])
         await asyncio.to_thread(known.save, spec.run_id)
+        access = own_access(spec, settings.invitation, door.identity.peer_id)
+        access.serve(door.transport)
         directory = await join_directory(daemon, door.identity, spec.run_id, spec.stages)
         try:
             yield Network(
                 spec,
                 settings.model_copy(update={"initial_peers": daemon.joined_peers}),
                 daemon,
-                door.transport,
-                directory,
+                introducing(door.transport, access),
+                ScreenedDirectory(directory, access.deals, access.proof),
                 known,
                 supervisor(daemon, directory, known, settings),
             )

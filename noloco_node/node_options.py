@@ -55,6 +55,7 @@ def network_arguments(command: argparse.ArgumentParser) -> None:
     add("--port", metavar="N", help="TCP port to listen on; 0: any free one")
     add("--announce", metavar="ADDR", nargs="+", help="addresses under which others reach this node, behind a NAT")
     add("--identity", metavar="FILE", help="private key of this node, made when missing")
+    add("--invitation", metavar="TEXT|FILE", help="invitation by the run's owner; no other run is accepted with it")
 
 
 def seed_arguments(command: argparse.ArgumentParser) -> None:
@@ -93,7 +94,17 @@ def doctor_settings(options: argparse.Namespace) -> NodeSettings:
     return load_join(node_overrides(options)).node
 
 
-NODE_OPTIONS = ("initial_peers", "stage", "run_folder", "host", "port", "announce", "metrics_port", "identity")
+NODE_OPTIONS = (
+    "initial_peers",
+    "stage",
+    "run_folder",
+    "host",
+    "port",
+    "announce",
+    "metrics_port",
+    "identity",
+    "invitation",
+)
 """Options of `run` and `join` that stand for the setting of the same name in `node:`."""
 
 

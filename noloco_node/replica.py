@@ -32,6 +32,7 @@ from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, believed_cl
 from noloco_node.swarm.pipeline import Downstream, Origin, PipelineServer
 from noloco_node.swarm.probation import Ending, Standing
 from noloco_node.swarm.routing import RoutingBook
+from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.state_donor import StateDonor
 from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError
 from noloco_node.swarm.watch import Watch, doing, facts_of
@@ -88,7 +89,7 @@ class Replica:
         )
         self.worker = StageWorker(spec, trainer, thread, self._inner_step_taken)
         self.membership = Membership(
-            directory,
+            ScreenedDirectory(directory, lambda peer, _: not transport.conduct.banned(peer)),
             transport.peer_id,
             self.stage,
             spec.stages,
@@ -128,6 +129,7 @@ class Replica:
         self._worst_lag = 0.0
         self._origins_seen = False
         self._last_step_taken = False
+        transport.conduct.on_ban = lambda _: self._directory_read()
 
     def _make_server(self, stage: Stage) -> PipelineServer:
         return PipelineServer(
@@ -377,15 +379,19 @@ class Replica:
             else:
                 await self._moved.wait(next_try - now if next_try > now else None)
 
+    def _partners(self, *states: PeerState) -> list[PeerId]:
+        """Fellows that are worth dialling now."""
+        fellows, newcomers = self.membership.fellows(*states), self.membership.newcomers()
+        counting = self.standing.partners(fellows, newcomers, self.worker.progress.steps)
+        return list(self.exchanger.patience.ready(counting, time.monotonic()))
+
     def _pairing_state(self, next_try: float) -> PairingState:
         last_round = self.exchanger.last_round
         states = (*SERVING, PeerState.DRAINING) if last_round else SERVING
         return PairingState(
             steps_since_outer=self.worker.progress.steps_since_outer,
             steps_free=self.worker.progress.steps - self.exchanger.free_since_step,
-            fellows=self.standing.partners(
-                self.membership.fellows(*states), self.membership.newcomers(), self.worker.progress.steps
-            ),
+            fellows=self._partners(*states),
             engaged=self.exchanger.engaged or self.membership.state is PeerState.DRAINING,
             next_try=next_try,
             last_round=last_round,
@@ -490,5 +496,6 @@ class Replica:
             held=self.origin.held if self.origin else 0,
             loop_lag_seconds=lag,
             busy_seconds=self._thread.busy_seconds,
+            bounded={"activations": self.server.out_of_scale, **self.worker.bounded},
         )
         self._emit(account)

@@ -27,7 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "network",
         "checkpointing",
         "node",
-        "doctor identity_commands local_swarm node_options seed status",
+        "doctor identity_commands invite_commands local_swarm node_options seed status",
         "cli",
         "__main__",
     )

@@ -21,6 +21,8 @@ class NodeSettings(Settings):
     """Private key file; `run_folder/identity.key`, created when missing, where not set."""
     stage: int | Literal["auto"] = "auto"
     """Pipeline stage to serve; `auto` takes the one with the fewest replicas."""
+    invitation: str | None = None
+    """An invitation by the run's owner, or the file that holds it; a node with one takes part in no other run."""
     initial_peers: tuple[str, ...] = ()
     """Addresses of peers to join (`/ip4/…/tcp/…/p2p/…`); none starts a new swarm."""
     host: str = "127.0.0.1"

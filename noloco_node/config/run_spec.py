@@ -14,6 +14,9 @@ from noloco_node.outer.stability import admissible_gamma, safe_gamma
 MAX_BODY_BYTES = 256 << 20
 """Largest body of a request that peers grant each other."""
 
+ED25519_PEER_ID = r"^12D3KooW[1-9A-HJ-NP-Za-km-z]{44}$"
+"""The peer ids from which the public key can be read."""
+
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -223,6 +226,27 @@ class LimitsSpec(Settings):
     """Size of a chunk of weights on the wire."""
 
 
+class AccessSpec(Settings):
+    """Who may take part in the run. It is part of the run id: to change it is to start another run."""
+
+    mode: Literal["open", "listed", "invited"] = "open"
+    """`open`: everyone; `listed`: the owner and `peers`; `invited`: these, and whoever the owner has invited."""
+    owner: Annotated[str, Field(pattern=ED25519_PEER_ID)] | None = None
+    """Peer id of the owner's key, which signs invitations (`noloco-node invite` makes the key and says its id)."""
+    peers: tuple[Annotated[str, Field(min_length=10, max_length=128)], ...] = ()
+    """Peer ids that are admitted by name (`noloco-node identity show` prints a node's)."""
+
+    @model_validator(mode="after")
+    def _of_one_mind(self) -> AccessSpec:
+        if self.mode == "invited" and self.owner is None:
+            raise ValueError("access.mode is 'invited' but access.owner, whose key invites, is not set")
+        if self.mode == "listed" and not self.peers:
+            raise ValueError("access.mode is 'listed' but access.peers is empty: name the peer ids that may take part")
+        if self.mode == "open" and self.peers:
+            raise ValueError("access.peers is set but access.mode is 'open': set access.mode to listed or invited")
+        return self
+
+
 class RunSpec(Settings):
     """Everything that peers must agree on. Two nodes meet only if theirs are equal: the hash is the run id."""
 
@@ -234,6 +258,7 @@ class RunSpec(Settings):
     pipeline: PipelineSpec = PipelineSpec()
     evaluation: EvaluationSpec
     limits: LimitsSpec = LimitsSpec()
+    access: AccessSpec = AccessSpec()
 
     @property
     def stages(self) -> int:

@@ -8,6 +8,8 @@ from statistics import median_low
 _PEERS_REMEMBERED = 64
 _MOTIONS_REMEMBERED = 8
 _TRUST = 4.0
+_GROSS = 10.0
+"""Honest differences after a partition are some times the bound; so many times it, they are none."""
 
 
 class DifferenceBound:
@@ -39,12 +41,15 @@ class DifferenceBound:
         return self._multiple * min(max(median_low([own, *peers]), own / _TRUST), own * _TRUST)
 
     def scale(self, difference: float, own_motion: float) -> float:
-        """Factor in [0, 1] that brings a difference of that norm within the bound. Once for each step with a partner:
-        the own motion is remembered."""
+        """Factor in [0, 1] that brings a difference of that norm within the bound; one of more than ten times the bound
+        is scaled to less, the less the larger it is. Once for each step with a partner: the own motion is remembered.
+        """
         bound = self.bound(own_motion)
         if own_motion > 0.0:  # steps without learning must not push out the memory of those with it
             self._motions.append(own_motion)
-        return 1.0 if difference <= bound else bound / difference
+        if difference <= bound:
+            return 1.0
+        return bound / difference * min(1.0, _GROSS * bound / difference)
 
     def accept(self, peer: str, clipped_difference: float) -> None:
         """Remember the clipped norm of a committed exchange with `peer`."""

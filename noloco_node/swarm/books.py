@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.microbatch import Ledger
 from noloco_node.swarm.transport import Transport
-from noloco_node.telemetry.events import Account, bytes_by_kind
+from noloco_node.telemetry.events import Account, Strangers, bytes_by_kind
 from noloco_node.training.progress import Progress
 
 
@@ -19,9 +21,11 @@ def account_of(
     held: int,
     loop_lag_seconds: float,
     busy_seconds: float,
+    bounded: Mapping[str, int],
 ) -> Account:
-    """The account of this moment; `held` are samples drawn and neither trained nor dropped."""
-    traffic = transport.traffic
+    """The account of this moment; `held` are samples drawn and neither trained nor dropped, `bounded` counts what
+    strangers sent too large, by kind."""
+    traffic, conduct = transport.traffic, transport.conduct
     return Account(
         clock=progress.clock,
         target=target,
@@ -40,4 +44,10 @@ def account_of(
         nodes_per_stage=membership.nodes_per_stage(),
         loop_lag_seconds=loop_lag_seconds,
         busy_seconds=busy_seconds,
+        strangers=Strangers(
+            offences=dict(conduct.offences),
+            bans=dict(conduct.bans),
+            banned_now=conduct.banned_now,
+            bounded=dict(bounded),
+        ),
     )

@@ -9,6 +9,7 @@ from typing import Annotated, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from noloco_node.swarm.invitation import Proof
 from noloco_node.swarm.transport import PeerId
 
 
@@ -41,6 +42,8 @@ class PeerRecord(BaseModel):
     version: Annotated[str, Field(max_length=32)]
     sequence: Annotated[int, Field(ge=0, le=1 << 53)] = 0
     """Rises with each publication of a node: of two records the higher is newer."""
+    invitation: Proof | None = None
+    """Shows that the run's owner has invited the peer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,21 @@ from noloco_node.outer.clipping import DifferenceBound
 from noloco_node.outer.gauge import gauge_coordinates, spread
 from noloco_node.outer.replica import NotFinite, Part
 from noloco_node.outer.update import token_weights
-from noloco_node.swarm.exchange_messages import CHUNK, OPEN, PROPOSE, Acceptance, ChunkHeader, Opening, Proposal
-from noloco_node.swarm.exchange_session import Session, abort_event, commit_event
+from noloco_node.swarm.exchange_messages import (
+    CHUNK,
+    LEAVE,
+    OPEN,
+    PROPOSE,
+    Acceptance,
+    ChunkHeader,
+    Leave,
+    Opening,
+    Proposal,
+)
+from noloco_node.swarm.exchange_session import Session, abort_event, commit_event, overdue, say_goodbye
 from noloco_node.swarm.microbatch import all_finite
 from noloco_node.swarm.pairing import Window, answer_proposal, believed_clock, laggard, lags
+from noloco_node.swarm.patience import Patience
 from noloco_node.swarm.probation import Meeting, Standing
 from noloco_node.swarm.transport import (
     DTYPE_NAMES,
@@ -90,6 +101,7 @@ class Exchanger:
         self._dialling: PeerId | None = None
         self._applying: asyncio.Task[Commit] | None = None
         self._ready_to_commit: asyncio.Queue[Session] = asyncio.Queue()
+        self.patience = Patience()
         self.window = Window(spec.outer.inner_steps, spec.outer.effective_min_inner_steps)
         self.accepting = False
         self.last_round = False
@@ -106,10 +118,11 @@ class Exchanger:
         return self._session is not None or self._dialling is not None or self.catching_up
 
     def serve(self) -> None:
-        """Register the three methods with the transport."""
+        """Register the methods with the transport."""
         self._transport.serve(PROPOSE, no_tensors, self._handle_propose, max_concurrent_per_peer=2)
         self._transport.serve(OPEN, self._admit_open, self._handle_open, max_concurrent_per_peer=2)
         self._transport.serve(CHUNK, self._admit_chunk, self._handle_chunk, max_concurrent_per_peer=64)
+        self._transport.serve(LEAVE, no_tensors, self._handle_leave, max_concurrent_per_peer=2)
 
     async def run(self) -> None:
         """Commit exchanges that others dialled, and give up those that make no progress."""
@@ -150,6 +163,9 @@ class Exchanger:
             await self._lead(session)
         except (Refused, TransportError, NotFinite) as error:
             self._report_abort(session, repr(error) if not isinstance(error, Refused) else str(error))
+            self._transport.conduct.judge(partner, error)
+            self._close(session)
+            await say_goodbye(self._transport, session)
             return False
         finally:
             self._close(session)
@@ -235,6 +251,13 @@ class Exchanger:
         session.sent += own.nbytes
         session.received += answer.tensors[0].nbytes
 
+    async def _handle_leave(self, peer: PeerId, message: Message) -> Message:
+        session = self._session_of(peer, parse(Leave, message.header).exchange)
+        if not session.committing:
+            self._report_abort(session, "the partner left")
+            self._close(session)
+        return Message()
+
     async def _handle_propose(self, peer: PeerId, message: Message) -> Message:
         proposal = parse(Proposal, message.header)
         if not self.accepting:
@@ -253,6 +276,8 @@ class Exchanger:
             raise Refused(Refusal.MALFORMED, f"fragment {proposal.fragment} of {fragments}")
         if self._session is not None or self.catching_up:
             raise Refused(Refusal.BUSY)
+        if self.patience.resting(peer, time.monotonic()):
+            raise Refused(Refusal.BUSY, "the last exchanges with you came to nothing")
         self._refuse_laggards(peer, proposal.clock)
         progress = self._worker.progress
         weightless = self._weightless(peer, proposal, progress.steps)
@@ -399,6 +424,7 @@ class Exchanger:
 
     async def _commit(self, session: Session) -> None:
         """Clip, apply between two device operations, and report. Once begun it is carried to its end."""
+        session.committing = True
         snapshot = session.snapshot
         assert snapshot is not None
         outer, bound = self._worker.outer, self._bounds[session.part]
@@ -449,8 +475,9 @@ class Exchanger:
         session = self._session
         if session is None or session.role != "dialled" or session.committing:
             return
-        if time.monotonic() - session.last_progress > limit:
-            self._report_abort(session, f"no chunk for {limit:g} s")
+        late = overdue(session, time.monotonic(), limit, self._worker.outer.chunks)
+        if late is not None:
+            self._report_abort(session, late)
             self._close(session)
 
     def _broken_off(self, session: Session, reason: str) -> Refused:
@@ -464,8 +491,16 @@ class Exchanger:
         if self._session is session:
             self._session = None
             if session.partner:
+                self._remember(session)
                 self.free_since_step = self._worker.progress.steps
             self._moved.fire()
+
+    def _remember(self, session: Session) -> None:
+        now = time.monotonic()
+        if session.committing:
+            self.patience.committed(session.partner)
+        else:
+            self.patience.lost(session.partner, now - session.started, now)
 
     def _session_of(self, peer: PeerId, exchange: str) -> Session:
         session = self._session

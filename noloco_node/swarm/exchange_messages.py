@@ -12,6 +12,7 @@ from noloco_node.swarm.wire import ClockValue, ProtocolVersion, RandomId, RunNam
 PROPOSE = "outer.propose"
 OPEN = "outer.open"
 CHUNK = "outer.chunk"
+LEAVE = "outer.leave"
 
 
 Tokens = Annotated[int, Field(ge=0, le=1 << 53)]
@@ -60,3 +61,9 @@ class ChunkHeader(WireModel):
 
     exchange: RandomId
     index: Annotated[int, Field(ge=0, le=1 << 32)]
+
+
+class Leave(WireModel):
+    """The dialler gives an accepted exchange up."""
+
+    exchange: RandomId

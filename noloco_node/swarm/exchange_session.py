@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Literal
 
 from noloco_node.outer.replica import Part
+from noloco_node.swarm.exchange_messages import LEAVE, Leave
 from noloco_node.swarm.state_messages import StateManifest
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.transport import Message, PeerId, Refused, Transport, TransportError
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.progress import Progress
 from noloco_node.training.stage_worker import Commit, Snapshot
+
+logger = logging.getLogger(__name__)
+
+CHUNKS_PER_LIMIT = 1
+"""An exchange may take the progress deadline for each chunk, and once more: on a slow link, where chunks go one by one
+(`streams_for`), that is what it takes."""
+LEAVE_SECONDS = 2.0
+"""Time to tell a partner that an exchange is over: it would find out by itself, only later."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +45,7 @@ class Session:
     added: set[int] = field(default_factory=set[int])
     """Chunks whose arithmetic is done (kept by the arithmetic's thread); the commit waits for all of them."""
     committing: bool = False
+    """From here on it is carried to its end."""
     gives_only: bool = False
     """The dialled side of a weightless exchange: nothing changes here."""
     bound: float | None = None
@@ -43,6 +54,23 @@ class Session:
     """The partner's training loss, as it says."""
     sent: int = 0
     received: int = 0
+
+
+def overdue(session: Session, now: float, limit: float, chunks: int) -> str | None:
+    """Why an exchange of so many chunks must be given up; None where it makes progress, and enough of it."""
+    whole = limit * (1.0 + chunks / CHUNKS_PER_LIMIT)
+    if now - session.last_progress > limit:
+        return f"no chunk for {limit:g} s"
+    return f"not done within {whole:g} s" if now - session.started > whole else None
+
+
+async def say_goodbye(transport: Transport, session: Session) -> None:
+    """Tell the partner that the exchange is over, so that it is free at once and not after its deadline."""
+    header, limit = Leave(exchange=session.exchange).model_dump(mode="json"), LEAVE_SECONDS
+    try:
+        await transport.call(session.partner, LEAVE, Message(header), timeout=limit, progress=limit, max_answer_bytes=0)
+    except (Refused, TransportError) as error:
+        logger.debug("%s was not told that the exchange is over: %r", session.partner, error)
 
 
 def commit_event(session: Session, snapshot: Snapshot, commit: Commit, *, norm: float, clipped: bool) -> OuterStep:

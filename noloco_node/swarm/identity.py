@@ -146,6 +146,20 @@ def peer_id_of(public_key: bytes) -> PeerId:
     return PeerId(base58.b58encode(multihash).decode())
 
 
+def ed25519_peer_id(key: Ed25519PrivateKey) -> PeerId:
+    """The peer id of an Ed25519 key."""
+    return peer_id_of(_encode_public(key))
+
+
+def ed25519_public_key(peer_id: str) -> bytes:
+    """The encoded public key that an Ed25519 peer id is made of; ValueError for any other."""
+    multihash = base58.b58decode(peer_id)
+    key = multihash[2:]
+    if multihash[:2] != bytes((0x00, len(key))) or peer_id_of(key) != peer_id:
+        raise ValueError(f"{peer_id} is not the peer id of an Ed25519 key")
+    return key
+
+
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
     """Whether `signature` over `data` was made by the private half of this encoded public key. Never raises."""
     try:

@@ -7,12 +7,14 @@ message ends with an END frame, a refusal is a frame of its own, and to cancel a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from noloco_node.aio import cancel_and_wait
+from noloco_node.swarm.conduct import Conduct
 from noloco_node.swarm.framed_stream import FramedStream, StreamEnded, StreamStalled
 from noloco_node.swarm.frames import (
     Envelope,
@@ -33,6 +35,7 @@ from noloco_node.swarm.transport import (
     Admit,
     BrokenStream,
     DeadlinePassed,
+    Gate,
     Handle,
     Message,
     PeerId,
@@ -94,6 +97,15 @@ class Libp2pTransport:
     def refusals_given(self) -> Mapping[Refusal, int]:
         """Refusals this node gave so far, by reason."""
         return self._desk.refusals_given
+
+    @property
+    def conduct(self) -> Conduct:
+        """See `Transport.conduct`."""
+        return self._desk.conduct
+
+    def guard(self, gate: Gate) -> None:
+        """See `Transport.guard`."""
+        self._desk.gate = gate
 
     @property
     def incoming_streams(self) -> int:
@@ -173,7 +185,10 @@ class Libp2pTransport:
     async def _serve_stream(self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one peer's requests on one stream until it ends, idles too long, or breaks the protocol."""
         stream = FramedStream(reader, writer)
-        if self._closed or self._incoming[peer] >= self._limits.max_streams_per_peer:
+        full = self._incoming[peer] >= self._limits.max_streams_per_peer or self._incoming.total() >= (
+            self._limits.max_streams
+        )
+        if self._closed or full:
             stream.abort()
             return
         task = asyncio.current_task()
@@ -181,12 +196,15 @@ class Libp2pTransport:
         self._serving.add(task)
         self._incoming[peer] += 1
         try:
+            self._desk.conduct.refuse_banned(peer)
             while await self._serve_request(stream, peer):
                 pass
         except (StreamEnded, StreamStalled) as error:
             logger.debug("a stream of %s is over: %s", peer, error)
         except FrameError as error:
-            await self._refuse_malformed(stream, peer, error)
+            await self._refuse_and_linger(stream, peer, Refused(Refusal.MALFORMED, str(error)))
+        except Refused as refused:
+            await self._refuse_and_linger(stream, peer, refused)
         except asyncio.CancelledError:
             # The task is asyncio's own, which reports a cancelled one as a failure: `close` only wants it to end.
             if not self._closed:
@@ -198,10 +216,9 @@ class Libp2pTransport:
             if not self._incoming[peer]:
                 del self._incoming[peer]
 
-    async def _refuse_malformed(self, stream: FramedStream, peer: PeerId, error: FrameError) -> None:
-        logger.debug("%s broke the protocol: %s", peer, error)
-        refused = Refused(Refusal.MALFORMED, str(error))
-        self._desk.count_refusal(refused)
+    async def _refuse_and_linger(self, stream: FramedStream, peer: PeerId, refused: Refused) -> None:
+        """The last word on a stream that will be closed."""
+        self._desk.count_refusal(peer, refused)
         try:
             await stream.write_refusal(encode_refusal(refused), self._limits.progress_seconds)
             await stream.discard_until_end(LINGER_SECONDS)
@@ -219,21 +236,35 @@ class Libp2pTransport:
         envelope = decode_envelope(await stream.read_payload(prefix, progress))
         body_read = False
         try:
-            with self._desk.admitted(peer, envelope):
-                request = Message(envelope.header, await stream.read_body(envelope.specs, progress))
+            with self._desk.admitted(peer, envelope) as place:
+                async with self._time_for(envelope.body_bytes):
+                    request = Message(envelope.header, await stream.read_body(envelope.specs, progress))
                 body_read = True
-                answering = self._desk.answer(peer, envelope.method, request)
+                answering = self._desk.answer(peer, envelope.method, request, place)
                 payload, answer = await _while_open(stream, answering, progress)
-                await stream.write_message(payload, answer.tensors, progress)
+                async with self._time_for(sum(tensor.nbytes for tensor in answer.tensors)):
+                    await stream.write_message(payload, answer.tensors, progress)
             return True
         except Refused as refused:
-            self._desk.count_refusal(refused)
+            if refused.reason is Refusal.BANNED:
+                raise
+            self._desk.count_refusal(peer, refused)
             await stream.write_refusal(encode_refusal(refused), progress)
             return body_read or await self._drain(stream, envelope)
         finally:
             name = self._desk.traffic_name(envelope.method)
             self.traffic.add_received(name, stream.bytes_received - received)
             self.traffic.add_sent(name, stream.bytes_sent - sent)
+
+    @contextlib.asynccontextmanager
+    async def _time_for(self, body_bytes: int) -> AsyncGenerator[None]:
+        """StreamStalled where the block, which moves that much, takes longer than a slow link would."""
+        seconds = self._desk.seconds_for(body_bytes)
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError:
+            raise StreamStalled(f"{body_bytes} bytes took more than {seconds:.0f} s") from None
 
     async def _drain(self, stream: FramedStream, envelope: Envelope) -> bool:
         """Throw a refused request's body away so that the stream can be used again; False if that takes too long.
@@ -243,7 +274,7 @@ class Libp2pTransport:
         """
         small = envelope.body_bytes <= self._limits.drain_bytes
         try:
-            async with asyncio.timeout(None if small else LINGER_SECONDS):
+            async with asyncio.timeout(self._desk.seconds_for(envelope.body_bytes) if small else LINGER_SECONDS):
                 await stream.discard_body(envelope.specs, self._limits.progress_seconds)
         except TimeoutError:
             return False

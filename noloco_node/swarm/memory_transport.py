@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from noloco_node.aio import cancel_and_wait
+from noloco_node.swarm.conduct import Conduct
 from noloco_node.swarm.frames import Envelope, decode_envelope, encode_envelope, tensor_bytes
 from noloco_node.swarm.serving import RequestDesk, TransportLimits
 from noloco_node.swarm.transport import (
     Admit,
     BrokenStream,
     DeadlinePassed,
+    Gate,
     Handle,
     Message,
     PeerId,
@@ -156,6 +158,15 @@ class MemoryTransport:
         """Refusals this node gave so far, by reason."""
         return self._desk.refusals_given
 
+    @property
+    def conduct(self) -> Conduct:
+        """See `Transport.conduct`."""
+        return self._desk.conduct
+
+    def guard(self, gate: Gate) -> None:
+        """See `Transport.guard`."""
+        self._desk.gate = gate
+
     def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> None:
         """See `Transport.serve`."""
         self._desk.serve(method, admit, handle, max_concurrent_per_peer=max_concurrent_per_peer)
@@ -256,14 +267,14 @@ class MemoryTransport:
         name = self._desk.traffic_name(envelope.method)
         self.traffic.add_received(name, len(payload))
         try:
-            with self._desk.admitted(caller, envelope):
+            with self._desk.admitted(caller, envelope) as place:
                 received = _copy(envelope, request)
                 sent.add_sent(envelope.method, envelope.body_bytes)
                 self.traffic.add_received(name, envelope.body_bytes)
-                reply, answer = await self._desk.answer(caller, envelope.method, received)
+                reply, answer = await self._desk.answer(caller, envelope.method, received, place)
                 copied = _copy(decode_envelope(reply), answer)
         except Refused as refused:
-            self._desk.count_refusal(refused)
+            self._desk.count_refusal(caller, refused)
             raise
         self.traffic.add_sent(name, len(reply) + sum(spec.nbytes for spec in answer.specs))
         if self._network.fire(FaultKind.LOSE_ANSWER, caller, self._peer_id, envelope.method):

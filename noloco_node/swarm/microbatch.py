@@ -67,6 +67,8 @@ class Trained:
     loss_sum: float
     tokens: int
     gradient: Tensor | None
+    peer: str = ""
+    """Who answered."""
 
 
 class HopFailed(Exception):
@@ -170,6 +172,18 @@ async def all_finite(tensor: Tensor) -> bool:
     if tensor.numel() <= INLINE_ELEMENTS:
         return _finite(tensor)
     return await asyncio.to_thread(_finite, tensor)
+
+
+async def scale_of(tensor: Tensor) -> float:
+    """Root mean square of a finite tensor. A large one is looked at off the event loop."""
+    if tensor.numel() <= INLINE_ELEMENTS:
+        return _scale(tensor)
+    return await asyncio.to_thread(_scale, tensor)
+
+
+def _scale(tensor: Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float32))  # pyright: ignore
+    return norm / tensor.numel() ** 0.5
 
 
 def _finite(tensor: Tensor) -> bool:

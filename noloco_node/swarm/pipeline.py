@@ -14,7 +14,7 @@ import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,7 +32,9 @@ from noloco_node.swarm.microbatch import (
     check_specs,
     parse_answer,
     parse_header,
+    scale_of,
 )
+from noloco_node.swarm.places import Places
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.transport import (
     JsonObject,
@@ -41,10 +43,12 @@ from noloco_node.swarm.transport import (
     PeerUnreachable,
     Refusal,
     Refused,
+    Release,
     TensorSpec,
     Transport,
     TransportError,
 )
+from noloco_node.training.norm_bound import NormBound
 from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
 from noloco_node.training.stage_worker import StageWorker
 
@@ -62,9 +66,12 @@ FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 5.0
 KEPT_ANSWER_BYTES = 64 << 20
 EVALUATED_AT_ONCE = 2
+SCALE_MULTIPLE = 16.0
+"""Activations whose root mean square is this many times the usual one are refused."""
 
 _PASSED_UPWARD = (Refusal.DOWNSTREAM_EXHAUSTED, Refusal.BUDGET_SPENT)
 _COME_BACK = (Refusal.BUSY, Refusal.DRAINING)
+_NOT_FOR_US = (Refusal.BANNED, Refusal.NOT_ADMITTED)
 
 
 class Downstream:
@@ -103,10 +110,13 @@ class Downstream:
                     raise HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, refusal.detail, reached=True) from None
                 reached = True
                 failures += refusal.reason not in _COME_BACK
+                if refusal.reason in _NOT_FOR_US:
+                    self._book.failed(peer)
                 logger.debug("microbatch %s refused by %s: %s", microbatch[:8], peer, refusal)
             except TransportError as error:
                 failures += 1
                 self._book.failed(peer)
+                self._transport.conduct.judge(peer, error)
                 reached = reached or not isinstance(error, PeerUnreachable)
                 if mode == "train" and not isinstance(error, PeerUnreachable):
                     self._ledger.repeated += 1
@@ -156,7 +166,7 @@ class Downstream:
         self._book.reported(peer, load)
         if mode == "train":
             self._ledger.note_received(peer, trained.tokens)
-        return trained
+        return replace(trained, peer=peer)
 
     async def _wait_for_a_peer(self, all_asked: bool, remaining: float) -> None:
         """After a round in which every peer said no, a short jittered pause; with no peer at all, until one appears."""
@@ -189,22 +199,25 @@ class PipelineServer:
         self._worker = worker
         self._downstream = downstream
         self._ledger = ledger
-        self._pending = 0
         self._under_way: dict[str, asyncio.Task[object] | None] = {}
         self._handed_back: set[str] = set()
         self._trained: OrderedDict[str, None] = OrderedDict()
         self._answers: OrderedDict[str, Message] = OrderedDict()
         self._kept_bytes = 0
-        self._max_pending = max_pending
+        self._places = Places(max_pending)
+        self._scales = NormBound(SCALE_MULTIPLE, floor=1.0)
+        self.out_of_scale = 0
+        """Microbatches refused so far because their activations were much too large."""
         self.accepting = False
 
     @property
     def pending(self) -> int:
-        """Microbatches of others that this node holds now."""
-        return self._pending
+        """Microbatches of others that this node holds now, those on their way to it included."""
+        return self._places.taken
 
-    def admit(self, _peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
-        """Refuse what is not meant for this node, malformed, too large, or too much now."""
+    def admit(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> Release:
+        """Refuse what is not meant for this node, malformed, too large, or too much now; else keep a place for it, from
+        before its body arrives."""
         if not self.accepting:
             raise Refused(Refusal.DRAINING)
         parse_header(header, run=self._spec.run_id, stage=self._stage)
@@ -215,26 +228,23 @@ class PipelineServer:
             length=self._spec.data.sequence_length,
             hidden=self._hidden,
         )
-        self._refuse_when_full()
+        return self._places.take(peer)
 
     async def handle(self, peer: PeerId, message: Message) -> Message:
-        """Train or evaluate one microbatch and answer with loss and gradient."""
+        """Train or evaluate one admitted microbatch and answer with loss and gradient."""
         header = parse_header(message.header, run=self._spec.run_id, stage=self._stage)
         known = self._recall(header.id)
         if known is not None:
             return known
-        self._refuse_when_full()  # others may have come while the body was on its way
-        self._pending += 1
         self._under_way[header.id] = task = asyncio.current_task()
         try:
-            answer = await self._carry_through(header, *message.tensors)
+            answer = await self._carry_through(peer, header, *message.tensors)
         except asyncio.CancelledError:
             if header.id not in self._handed_back or task is None:
                 raise
             task.uncancel()
             raise Refused(Refusal.DRAINING) from None
         finally:
-            self._pending -= 1
             del self._under_way[header.id]
             self._handed_back.discard(header.id)
         if header.mode == "train":
@@ -250,36 +260,44 @@ class PipelineServer:
                 self._handed_back.add(microbatch)
                 task.cancel()
 
-    def _refuse_when_full(self) -> None:
-        if self._pending >= self._max_pending:
-            raise Refused(Refusal.BUSY, f"{self._pending} microbatches are pending here")
-
-    async def _carry_through(self, header: MicrobatchHeader, activations: Tensor, labels: Tensor) -> Message:
+    async def _carry_through(
+        self, peer: PeerId, header: MicrobatchHeader, activations: Tensor, labels: Tensor
+    ) -> Message:
         deadline = time.monotonic() + min(header.budget_ms / 1000, self._spec.pipeline.budget_seconds)
         if not await all_finite(activations):
             raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
+        self._check_scale(peer, await scale_of(activations))
         if int(labels.min()) < 0 or int(labels.max()) >= self._vocabulary:  # on a GPU this would end the process
             raise Refused(Refusal.MALFORMED, f"a label is outside the vocabulary of {self._vocabulary}")
         try:
             if header.mode == "evaluate":
                 return await self._evaluate(header, activations, labels, deadline)
-            return await self._train(header, activations, labels, deadline)
+            return await self._train(peer, header, activations, labels, deadline)
         except MicrobatchNotFinite as error:
             self._trained.pop(header.id, None)
-            raise Refused(Refusal.NOT_FINITE, str(error)) from None
+            raise Refused(Refusal.DIVERGED, str(error)) from None  # with these weights: no proof against the sender
 
-    async def _train(self, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float) -> Message:
+    def _check_scale(self, peer: PeerId, scale: float) -> None:
+        if self._scales.factor(peer, scale) < 1.0:
+            self.out_of_scale += 1
+            raise Refused(Refusal.OUT_OF_SCALE, f"root mean square {scale:.3g}, {self._scales.usual:.3g} is usual here")
+
+    async def _train(
+        self, peer: PeerId, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float
+    ) -> Message:
         if self._downstream is None:
             self._mark_trained(header.id)
-            result = await self._worker.loss(activations, labels)
+            result = await self._worker.loss(activations, labels, source=peer)
             return self._answer(Trained(result.loss_sum, result.tokens, result.input_gradient))
-        passage = Passage()
+        passage = Passage(source=peer)
         try:
             outputs = await self._worker.forward(activations, passage)
             trained = await self._send_on(header, outputs, labels, deadline)
             assert trained.gradient is not None
             self._mark_trained(header.id)
-            gradient = await self._worker.backward(passage, trained.gradient, trained.loss_sum, trained.tokens)
+            gradient = await self._worker.backward(
+                passage, trained.gradient, trained.loss_sum, trained.tokens, source=trained.peer
+            )
             return self._answer(Trained(trained.loss_sum, trained.tokens, gradient))
         except BaseException:
             await run_to_end(self._worker.discard(passage))
@@ -301,7 +319,7 @@ class PipelineServer:
             raise Refused(failure.reason, failure.detail) from None
 
     def _answer(self, trained: Trained) -> Message:
-        header = {"loss_sum": trained.loss_sum, "tokens": trained.tokens, "load": max(0, self._pending - 1)}
+        header = {"loss_sum": trained.loss_sum, "tokens": trained.tokens, "load": max(0, self.pending - 1)}
         return Message(header, () if trained.gradient is None else (trained.gradient,))
 
     def _recall(self, microbatch: str) -> Message | None:
@@ -461,7 +479,9 @@ class Origin:
                 secrets.token_hex(16), "train", outputs, labels.to(torch.int32), self._spec.pipeline.budget_seconds
             )
             assert trained.gradient is not None
-            await self._worker.backward(passage, trained.gradient, trained.loss_sum, trained.tokens)
+            await self._worker.backward(
+                passage, trained.gradient, trained.loss_sum, trained.tokens, source=trained.peer
+            )
         except BaseException:
             await run_to_end(self._worker.discard(passage))
             raise

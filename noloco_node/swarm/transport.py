@@ -12,9 +12,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
-from typing import Any, NewType, Protocol
+from typing import TYPE_CHECKING, Any, NewType, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from noloco_node.swarm.conduct import Conduct
 
 PeerId = NewType("PeerId", str)
 """A peer's name: base58 of the multihash of its public key, authenticated by the transport."""
@@ -61,6 +64,11 @@ class Refusal(StrEnum):
     DOWNSTREAM_EXHAUSTED = "downstream_exhausted"
     ALREADY_TRAINED = "already_trained"
     INTERNAL = "internal"
+    DIVERGED = "diverged"
+    OUT_OF_SCALE = "out_of_scale"
+    FORGED = "forged"
+    NOT_ADMITTED = "not_admitted"
+    BANNED = "banned"
 
 
 REFUSAL_MEANINGS: dict[Refusal, str] = {
@@ -84,6 +92,11 @@ REFUSAL_MEANINGS: dict[Refusal, str] = {
     Refusal.DOWNSTREAM_EXHAUSTED: "no peer of the next stage finished the microbatch",
     Refusal.ALREADY_TRAINED: "this microbatch was trained here and its answer is gone",
     Refusal.INTERNAL: "the peer failed while it worked on the request",
+    Refusal.DIVERGED: "with the peer's weights the microbatch has a loss or a gradient that is not finite",
+    Refusal.OUT_OF_SCALE: "the activations are much larger than all that the peer has seen",
+    Refusal.FORGED: "a signature does not hold",
+    Refusal.NOT_ADMITTED: "the run admits only peers that its owner has listed or invited",
+    Refusal.BANNED: "the peer has banned this node for offences, until the time that it names is over",
 }
 
 
@@ -147,8 +160,15 @@ class Message:
         return tuple(TensorSpec.of(tensor) for tensor in self.tensors)
 
 
-Admit = Callable[[PeerId, JsonObject, tuple[TensorSpec, ...]], None]
-"""Looks at a request before its body is read; raises `Refused` to turn it away. Must not block."""
+Release = Callable[[], None]
+"""Gives back what an admission reserved."""
+
+Admit = Callable[[PeerId, JsonObject, tuple[TensorSpec, ...]], Release | None]
+"""Looks at a request before its body is read; raises `Refused` to turn it away. Must not block. What it returns is
+called once, when the handler has answered or the request has come to nothing."""
+
+Gate = Callable[[PeerId], bool]
+"""Whether a peer may ask for anything but the `hello` methods."""
 
 Handle = Callable[[PeerId, Message], Awaitable[Message]]
 """Answers a request; raises `Refused` to say no. Cancelled when the caller goes away."""
@@ -186,6 +206,15 @@ class Transport(Protocol):
     @property
     def refusals_given(self) -> Mapping[Refusal, int]:
         """Refusals this node gave so far, by reason."""
+        ...
+
+    @property
+    def conduct(self) -> Conduct:
+        """What peers have done wrong here."""
+        ...
+
+    def guard(self, gate: Gate) -> None:
+        """From now on refuse (`not_admitted`) all methods but those named `hello...` to peers that `gate` denies."""
         ...
 
     def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> None:

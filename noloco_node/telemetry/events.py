@@ -110,6 +110,21 @@ class Evaluation(Event):
     """True for the one taken after the last inner step."""
 
 
+class Strangers(BaseModel):
+    """What peers have done to this node so far, and what became of it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    offences: dict[str, int] = {}
+    """By kind (`swarm.conduct.Offence`)."""
+    bans: dict[str, int] = {}
+    """By the offence that brought them."""
+    banned_now: int = 0
+    bounded: dict[str, int] = {}
+    """What went beyond a bound on norms: `activations` refused for their scale, gradients `returned` by the next stage
+    and `caused` by others' microbatches scaled down."""
+
+
 class Account(Event):
     """The books of a node so far. On stage 0: drawn = trained + dropped + held_at_end."""
 
@@ -140,6 +155,7 @@ class Account(Event):
     """Worst lag of the event loop since the last account."""
     busy_seconds: float
     """Time the compute thread has worked since the start."""
+    strangers: Strangers = Strangers()
 
 
 class CheckpointTaken(Event):

@@ -88,6 +88,10 @@ class Metrics:
         self._refusals = self._counter("noloco_refusals_total", "Refusals given", "reason")
         self._microbatches = self._counter("noloco_microbatches_total", "Microbatches by outcome", "outcome")
         self._held = self._gauge("noloco_microbatches_held", "Drawn, and neither trained nor dropped yet")
+        self._offences = self._counter("noloco_offences_total", "Offences of peers", "reason")
+        self._bans = self._counter("noloco_bans_total", "Bans of peers by the offence that brought them", "reason")
+        self._banned = self._gauge("noloco_banned_peers", "Peers that are banned here now")
+        self._bounded = self._counter("noloco_bounded_total", "What went beyond a bound on norms", "what")
         self._live = self._gauge("noloco_live_replicas", "Live nodes as this one sees them", "stage")
         self._lag = self._gauge("noloco_event_loop_lag_seconds", "Worst event loop lag since the last account")
         self._busy = self._counter("noloco_busy_seconds_total", "Time the compute thread has worked")
@@ -217,6 +221,14 @@ class Metrics:
             self._microbatches.labels(outcome).inc(rise("microbatches", outcome, getattr(event, outcome)))
         for reason, count in event.refused.items():
             self._refusals.labels(_bounded(reason)).inc(rise("refused", reason, count))
+        self._banned.set(event.strangers.banned_now)
+        for family, counter, counts in (
+            ("offences", self._offences, event.strangers.offences),
+            ("bans", self._bans, event.strangers.bans),
+            ("bounded", self._bounded, event.strangers.bounded),
+        ):
+            for reason, count in counts.items():
+                counter.labels(_bounded(reason)).inc(rise(family, reason, count))
         for direction, counts in (("sent", event.bytes_sent), ("received", event.bytes_received)):
             self._traffic(direction, counts)
 

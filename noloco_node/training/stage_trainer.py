@@ -20,7 +20,11 @@ from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsa
 from noloco_node.config.run_spec import InnerSpec
 from noloco_node.model.stage import Stage
 from noloco_node.training.layout import FlatLayout
+from noloco_node.training.norm_bound import NormBound
 from noloco_node.training.versions import Version, VersionStore
+
+GRADIENT_MULTIPLE = 8.0
+"""A microbatch's gradient with a norm so many times the usual one is scaled down."""
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -34,6 +38,8 @@ class Passage:
     """A microbatch's stay at this stage, between its forward and its backward. Made by the caller, filled by `forward`,
     emptied by `backward` or `discard`; so that whoever made it can always clean up."""
 
+    source: str = ""
+    """Who sent the inputs; empty for this node's own."""
     version: Version | None = None
     inputs: Tensor | None = None
     outputs: Tensor | None = field(default=None, repr=False)
@@ -73,6 +79,10 @@ class StageTrainer:
         _without_weights(self._stage)
         self._recompute = inner.backward == "recompute"
         self._clip_norm = inner.clip_norm
+        self.returned_bound = NormBound(GRADIENT_MULTIPLE)
+        """On the gradients that the next stage gives back."""
+        self.caused_bound = NormBound(GRADIENT_MULTIPLE)
+        """On this stage's own gradient of each microbatch that others had a hand in."""
         self._gradient = torch.zeros_like(self.master)
         self._gradient_views = list(self.layout.views(self._gradient).values())
         self._tokens = 0
@@ -110,10 +120,13 @@ class StageTrainer:
             outputs = passage.outputs
         return outputs.detach().to(device="cpu", dtype=self.wire_dtype)
 
-    def backward(self, passage: Passage, output_gradient: Tensor, loss_sum: float, tokens: int) -> Tensor | None:
+    def backward(
+        self, passage: Passage, output_gradient: Tensor, loss_sum: float, tokens: int, *, source: str = ""
+    ) -> Tensor | None:
         """Accumulate the gradient of a microbatch; returns that of its inputs (host, wire precision; None on stage 0).
 
-        `output_gradient` [B, T, hidden] is that of the loss summed over the microbatch's `tokens`. Raises
+        `output_gradient` [B, T, hidden] is that of the loss summed over the microbatch's `tokens`, as the peer `source`
+        gave it back; its norm, and that of the stage's own gradient, are held to what is usual (`NormBound`). Raises
         MicrobatchNotFinite; the passage stays for `discard` then.
         """
         assert passage.version is not None, "backward needs a forward"
@@ -122,15 +135,18 @@ class StageTrainer:
         if outputs is None:
             inputs, outputs = self._forward_with_graph(passage.version, inputs)
         gradient = output_gradient.to(device=self.device, dtype=outputs.dtype)
-        input_gradient = self._accumulate(passage.version, inputs, outputs, gradient)
+        cause = passage.source or source
+        if source and (factor := _factor(gradient, source, tokens, self.returned_bound)) < 1.0:
+            gradient, cause = gradient * factor, ""  # what is scaled down is no measure of what is usual here
+        input_gradient = self._accumulate(passage.version, inputs, outputs, gradient, cause, tokens)
         self.discard(passage)
         self._count(loss_sum, tokens)
         return input_gradient
 
-    def loss(self, inputs: Tensor, labels: Tensor) -> LossResult:
-        """Last stage: forward, loss and backward in one. `inputs` [B, T, hidden] (ids [B, T] where P = 1), `labels`
-        int [B, T]. Raises MicrobatchNotFinite."""
-        passage = Passage(version=self._versions.acquire())
+    def loss(self, inputs: Tensor, labels: Tensor, *, source: str = "") -> LossResult:
+        """Last stage: forward, loss and backward in one. `inputs` [B, T, hidden] (ids [B, T] where P = 1) of the peer
+        `source`, `labels` int [B, T]. Raises MicrobatchNotFinite."""
+        passage = Passage(source, self._versions.acquire())
         assert passage.version is not None
         try:
             leaf, logits = self._forward_with_graph(passage.version, self._to_device(inputs))
@@ -138,7 +154,7 @@ class StageTrainer:
             loss_sum = float(loss.detach())
             if not math.isfinite(loss_sum):
                 raise MicrobatchNotFinite("the loss of this microbatch is not finite")
-            input_gradient = self._accumulate(passage.version, leaf, loss, None)
+            input_gradient = self._accumulate(passage.version, leaf, loss, None, source, labels.numel())
         finally:
             self.discard(passage)
         result = LossResult(loss_sum, labels.numel(), input_gradient)
@@ -262,13 +278,21 @@ class StageTrainer:
     def _run(self, version: Version, inputs: Tensor) -> Tensor:
         return cast(Tensor, functional_call(self._stage, version.parameters, (inputs,)))
 
-    def _accumulate(self, version: Version, inputs: Tensor, outputs: Tensor, gradient: Tensor | None) -> Tensor | None:
+    def _accumulate(
+        self, version: Version, inputs: Tensor, outputs: Tensor, gradient: Tensor | None, source: str, tokens: int
+    ) -> Tensor | None:
         parameters = list(version.parameters.values())
         wanted = parameters if self._is_first else [*parameters, inputs]
         gradients = torch.autograd.grad(outputs, wanted, gradient)
-        if not math.isfinite(float(nn.utils.get_total_norm(gradients))):  # one sender must not spoil the others' work
+        own = gradients[: len(parameters)]
+        norm = float(nn.utils.get_total_norm(own))
+        rest = 0.0 if self._is_first else float(nn.utils.get_total_norm(gradients[-1]))
+        if not math.isfinite(norm + rest):  # one sender must not spoil the others' work
             raise MicrobatchNotFinite("a gradient of this microbatch is not finite")
+        factor = self.caused_bound.factor(source, norm / tokens) if source else 1.0
         with torch.no_grad():
+            if factor < 1.0:
+                torch._foreach_mul_(own, factor)  # pyright: ignore
             if self._compute_dtype == torch.float32:
                 torch._foreach_add_(self._gradient_views, list(gradients[: len(parameters)]))  # pyright: ignore
             else:
@@ -288,6 +312,14 @@ class StageTrainer:
 
 def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.reshape(-1).to(torch.int64), reduction="sum")
+
+
+def _factor(gradient: Tensor, source: str, tokens: int, bound: NormBound) -> float:
+    """What the bound says of the gradient of a loss summed over so many tokens."""
+    norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32)) / tokens  # pyright: ignore
+    if not math.isfinite(norm):
+        raise MicrobatchNotFinite("the gradient that came back is too large to have a norm")
+    return bound.factor(source, norm)
 
 
 def _without_weights(stage: Stage) -> None:

@@ -132,6 +132,11 @@ class StageWorker:
         """Tokens behind all gradients so far, those that no inner step has used yet among them."""
         return self.progress.tokens + self._trainer.tokens_accumulated
 
+    @property
+    def bounded(self) -> dict[str, int]:
+        """Gradients scaled down so far: those that the next stage `returned`, and those that microbatches `caused`."""
+        return {"returned": self._trainer.returned_bound.exceeded, "caused": self._trainer.caused_bound.exceeded}
+
     def current_learning_rate(self) -> float:
         """The schedule at this replica's clock."""
         inner = self._spec.inner
@@ -148,21 +153,24 @@ class StageWorker:
         priority = Priority.DRAW if draw else Priority.FORWARD
         return await self._thread.run(priority, lambda: self._trainer.forward(inputs, passage))
 
-    async def backward(self, passage: Passage, gradient: Tensor, loss_sum: float, tokens: int) -> Tensor | None:
-        """Gradient of the passage's inputs; takes an inner step when this replica's share of the batch is reached."""
+    async def backward(
+        self, passage: Passage, gradient: Tensor, loss_sum: float, tokens: int, *, source: str = ""
+    ) -> Tensor | None:
+        """Gradient of the passage's inputs, from that of its outputs as the peer `source` gave it back; takes an inner
+        step when this replica's share of the batch is reached."""
 
         def work() -> Tensor | None:
-            result = self._trainer.backward(passage, gradient, loss_sum, tokens)
+            result = self._trainer.backward(passage, gradient, loss_sum, tokens, source=source)
             self._step_if_due()
             return result
 
         return await self._thread.run(Priority.BACKWARD, work)
 
-    async def loss(self, inputs: Tensor, labels: Tensor, *, draw: bool = False) -> LossResult:
-        """Last stage: loss and input gradient; takes an inner step when due."""
+    async def loss(self, inputs: Tensor, labels: Tensor, *, draw: bool = False, source: str = "") -> LossResult:
+        """Last stage: loss and gradient of the inputs that the peer `source` sent; takes an inner step when due."""
 
         def work() -> LossResult:
-            result = self._trainer.loss(inputs, labels)
+            result = self._trainer.loss(inputs, labels, source=source)
             self._step_if_due()
             return result
 

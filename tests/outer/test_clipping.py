@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from noloco_node.outer import clipping
 from noloco_node.outer.clipping import DifferenceBound
 from noloco_node.outer.codec import BLOCK, CodecName
 from noloco_node.outer.replica import NotFinite, OuterReplica
@@ -33,6 +34,15 @@ def test_peers_that_have_not_moved_do_not_lower_the_bound() -> None:
     assert bound.scale(12.0, 2.0) == pytest.approx(0.5)
     bound.accept("d", 1.0)
     assert bound.scale(12.0, 0.0) == pytest.approx(0.25)
+
+
+def test_a_gross_difference_moves_less_than_an_honest_one() -> None:
+    """Up to ten times the bound a difference moves by the bound; beyond, by less the larger it is."""
+    moved = []
+    for norm in (3.0, 30.0, 300.0, 30_000.0):
+        bound = DifferenceBound(MULTIPLE)
+        moved.append(norm * bound.scale(norm, 1.0))
+    assert moved == pytest.approx([3.0, 3.0, 0.3, 0.003])
 
 
 def test_whoever_has_learnt_nothing_is_moved_by_nobody() -> None:
@@ -127,8 +137,12 @@ def learn(replica: OuterReplica, generator: torch.Generator, speed: float = 0.02
 
 @pytest.mark.parametrize("momentum", ["averaged", "local"])
 @pytest.mark.parametrize("attack", PAYLOADS)
-def test_one_hostile_step_moves_a_replica_by_the_bound_and_by_its_momentum(momentum: str, attack: str) -> None:
-    """Against a twin that took that step alone: ‖φ − twin's φ‖ grows with α, α², … to at most bound/(1 − α)."""
+def test_one_hostile_step_moves_a_replica_by_the_bound_and_by_its_momentum(
+    momentum: str, attack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a twin that took that step alone: ‖φ − twin's φ‖ grows with α, α², … to at most bound/(1 − α). These
+    payloads are gross; here they fill the bound, as one that is just not gross would."""
+    monkeypatch.setattr(clipping, "_GROSS", math.inf)
     start, moved = vectors(2, torch.float32, size=BLOCK)
     victim, twin = (replica_of(rule_of(momentum), start, fast=start + 0.01 * moved) for _ in range(2))
     allowed = receive(victim, PAYLOADS[attack], DifferenceBound(MULTIPLE), "evil")

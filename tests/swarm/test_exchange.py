@@ -260,6 +260,7 @@ async def test_a_partner_that_vanishes_changes_nothing(method: str, codec: Liter
     async with two_replicas(RULE.model_copy(update={"codec": codec, "fragments": 2})) as (made, left, right):
         before = [await state_of(replica) for replica in (left, right)]
         fault = made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=method))
+        silent = made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=exchange.LEAVE))
         assert not await left.exchanger.dial(peer_name(0, 1), 1)
         await eventually(lambda: not right.exchanger.engaged, what="the dialled side gives up")
         assert unchanged(before[0], await state_of(left))
@@ -268,6 +269,7 @@ async def test_a_partner_that_vanishes_changes_nothing(method: str, codec: Liter
         assert "no chunk" in outer_steps(made, 1, "aborted")[0].reason
         assert made.network.fired[FaultKind.LOSE_REQUEST] > 0
         made.network.lift(fault)
+        made.network.lift(silent)
         assert await left.exchanger.dial(peer_name(0, 1), 1)
 
 

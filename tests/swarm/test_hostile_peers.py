@@ -45,22 +45,26 @@ def chunk(replica: Replica, index: int) -> Message:
     return Message(header, (torch.zeros(replica.worker.outer.chunk_size(index)),))
 
 
-async def test_full_is_full_for_bodies_that_arrive_together() -> None:
-    """All were admitted while there was room; only max_pending of them are taken in."""
-    async with world(micro_spec(stages=3), settings=NodeSettings(max_pending=2)) as made:
-        middle = made.replicas[1]
-        middle.server.accepting = True
+async def test_a_place_is_kept_before_the_body_comes() -> None:
+    """Of bodies that are announced together only max_pending are let in at all; what comes to nothing frees its place.
+    One peer leaves a quarter of the places to others."""
+    async with world(micro_spec(stages=3), settings=NodeSettings(max_pending=4)) as made:
+        server = made.replicas[1].server
+        server.accepting = True
         requests = [request(made, id=f"{number:032x}", budget_ms=100) for number in range(9)]
-        for each in requests:
-            middle.server.admit(STRANGER, each.header, each.specs)
-        handling = [asyncio.create_task(middle.server.handle(STRANGER, each)) for each in requests]
-        await eventually(lambda: middle.server.pending, what="the first are taken in")
-        assert middle.server.pending == 2
-        refusals = await asyncio.gather(*handling, return_exceptions=True)
-        reasons = [refusal.reason for refusal in refusals if isinstance(refusal, Refused)]
-        assert reasons.count(Refusal.BUSY) == 7
-        assert len(reasons) == 9
-        assert middle.server.pending == 0
+        places = [server.admit(STRANGER, each.header, each.specs) for each in requests[:3]]
+        for each in requests[3:]:
+            with pytest.raises(Refused) as refused:
+                server.admit(STRANGER, each.header, each.specs)
+            assert refused.value.reason is Refusal.BUSY
+        other = server.admit(PeerId("another-stranger"), requests[4].header, requests[4].specs)
+        with pytest.raises(Refused):
+            server.admit(PeerId("a-third-stranger"), requests[5].header, requests[5].specs)
+        assert server.pending == 4
+        other()
+        for place in places:
+            place()
+        assert server.pending == 0
 
 
 async def test_a_budget_of_a_day_holds_a_place_no_longer_than_the_runs_own() -> None:
@@ -98,6 +102,7 @@ async def test_chunks_admitted_for_one_exchange_do_not_count_for_its_namesake() 
         right.exchanger._give_up_if_stalled(-1.0)
         assert not right.exchanger.engaged
         before = await state_of(right)
+        right.exchanger.patience.committed(STRANGER)
         await propose(right)
         for each in chunks:
             with pytest.raises(Refused) as refused:

@@ -25,7 +25,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec, PipelineSpec, RunSpec
 from noloco_node.outer.replica import Part
 from noloco_node.replica import Replica
-from noloco_node.swarm import exchange, hello, microbatch, pipeline, spec_fetch, state_transfer
+from noloco_node.swarm import conduct, exchange, hello, microbatch, patience, pipeline, spec_fetch, state_transfer
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.frames import FrameError
 from noloco_node.swarm.identity import load_or_create_identity
@@ -315,6 +315,14 @@ def keep_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small books, so that their limits are reached."""
     monkeypatch.setattr(pipeline, "IDS_KEPT", IDS_KEPT)
     monkeypatch.setattr(pipeline, "ANSWERS_KEPT", ANSWERS_KEPT)
+    never_tire_of_strangers(monkeypatch)
+
+
+def never_tire_of_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or they would be banned, or left alone, after the first few examples."""
+    monkeypatch.setattr(conduct, "TOLERATED", math.inf)
+    monkeypatch.setattr(patience, "LONGEST_REST_SECONDS", 0.0)
+    monkeypatch.setattr(patience, "REST_PER_SECOND_LOST", 0.0)
 
 
 @pytest.fixture(params=[2, 3], ids=["last", "middle"])

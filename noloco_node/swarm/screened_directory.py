@@ -1,0 +1,48 @@
+"""The directory without those whom this node does not deal with: peers it has banned, and outsiders of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from noloco_node.swarm.directory import Directory, DirectoryView, LiveRecord, PeerRecord
+from noloco_node.swarm.invitation import Proof
+from noloco_node.swarm.transport import PeerId
+
+Deals = Callable[[PeerId, LiveRecord], bool]
+"""Whether this node deals with the peer of a record. Asked at every look: the answer may change."""
+
+
+class ScreenedDirectory:
+    """Implements `Directory`: another one, in whose view only records appear that pass `deals`.
+
+    Who is left out is neither routed to, nor averaged or counted with, nor asked for its state, and its clock is heard
+    by nobody here.
+    """
+
+    def __init__(self, directory: Directory, deals: Deals, proof: Proof | None = None) -> None:
+        self._directory = directory
+        self._deals = deals
+        self._proof = proof
+
+    @property
+    def view(self) -> DirectoryView:
+        """The last view read, screened."""
+        return self._screened(self._directory.view)
+
+    def now(self) -> float:
+        """See `Directory.now`."""
+        return self._directory.now()
+
+    async def publish(self, record: PeerRecord, life: float) -> bool:
+        """See `Directory.publish`. With the record goes this node's own proof that it is invited, if it has one."""
+        shown = record if self._proof is None else record.model_copy(update={"invitation": self._proof})
+        return await self._directory.publish(shown, life)
+
+    async def refresh(self) -> DirectoryView:
+        """Read all stages anew; the view that it returns is screened."""
+        return self._screened(await self._directory.refresh())
+
+    def _screened(self, view: DirectoryView) -> DirectoryView:
+        return DirectoryView(
+            tuple({peer: row for peer, row in rows.items() if self._deals(peer, row)} for rows in view.stages)
+        )

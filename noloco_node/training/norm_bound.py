@@ -1,0 +1,59 @@
+"""How large what a stranger sends may be, measured against what this node has seen: a pure, adaptive bound."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from statistics import median_low
+
+NORMS_OF_A_SOURCE = 9
+SOURCES_REMEMBERED = 128
+FORGOTTEN_AFTER = 512
+"""Norms after which a source that gave none of them has no say any more."""
+LARGEST_RISE = 1.05
+"""By how much one norm may raise what counts as usual. Honest norms change slowly; a jump waits some dozens of them."""
+
+
+class NormBound:
+    """A norm beyond `multiple` × the usual one is scaled down, the more the larger it is.
+
+    The usual norm is the low median over sources (peers) of each one's own low median of its last few norms: a source
+    is one voice however much it sends, so one of three or more cannot raise it, and what it sends beyond the bound
+    counts as the bound. It falls at once, and rises slowly. The first norm of all sets it, and is bounded by nothing:
+    there is no measure yet. Zeros say nothing.
+    """
+
+    def __init__(self, multiple: float, floor: float = 0.0) -> None:
+        """`floor`: the least that is taken for usual, so that small norms of a few sources shut out no other."""
+        assert multiple > 1.0
+        self._multiple = multiple
+        self._floor = floor
+        self._norms: OrderedDict[str, deque[float]] = OrderedDict()
+        self._heard: dict[str, int] = {}
+        self._count = 0
+        self.usual = 0.0
+        """0 before the first norm."""
+        self.exceeded = 0
+        """Norms so far that were beyond the bound."""
+
+    def factor(self, source: str, norm: float) -> float:
+        """What to multiply by: 1 within the bound, (bound / norm)³ beyond it, so that a gross outlier counts for less
+        than an ordinary one. Once for each norm: it is remembered. `norm` must be finite."""
+        if norm <= 0.0:
+            return 1.0
+        bound = self._multiple * max(self.usual, self._floor) if self.usual > 0.0 else norm
+        self._remember(source, min(norm, bound))
+        if norm <= bound:
+            return 1.0
+        self.exceeded += 1
+        return (bound / norm) ** 3
+
+    def _remember(self, source: str, norm: float) -> None:
+        self._count += 1
+        self._heard[source] = self._count
+        self._norms.setdefault(source, deque(maxlen=NORMS_OF_A_SOURCE)).append(norm)
+        self._norms.move_to_end(source)
+        oldest = next(iter(self._norms))
+        if len(self._norms) > SOURCES_REMEMBERED or self._count - self._heard[oldest] > FORGOTTEN_AFTER:
+            del self._norms[oldest], self._heard[oldest]
+        middle = median_low(median_low(norms) for norms in self._norms.values())
+        self.usual = min(middle, LARGEST_RISE * self.usual) if self.usual > 0.0 else middle

@@ -1,0 +1,154 @@
+"""Offences and bans: a pure decision that an honest peer on the worst of networks never falls under."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_node.swarm import conduct
+from noloco_node.swarm.conduct import (
+    FIRST_BAN_SECONDS,
+    FORGIVEN_A_SECOND,
+    LONGEST_BAN_SECONDS,
+    OFFENSIVE,
+    TOLERATED,
+    Conduct,
+    Offence,
+    Standing,
+    after_offence,
+)
+from noloco_node.swarm.serving import RequestDesk, TransportLimits
+from noloco_node.swarm.transport import (
+    REFUSAL_MEANINGS,
+    BrokenStream,
+    DeadlinePassed,
+    PeerId,
+    PeerUnreachable,
+    ProtocolViolation,
+    Refusal,
+    Refused,
+)
+
+PEER = PeerId("a-stranger")
+
+
+def offended(times: int, now: float = 0.0, standing: Standing | None = None) -> Standing:
+    """An account after so many offences at one moment."""
+    standing = standing or Standing()
+    for _ in range(times):
+        standing = after_offence(standing, Offence.MALFORMED, now)
+    return standing
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_few_offences_are_borne_and_one_more_brings_a_ban_with_a_reason_and_an_end() -> None:
+    """The ban begins at the offence beyond what is tolerated, and ends by itself."""
+    assert not offended(int(TOLERATED)).banned(0.0)
+    banned = offended(int(TOLERATED) + 1)
+    assert banned.banned(0.0)
+    assert banned.banned(FIRST_BAN_SECONDS - 1)
+    assert not banned.banned(FIRST_BAN_SECONDS)
+    assert banned.reason is Offence.MALFORMED
+
+
+def test_each_ban_is_twice_as_long_up_to_an_hour_and_good_conduct_makes_it_short_again() -> None:
+    """After as long without a ban as the longest lasts, the count begins anew."""
+    standing, now, lengths = Standing(), 0.0, []
+    for _ in range(9):
+        standing = offended(int(TOLERATED) + 1, now, standing)
+        lengths.append(standing.banned_until - now)
+        now = standing.banned_until
+    assert lengths[:3] == [FIRST_BAN_SECONDS, 2 * FIRST_BAN_SECONDS, 4 * FIRST_BAN_SECONDS]
+    assert lengths[-1] == LONGEST_BAN_SECONDS
+    now += LONGEST_BAN_SECONDS
+    assert offended(int(TOLERATED) + 1, now, standing).banned_until - now == FIRST_BAN_SECONDS
+
+
+def test_time_forgives() -> None:
+    """Offences no more often than they are forgiven never lead to a ban; a little more often they do."""
+    for pace, banned in ((1.0, False), (0.8, True)):
+        standing = Standing()
+        for number in range(1000):
+            standing = after_offence(standing, Offence.MALFORMED, number * pace / FORGIVEN_A_SECOND)
+        assert (standing.bans > 0) is banned
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.sampled_from(list(Offence))), max_size=60))
+def test_a_ban_is_never_shortened_and_never_longer_than_an_hour(course: list[tuple[float, Offence]]) -> None:
+    """Whatever comes when, in the order of time."""
+    standing = Standing()
+    for now, offence in sorted(course, key=lambda entry: entry[0]):
+        before, standing = standing, after_offence(standing, offence, now)
+        assert standing.banned_until >= before.banned_until
+        assert standing.banned_until <= now + LONGEST_BAN_SECONDS
+        assert 0.0 <= standing.offences <= TOLERATED
+
+
+@given(
+    st.lists(
+        st.sampled_from([BrokenStream(""), DeadlinePassed(""), PeerUnreachable("")])
+        | st.sampled_from([reason for reason in Refusal if reason not in OFFENSIVE]),
+        min_size=50,
+    )
+)
+def test_a_bad_network_and_a_full_or_slow_node_are_no_offence(course: list[Exception | Refusal]) -> None:
+    """Broken streams, time-outs, and all that a node is told in ordinary life, however often."""
+    desk = RequestDesk(TransportLimits())
+    for event in course:
+        if isinstance(event, Refusal):
+            desk.count_refusal(PEER, Refused(event))
+        else:
+            desk.conduct.judge(PEER, event)
+    assert desk.conduct.offences.total() == 0
+
+
+def test_which_refusals_answer_an_offence_is_written_down() -> None:
+    """A new refusal is ordinary life unless somebody decides otherwise, and BUSY always is."""
+    assert set(OFFENSIVE) == {Refusal.MALFORMED, Refusal.TOO_LARGE, Refusal.NOT_FINITE, Refusal.FORGED}
+    assert set(REFUSAL_MEANINGS) == set(Refusal)
+
+
+def test_a_ban_is_logged_once_counted_by_reason_and_refuses_with_the_time_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What a banned peer had under way adds nothing to its account."""
+    clock = Clock()
+    book, begun = Conduct(clock), []
+    book.on_ban = begun.append
+    with caplog.at_level(logging.WARNING):
+        for _ in range(50):
+            book.judge(PEER, ProtocolViolation("its answer is no answer"))
+    assert begun == [PEER]
+    assert len(caplog.records) == 1
+    assert "banned here for 60 s: bad_answer (its answer is no answer)" in caplog.text
+    assert book.bans == {"bad_answer": 1}
+    assert book.offences == {"bad_answer": 50}
+    assert book.banned_now == 1
+    clock.now = 20.0
+    with pytest.raises(Refused, match="bad_answer, 40 s more") as refused:
+        book.refuse_banned(PEER)
+    assert refused.value.reason is Refusal.BANNED
+    clock.now = FIRST_BAN_SECONDS
+    book.refuse_banned(PEER)
+    assert not book.banned(PEER)
+    assert book.banned_now == 0
+
+
+def test_the_book_does_not_grow_with_new_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Identities cost nothing: the accounts of the oldest offenders are forgotten."""
+    monkeypatch.setattr(conduct, "PEERS_REMEMBERED", 8)
+    book = Conduct()
+    for number in range(100):
+        book.offended(PeerId(f"stranger-{number}"), Offence.FORGED)
+    assert len(book._standings) == 8

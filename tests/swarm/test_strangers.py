@@ -1,0 +1,308 @@
+"""Strangers that mean harm: refused, bounded or left alone, and named in the metrics; the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.swarm import conduct, exchange, pipeline
+from noloco_node.swarm.conduct import FIRST_BAN_SECONDS, Offence
+from noloco_node.swarm.directory import PeerState
+from noloco_node.swarm.exchange_session import Session, overdue
+from noloco_node.swarm.frames import (
+    BODY_FRAME_BYTES,
+    PREFIX_BYTES,
+    Envelope,
+    FrameKind,
+    decode_prefix,
+    decode_refusal,
+    encode_envelope,
+    encode_frame,
+    encode_prefix,
+)
+from noloco_node.swarm.identity import load_or_create_identity
+from noloco_node.swarm.libp2p_transport import STREAM_PROTOCOL, Libp2pTransport
+from noloco_node.swarm.memory_transport import Fault, FaultKind
+from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
+from noloco_node.swarm.serving import RequestDesk, TransportLimits
+from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, TensorSpec
+from noloco_node.telemetry.events import Account
+from noloco_node.telemetry.metrics import Metrics
+from tests.support import eventually, nothing_left_behind
+from tests.swarm.test_exchange import outer_steps, two_replicas
+from tests.swarm.test_hostile_peers import NAME, STRANGER, propose
+from tests.swarm.test_pipeline import ask, request, serving_world
+from tests.worlds import LENGTH, WINDOWS, micro_spec, peer_name, world
+
+
+async def test_a_dialler_that_gives_up_frees_its_partner_at_once() -> None:
+    """It says so, and the partner need not wait for its deadline."""
+    async with two_replicas() as (made, left, right):
+        made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=exchange.CHUNK))
+        assert not await left.exchanger.dial(peer_name(0, 1))
+        assert not right.exchanger.engaged
+        assert outer_steps(made, 1, "aborted")[0].reason == "the partner left"
+        assert made.network.fired[FaultKind.LOSE_REQUEST] > 0
+
+
+async def test_only_the_dialler_itself_can_leave_an_exchange() -> None:
+    """Nobody else can break it off, though he knows its name."""
+    async with two_replicas() as (_, _, right):
+        await propose(right)
+        goodbye = Message({"exchange": NAME})
+        with pytest.raises(Refused) as refused:
+            await right.exchanger._handle_leave(PeerId("another-stranger"), goodbye)
+        assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
+        assert right.exchanger.engaged
+        await right.exchanger._handle_leave(STRANGER, goodbye)
+        assert not right.exchanger.engaged
+
+
+async def test_a_stranger_that_proposes_and_abandons_again_and_again_is_left_alone() -> None:
+    """The second time in a row brings a rest; fellows are served meanwhile, and it is no offence."""
+    async with two_replicas() as (made, left, right):
+        for _ in range(2):
+            await propose(right)
+            right.exchanger._give_up_if_stalled(-1.0)
+        with pytest.raises(Refused) as refused:
+            await propose(right)
+        assert refused.value.reason is Refusal.BUSY
+        assert await left.exchanger.dial(peer_name(0, 1))
+        await eventually(lambda: outer_steps(made, 1, "paired"), what="the fellow is averaged with")
+        assert right._transport.conduct.offences.total() == 0
+
+
+def test_a_dialler_that_sends_each_chunk_at_the_last_moment_is_given_up() -> None:
+    """Progress alone is not enough: the whole has its time too, four times that of a slow but honest link."""
+    session = Session(NAME, STRANGER, "dialled", None, None, started=0.0, last_progress=0.0)  # type: ignore[arg-type]
+    for chunk in range(1, 41):
+        session.last_progress = now = chunk * 19.0
+        late = overdue(session, now, 20.0, 40)
+        assert (late is not None) is (now > 220.0), now
+    session.last_progress = 100.0
+    assert overdue(session, 119.0, 20.0, 40) is None
+    assert "no chunk" in str(overdue(session, 121.0, 20.0, 40))
+
+
+async def test_a_banned_peer_is_not_answered_routed_to_paired_with_or_counted() -> None:
+    """From the moment of the ban, and until its end."""
+    async with world(micro_spec(), replicas=2) as made:
+        for replica in made.replicas:
+            replica.server.accepting = True
+            await replica.membership.announce(PeerState.TRAINING)
+        for replica in made.replicas:
+            await replica.membership.refresh()
+        head, fellow, tail = made.replicas[0], peer_name(0, 1), peer_name(1, 0)
+        clock = [0.0]
+        book = head._transport.conduct
+        book._clock = lambda: clock[0]
+        for peer in (fellow, tail):
+            for _ in range(int(conduct.TOLERATED) + 1):
+                book.offended(peer, Offence.NOT_FINITE)
+        assert head.membership.fellows() == []
+        assert head.membership.nodes_per_stage() == [1, 1]
+        assert {head._book.choose() for _ in range(20)} == {peer_name(1, 1)}
+        assert head._pairing_state(0.0).fellows == []
+        caller = made.replicas[2]._transport
+        with pytest.raises(Refused, match="for not_finite, 60 s more") as refused:
+            await caller.call(
+                head._transport.peer_id, exchange.PROPOSE, Message(), timeout=5, progress=5, max_answer_bytes=0
+            )
+        assert refused.value.reason is Refusal.BANNED
+        clock[0] = FIRST_BAN_SECONDS
+        assert head.membership.fellows() == [fellow]
+
+
+async def test_activations_out_of_all_scale_are_refused_before_the_model_and_are_no_offence() -> None:
+    """Judged by what this node has seen, which may be little: so nobody is banned for it."""
+    async with serving_world() as made:
+        tail = made.replicas[1]
+        for number in range(3):
+            usual = torch.randn(WINDOWS, LENGTH, 32)
+            await ask(made, Message(request(made, id=f"{number:032x}").header, (usual, request(made).tensors[1])))
+        before = await tail.worker.full_state()
+        gathered = tail.worker._trainer.tokens_accumulated
+        huge = torch.randn(WINDOWS, LENGTH, 32) * 1e4
+        with pytest.raises(Refused) as refused:
+            await ask(made, Message(request(made, id="b" * 32).header, (huge, request(made).tensors[1])))
+        assert refused.value.reason is Refusal.OUT_OF_SCALE
+        assert tail.worker._trainer.tokens_accumulated == gathered
+        after = await tail.worker.full_state()
+        assert all(torch.equal(before[1][name], after[1][name]) for name in before[1])
+        assert tail._transport.conduct.offences.total() == 0
+        tail.emit_account()
+        account = [e for e in made.events[1] if isinstance(e, Account)][-1]
+        assert account.strangers.bounded["activations"] == 1
+
+
+async def test_a_next_stage_whose_answers_break_the_protocol_is_banned_and_the_samples_go_elsewhere() -> None:
+    """Poisoned gradients at every answer: after a few it is asked no more; no sample is lost."""
+    async with serving_world() as made:
+        head, tail = made.replicas
+        true = tail.server._answer
+        poisoned = 0
+
+        def poison(trained: pipeline.Trained) -> Message:
+            nonlocal poisoned
+            poisoned += 1
+            answer = true(trained)
+            return Message(answer.header, tuple(torch.full_like(t, float("nan")) for t in answer.tensors))
+
+        tail.server._answer = poison  # type: ignore[method-assign]
+        await head.membership.refresh()
+        head._book.update([tail._transport.peer_id], 0)
+        assert head.origin is not None
+        async with asyncio.timeout(60):
+            while not head._transport.conduct.banned(tail._transport.peer_id):
+                head._book._suspended.clear()
+                assert not await head.origin.train_one()
+        assert 0 < poisoned <= int(conduct.TOLERATED) + 1
+        assert head._transport.conduct.bans == {"bad_answer": 1}
+        assert head.worker._trainer.tokens_accumulated == 0
+        assert head.ledger.drawn == head.ledger.dropped + head.origin.held
+
+
+def test_bans_and_bounds_are_in_the_metrics_by_reason() -> None:
+    """Prometheus sees offences, bans, who is banned now, and what was scaled down."""
+    metrics = Metrics()
+    strangers = {"offences": {"forged": 12}, "bans": {"forged": 1}, "banned_now": 1, "bounded": {"returned": 3}}
+    account = {name: 0 for name in Account.model_fields if name not in ("event", "time", "strangers")}
+    empty: dict[str, object] = {name: {} for name in ("refused", "bytes_sent", "bytes_received")}
+    metrics.observe(Account.model_validate({**account, **empty, "nodes_per_stage": [], "strangers": strangers}))
+    value = metrics.registry.get_sample_value
+    assert value("noloco_offences_total", {"reason": "forged"}) == 12
+    assert value("noloco_bans_total", {"reason": "forged"}) == 1
+    assert value("noloco_banned_peers") == 1
+    assert value("noloco_bounded_total", {"what": "returned"}) == 3
+
+
+def test_bytes_under_way_are_limited_for_each_peer() -> None:
+    """One large body is always admitted, more at once only up to the limit; others are not concerned."""
+    desk = RequestDesk(TransportLimits(max_body_bytes=100, max_bytes_per_peer=150))
+
+    async def handle(_peer: PeerId, message: Message) -> Message:
+        return message
+
+    desk.serve("work", lambda *_: None, handle, max_concurrent_per_peer=9)
+    large = Envelope("work", {}, (TensorSpec("u8", (100,)),))
+    with desk.admitted(STRANGER, large):
+        with pytest.raises(Refused) as refused, desk.admitted(STRANGER, large):
+            pass
+        assert refused.value.reason is Refusal.BUSY
+        with desk.admitted(PeerId("another"), large):
+            pass
+    with desk.admitted(STRANGER, large):
+        pass
+    assert not desk._bytes_under_way
+
+
+class Hostile:
+    """A real node that serves `echo`, and a real peer with raw streams to it."""
+
+    def __init__(self, runner: asyncio.Runner, folder: Path) -> None:
+        self.runner = runner
+        self.folder = folder
+        self.node: PrivateP2P
+        self.peer: PrivateP2P
+        self.transport: Libp2pTransport
+
+    async def hear(self, *sent: bytes, pause: float = 0.0) -> str:
+        """Send pieces on a stream of their own; what comes back: a refusal's reason, `answered` or `closed`."""
+        reader, writer = await self.peer.open_stream(self.node.own_id, STREAM_PROTOCOL)
+
+        async def send() -> None:
+            for piece in sent:
+                writer.write(piece)
+                await asyncio.sleep(pause)
+
+        sending = asyncio.create_task(send())
+        try:
+            async with asyncio.timeout(20):
+                prefix = decode_prefix(await reader.readexactly(PREFIX_BYTES))
+                payload = await reader.readexactly(prefix.length)
+        except (OSError, asyncio.IncompleteReadError):
+            return "closed"
+        finally:
+            sending.cancel()
+            writer.transport.abort()
+        return str(decode_refusal(payload).reason) if prefix.kind is FrameKind.REFUSE else "answered"
+
+
+LIMITS = TransportLimits(progress_seconds=1.0, min_bytes_per_second=1 << 20, idle_seconds=5.0)
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Iterator[Hostile]:
+    """Two p2pd processes on one loop."""
+
+    async def echo(_: PeerId, message: Message) -> Message:
+        return message
+
+    with nothing_left_behind(), asyncio.Runner() as runner:
+        made = Hostile(runner, tmp_path)
+        one = running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "node"))
+        made.node = runner.run(one.__aenter__())
+        peers = tuple(made.node.visible_addresses())
+        two = running_p2p(NodeSettings(initial_peers=peers), load_or_create_identity(tmp_path / "peer"))
+        made.peer = runner.run(two.__aenter__())
+        made.transport = Libp2pTransport(made.node, LIMITS)
+        made.transport.serve("echo", lambda *_: None, echo, max_concurrent_per_peer=1)
+        runner.run(made.transport.start())
+        try:
+            yield made
+        finally:
+            runner.run(made.transport.close())
+            runner.run(two.__aexit__(None, None, None))
+            runner.run(one.__aexit__(None, None, None))
+
+
+def echo_request(body_bytes: int) -> list[bytes]:
+    """A request frame by frame."""
+    tensor = torch.zeros(body_bytes, dtype=torch.uint8)
+    frames = [encode_frame(FrameKind.HEADER, encode_envelope("echo", {}, [TensorSpec.of(tensor)]))]
+    data = tensor.numpy().tobytes()
+    for start in range(0, body_bytes, BODY_FRAME_BYTES):
+        piece = data[start : start + BODY_FRAME_BYTES]
+        frames.append(encode_prefix(FrameKind.BODY, piece) + piece)
+    return [*frames, encode_frame(FrameKind.END, b"")]
+
+
+@pytest.mark.daemons
+def test_who_sends_broken_frames_is_banned_at_the_opening_of_a_stream(hostile: Hostile) -> None:
+    """On real streams: corrupt, truncated and foreign bytes; the ban answers before a byte is sent, and ends."""
+    run, clock = hostile.runner.run, [0.0]
+    book = hostile.transport.conduct
+    book._clock = lambda: clock[0]
+    whole = b"".join(echo_request(8))
+    assert run(hostile.hear(whole)) == "answered"
+    assert run(hostile.hear(whole[:-9])) == "closed", "truncated: given up, and no offence, for links break"
+    assert book.offences.total() == 0
+    corrupt = bytearray(whole)
+    corrupt[PREFIX_BYTES + 4] ^= 1
+    for _ in range(int(conduct.TOLERATED)):
+        assert run(hostile.hear(bytes(corrupt))) == "malformed"
+    assert run(hostile.hear(whole)) == "answered"
+    assert run(hostile.hear(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))) == "malformed"
+    assert run(hostile.hear()) == "banned"
+    assert run(hostile.hear(whole)) == "banned"
+    assert book.bans == {"malformed": 1}
+    clock[0] = FIRST_BAN_SECONDS
+    assert run(hostile.hear(whole)) == "answered"
+
+
+@pytest.mark.daemons
+def test_a_slow_loris_loses_its_place_though_every_frame_comes_in_time(hostile: Hostile) -> None:
+    """One frame now and then would hold the place for minutes; after the time of a slow link it is free again."""
+    run = hostile.runner.run
+    pieces = echo_request(20 * BODY_FRAME_BYTES)
+    started = time.monotonic()
+    assert run(hostile.hear(*pieces, pause=0.7)) == "closed"
+    assert time.monotonic() - started < 0.7 * len(pieces)
+    assert run(hostile.hear(*echo_request(8))) == "answered"
+    assert hostile.transport.conduct.offences.total() == 0, "slow is no offence"
