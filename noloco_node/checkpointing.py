@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -74,9 +73,7 @@ class CheckpointKeeper:
             ) from None
         if random_state is not None:
             self._replica.rng.setstate((3, tuple(int(word) for word in random_state), None))
-        ledger = self._replica.ledger
-        for field in dataclasses.fields(ledger):
-            setattr(ledger, field.name, standing.ledger.get(field.name, 0))
+        self._replica.ledger.go_on_from(standing.ledger)
         if self._replica.origin is not None:
             self._replica.origin.take_back(Sample(held.windows, held.put_backs) for held in standing.held)
         self._replica.exchanger.free_since_step = standing.progress.steps
@@ -132,7 +129,7 @@ class CheckpointKeeper:
                 HeldSample(windows=tuple(sample.windows), put_backs=sample.put_backs)
                 for sample in (origin.held_samples if origin else ())
             ),
-            ledger=dataclasses.asdict(self._replica.ledger),
+            ledger=self._replica.ledger.counts(),
         )
 
     def _random_state(self) -> Tensor:

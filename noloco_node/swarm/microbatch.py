@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -106,6 +107,15 @@ class Ledger:
     done_by: OrderedDict[PeerId, Done] = field(default_factory=OrderedDict[PeerId, Done])
     """What peers did for this node, and it has not receipted yet."""
 
+    def counts(self) -> dict[str, int]:
+        """The counts by name, for a checkpoint; what waits for a receipt is not among them."""
+        return {name: getattr(self, name) for name in COUNTS}
+
+    def go_on_from(self, counts: Mapping[str, int]) -> None:
+        """Take over the counts of an earlier life."""
+        for name in COUNTS:
+            setattr(self, name, counts.get(name, 0))
+
     def note_served(self, peer: PeerId, tokens: int) -> None:
         """This node trained a microbatch for `peer`."""
         self.served += 1
@@ -114,6 +124,9 @@ class Ledger:
     def note_received(self, peer: PeerId, tokens: int) -> None:
         """`peer` trained a microbatch for this node."""
         _note(self.done_by, peer, tokens)
+
+
+COUNTS = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
 
 
 def _note(table: OrderedDict[PeerId, Done], peer: PeerId, tokens: int) -> None:
