@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node.errors import ExitCode
-from noloco_node.telemetry.events import NodeStarted, read_events
+from noloco_node.telemetry.events import AnyEvent, NodeStarted, read_events
 from tests.support import nothing_left_behind
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(180)]
@@ -65,6 +65,11 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         yield base
 
 
+def events_of(file: Path) -> list[AnyEvent]:
+    """Those that it has written so far."""
+    return read_events(file) if file.exists() else []
+
+
 @contextlib.contextmanager
 def running_node(folder: Path) -> Iterator[NodeStarted]:
     """A real daemon that waits for others, ended by SIGTERM."""
@@ -73,14 +78,12 @@ def running_node(folder: Path) -> Iterator[NodeStarted]:
         try:
             events = folder / "events.jsonl"
             deadline = time.monotonic() + 60
-            while not (events.exists() and read_events(events)):
+            while not (started := [e for e in events_of(events) if isinstance(e, NodeStarted)]):
                 assert process.poll() is None, "the node ended during its start"
                 assert time.monotonic() < deadline
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.1)
-            started = read_events(events)[0]
-            assert isinstance(started, NodeStarted)
-            yield started
+            yield started[0]
         finally:
             os.kill(process.pid, signal.SIGTERM)
             assert process.wait(20) == ExitCode.INTERRUPTED
