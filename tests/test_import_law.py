@@ -19,7 +19,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "config",
         "model data",
         "training",
-        "storage telemetry",
+        "footprint storage telemetry",
         "merge preflight swarm",
         "virtual",
         "replica",
