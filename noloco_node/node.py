@@ -7,10 +7,10 @@ import contextlib
 import ipaddress
 import logging
 import os
-import random
 import signal
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +25,7 @@ from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import Stage, build_stage
 from noloco_node.replica import Replica, Samples
+from noloco_node.stays import BeginsFrom, Stays, stays_of
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
 from noloco_node.swarm.dht_directory import join_directory
@@ -32,7 +33,6 @@ from noloco_node.swarm.directory import Directory, DirectoryView
 from noloco_node.swarm.hello import check_same_run, serve_hello
 from noloco_node.swarm.identity import Identity, IdentityLock, load_or_create_identity
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
-from noloco_node.swarm.membership import choose_stage
 from noloco_node.swarm.outlook import Outlook, outlook_of
 from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
 from noloco_node.swarm.peer_addresses import parse_address
@@ -111,27 +111,76 @@ async def _live(
     torch.set_num_threads(settings.torch_threads)
     async with _network(agree, settings, folder) as (spec, daemon, transport, directory):
         if show is not None:
-            view = await _look_around(directory, settings)
+            view = await _look_around(directory, settings, daemon.own_id)
             await asyncio.to_thread(show, spec, outlook_of(view, directory.now(), spec.inner.target_tokens))
-        stage_index = await _stage_to_serve(spec, settings, directory)
-        serve_hello(transport, spec, stage_index)
+        await _look_around(directory, settings, daemon.own_id)
+        stays = await stays_of(spec, settings, transport, directory)
+        stage_index = stays.stage = await stays.first_stage()
+        serve_hello(transport, spec, lambda: stays.stage)
         serve_spec(transport, spec)
-        stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, daemon.own_id)
         async with _compute_thread() as thread:
-            replica = Replica(spec, settings, stage, transport, directory, thread, samples=samples, emit=emit)
-            replica.serve()
-            donor = await replica.become_current()
-            emit(_started_event(spec, stage, daemon, metrics_address, donor))
-            interrupts.graceful(replica.stop)
-            await run_and_save(_run_while_p2pd_lives(replica, daemon), lambda: _save(spec, stage, replica, folder))
-            return _stopped(
-                "interrupted" if replica.stop.is_set() else "target_reached",
-                "",
-                started,
-                outer_rounds=replica.worker.progress.outer_rounds,
-                partners=replica.partners,
-                final_weights=str(folder.final.relative_to(folder.path)),
+            place = _Place(spec, settings, daemon, transport, directory, thread, stays, emit, metrics_address)
+            while True:
+                async with _replica(place, stage_index) as replica:
+                    if replica is None:
+                        stage_index = stays.back()
+                        continue
+                    interrupts.graceful(replica.stop)
+                    life = _run_while_p2pd_lives(replica, daemon, stays)
+                    await run_and_save(life, _saving(place, replica, folder, interrupts))
+                    if not _moves_on(stays, interrupts):
+                        return _stopped(
+                            "interrupted" if replica.stop.is_set() else "target_reached",
+                            "",
+                            started,
+                            outer_rounds=replica.worker.progress.outer_rounds,
+                            partners=replica.partners,
+                            final_weights=str(folder.final.relative_to(folder.path)),
+                        )
+                stage_index = stays.departs()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What every stay of a node stands on."""
+
+    spec: RunSpec
+    settings: NodeSettings
+    daemon: PrivateP2P
+    transport: Transport
+    directory: Directory
+    thread: ComputeThread
+    stays: Stays
+    emit: Emit
+    metrics_address: str | None
+
+
+@contextlib.asynccontextmanager
+async def _replica(place: _Place, stage_index: int) -> AsyncGenerator[Replica | None]:
+    """A replica of the stage with the state to begin with, or None where this node came from another stage in vain."""
+    spec, stays = place.spec, place.stays
+    async with contextlib.AsyncExitStack() as stack:
+        async with stays.arriving(stage_index):
+            stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, place.daemon.own_id)
+            replica = Replica(
+                spec,
+                place.settings,
+                stage,
+                place.transport,
+                place.directory,
+                place.thread,
+                samples=samples,
+                emit=place.emit,
+                ledger=stays.ledger,
+                guards=lambda: stays.copies.guards,
             )
+            replica.serve()
+            stack.callback(replica.close)
+            origin = await stays.begin(replica)
+        if origin is not None:
+            moved = stays.arrived(replica, origin)
+            place.emit(moved or _started_event(spec, stage, place.daemon, place.metrics_address, origin))
+        yield None if origin is None else replica
 
 
 @contextlib.asynccontextmanager
@@ -174,26 +223,14 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-async def _stage_to_serve(spec: RunSpec, settings: NodeSettings, directory: Directory) -> int:
-    if settings.stage != "auto":
-        if not 0 <= settings.stage < spec.stages:
-            raise UserError(
-                ExitCode.CONFIG,
-                f"node.stage is {settings.stage}, but the run has stages 0 to {spec.stages - 1}",
-                "name one of those, or `auto`",
-            )
-        return settings.stage
-    view = await _look_around(directory, settings)
-    return choose_stage(view, spec.stages, directory.now(), random.Random())
-
-
-async def _look_around(directory: Directory, settings: NodeSettings) -> DirectoryView:
+async def _look_around(directory: Directory, settings: NodeSettings, own: PeerId) -> DirectoryView:
     """The directory as it is; where this node joined others, as soon as it shows one of them, within a few seconds."""
     loop = asyncio.get_running_loop()
     until = loop.time() + (FIRST_LOOK_SECONDS if settings.initial_peers else 0.0)
     while True:
         view, now = await directory.refresh(), directory.now()
-        if any(view.live(stage, now) for stage in range(len(view.stages))) or loop.time() >= until:
+        live = (record for stage in range(len(view.stages)) for record in view.live(stage, now))
+        if any(record.peer_id != own for record in live) or loop.time() >= until:
             return view
         # The directory gives no sign of a change: asking again is the only way.
         await asyncio.sleep(LOOK_AGAIN_SECONDS)
@@ -216,7 +253,7 @@ def _prepare(spec: RunSpec, stage_index: int, own: PeerId) -> tuple[Stage, Sampl
     return stage, samples
 
 
-async def _run_while_p2pd_lives(replica: Replica, daemon: PrivateP2P) -> None:
+async def _run_while_p2pd_lives(replica: Replica, daemon: PrivateP2P, stays: Stays) -> None:
     """Run the replica, and end it with an error when p2pd dies under it: then nobody can be reached any more."""
 
     async def watch() -> None:
@@ -229,9 +266,10 @@ async def _run_while_p2pd_lives(replica: Replica, daemon: PrivateP2P) -> None:
 
     try:
         async with asyncio.TaskGroup() as group:
-            watching = group.create_task(watch())
+            beside = [group.create_task(watch()), group.create_task(stays.accompany(replica))]
             await replica.run()
-            watching.cancel()
+            for task in beside:
+                task.cancel()
     except* UserError as errors:
         raise errors.exceptions[0] from None
 
@@ -281,7 +319,23 @@ def _no_device(name: str, reason: str) -> UserError:
     )
 
 
-async def _save(spec: RunSpec, stage: Stage, replica: Replica, folder: RunFolder) -> None:
+def _moves_on(stays: Stays, interrupts: Interrupts) -> bool:
+    return stays.move is not None and not interrupts.asked
+
+
+def _saving(
+    place: _Place, replica: Replica, folder: RunFolder, interrupts: Interrupts
+) -> Callable[[], Awaitable[None]]:
+    """What saves the final weights; those of a stage that this node only leaves for another are with its fellows."""
+
+    async def save() -> None:
+        if not _moves_on(place.stays, interrupts):
+            await _save(place.spec, replica, folder)
+
+    return save
+
+
+async def _save(spec: RunSpec, replica: Replica, folder: RunFolder) -> None:
     """Write the final slow and fast weights under their names in the whole model."""
     slow, fast = (
         {replica.full_names[local]: weight for local, weight in weights.items()}
@@ -292,7 +346,7 @@ async def _save(spec: RunSpec, stage: Stage, replica: Replica, folder: RunFolder
         save_stage,
         folder.final,
         run_id=spec.run_id,
-        cut=stage.cut,
+        cut=replica.cut,
         clock=progress.clock,
         outer_rounds=progress.outer_rounds,
         slow=slow,
@@ -306,15 +360,20 @@ class Interrupts:
     def __init__(self) -> None:
         self._main = asyncio.current_task()
         self._stop: asyncio.Event | None = None
+        self.asked = False
+        """A signal has come."""
         self.cancelled_by_signal = False
 
     def graceful(self, stop: asyncio.Event) -> None:
-        """From now on the first signal sets `stop`."""
+        """From now on the first signal sets `stop`; at once where it has come already."""
         self._stop = stop
+        if self.asked:
+            stop.set()
 
     def on_signal(self) -> None:
         """A signal has come."""
-        if self._stop is not None and not self._stop.is_set():
+        if self._stop is not None and not self.asked:
+            self.asked = True
             logger.info("stopping: finishing what is under way; once more to leave at once")
             self._stop.set()
         elif self._main is not None:
@@ -366,7 +425,7 @@ async def _compute_thread() -> AsyncGenerator[ComputeThread]:
 
 
 def _started_event(
-    spec: RunSpec, stage: Stage, daemon: PrivateP2P, metrics_address: str | None, donor: PeerId | None
+    spec: RunSpec, stage: Stage, daemon: PrivateP2P, metrics_address: str | None, origin: BeginsFrom
 ) -> NodeStarted:
     return NodeStarted(
         peer_id=daemon.own_id,
@@ -379,7 +438,7 @@ def _started_event(
         addresses=daemon.visible_addresses(),
         metrics_address=metrics_address,
         parameters=sum(parameter.numel() for parameter in stage.parameters()),
-        origin="seed" if donor is None else "peer",
+        origin=origin,
     )
 
 

@@ -20,7 +20,12 @@ class NodeSettings(Settings):
     identity: Path | None = None
     """Private key file; `run_folder/identity.key`, created when missing, where not set."""
     stage: int | Literal["auto"] = "auto"
-    """Pipeline stage to serve; `auto` takes the one with the fewest replicas."""
+    """Pipeline stage to serve; `auto` takes the one with the smallest throughput that fits this machine's memory."""
+    moves: Literal["auto", "always", "never"] = "auto"
+    """Whether this node goes to another stage when that one is poor or has lost its last replica; `auto`: only where
+    `stage` is `auto`, too."""
+    min_stay_seconds: PositiveFloat = 1200.0
+    """Shortest stay at a stage before this node moves to a poorer one. A stage that nobody serves does not wait."""
     initial_peers: tuple[str, ...] = ()
     """Addresses of peers to join (`/ip4/…/tcp/…/p2p/…`); none starts a new swarm."""
     host: str = "127.0.0.1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from pydantic import Field, ValidationError
@@ -35,11 +35,11 @@ class Hello(WireModel):
     stage: StageIndex
 
 
-def serve_hello(transport: Transport, spec: RunSpec, stage: int) -> None:
-    """Answer `hello` from now on."""
-    own = Hello(run=spec.run_id, name=spec.name, protocol=PROTOCOL_VERSION, version=__version__, stage=stage)
+def serve_hello(transport: Transport, spec: RunSpec, stage: Callable[[], int]) -> None:
+    """Answer `hello` from now on; `stage` gives the one that this node serves when it is asked."""
 
     async def handle(_peer: PeerId, _message: Message) -> Message:
+        own = Hello(run=spec.run_id, name=spec.name, protocol=PROTOCOL_VERSION, version=__version__, stage=stage())
         return Message(own.model_dump(mode="json"))
 
     transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=4)

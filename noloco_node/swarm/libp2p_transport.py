@@ -98,6 +98,10 @@ class Libp2pTransport:
         """See `Transport.serve`."""
         self._desk.serve(method, admit, handle, max_concurrent_per_peer=max_concurrent_per_peer)
 
+    def withdraw(self, *families: str) -> None:
+        """See `Transport.withdraw`."""
+        self._desk.withdraw(*families)
+
     async def start(self) -> None:
         """Take streams of other peers from now on."""
         await self._host.serve_streams(STREAM_PROTOCOL, self._serve_stream)

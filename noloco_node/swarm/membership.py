@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from noloco_node import PROTOCOL_VERSION, __version__
-from noloco_node.swarm.directory import Directory, DirectoryView, PeerRecord, PeerState
+from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
 from noloco_node.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -19,17 +19,21 @@ WITHDRAWAL_MARGIN_SECONDS = 5.0
 SERVING = (PeerState.TRAINING, PeerState.FINISHING)
 
 
-def choose_stage(view: DirectoryView, stages: int, now: float, rng: random.Random) -> int:
-    """The stage with the fewest live replicas, joining ones included; at random among equals."""
-    counts = [len(view.live(stage, now)) for stage in range(stages)]
-    return rng.choice([stage for stage, count in enumerate(counts) if count == min(counts)])
+@dataclass(frozen=True, slots=True)
+class OwnFigures:
+    """What a node's record says besides its state."""
+
+    clock: float
+    tokens_per_second: float
+    outer_rounds: int
+    capacity: float = 0.0
+    guards: int | None = None
 
 
 class Membership:
     """Publishes this node's record and answers questions about the live records of others.
 
-    `describe` gives (clock, tokens per second, outer rounds) for the record; `on_change` is called after every look at
-    the directory.
+    `describe` gives the figures for the record; `on_change` is called after every look at the directory.
     """
 
     def __init__(
@@ -39,12 +43,12 @@ class Membership:
         stage: int,
         stages: int,
         record_seconds: float,
-        describe: Callable[[], tuple[float, float, int]],
+        describe: Callable[[], OwnFigures],
         on_change: Callable[[], None],
     ) -> None:
         self._directory = directory
         self._own = own
-        self._stage = stage
+        self.stage = stage
         self._stages = stages
         self._record_seconds = record_seconds
         self._describe = describe
@@ -59,13 +63,13 @@ class Membership:
 
     def fellows(self, *states: PeerState) -> list[PeerId]:
         """Live peers of the own stage, without this one."""
-        return [PeerId(r.peer_id) for r in self.live(self._stage, *states) if r.peer_id != self._own]
+        return [PeerId(r.peer_id) for r in self.live(self.stage, *states) if r.peer_id != self._own]
 
     def next_stage_peers(self) -> list[PeerId]:
         """Live peers that microbatches may be sent to; none on the last stage."""
-        if self._stage + 1 >= self._stages:
+        if self.stage + 1 >= self._stages:
             return []
-        return [PeerId(r.peer_id) for r in self.live(self._stage + 1, *SERVING)]
+        return [PeerId(r.peer_id) for r in self.live(self.stage + 1, *SERVING) if r.peer_id != self._own]
 
     def own_rank(self) -> int:
         """This peer's place among the live replicas of its stage, by peer id."""
@@ -77,7 +81,7 @@ class Membership:
 
     def recorded_clocks(self) -> list[float]:
         """Clocks of the own stage's live fellows as their records say: never ahead of the true ones."""
-        return [r.clock for r in self.live(self._stage, *SERVING) if r.peer_id != self._own]
+        return [r.clock for r in self.live(self.stage, *SERVING) if r.peer_id != self._own]
 
     def fellow_clocks(self) -> list[float]:
         """Present clocks of the own stage's live fellows: what each record says, moved on by its age.
@@ -87,17 +91,29 @@ class Membership:
         """
         now, replicas = self._directory.now(), self.live_replicas()
         clocks: list[float] = []
-        for peer, row in self._directory.view.stages[self._stage].items():
+        for peer, row in self._directory.view.stages[self.stage].items():
             if peer != self._own and row.expires > now and row.record.state in SERVING:
                 age = min(max(0.0, now - (row.expires - self._record_seconds)), self._record_seconds)
                 moving = row.record.state is PeerState.TRAINING
                 clocks.append(row.record.clock + moving * age * row.record.tokens_per_second * replicas)
         return clocks
 
+    def others(self, *states: PeerState) -> list[PeerRecord]:
+        """Live records of all stages without this node's own, which its former life may have left there."""
+        records = [record for stage in range(self._stages) for record in self.live(stage, *states)]
+        return [record for record in records if record.peer_id != self._own]
+
+    def unserved(self) -> list[int]:
+        """Stages, the own one aside, that no live replica serves."""
+        return [s for s in range(self._stages) if s != self.stage and not self._served(s)]
+
+    def _served(self, stage: int) -> bool:
+        return any(record.peer_id != self._own for record in self.live(stage, *SERVING))
+
     def nodes_per_stage(self) -> list[int]:
         """Live nodes of each stage; this one counts even where its record has not been read back."""
         counts = [len({r.peer_id for r in self.live(stage)} - {self._own}) for stage in range(self._stages)]
-        counts[self._stage] += self.state is not PeerState.GONE
+        counts[self.stage] += self.state is not PeerState.GONE
         return counts
 
     async def announce(self, state: PeerState) -> bool:
@@ -106,16 +122,18 @@ class Membership:
         life = self._record_seconds
         if state is PeerState.GONE:  # must outlive every earlier record, or those would come back to life
             life += WITHDRAWAL_MARGIN_SECONDS
-        clock, speed, rounds = self._describe()
+        figures = self._describe()
         self._sequence += 1
-        self._announced_speed = speed
+        self._announced_speed = figures.tokens_per_second
         record = PeerRecord(
             peer_id=self._own,
-            stage=self._stage,
+            stage=self.stage,
             state=state,
-            clock=clock,
-            tokens_per_second=speed,
-            outer_rounds=rounds,
+            clock=figures.clock,
+            tokens_per_second=figures.tokens_per_second,
+            capacity=figures.capacity,
+            guards=figures.guards,
+            outer_rounds=figures.outer_rounds,
             protocol=PROTOCOL_VERSION,
             version=__version__,
             sequence=self._sequence,
@@ -136,7 +154,7 @@ class Membership:
         loop = asyncio.get_running_loop()
         renew_at = loop.time()
         while True:
-            speed_known = self._announced_speed == 0.0 and self._describe()[1] > 0.0
+            speed_known = self._announced_speed == 0.0 and self._describe().tokens_per_second > 0.0
             if loop.time() >= renew_at or speed_known:
                 await self.announce(self.state)
                 renew_at = loop.time() + self._record_seconds / 3

@@ -159,6 +159,10 @@ class MemoryTransport:
         """See `Transport.serve`."""
         self._desk.serve(method, admit, handle, max_concurrent_per_peer=max_concurrent_per_peer)
 
+    def withdraw(self, *families: str) -> None:
+        """See `Transport.withdraw`."""
+        self._desk.withdraw(*families)
+
     async def call(
         self,
         peer: PeerId,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
@@ -77,8 +79,16 @@ class HopFailed(Exception):
 
 
 @dataclass(slots=True)
+class Sample:
+    """Windows that make one microbatch, and how often they were put back."""
+
+    windows: Sequence[int]
+    put_backs: int = 0
+
+
+@dataclass(slots=True)
 class Ledger:
-    """Counts of microbatches at one node. On stage 0, drawn = trained + dropped + held."""
+    """Counts of microbatches at one node, through all of its stays. On stage 0, drawn = trained + dropped + held."""
 
     drawn: int = 0
     trained: int = 0
@@ -87,6 +97,8 @@ class Ledger:
     retried: int = 0
     repeated: int = 0
     served: int = 0
+    waiting: deque[Sample] = field(default_factory=deque[Sample])
+    """Samples that were put back. A node that leaves stage 0 keeps them, and trains them should it return."""
 
 
 def parse_header(header: JsonObject, *, run: str, stage: int) -> MicrobatchHeader:

@@ -12,9 +12,8 @@ import logging
 import random
 import secrets
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from noloco_node.swarm.microbatch import (
     Ledger,
     MicrobatchHeader,
     Mode,
+    Sample,
     Trained,
     all_finite,
     check_specs,
@@ -99,6 +99,8 @@ class Downstream:
             try:
                 return await self._ask(peer, microbatch, attempt, mode, activations, labels, self._patience(remaining))
             except Refused as refusal:
+                if refusal.reason is Refusal.OUT_OF_REACH:
+                    raise HopFailed(Refusal.OUT_OF_REACH, refusal.detail, reached=reached) from None
                 if refusal.reason in _PASSED_UPWARD:
                     raise HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, refusal.detail, reached=True) from None
                 reached = True
@@ -113,13 +115,13 @@ class Downstream:
                 logger.debug("microbatch %s lost at %s: %r", microbatch[:8], peer, error)
             if failures >= self._spec.pipeline.hop_attempts:
                 why = f"{failures} failures at stage {self._stage + 1}"
-                raise HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, why, reached=reached)
+                raise _given_up(Refusal.DOWNSTREAM_EXHAUSTED, why, reached)
             attempt += 1
             if mode == "train":
                 self._ledger.retried += 1
             excluded.add(peer)
         why = f"no peer of stage {self._stage + 1} answered within {budget:.1f} s"
-        raise HopFailed(Refusal.BUDGET_SPENT, why, reached=reached)
+        raise _given_up(Refusal.BUDGET_SPENT, why, reached)
 
     def _patience(self, remaining: float) -> float:
         """Seconds for one attempt. The origin keeps half of what is left for a second one, so that a peer that is
@@ -164,6 +166,11 @@ class Downstream:
             logger.warning("stage %d has no replica that this node knows of: waiting for one", self._stage + 1)
         pause = self._rng.uniform(*BUSY_BACKOFF_SECONDS) if all_asked else remaining
         await self._book.changed.wait(min(pause, remaining))
+
+
+def _given_up(reason: Refusal, why: str, reached: bool) -> HopFailed:
+    """Where nobody had the microbatch in hand the origin must know: it is held back then, however often."""
+    return HopFailed(reason if reached else Refusal.OUT_OF_REACH, why, reached=reached)
 
 
 class PipelineServer:
@@ -315,14 +322,6 @@ def _size(message: Message) -> int:
     return sum(tensor.nbytes for tensor in message.tensors)
 
 
-@dataclass(slots=True)
-class Sample:
-    """Windows that make one microbatch, and how often they were put back."""
-
-    windows: Sequence[int]
-    put_backs: int = 0
-
-
 class Origin:
     """Stage 0's source of microbatches: draws samples, keeps several under way, puts failed ones back.
 
@@ -347,7 +346,7 @@ class Origin:
         self._draw = draw
         self._load = load
         self._rng = rng
-        self._waiting: deque[Sample] = deque()
+        self._waiting = ledger.waiting
         self._under_way = 0
 
     @property
@@ -360,12 +359,20 @@ class Origin:
         """Samples drawn and neither trained nor dropped."""
         return len(self._waiting) + self._under_way
 
-    async def run(self, in_flight: int, training_goes_on: Callable[[], bool]) -> None:
-        """Keep `in_flight` microbatches under way until `training_goes_on()` is false, then finish those under way."""
+    async def run(
+        self, in_flight: int, training_goes_on: Callable[[], bool], way_is_open: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Keep `in_flight` microbatches under way until `training_goes_on()` is false, then finish those under way.
+
+        `way_is_open` is awaited before each: it returns once every later stage has a replica.
+        """
 
         async def keep_drawing() -> None:
             pause = FIRST_PAUSE_SECONDS
-            while training_goes_on():
+            while True:
+                await way_is_open()
+                if not training_goes_on():
+                    return
                 if await self.train_one():
                     pause = FIRST_PAUSE_SECONDS
                 else:  # others are in trouble: come back later and later, and not all at once

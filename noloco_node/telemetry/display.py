@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from noloco_node.telemetry.events import AnyEvent, Evaluation, InnerStep, NodeStarted, NodeStopped, OuterStep
+from noloco_node.telemetry.events import AnyEvent, Evaluation, InnerStep, NodeMoved, NodeStarted, NodeStopped, OuterStep
 from noloco_node.telemetry.summary import NodeHistory
 
 RATE_WINDOW = 30.0
@@ -71,6 +71,8 @@ class SwarmView:
             case NodeStarted():
                 self._names[event.peer_id] = name
                 self.note(f"{name} is up (…{event.peer_id[-6:]})", event.time)
+            case NodeMoved():
+                self.note(f"{name} moved from stage {event.from_stage} to stage {event.stage}", event.time)
             case OuterStep(kind="paired", role="dialler"):
                 self.last_pairs.append((name, self.name_of(event.partner)))
             case OuterStep(kind="caught_up"):

@@ -33,8 +33,26 @@ class NodeStarted(Event):
     metrics_address: str | None
     parameters: int
     """Parameters of this stage."""
-    origin: Literal["seed", "peer"]
-    """`seed`: weights from the RunSpec's seed; `peer`: copied from a fellow."""
+    origin: Literal["seed", "peer", "guard"]
+    """`seed`: weights from the RunSpec's seed; `peer`: copied from a fellow; `guard`: nobody served the stage, and they
+    are a copy that a node of another stage kept."""
+
+
+class NodeMoved(Event):
+    """The daemon has left its stage and is about to advertise itself at another."""
+
+    event: Literal["node_moved"] = "node_moved"
+    from_stage: int
+    stage: int
+    why: Literal["poor", "lost"]
+    """`poor`: the stage had too little throughput; `lost`: nobody served it any more."""
+    origin: Literal["seed", "peer", "guard"]
+    """Where the weights are from: the RunSpec's seed, a fellow, or a copy that a node of another stage kept."""
+    clock: float
+    parameters: int
+    """Parameters of the new stage."""
+    seconds: float
+    """From the decision to the new stage's state."""
 
 
 class InnerStep(Event):
@@ -127,6 +145,8 @@ class Account(Event):
     bytes_received: dict[str, int]
     nodes_per_stage: list[int]
     """Live nodes as this one sees them."""
+    missing_stages: list[int] = []
+    """Stages that nobody serves: microbatches are held back for them."""
     loop_lag_seconds: float
     """Worst lag of the event loop since the last account."""
     busy_seconds: float
@@ -148,7 +168,7 @@ class NodeStopped(Event):
 
 
 AnyEvent = Annotated[
-    NodeStarted | InnerStep | OuterStep | Evaluation | Account | NodeStopped,
+    NodeStarted | NodeMoved | InnerStep | OuterStep | Evaluation | Account | NodeStopped,
     Field(discriminator="event"),
 ]
 _ADAPTER: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent)

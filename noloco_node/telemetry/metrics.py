@@ -11,7 +11,16 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info, start_http_server
 
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, NodeStarted, NodeStopped, OuterStep
+from noloco_node.telemetry.events import (
+    Account,
+    AnyEvent,
+    Evaluation,
+    InnerStep,
+    NodeMoved,
+    NodeStarted,
+    NodeStopped,
+    OuterStep,
+)
 
 MICROBATCH_OUTCOMES = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
 """Counts of `Account` that only ever rise."""
@@ -34,6 +43,7 @@ class Metrics:
         self._server: tuple[_Server, Thread] | None = None
         self._last = _Totals()
         self._speed = _Speed()
+        self._identity: dict[str, str] = {}
         self._info = Info("noloco_node", "Version, stage and run of this node", registry=self.registry)
         self._up = self._gauge("noloco_up", "1 from the start until the node ends in order")
         self._parameters = self._gauge("noloco_stage_parameters", "Parameters of this node's stage")
@@ -68,6 +78,8 @@ class Metrics:
         self._microbatches = self._counter("noloco_microbatches_total", "Microbatches by outcome", "outcome")
         self._held = self._gauge("noloco_microbatches_held", "Drawn, and neither trained nor dropped yet")
         self._live = self._gauge("noloco_live_replicas", "Live nodes as this one sees them", "stage")
+        self._missing = self._gauge("noloco_stage_missing", "1 while a stage has no replica and is waited for", "stage")
+        self._moves = self._counter("noloco_moves_total", "Moves of this node to another stage", "why")
         self._lag = self._gauge("noloco_event_loop_lag_seconds", "Worst event loop lag since the last account")
         self._busy = self._counter("noloco_busy_seconds_total", "Time the compute thread has worked")
 
@@ -83,7 +95,12 @@ class Metrics:
             case NodeStarted():
                 self._up.set(1)
                 self._parameters.set(event.parameters)
-                self._info.info({"version": event.version, "stage": str(event.stage), "run_id": event.run_id})
+                self._identity = {"version": event.version, "run_id": event.run_id}
+                self._info.info({**self._identity, "stage": str(event.stage)})
+            case NodeMoved():
+                self._moves.labels(event.why).inc()
+                self._parameters.set(event.parameters)
+                self._info.info({**self._identity, "stage": str(event.stage)})
             case InnerStep():
                 self._inner_step(event)
             case OuterStep():
@@ -157,6 +174,7 @@ class Metrics:
         self._lag.set(event.loop_lag_seconds)
         for stage, count in enumerate(event.nodes_per_stage):
             self._live.labels(str(stage)).set(count)
+            self._missing.labels(str(stage)).set(stage in event.missing_stages)
         rise = self._last.rise
         self._busy.inc(rise("busy", "", event.busy_seconds))
         for outcome in MICROBATCH_OUTCOMES:

@@ -16,6 +16,7 @@ from noloco_node.telemetry.events import (
     AnyEvent,
     Evaluation,
     InnerStep,
+    NodeMoved,
     NodeStarted,
     NodeStopped,
     OuterStep,
@@ -31,6 +32,8 @@ class NodeHistory:
 
     name: str
     started: NodeStarted | None = None
+    moved: NodeMoved | None = None
+    """Its last move to another stage."""
     inner: list[InnerStep] = field(default_factory=list[InnerStep])
     outer: list[OuterStep] = field(default_factory=list[OuterStep])
     """Committed outer steps only."""
@@ -52,6 +55,8 @@ class NodeHistory:
         match event:
             case NodeStarted():
                 self.started = event
+            case NodeMoved():
+                self.moved = event
             case InnerStep():
                 self.inner.append(event)
             case OuterStep(kind="aborted"):
@@ -67,7 +72,9 @@ class NodeHistory:
 
     @property
     def stage(self) -> int | None:
-        """The stage it served; None where it died before it was up."""
+        """The stage that it served last; None where it died before it was up."""
+        if self.moved is not None:
+            return self.moved.stage
         return self.started.stage if self.started else None
 
     @property

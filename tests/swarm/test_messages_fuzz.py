@@ -252,7 +252,7 @@ async def start(made: Swarm, spec: RunSpec, stage: int, strangers: list[Transpor
     transport = replica._transport
     assert isinstance(transport, MemoryTransport | Libp2pTransport)
     target = Target(spec, replica, transport, strangers, events=made.events[made.replicas.index(replica)])
-    hello.serve_hello(transport, spec, stage)
+    hello.serve_hello(transport, spec, lambda: stage)
     spec_fetch.serve_spec(transport, spec)
     count_handled(target, transport._desk)
     for each in made.replicas:

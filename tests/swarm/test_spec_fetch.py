@@ -63,7 +63,7 @@ class Swarm:
     def sound(self, spec: RunSpec = SPEC) -> MemoryTransport:
         """One more peer of a run."""
         transport = self.peer()
-        serve_hello(transport, spec, 0)
+        serve_hello(transport, spec, lambda: 0)
         serve_spec(transport, spec)
         return transport
 
@@ -191,7 +191,7 @@ async def test_an_answer_of_the_wrong_size_or_kind_is_refused(tensors: tuple[tor
     """Before anything of it is parsed."""
     async with swarm() as made:
         transport = made.peer()
-        serve_hello(transport, SPEC, 0)
+        serve_hello(transport, SPEC, lambda: 0)
         answer_with(transport, *tensors)
         assert (await made.refusal()).exit_code is ExitCode.WRONG_RUN
 
