@@ -22,6 +22,7 @@ from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
 
 if TYPE_CHECKING:
     from noloco_node.config.load import Config
+    from noloco_node.config.node_settings import NodeSettings
     from noloco_node.config.run_spec import RunSpec
     from noloco_node.local_swarm import SwarmResult
     from noloco_node.swarm.outlook import Outlook
@@ -57,7 +58,7 @@ are tried together. Ctrl-C leaves in order.
 
 example:
   noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm...
-  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31337 --set node.device=cuda"""
+  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31337 --devices all"""
 
 LAB_HELP = """\
 Compare algorithms on many replicas simulated in this process: NoLoCo, DiLoCo, data parallel, plain gossip, none. The
@@ -136,6 +137,7 @@ def entry() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Never lets a traceback out, but for `--debug`."""
     options = parser().parse_args(arguments)
+    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return int(options.call(options))
     except UserError as error:
@@ -238,7 +240,8 @@ def _set_argument(command: argparse.ArgumentParser, example: str) -> None:
 
 def _node_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--stage", metavar="N|auto", help="stage to serve; auto: the one with the fewest replicas")
+    add("--stage", metavar="N|auto", help="stage to serve; auto: the one that needs this node most and fits its memory")
+    add("--devices", metavar="all|LIST", help="one node on each GPU, or on cuda:0,cuda:1; one that dies stays dead")
     add("--run-folder", metavar="DIR", help="where events, identity and final weights go")
     add("--host", metavar="ADDR", help="address to listen on; 0.0.0.0 to be reachable from other machines")
     add("--port", metavar="N", help="TCP port to listen on; 0: any free one")
@@ -280,6 +283,8 @@ def _run(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_config
 
     config = load_config(options.config, node_overrides(options))
+    if options.devices:
+        return _on_devices(options, config.node)
     import uvloop
 
     from noloco_node.node import run_node
@@ -292,11 +297,19 @@ def _join(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_join
 
     config = load_join(node_overrides(options))
+    if options.devices:
+        return _on_devices(options, config.node)
     import uvloop
 
     from noloco_node.node import join_node
 
     return _exit_code(uvloop.run(join_node(config.run.data, config.node, _print_run)))
+
+
+def _on_devices(options: argparse.Namespace, settings: NodeSettings) -> int:
+    from noloco_node.device_group import run_devices
+
+    return run_devices(options.arguments, options.devices, settings, lambda line: print(line, flush=True))
 
 
 def _exit_code(stopped: NodeStopped) -> int:

@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "replica",
         "stays",
         "node",
-        "identity_commands local_swarm",
+        "device_group identity_commands local_swarm",
         "cli",
         "__main__",
     )
