@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Collection, Sequence
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.aio import cancel_and_wait
-from noloco_node.swarm.balancing import before_us, choose_stage, servers_of, supply_of
+from noloco_node.swarm.balancing import choose_stage, servers_of, settle_among, supply_of
 from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
 from noloco_node.swarm.membership import WITHDRAWAL_MARGIN_SECONDS
 from noloco_node.swarm.transport import PeerId
@@ -29,20 +29,17 @@ class Arrival:
     async def choose(self, work: Sequence[float], fitting: Collection[int], rng: random.Random) -> int:
         """Announce this node at the stage that needs it most, look again, and yield where others chose the same at the
         same time. `work` as in `Supply`; `fitting` are the stages that this machine can hold."""
-        servers = servers_of(self._directory.view, work, self._directory.now(), without=self._own)
-        chosen = choose_stage(supply_of(servers, work), fitting, rng)
-        for _ in range(len(work)):
-            await self._publish(chosen, PeerState.JOINING)
-            view = await self._directory.refresh()
-            others = before_us(servers_of(view, work, self._directory.now(), without=self._own), self._own)
-            throughput = supply_of(others, work).throughput
-            better = choose_stage(supply_of(others, work), fitting, rng)
-            if throughput[chosen] <= throughput[better]:
-                break
+        first = servers_of(self._directory.view, work, self._directory.now(), without=self._own)
+        chosen = choose_stage(supply_of(first, work), fitting, rng)
+        await self._publish(chosen, PeerState.JOINING)
+        view = await self._directory.refresh()
+        others = servers_of(view, work, self._directory.now(), without=self._own)
+        better = settle_among(others, {server.peer for server in first}, self._own, chosen, work, fitting)
+        if better != chosen:
             logger.info("others are joining stage %d at the same time: taking stage %d", chosen, better)
             await self._publish(chosen, PeerState.GONE)
-            chosen = better
-        return chosen
+            await self._publish(better, PeerState.JOINING)
+        return better
 
     @contextlib.asynccontextmanager
     async def announced(self, stage: int) -> AsyncGenerator[None]:

@@ -96,10 +96,33 @@ def choose_stage(supply: Supply, fitting: Collection[int], rng: random.Random) -
     return rng.choice([stage for stage in sorted(fitting) if throughput[stage] <= least])
 
 
-def before_us(servers: Sequence[Server], own: PeerId) -> list[Server]:
-    """Whom a joiner that has announced itself yields to: all that serve, and of those that are joining at the same time
-    the ones with a smaller peer id. So of two that chose one stage at once exactly one looks for another."""
-    return [server for server in servers if server.present or server.peer < own]
+def settle_among(
+    servers: Sequence[Server],
+    seen_first: Collection[PeerId],
+    own: PeerId,
+    chosen: int,
+    work: Sequence[float],
+    fitting: Collection[int],
+) -> int:
+    """For a joiner that has announced itself at `chosen` and looks again: the stage to take in the end.
+
+    Its rivals are the joiners at the same stage that it had not seen before it chose (`seen_first`), for they had not
+    seen it either. In the order of their peer ids they and this node take the poorest stage one after another; all of
+    them reckon alike, so they spread out without a word. `servers` are all others that count.
+    """
+    rivals = [s for s in servers if not s.present and s.stage == chosen and s.peer not in seen_first]
+    strengths = [0.0] * len(work)
+    for server in servers:
+        if server not in rivals:
+            strengths[server.stage] += server.strength
+
+    def poorest(stages: Collection[int]) -> int:
+        return min(stages, key=lambda stage: (strengths[stage] / work[stage], stage != chosen, stage))
+
+    for rival in sorted(rivals, key=lambda rival: rival.peer):
+        if rival.peer < own:
+            strengths[poorest(range(len(work)))] += rival.strength
+    return poorest(fitting)
 
 
 def plan_move(

@@ -15,12 +15,12 @@ from noloco_node.swarm.balancing import (
     CREDIBLE_STRENGTH,
     Server,
     Supply,
-    before_us,
     choose_stage,
     guarded_stage,
     plan_move,
     rescue_rank,
     servers_of,
+    settle_among,
     supply_of,
     worth_moving,
 )
@@ -86,21 +86,18 @@ def test_nobody_counts_for_more_than_is_credible() -> None:
 
 
 def test_of_two_that_chose_one_stage_at_once_exactly_one_looks_further() -> None:
-    """Both have announced themselves; each looks again and yields to smaller peer ids only."""
+    """Neither had seen the other before; the one with the smaller peer id stays. Whoever was there before is no rival,
+    and neither is one that chose another stage."""
     first, second = PeerId("peer-a-000000"), PeerId("peer-b-000000")
-    serving = [*peers(0, 1.0, 1.0), *peers(1, 1.0)]
-    arriving = [Server(first, 1, 1.0, False), Server(second, 1, 1.0, False)]
-    chosen = {
-        own: choose_stage(
-            supply_of(before_us([*serving, *(s for s in arriving if s.peer != own)], own), EVEN),
-            (0, 1),
-            random.Random(1),
-        )
-        for own in (first, second)
-    }
-    assert chosen[first] == 1
-    seen = supply_of(before_us([*serving, arriving[0]], second), EVEN)
-    assert seen.throughput == [2.0, 2.0], "the second one finds both stages alike"
+    serving = [*peers(0, 1.0, 1.0), *peers(1, 1.0, 1.0), *peers(2, 1.0)]
+    work = (1.0, 1.0, 1.0)
+    arriving = {own: Server(own, 2, 1.0, present=False) for own in (first, second)}
+    assert settle_among([*serving, arriving[second]], (), first, 2, work, range(3)) == 2
+    seen = [*serving, arriving[first]]
+    assert settle_among(seen, (), second, 2, work, range(3)) == 2, "all stages are alike then"
+    assert settle_among([*seen, *peers(2, 0.5)], (), second, 2, work, range(3)) == 0
+    assert settle_among([*seen, *peers(2, 0.5)], (), second, 2, work, [2]) == 2, "nothing else fits"
+    assert settle_among([*serving, Server(first, 1, 1.0, False)], (), second, 2, work, range(3)) == 2
 
 
 strengths = st.lists(st.floats(0.05, 20.0), min_size=1, max_size=6)
