@@ -56,7 +56,8 @@ class Stays:
         self._began = 0.0
         self.ledger = Ledger()
         self.copies = StageCopies(spec, footprint.parameters, transport, self._rng)
-        self.copies.serve()
+        if spec.guard_copies:
+            self.copies.serve()
         self.stage = 0
         """The stage that it serves or is on its way to."""
         self.move: Move | None = None

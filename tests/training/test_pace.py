@@ -29,7 +29,7 @@ def test_the_first_step_only_starts_the_watch() -> None:
 
 
 def test_capacity_leaves_out_the_time_that_a_device_waits() -> None:
-    """Half of the time idle changes nothing; a slow beginning is forgotten; work without tokens counts with the next."""
+    """A slow beginning is forgotten, and work without tokens counts with the next tokens."""
     capacity = Capacity(busy_before=100.0)
     assert capacity.look(0, 100.0) == 0.0
     assert capacity.look(10, 110.0) == pytest.approx(1.0), "the first steps compile"
