@@ -249,12 +249,14 @@ class Replica:
             await self._evaluate(final=True)
             await self.membership.announce(PeerState.FINISHING)
         await until_nobody_trains(
-            self.membership, self.stop, self._moved, self.spec.limits.grace_seconds, self._is_near_end
+            self.membership, self.stop, self._moved, self.spec.limits.grace_seconds, self.is_near_end
         )
         await self._last_outer_step()
 
-    def _is_near_end(self) -> bool:
-        return self.worker.progress.clock > NEAR_TARGET * self.spec.inner.target_tokens
+    def is_near_end(self) -> bool:
+        """Whether the run was near its target when this node last knew how far it was."""
+        clock = max(self.worker.progress.clock, self.membership.origins_clock)
+        return clock > NEAR_TARGET * self.spec.inner.target_tokens
 
     async def _train(self) -> None:
         assert self.origin is not None

@@ -19,7 +19,6 @@ from noloco_node.revival import revive_if_lost
 from noloco_node.swarm.arrival import Arrival
 from noloco_node.swarm.balancing import Server, servers_of, usual_strength
 from noloco_node.swarm.directory import Directory, PeerState
-from noloco_node.swarm.ending import NEAR_TARGET
 from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.microbatch import Ledger
 from noloco_node.swarm.relocation import Move, Relocation, Standing
@@ -176,8 +175,7 @@ class Stays:
         """Stages that empty at the run's end are not lost."""
         if replica.membership.state is not PeerState.TRAINING:
             return False
-        near_end = replica.worker.progress.clock > NEAR_TARGET * self._spec.inner.target_tokens
-        return not near_end or bool(replica.membership.live(0, PeerState.TRAINING))
+        return not replica.is_near_end() or bool(replica.membership.live(0, PeerState.TRAINING))
 
     def _shortage(self, stage: int) -> str:
         free = free_memory(self._settings.device)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
@@ -55,6 +56,8 @@ class Membership:
         self._on_change = on_change
         self._sequence = int(directory.now() * 1000)
         self._announced_speed = 0.0
+        self.origins_clock = 0.0
+        """The furthest that stage 0 has been seen, as the median of its records: a stage that was restored lags it."""
         self.state = PeerState.JOINING
 
     def live(self, stage: int, *states: PeerState) -> tuple[PeerRecord, ...]:
@@ -146,6 +149,8 @@ class Membership:
     async def refresh(self) -> None:
         """Look at the directory once."""
         await self._directory.refresh()
+        clocks = [record.clock for record in self.live(0, *SERVING)]
+        self.origins_clock = max(self.origins_clock, median(clocks) if clocks else 0.0)
         self._on_change()
 
     async def run(self) -> None:

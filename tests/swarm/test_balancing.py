@@ -92,7 +92,7 @@ def test_of_two_that_chose_one_stage_at_once_exactly_one_looks_further() -> None
     serving = [*peers(0, 1.0, 1.0), *peers(1, 1.0, 1.0), *peers(2, 1.0)]
     work = (1.0, 1.0, 1.0)
     arriving = {own: Server(own, 2, 1.0, present=False) for own in (first, second)}
-    assert settle_among([*serving, arriving[second]], (), first, 2, work, range(3)) == 2
+    assert settle_among([*serving, arriving[second], *peers(2, 0.5)], (), first, 2, work, range(3)) == 2
     seen = [*serving, arriving[first]]
     assert settle_among(seen, (), second, 2, work, range(3)) == 2, "all stages are alike then"
     assert settle_among([*seen, *peers(2, 0.5)], (), second, 2, work, range(3)) == 0
@@ -162,13 +162,13 @@ def test_a_lost_stage_is_confirmed_and_then_one_node_after_another_may_move() ->
 
 def test_a_rescue_is_called_off_when_another_is_on_its_way() -> None:
     """A joining record at the lost stage is enough; where that one dies, its record ends and the wait begins anew."""
-    here, *others = peers(0, 1.0, 1.0, 1.0)
+    *others, here = peers(0, 1.0, 1.0, 1.0)
     relocation = Relocation(standing(), random.Random(3))
     arriving = [*others, Server(PeerId("peer-1-arrives"), 1, 1.0, present=False)]
-    assert all(relocation.look(float(now), here, others) is None for now in range(20))
-    assert all(relocation.look(float(now), here, arriving) is None for now in range(20, 120))
-    assert all(relocation.look(float(now), here, others) is None for now in range(120, 140))
-    moves = [relocation.look(float(now), here, others) for now in range(140, 180)]
+    assert all(relocation.look(float(now), here, others) is None for now in range(25))
+    assert all(relocation.look(float(now), here, arriving) is None for now in range(25, 120))
+    assert all(relocation.look(float(now), here, others) is None for now in range(120, 150)), "two are before it"
+    moves = [relocation.look(float(now), here, others) for now in range(150, 180)]
     assert Move(1, "lost") in moves
 
 
