@@ -267,7 +267,7 @@ class Replica:
 
     async def _way_is_open(self) -> None:
         """Return once every other stage has a replica, or the training is over."""
-        while self.missing.stages and self._training_goes_on():
+        while (self.missing.stages or not self.missing.looked) and self._training_goes_on():
             await self._moved.wait()
 
     def _training_goes_on(self) -> bool:

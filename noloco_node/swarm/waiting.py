@@ -13,6 +13,8 @@ class MissingStages:
     """Remembers since when stages have no replica, and says so once each, when it begins and when it ends."""
 
     def __init__(self) -> None:
+        self.looked = False
+        """Whether anything is known yet."""
         self._since: dict[int, float] = {}
         self._served: set[int] = set()
 
@@ -23,7 +25,7 @@ class MissingStages:
 
     def look(self, unserved: Sequence[int], stages: int) -> None:
         """Take in what the directory says: which of the run's `stages` nobody serves now."""
-        now = time.monotonic()
+        now, self.looked = time.monotonic(), True
         for stage in set(unserved) - self._since.keys():
             self._since[stage] = now
             lost = "has lost its last replica" if stage in self._served else "has no replica yet"
