@@ -258,6 +258,12 @@ class Replica:
         clock = max(self.worker.progress.clock, self.membership.origins_clock)
         return clock > NEAR_TARGET * self.spec.inner.target_tokens
 
+    def run_goes_on(self) -> bool:
+        """False once this replica leaves or the origins have: stages that empty at the run's end are not lost."""
+        if self.membership.state is not PeerState.TRAINING:
+            return False
+        return not self.is_near_end() or bool(self.membership.live(0, PeerState.TRAINING))
+
     async def _train(self) -> None:
         assert self.origin is not None
         async with asyncio.TaskGroup() as group:
@@ -429,7 +435,7 @@ class Replica:
         """Take over what the directory says: routes, the share of the batch, and everyone's waits."""
         self._book.update(self.membership.next_stage_peers(), self.membership.own_rank())
         self.worker.live_replicas = self.membership.live_replicas()
-        if self.membership.state is PeerState.TRAINING:  # at the run's end stages empty in order
+        if self.run_goes_on():
             self.missing.look(self.membership.unserved(), self.spec.stages)
         self._moved.fire()
 

@@ -18,7 +18,7 @@ from noloco_node.replica import Replica
 from noloco_node.revival import revive_if_lost
 from noloco_node.swarm.arrival import Arrival
 from noloco_node.swarm.balancing import Server, servers_of, usual_strength
-from noloco_node.swarm.directory import Directory, PeerState
+from noloco_node.swarm.directory import Directory
 from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.microbatch import Ledger
 from noloco_node.swarm.relocation import Move, Relocation, Standing
@@ -159,7 +159,7 @@ class Stays:
         relocation = Relocation(standing, self._rng)
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if replica.stop.is_set() or not self._run_goes_on(replica):
+            if replica.stop.is_set() or not replica.run_goes_on():
                 continue
             now = self._directory.now()
             others = servers_of(self._directory.view, work, now, without=self._own)
@@ -170,12 +170,6 @@ class Stays:
                 logger.warning("leaving stage %d for stage %d, which %s", replica.stage, move.stage, _why(move))
                 self.move = move
                 replica.stop.set()
-
-    def _run_goes_on(self, replica: Replica) -> bool:
-        """Stages that empty at the run's end are not lost."""
-        if replica.membership.state is not PeerState.TRAINING:
-            return False
-        return not replica.is_near_end() or bool(replica.membership.live(0, PeerState.TRAINING))
 
     def _shortage(self, stage: int) -> str:
         free = free_memory(self._settings.device)
