@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,6 +30,7 @@ from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, believed_cl
 from noloco_node.swarm.pipeline import Downstream, Origin, PipelineServer
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.state_transfer import StateDonor, StateManifest, fetch_from_any, fetch_state
+from noloco_node.swarm.traffic import bytes_by_kind
 from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError
 from noloco_node.swarm.waiting import MissingStages
 from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep
@@ -492,13 +493,3 @@ class Replica:
                 busy_seconds=self._thread.busy_seconds,
             )
         )
-
-
-def bytes_by_kind(by_method: Mapping[str, int]) -> dict[str, int]:
-    """Traffic by what it carries instead of by method: microbatches, exchange, state, other."""
-    kinds = {"microbatch": "microbatches", "outer": "exchange", "state": "state"}
-    totals: dict[str, int] = {}
-    for method, count in by_method.items():
-        kind = kinds.get(method.split(".")[0], "other")
-        totals[kind] = totals.get(kind, 0) + count
-    return totals
