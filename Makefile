@@ -4,13 +4,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help swarm test lint clean
+.PHONY: help swarm test chaos lint clean
 
 help:
 	@echo "make swarm   train a 3 M parameter model on a local swarm of 8 nodes (configs/tiny.yaml), about 10 minutes"
 	@echo "make test    lint, types and tests"
+	@echo "make chaos   real daemons under kills, frozen nodes, bad links, a partition, a hostile peer, half an hour of faults (about an hour)"
 	@echo "make lint    ruff and pyright only"
 	@echo "make clean   remove the environment and caches; runs/ stays"
+	@echo "CHAOS='kills --seed 3' chooses scenarios and the seed of make chaos; its report goes to runs/chaos-TIME"
 	@echo "PYTHON=/path/to/python3.11 chooses the interpreter that the environment is made with"
 
 $(BIN)/python:
@@ -31,6 +33,9 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/pytest
+
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos $(CHAOS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -19,6 +19,31 @@ from typing import TYPE_CHECKING, NoReturn
 
 from noloco_node import __version__
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
+from noloco_node.help_texts import (
+    DESCRIPTION,
+    DOCTOR_HELP,
+    EXPORT_HELP,
+    IDENTITY_HELP,
+    IDENTITY_SHOW_HELP,
+    IMPORT_HELP,
+    JOIN_HELP,
+    LAB_HELP,
+    RUN_HELP,
+    SEED_HELP,
+    SHOW_HELP,
+    STATUS_HELP,
+    SWARM_HELP,
+    VALIDATE_HELP,
+)
+from noloco_node.node_options import (
+    doctor_arguments,
+    doctor_settings,
+    node_arguments,
+    node_overrides,
+    seed_arguments,
+    seed_settings,
+    set_argument,
+)
 
 if TYPE_CHECKING:
     from noloco_node.config.load import Config
@@ -28,93 +53,6 @@ if TYPE_CHECKING:
     from noloco_node.swarm.outlook import Outlook
     from noloco_node.telemetry.events import NodeStopped
     from noloco_node.virtual.experiment import Finished
-
-DESCRIPTION = """\
-Train one language model on GPUs that nobody owns together: each node serves one pipeline stage, and averages its
-weights with a random node of the same stage now and then. There is no coordinator; any node may leave at any time."""
-
-SWARM_HELP = """\
-Train on a whole swarm of nodes on this machine: stages x replicas daemons, each a process of its own. Shows the
-training while it runs. At the end the run folder holds the model (a Hugging Face directory), a sample of generated
-text, a plot of loss and spread, summary.json, and each node's events and log.
-
-example:
-  noloco-node swarm configs/tiny.yaml
-  noloco-node swarm configs/own-text.yaml --set run.data.path=my-book.txt --run-folder runs/my-book"""
-
-RUN_HELP = """\
-Run one node. Without --initial-peers it starts a new swarm and prints the addresses under which others join it; with
-them it joins; all nodes of a run need the same `run:` part of CONFIG. `noloco-node join ADDRESS` needs no CONFIG.
-Ctrl-C leaves in order.
-
-example:
-  noloco-node run configs/tiny.yaml --stage 0 --port 31337
-  noloco-node run configs/tiny.yaml --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/Qm..."""
-
-JOIN_HELP = """\
-Join a run with nothing but the address of one of its nodes. The run's settings come from that node and are shown; then
-this node takes a stage, copies a fellow's weights if the run is under way, and trains as with `run`. Several addresses
-are tried together. Ctrl-C leaves in order.
-
-example:
-  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm...
-  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31337 --devices all"""
-
-LAB_HELP = """\
-Compare algorithms on many replicas simulated in this process: NoLoCo, DiLoCo, data parallel, plain gossip, none. The
-`lab:` part of CONFIG says which variants, on how many replicas, for how long, with which seeds; without it the five are
-compared as they are. DIR gets results.json, table.md and plots. Every finished training is kept in DIR/runs.jsonl: the
-same command goes on where it was cut off.
-
-example:
-  noloco-node lab configs/tiny.yaml --out results/tiny
-  noloco-node lab configs/tiny.yaml --out results/tiny --set lab.seeds=[1,2,3] --set run.inner.learning_rate=1e-3"""
-
-SHOW_HELP = """\
-Print every setting with its value and meaning, defaults included, as YAML that can be used as a configuration file.
-
-example:
-  noloco-node config show configs/tiny.yaml --set run.outer.inner_steps=20"""
-
-VALIDATE_HELP = """\
-Check a configuration file: names, values, and whether model, stages and batch sizes fit each other. Prints what it
-comes to: run id, parameters, inner steps, outer rounds, bytes of an outer step.
-
-example:
-  noloco-node config validate configs/tiny.yaml"""
-
-IDENTITY_HELP = """\
-Look at a node's identity, back it up, bring it back. An identity is the private key file behind a node's peer id; one
-running node at a time may use it. Where no file is named it is runs/node/identity.key: the one that `noloco-node run`
-uses when given neither --run-folder nor --identity.
-
-example:
-  noloco-node identity show runs/node/identity.key
-  noloco-node identity export runs/node/identity.key --to node.pem
-  noloco-node identity import node.pem --to runs/other/identity.key"""
-
-IDENTITY_SHOW_HELP = """\
-Print an identity's peer id, where its file is, who may read it, and whether a node on this machine uses it now.
-FILE is runs/node/identity.key where not given: the one that `noloco-node run` uses when given neither --run-folder nor
---identity.
-
-example:
-  noloco-node identity show"""
-
-EXPORT_HELP = """\
-Write an encrypted copy of an identity file: PKCS#8 in PEM form, which other tools read too. The passphrase (12
-characters or more) is asked for twice; for scripts it is the first line of a file. Keep the copy and the passphrase in
-different places.
-
-example:
-  noloco-node identity export runs/node/identity.key --to node.pem"""
-
-IMPORT_HELP = """\
-Bring an exported identity back as a new identity file. The passphrase is that of the export. Let only one node run
-under an identity: stop the one that it came from first.
-
-example:
-  noloco-node identity import node.pem --to runs/node/identity.key"""
 
 ORPHAN_SECONDS = 8.0
 """Time that a daemon of a local swarm has to end in order after its launcher has vanished."""
@@ -171,13 +109,22 @@ def parser() -> argparse.ArgumentParser:
     run = _command(commands, "run", "run one node: start a swarm, or join one", RUN_HELP)
     _config_arguments(run)
     run.add_argument("--initial-peers", metavar="ADDR", nargs="+", help="nodes to join (default: start a new swarm)")
-    _node_arguments(run)
+    node_arguments(run)
     run.set_defaults(call=_run)
     join = _command(commands, "join", "join a run with the address of one of its nodes", JOIN_HELP)
-    join.add_argument("initial_peers", metavar="ADDRESS", nargs="+", help="address that a node of the run printed")
-    _set_argument(join, "node.device=cuda")
-    _node_arguments(join)
+    join.add_argument("initial_peers", metavar="ADDRESS", nargs="*", default=None, help="address that a node printed")
+    set_argument(join, "node.device=cuda")
+    node_arguments(join)
     join.set_defaults(call=_join)
+    status = _command(commands, "status", "show what a node does and what it has contributed", STATUS_HELP)
+    status.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, nargs="?", help="run folder of the node")
+    status.set_defaults(call=_status)
+    seed = _command(commands, "seed", "hold a run's directory together, without a stage", SEED_HELP)
+    seed_arguments(seed)
+    seed.set_defaults(call=_seed)
+    doctor = _command(commands, "doctor", "check this machine and its network", DOCTOR_HELP)
+    doctor_arguments(doctor)
+    doctor.set_defaults(call=_doctor)
     lab = _command(commands, "lab", "compare algorithms on simulated replicas", LAB_HELP)
     _config_arguments(lab)
     lab.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the results go")
@@ -230,37 +177,7 @@ def _command(
 
 def _config_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", metavar="CONFIG", type=Path, help="YAML file, for example configs/tiny.yaml")
-    _set_argument(command, "run.inner.learning_rate=3e-3")
-
-
-def _set_argument(command: argparse.ArgumentParser, example: str) -> None:
-    help_text = f"override a setting, for example {example} (may be repeated)"
-    command.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help=help_text)
-
-
-def _node_arguments(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--stage", metavar="N|auto", help="stage to serve; auto: the one that needs this node most and fits its memory")
-    add("--devices", metavar="all|LIST", help="one node on each GPU, or on cuda:0,cuda:1; one that dies stays dead")
-    add("--run-folder", metavar="DIR", help="where events, identity and final weights go")
-    add("--host", metavar="ADDR", help="address to listen on; 0.0.0.0 to be reachable from other machines")
-    add("--port", metavar="N", help="TCP port to listen on; 0: any free one")
-    add("--announce", metavar="ADDR", nargs="+", help="addresses under which others reach this node, behind a NAT")
-    add("--metrics-port", metavar="N", help="serve Prometheus metrics on this port; 0: any free one")
-    add("--identity", metavar="FILE", help="private key of this node, made when missing")
-    add("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
-
-
-NODE_OPTIONS = ("initial_peers", "stage", "run_folder", "host", "port", "announce", "metrics_port", "identity")
-"""Options of `run` and `join` that stand for the setting of the same name in `node:`."""
-
-
-def node_overrides(options: argparse.Namespace) -> list[str]:
-    """The options of `run` and `join` as overrides, before those of --set."""
-    given = {name: getattr(options, name) for name in NODE_OPTIONS if getattr(options, name) is not None}
-    plain = {"stage", "port", "metrics_port"}
-    quoted = {name: value if name in plain else json.dumps(value, default=str) for name, value in given.items()}
-    return [f"node.{name}={value}" for name, value in quoted.items()] + list(options.set)
+    set_argument(command, "run.inner.learning_rate=3e-3")
 
 
 def _swarm(options: argparse.Namespace) -> int:
@@ -275,6 +192,8 @@ def _swarm(options: argparse.Namespace) -> int:
     folder: Path = options.run_folder or Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     result = run_local_swarm(config, folder, Console())
     _print_result(result)
+    if result.exit_code is ExitCode.INTERRUPTED:
+        print(f"the same command with --run-folder {folder} goes on from here")
     return int(result.exit_code)
 
 
@@ -312,6 +231,34 @@ def _on_devices(options: argparse.Namespace, settings: NodeSettings) -> int:
     return run_devices(options.arguments, options.devices, settings, lambda line: print(line, flush=True))
 
 
+def _seed(options: argparse.Namespace) -> int:
+    run, settings = seed_settings(options)
+    import uvloop
+
+    from noloco_node.seed import run_seed
+
+    uvloop.run(run_seed(run, settings, _print_seed))
+    return int(ExitCode.INTERRUPTED)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    settings = doctor_settings(options)
+    import uvloop
+
+    from noloco_node.checks import Outcome
+    from noloco_node.doctor import as_json, examine, lines
+
+    checks = uvloop.run(examine(settings))
+    print(json.dumps(as_json(checks), indent=2) if options.json else "\n".join(lines(checks)))
+    return int(ExitCode.CHECK_FAILED if any(c.outcome is Outcome.FAIL for c in checks) else ExitCode.OK)
+
+
+def _print_seed(run: RunSpec | None, addresses: list[str]) -> None:
+    print("seed of any run is up" if run is None else f"seed of run {run.name} ({run.run_id}) is up")
+    how = "name it with: --initial-peers" if run is None else "join with: noloco-node join"
+    print("\n".join(f"  others {how} {address}" for address in addresses), flush=True)
+
+
 def _exit_code(stopped: NodeStopped) -> int:
     endings = {"target_reached": ExitCode.OK, "interrupted": ExitCode.INTERRUPTED, "failed": ExitCode.FAILURE}
     return int(endings[stopped.reason])
@@ -327,6 +274,13 @@ def _lab(options: argparse.Namespace) -> int:
     files = run_lab(config, options.out, command, _print_finished)
     for name, path in files.items():
         print(f"{name:<30} {path}")
+    return int(ExitCode.OK)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from noloco_node.status import DEFAULT_FOLDER, status_lines
+
+    print("\n".join(status_lines(options.run_folder or DEFAULT_FOLDER)))
     return int(ExitCode.OK)
 
 

@@ -21,6 +21,7 @@ class ExitCode(IntEnum):
     WRONG_RUN = 10
     DATA = 11
     NODE_DIED = 12
+    CHECK_FAILED = 20
     INTERRUPTED = 130
 
 
@@ -32,12 +33,13 @@ EXIT_MEANINGS: dict[ExitCode, str] = {
     ExitCode.PEERS_UNREACHABLE: "no initial peer answered",
     ExitCode.PORT_IN_USE: "a port that the node must listen on is taken",
     ExitCode.IDENTITY_TAKEN: "another running node uses the same identity file",
-    ExitCode.RUN_FOLDER: "the run folder cannot be written",
+    ExitCode.RUN_FOLDER: "the run folder cannot be written, or holds another run",
     ExitCode.P2P_DAEMON: "hivemind's p2pd did not start, or died",
     ExitCode.NO_DONOR: "the run is under way and no replica of the stage could give its state",
     ExitCode.WRONG_RUN: "the peer serves another run (its RunSpec differs) or speaks another protocol version",
     ExitCode.DATA: "the training text cannot be used",
     ExitCode.NODE_DIED: "a node of the local swarm died before the run's end",
+    ExitCode.CHECK_FAILED: "a check of this machine or its network failed: disk, memory, clock, versions, reachability",
     ExitCode.INTERRUPTED: "stopped by Ctrl-C or SIGTERM",
 }
 

@@ -93,12 +93,22 @@ class SwarmNode:
         for event in self._reader.new_events():
             self.events.append(event)
             if isinstance(event, NodeStarted):
-                self.started = event
+                self.started, self.stopped, self.serves = event, None, event.stage
             elif isinstance(event, NodeMoved):
                 self.serves = event.stage
             elif isinstance(event, NodeStopped):
                 self.stopped = event
             self._observer.on_event(self, event)
+
+    def recall(self) -> None:
+        """Take in what it wrote in earlier lives; they are over, whatever their last word was."""
+        self.read_events()
+        self.started = None
+
+    @property
+    def ended(self) -> bool:
+        """True where the run has come to its end in this node's folder."""
+        return RunFolder(self.folder).ended
 
     def describe_exit(self) -> str:
         """Exit code with its meaning, for a person."""
@@ -163,16 +173,23 @@ class LocalSwarm:
     async def start(self) -> None:
         """Start the first daemon, and once it is up all others with its address; return when all are up.
 
-        Raises UserError: RUN_FOLDER where the folder is taken or cannot be written, the exit code of a daemon that
-        ends during the start, NODE_DIED where they are not up within `local_swarm.start_seconds`.
+        Where the run folder holds this run already, all of them go on; where the run has come to its end there for a
+        replica of every stage, nobody is started.
+
+        Raises UserError: RUN_FOLDER where the folder holds another run or cannot be written, the exit code of a daemon
+        that ends during the start, NODE_DIED where they are not up within `local_swarm.start_seconds`.
         """
         config_path = self._prepare_folder()
+        for node in self.nodes:
+            node.recall()
+        if {node.stage for node in self.nodes if node.ended} == set(range(self.config.run.stages)):
+            return
         self._pipe = os.pipe()
         self._temporary = Path(tempfile.mkdtemp(prefix="noloco-swarm-"))
         seconds = self.config.local_swarm.start_seconds
         try:
             async with asyncio.timeout(seconds):
-                first, *others = self.nodes
+                first, *others = sorted(self.nodes, key=lambda node: node.ended)
                 addresses = (await self._up(first, config_path, ())).addresses
                 for node in others:
                     await self._launch(node, config_path, addresses)
@@ -229,15 +246,19 @@ class LocalSwarm:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _prepare_folder(self) -> Path:
-        if (self.run_folder / "nodes").exists():
+        """Make the folders, or find there what an earlier life of the same swarm left."""
+        folder = RunFolder(self.run_folder)
+        if (self.run_folder / "nodes").exists() and not folder.claimed:
             raise UserError(
                 ExitCode.RUN_FOLDER,
-                f"the run folder {self.run_folder} already holds a run",
+                f"the run folder {self.run_folder} already holds a run, and not by this version of noloco-node",
                 "choose another with --run-folder, or remove it",
             )
         try:
+            self.run_folder.mkdir(parents=True, exist_ok=True)
+            folder.claim(self.config.run.run_id, self.config.run.name)
             for node in self.nodes:
-                node.folder.mkdir(parents=True)
+                node.folder.mkdir(parents=True, exist_ok=True)
             config_path = self.run_folder / "config.yaml"
             config_path.write_text(render(self.config), encoding="utf-8")
         except OSError as error:
@@ -257,7 +278,7 @@ class LocalSwarm:
         assert self._temporary is not None
         options = ["--stage", str(node.stage), "--run-folder", str(node.folder), "--end-with-stdin"]
         joining = ["--initial-peers", *peers] if peers else []
-        with node.log.open("wb") as log:
+        with node.log.open("ab") as log:
             node.process = await asyncio.create_subprocess_exec(
                 *self._command,
                 str(config_path),

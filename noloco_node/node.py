@@ -4,40 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
-import signal
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
+from rich.console import Console
 
-from noloco_node import __version__
+from noloco_node import __version__, start_checks
+from noloco_node.checkpointing import CheckpointKeeper
 from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
-from noloco_node.data.walk import WindowWalk
+from noloco_node.data.samples import Samples
+from noloco_node.data.walk import WalkPosition, WindowWalk
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.interrupts import Interrupts, interruptible
 from noloco_node.model.stage import Stage, build_stage
-from noloco_node.replica import Replica, Samples
+from noloco_node.network import Agree, Network, network
+from noloco_node.replica import Replica
 from noloco_node.stays import BeginsFrom, Stays, stays_of
+from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
-from noloco_node.swarm.dht_directory import join_directory
 from noloco_node.swarm.directory import Directory, DirectoryView
 from noloco_node.swarm.hello import check_same_run, serve_hello
-from noloco_node.swarm.identity import Identity, IdentityLock, load_or_create_identity
-from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.outlook import Outlook, outlook_of
-from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
-from noloco_node.swarm.peer_addresses import parse_address
+from noloco_node.swarm.receipts import Receipts, open_receipts
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.swarm.transport import PeerId, Transport
+from noloco_node.telemetry.display import DownloadBar
 from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.metrics import Metrics
@@ -50,9 +50,6 @@ LOOK_AGAIN_SECONDS = 0.3
 
 Emit = Callable[[AnyEvent], None]
 
-
-Agree = Callable[[Transport, tuple[str, ...]], Awaitable[RunSpec]]
-"""How a node and the peers at the addresses that it joined come to the same RunSpec."""
 
 Show = Callable[[RunSpec, Outlook], None]
 """Shows a run and its swarm to a person; called on a thread of its own, before anything is built."""
@@ -68,7 +65,7 @@ async def run_node(spec: RunSpec, settings: NodeSettings) -> NodeStopped:
         await check_same_run(transport, spec, joined)
         return spec
 
-    return await _run(agree, settings, None)
+    return await _run(agree, settings, None, spec.run_id)
 
 
 async def join_node(own: OwnData, settings: NodeSettings, show: Show) -> NodeStopped:
@@ -77,15 +74,15 @@ async def join_node(own: OwnData, settings: NodeSettings, show: Show) -> NodeSto
     async def agree(transport: Transport, joined: tuple[str, ...]) -> RunSpec:
         return await fetch_run_spec(transport, joined, own, reads_text=settings.stage in ("auto", 0))
 
-    return await _run(agree, settings, show)
+    return await _run(agree, settings, show, None)
 
 
-async def _run(agree: Agree, settings: NodeSettings, show: Show | None) -> NodeStopped:
+async def _run(agree: Agree, settings: NodeSettings, show: Show | None, run: str | None) -> NodeStopped:
     started = time.monotonic()
     folder = RunFolder.create(settings.run_folder)
-    with _telemetry(folder, settings) as (emit, metrics_address), _interruptible() as interrupts:
+    with _telemetry(folder, settings) as (emit, metrics_address), interruptible() as interrupts:
         try:
-            stopped = await _live(agree, settings, folder, emit, metrics_address, interrupts, started, show)
+            stopped = await _live(agree, settings, folder, emit, metrics_address, interrupts, started, show, run)
         except asyncio.CancelledError:
             if not interrupts.cancelled_by_signal:
                 raise
@@ -106,172 +103,185 @@ async def _live(
     interrupts: Interrupts,
     started: float,
     show: Show | None,
+    run: str | None,
 ) -> NodeStopped:
     check_device(settings.device)
     torch.set_num_threads(settings.torch_threads)
-    async with _network(agree, settings, folder) as (spec, daemon, transport, directory):
-        if show is not None:
-            view = await _look_around(directory, settings, daemon.own_id)
-            await asyncio.to_thread(show, spec, outlook_of(view, directory.now(), spec.inner.target_tokens))
-        await _look_around(directory, settings, daemon.own_id)
-        stays = await stays_of(spec, settings, transport, directory)
-        stage_index = stays.stage = await stays.first_stage()
-        serve_hello(transport, spec, lambda: stays.stage)
-        serve_spec(transport, spec)
-        async with _compute_thread() as thread:
-            place = _Place(spec, settings, daemon, transport, directory, thread, stays, emit, metrics_address)
-            while True:
-                async with _replica(place, stage_index) as replica:
-                    if replica is None:
-                        stage_index = stays.back()
-                        continue
-                    interrupts.graceful(replica.stop)
-                    life = _run_while_p2pd_lives(replica, daemon, stays)
-                    await run_and_save(life, _saving(place, replica, folder, interrupts))
-                    if not _moves_on(stays, interrupts):
-                        return _stopped(
-                            "interrupted" if replica.stop.is_set() else "target_reached",
-                            "",
-                            started,
-                            outer_rounds=replica.worker.progress.outer_rounds,
-                            partners=replica.partners,
-                            final_weights=str(folder.final.relative_to(folder.path)),
-                        )
-                stage_index = stays.departs()
+    checkpoints = CheckpointFolder(folder.checkpoints, settings.checkpoints_kept)
+    async with network(agree, settings, folder, run=run) as net, _compute_thread() as thread:
+        spec = net.spec
+        saved = await asyncio.to_thread(_open_run, folder, checkpoints, spec, net.settings)
+        stays = await _choose(net, saved, show)
+        start_checks.report(await asyncio.to_thread(start_checks.for_a_stage, spec, stays.stage, folder))
+        serve_hello(net.transport, spec, lambda: stays.stage)
+        serve_spec(net.transport, spec)
+        place = _Place(net, folder, checkpoints, thread, stays, emit, metrics_address, saved)
+        del saved  # it holds a copy of everything, and is `place`'s to let go of
+        stage_index = stays.stage
+        while True:
+            async with _stay(place, stage_index) as stay:
+                in_vain = stay is None
+                stopped = None if stay is None else await _train(place, stay, interrupts, started)
+            del stay  # two stages may be more than the memory holds
+            if stopped is not None:
+                return stopped
+            stage_index = stays.back() if in_vain else stays.departs()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Place:
     """What every stay of a node stands on."""
 
-    spec: RunSpec
-    settings: NodeSettings
-    daemon: PrivateP2P
-    transport: Transport
-    directory: Directory
+    net: Network
+    folder: RunFolder
+    checkpoints: CheckpointFolder
     thread: ComputeThread
     stays: Stays
     emit: Emit
     metrics_address: str | None
+    saved: Checkpoint | None
+    """What the first stay goes on from."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stay:
+    """A replica with what accompanies it."""
+
+    replica: Replica
+    keeper: CheckpointKeeper
+    receipts: Receipts
+
+
+async def _choose(net: Network, saved: Checkpoint | None, show: Show | None) -> Stays:
+    """Look who serves what, choose and announce this node's stage, and show the run to who wants to see it."""
+    stays = await stays_of(net.spec, net.settings, net.transport, net.directory)
+    view: DirectoryView | None = None
+    if show is not None or saved is None:
+        view = await _look_around(net.directory, net.settings, net.daemon.own_id)
+    # Before anything is shown: that takes a while, in which the records of the view grow old.
+    now = net.directory.now()
+    stays.stage = await stays.first_stage(saved and saved.standing.stage)
+    if show is not None and view is not None:
+        await asyncio.to_thread(show, net.spec, outlook_of(view, now, net.spec.inner.target_tokens))
+    return stays
 
 
 @contextlib.asynccontextmanager
-async def _replica(place: _Place, stage_index: int) -> AsyncGenerator[Replica | None]:
+async def _stay(place: _Place, stage_index: int) -> AsyncGenerator[_Stay | None]:
     """A replica of the stage with the state to begin with, or None where this node came from another stage in vain."""
-    spec, stays = place.spec, place.stays
+    net, stays, spec = place.net, place.stays, place.net.spec
+    saved, place.saved = place.saved, None
     async with contextlib.AsyncExitStack() as stack:
         async with stays.arriving(stage_index):
-            stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, place.daemon.own_id)
+            walk = stays.ledger.walk if saved is None else saved.standing.walk
+            stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, net.daemon.own_id, walk)
             replica = Replica(
                 spec,
-                place.settings,
+                net.settings,
                 stage,
-                place.transport,
-                place.directory,
+                net.transport,
+                net.directory,
                 place.thread,
                 samples=samples,
                 emit=place.emit,
                 ledger=stays.ledger,
                 guards=lambda: stays.copies.guards,
             )
-            replica.serve()
             stack.callback(replica.close)
-            origin = await stays.begin(replica)
+            keeper = stack.enter_context(CheckpointKeeper(replica, place.checkpoints, place.emit, net.settings))
+            if saved is not None:
+                await keeper.resume(saved)
+            clock, resumed, saved = saved and saved.standing.progress.clock, saved is not None, None
+            receipts = await open_receipts(
+                place.folder.contribution,
+                spec.run_id,
+                stage_index,
+                net.transport,
+                replica.ledger,
+                lambda: replica.worker.progress,
+            )
+            replica.serve()
+            origin = await net.beside(stays.begin(replica, clock))
         if origin is not None:
-            moved = stays.arrived(replica, origin)
-            place.emit(moved or _started_event(spec, stage, place.daemon, place.metrics_address, origin))
-        yield None if origin is None else replica
+            place.emit(stays.arrived(replica, origin) or _started_event(place, stage, origin, resumed=resumed))
+        yield None if origin is None else _Stay(replica, keeper, receipts)
 
 
-@contextlib.asynccontextmanager
-async def _network(
-    agree: Agree, settings: NodeSettings, folder: RunFolder
-) -> AsyncGenerator[tuple[RunSpec, PrivateP2P, Libp2pTransport, Directory]]:
-    """Identity, p2pd, transport, the run and its directory; all gone at the end of the block, whatever ends it."""
-    path: Path = settings.identity or folder.identity
-    with IdentityLock(path):
-        identity: Identity = load_or_create_identity(path)
-        async with running_p2p(settings, identity) as daemon:
-            if out_of_reach(settings, daemon.joined_peers):
-                logger.warning(
-                    "host is %s: other machines cannot reach this node; --host 0.0.0.0 --port N lets them",
-                    settings.host,
-                )
-            transport = Libp2pTransport(daemon)
-            await transport.start()
-            try:
-                spec = await agree(transport, daemon.joined_peers)
-                directory = await join_directory(daemon, identity, spec.run_id, spec.stages)
-                try:
-                    yield spec, daemon, transport, directory
-                finally:
-                    await directory.close()
-            finally:
-                await transport.close()
+async def _train(place: _Place, stay: _Stay, interrupts: Interrupts, started: float) -> NodeStopped | None:
+    """One stay, to its end: None where the node moves on."""
+    replica, folder, spec = stay.replica, place.folder, place.net.spec
+    interrupts.graceful(replica.stop)
+    work = stay.receipts.beside(replica.run())
+    life = place.net.beside(work, stay.keeper.run(), place.stays.accompany(replica))
+    await run_and_save(life, _saving(place, stay, interrupts))
+    if _moves_on(place.stays, interrupts):
+        return None
+    reason = "interrupted" if replica.stop.is_set() else "target_reached"
+    if reason == "target_reached":
+        folder.mark_ended(spec.run_id, spec.name)
+    return _stopped(
+        reason,
+        "",
+        started,
+        outer_rounds=replica.worker.progress.outer_rounds,
+        partners=replica.partners,
+        final_weights=str(folder.final.relative_to(folder.path)),
+    )
 
 
-def out_of_reach(settings: NodeSettings, joined: Sequence[str]) -> bool:
-    """Whether this node joined others elsewhere and listens where only its own machine reaches it."""
-    hosts = [parse_address(address).host for address in joined]
-    return not settings.announce and _is_loopback(settings.host) and not all(map(_is_loopback, hosts))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _open_run(
+    folder: RunFolder, checkpoints: CheckpointFolder, spec: RunSpec, settings: NodeSettings
+) -> Checkpoint | None:
+    """Take the folder for this run; its newest checkpoint that can be gone on from. Raises UserError (RUN_FOLDER) where
+    it holds another run, or where the run has come to its end there and no peer to go on with is named."""
+    ended = folder.claim(spec.run_id, spec.name)
+    if ended and not settings.initial_peers:
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"run '{spec.name}' ({spec.run_id}) has come to its end in '{folder.path}': "
+            f"its weights are in {folder.final}",
+            "name another folder with --run-folder to train it anew",
+        )
+    return checkpoints.newest(spec.run_id, None if settings.stage == "auto" else settings.stage)
 
 
 async def _look_around(directory: Directory, settings: NodeSettings, own: PeerId) -> DirectoryView:
-    """The directory as it is; where this node joined others, as soon as it shows one of them, within a few seconds."""
+    """The directory without this node's own former record; where this node joined others, as soon as it shows one of
+    them, within a few seconds."""
     loop = asyncio.get_running_loop()
     until = loop.time() + (FIRST_LOOK_SECONDS if settings.initial_peers else 0.0)
     while True:
-        view, now = await directory.refresh(), directory.now()
-        live = (record for stage in range(len(view.stages)) for record in view.live(stage, now))
-        if any(record.peer_id != own for record in live) or loop.time() >= until:
+        view, now = (await directory.refresh()).without(own), directory.now()
+        if any(view.live(stage, now) for stage in range(len(view.stages))) or loop.time() >= until:
             return view
         # The directory gives no sign of a change: asking again is the only way.
         await asyncio.sleep(LOOK_AGAIN_SECONDS)
 
 
-def _prepare(spec: RunSpec, stage_index: int, own: PeerId) -> tuple[Stage, Samples | None]:
-    """Build the stage and, on stage 0, read the text. Runs off the event loop."""
+def _prepare(spec: RunSpec, stage_index: int, own: PeerId, position: WalkPosition) -> tuple[Stage, Samples | None]:
+    """Build the stage and, on stage 0, read the text from `position` on. Runs off the event loop."""
     stage = build_stage(spec.model, stage_index)
     check_microbatch_bytes(spec, stage.hidden_size)
     if stage_index > 0:
         return stage, None
     windows = load_windows(spec.data, stage.vocab_size)
-    walk = WindowWalk(windows.train_count, spec.data.seed, own)
+    walk = _walk(windows.train_count, spec.data.seed, own, position)
     samples = Samples(
         draw=lambda: walk.take(spec.inner.microbatch_windows),
         train=windows.train,
         validation=windows.validation,
         held_out=windows.validation_indices(spec.evaluation.windows),
+        position=lambda: walk.position,
     )
     return stage, samples
 
 
-async def _run_while_p2pd_lives(replica: Replica, daemon: PrivateP2P, stays: Stays) -> None:
-    """Run the replica, and end it with an error when p2pd dies under it: then nobody can be reached any more."""
-
-    async def watch() -> None:
-        status = await daemon.wait_until_dead()
-        raise UserError(
-            ExitCode.P2P_DAEMON,
-            f"p2pd died with status {status}; its last words:\n  {daemon.last_output()}",
-            "start the node again; if it happens again, look for a lack of memory or of open files",
-        )
-
+def _walk(count: int, seed: int, own: PeerId, position: WalkPosition) -> WindowWalk:
     try:
-        async with asyncio.TaskGroup() as group:
-            beside = [group.create_task(watch()), group.create_task(stays.accompany(replica))]
-            await replica.run()
-            for task in beside:
-                task.cancel()
-    except* UserError as errors:
-        raise errors.exceptions[0] from None
+        return WindowWalk.at(count, seed, own, position)
+    except ValueError as error:
+        logger.warning("the walk through the text begins anew, the text has changed: %s", error)
+        return WindowWalk(count, seed, own)
 
 
 async def run_and_save(run: Awaitable[None], save: Callable[[], Awaitable[None]]) -> None:
@@ -323,19 +333,19 @@ def _moves_on(stays: Stays, interrupts: Interrupts) -> bool:
     return stays.move is not None and not interrupts.asked
 
 
-def _saving(
-    place: _Place, replica: Replica, folder: RunFolder, interrupts: Interrupts
-) -> Callable[[], Awaitable[None]]:
-    """What saves the final weights; those of a stage that this node only leaves for another are with its fellows."""
+def _saving(place: _Place, stay: _Stay, interrupts: Interrupts) -> Callable[[], Awaitable[None]]:
+    """What saves the last checkpoint and the final weights; those of a stage that this node only leaves for another are
+    with its fellows."""
 
     async def save() -> None:
         if not _moves_on(place.stays, interrupts):
-            await _save(place.spec, replica, folder)
+            await stay.keeper.save()
+            await _save_weights(place, stay.replica)
 
     return save
 
 
-async def _save(spec: RunSpec, replica: Replica, folder: RunFolder) -> None:
+async def _save_weights(place: _Place, replica: Replica) -> None:
     """Write the final slow and fast weights under their names in the whole model."""
     slow, fast = (
         {replica.full_names[local]: weight for local, weight in weights.items()}
@@ -344,8 +354,8 @@ async def _save(spec: RunSpec, replica: Replica, folder: RunFolder) -> None:
     progress = replica.worker.progress
     await asyncio.to_thread(
         save_stage,
-        folder.final,
-        run_id=spec.run_id,
+        place.folder.final,
+        run_id=place.net.spec.run_id,
         cut=replica.cut,
         clock=progress.clock,
         outer_rounds=progress.outer_rounds,
@@ -354,55 +364,18 @@ async def _save(spec: RunSpec, replica: Replica, folder: RunFolder) -> None:
     )
 
 
-class Interrupts:
-    """SIGINT and SIGTERM: the first asks for an orderly end, the second (or one before training) cancels at once."""
-
-    def __init__(self) -> None:
-        self._main = asyncio.current_task()
-        self._stop: asyncio.Event | None = None
-        self.asked = False
-        """A signal has come."""
-        self.cancelled_by_signal = False
-
-    def graceful(self, stop: asyncio.Event) -> None:
-        """From now on the first signal sets `stop`; at once where it has come already."""
-        self._stop = stop
-        if self.asked:
-            stop.set()
-
-    def on_signal(self) -> None:
-        """A signal has come."""
-        if self._stop is not None and not self.asked:
-            self.asked = True
-            logger.info("stopping: finishing what is under way; once more to leave at once")
-            self._stop.set()
-        elif self._main is not None:
-            self.cancelled_by_signal = True
-            self._main.cancel()
-
-
-@contextlib.contextmanager
-def _interruptible() -> Generator[Interrupts]:
-    loop = asyncio.get_running_loop()
-    interrupts = Interrupts()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupts.on_signal)
-    try:
-        yield interrupts
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-
 @contextlib.contextmanager
 def _telemetry(folder: RunFolder, settings: NodeSettings) -> Generator[tuple[Emit, str | None]]:
     """Event file, metrics and log, fed by the same events; and the address of `/metrics`, if it is served."""
     log, metrics, events = NodeLog(), Metrics(), EventFile(folder.events)
+    metrics.watch_process(asyncio.get_running_loop())
+    bar = DownloadBar(Console(stderr=True))
     configure_logging(settings.log_level, log)
 
     def emit(event: AnyEvent) -> None:
         events.write(event)
         metrics.observe(event)
+        bar.observe(event)
         log.observe(event)
 
     try:
@@ -411,6 +384,7 @@ def _telemetry(folder: RunFolder, settings: NodeSettings) -> Generator[tuple[Emi
             address = metrics.serve(settings.metrics_host, settings.metrics_port)
         yield emit, address
     finally:
+        bar.close()
         metrics.stop()
         events.close()
 
@@ -424,9 +398,8 @@ async def _compute_thread() -> AsyncGenerator[ComputeThread]:
         await thread.close()
 
 
-def _started_event(
-    spec: RunSpec, stage: Stage, daemon: PrivateP2P, metrics_address: str | None, origin: BeginsFrom
-) -> NodeStarted:
+def _started_event(place: _Place, stage: Stage, origin: BeginsFrom, *, resumed: bool) -> NodeStarted:
+    spec, daemon = place.net.spec, place.net.daemon
     return NodeStarted(
         peer_id=daemon.own_id,
         stage=stage.cut.index,
@@ -436,9 +409,10 @@ def _started_event(
         version=__version__,
         pid=os.getpid(),
         addresses=daemon.visible_addresses(),
-        metrics_address=metrics_address,
+        metrics_address=place.metrics_address,
         parameters=sum(parameter.numel() for parameter in stage.parameters()),
         origin=origin,
+        resumed=resumed,
     )
 
 

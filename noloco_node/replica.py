@@ -10,32 +10,36 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-from torch import Tensor
+from collections.abc import Callable
 
 from noloco_node.aio import Pulse
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.errors import ExitCode, UserError
+from noloco_node.data.samples import Samples
+from noloco_node.data.walk import WalkPosition
 from noloco_node.model.stage import Stage
 from noloco_node.swarm import microbatch
+from noloco_node.swarm.beginning import BEGINNINGS, run_has_ended, where_to_begin
+from noloco_node.swarm.books import account_of
 from noloco_node.swarm.directory import Directory, PeerState
 from noloco_node.swarm.ending import NEAR_TARGET, until_nobody_trains
 from noloco_node.swarm.exchange import Exchanger
+from noloco_node.swarm.exchange_session import caught_up_event
+from noloco_node.swarm.late_join import NoDonor, StateCopier
 from noloco_node.swarm.membership import SERVING, Membership, OwnFigures
-from noloco_node.swarm.microbatch import HopFailed, Ledger
+from noloco_node.swarm.microbatch import HopFailed, Ledger, Sample
 from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, believed_clock, decide, retry_delay
 from noloco_node.swarm.pipeline import Downstream, Origin, PipelineServer
+from noloco_node.swarm.probation import Ending, Standing
 from noloco_node.swarm.routing import RoutingBook
-from noloco_node.swarm.state_transfer import StateDonor, StateManifest, fetch_from_any, fetch_state
-from noloco_node.swarm.traffic import bytes_by_kind
+from noloco_node.swarm.state_donor import StateDonor
 from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError
 from noloco_node.swarm.waiting import MissingStages
-from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep
+from noloco_node.swarm.watch import Watch, doing, facts_of
+from noloco_node.telemetry.events import AnyEvent, Evaluation, InnerStep, OuterStep, ProbationEnded
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.pace import Capacity, Pace
+from noloco_node.training.progress import Progress
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import InnerReport, StageWorker
 
@@ -47,19 +51,6 @@ DRAIN_LOOK_SECONDS = 0.1
 LAST_LOOK_SECONDS = 0.3
 JOIN_LOOK_SECONDS = 10.0
 FINAL_EVALUATION_TRIES = 3
-
-Batch = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """Stage 0's text: `draw()` gives the next microbatch's windows, `train` and `validation` load windows as
-    (inputs, labels) int64 [b, T], and `held_out` are the fixed windows of every evaluation."""
-
-    draw: Callable[[], Sequence[int]]
-    train: Callable[[Sequence[int]], Batch]
-    validation: Callable[[Sequence[int]], Batch]
-    held_out: Sequence[int]
 
 
 class Replica:
@@ -111,9 +102,20 @@ class Replica:
         self._downstream = (
             None if stage.cut.is_last else Downstream(spec, self.stage, transport, self._book, self.ledger, self._rng)
         )
+        self.standing = Standing(spec.outer.inner_steps, self._probation_ended)
         self.server = self._make_server(stage)
         self.exchanger = self._make_exchanger()
-        self.donor = StateDonor(spec, self.stage, transport, self.worker)
+        self.donor = StateDonor(spec, self.stage, transport, self.worker, places=settings.donor_places)
+        self._copier = StateCopier(
+            spec,
+            self.stage,
+            transport,
+            self.worker,
+            streams=settings.exchange_streams,
+            believe=self._not_beyond_the_swarm,
+            emit=emit,
+            rng=self._rng,
+        )
         self.origin = (
             Origin(
                 spec, self.worker, self._downstream, self.ledger, draw=samples.draw, load=samples.train, rng=self._rng
@@ -127,6 +129,7 @@ class Replica:
         self._capacity = Capacity(thread.busy_seconds)
         self._guards = guards
         self.missing = MissingStages()
+        self._watch = Watch(emit)
         self._worst_lag = 0.0
         self._last_step_taken = False
 
@@ -151,43 +154,71 @@ class Replica:
             streams=self._settings.exchange_streams,
             clocks=self.membership.fellow_clocks,
             recorded_clocks=self.membership.recorded_clocks,
+            standing=self.standing,
             on_outer_step=self._outer_step_taken,
             moved=self._moved,
         )
 
-    async def become_current(self) -> PeerId | None:
-        """Copy a fellow's state if the swarm is past its first outer round; the donor, or None where the first weights
-        stand. Raises UserError (NO_DONOR) where the state is needed and nobody gave it."""
-        await self._look_around()
-        records = [r for stage in range(self.spec.stages) for r in self.membership.live(stage, *SERVING)]
-        if not any(record.outer_rounds for record in records):
-            return None
-        if not any(record.state is PeerState.TRAINING for record in records):
-            raise UserError(
-                ExitCode.NO_DONOR,
-                f"run {self.spec.run_id[:8]} ({self.spec.name}) has reached its end: nobody trains any more",
-                "start a new run, with another run.name or a higher run.inner.target_tokens",
-            )
-        donors = self.membership.fellows(*SERVING)
-        copied = await fetch_from_any(donors, self._fetch, self._rng)
-        if copied is None:
-            raise UserError(
-                ExitCode.NO_DONOR,
-                f"run {self.spec.run_id[:8]} is past its first outer round and none of {len(donors)} replicas of stage "
-                f"{self.stage} gave its state",
-                "try again when a replica of this stage is reachable, or serve another stage with --stage",
-            )
-        return copied[0]
+    @property
+    def rng(self) -> random.Random:
+        """Draws routes and partners."""
+        return self._rng
 
-    async def _look_around(self) -> None:
-        """Read the directory; a node that joined through others looks until it sees one, for a while: an empty view
-        would make it start from the seed beside a trained swarm."""
-        until = self._loop.time() + (JOIN_LOOK_SECONDS if self._settings.initial_peers else 0.0)
-        while True:
-            await self.membership.refresh()
-            if self.membership.others() or self._loop.time() >= until:
-                return
-            await self._moved.wait(LAST_LOOK_SECONDS)
+    @property
+    def moved(self) -> Pulse:
+        """Fires whenever something has changed: a step, an exchange, the directory."""
+        return self._moved
+
+    def walk_position(self) -> WalkPosition:
+        """Where the next sample comes from, also on a later stage: this node may return to stage 0."""
+        return self._samples.position() if self._samples else self.ledger.walk
+
+    @property
+    def held_samples(self) -> list[Sample]:
+        """Samples drawn and neither trained nor dropped; on a later stage those from this node's time at stage 0."""
+        return self.origin.held_samples if self.origin else list(self.ledger.waiting)
+
+    async def become_current(self, own_clock: float | None = None) -> PeerId | None:
+        """Copy a fellow's state where that is where to begin (`where_to_begin`); the donor, or None where the weights
+        stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError (NO_DONOR)
+        where a fellow's state is needed and nobody gave it."""
+        self._watch.say("joining", "looking for the nodes of the run")
+        await self.membership.look_for_others(JOIN_LOOK_SECONDS if self._settings.initial_peers else 0.0)
+        others = self.membership.others(*SERVING)
+        begin = where_to_begin(own_clock, others, self.stage, self.spec.max_lag_tokens)
+        if begin.source == "nowhere":
+            raise run_has_ended(self.spec)
+        logger.info("begins from %s: %s", BEGINNINGS[begin.source], begin.why)
+        if begin.source != "peer":
+            return None
+        try:
+            return await self._copy_a_fellow()
+        except NoDonor as error:
+            explained = error.explained(self.spec, self.stage)
+            if own_clock is None:
+                raise explained from None
+            logger.warning("begins from its own checkpoint after all: %s", explained.message)
+            return None
+
+    async def _copy_a_fellow(self) -> PeerId:
+        """Become a copy of a fellow and begin on probation. Raises NoDonor."""
+        self._watch.say("downloading", f"a fellow's state of stage {self.stage}")
+        donor, _ = await self._copier.copy_best(self._possible_donors)
+        self.standing.begin(self.worker.progress.steps)
+        self.membership.newcomer = True
+        return donor
+
+    def _probation_ended(self, reason: Ending, steps: int) -> None:
+        self.membership.newcomer = False
+        self._emit(ProbationEnded(reason=reason, steps=steps))
+
+    async def _possible_donors(self) -> list[PeerId]:
+        await self.membership.refresh()  # a download outlives the records that were read before it
+        return self.membership.fellows(*SERVING)
+
+    def progress(self) -> Progress:
+        """Where it stands now."""
+        return self.worker.progress
 
     def serve(self) -> None:
         """Register all methods with the transport; nothing is accepted before `run`."""
@@ -197,12 +228,14 @@ class Replica:
         self.donor.serve()
 
     def close(self) -> None:
-        """Take back what `serve` registered, so that another replica can take this one's place."""
-        self._transport.withdraw("microbatch", "outer", "state")
+        """Take back what `serve` and its receipts registered, so that another replica can take this one's place."""
+        self.ledger.walk = self.walk_position()
+        self._transport.withdraw("microbatch", "outer", "state", "contribution")
 
     async def run(self) -> None:
         """Train to the run's end, or until `stop` is set; then leave in order."""
         self.server.accepting = self.exchanger.accepting = self.donor.accepting = True
+        self.emit_account()
         async with asyncio.TaskGroup() as group:
             await self.membership.announce(PeerState.TRAINING)
             background = [
@@ -240,7 +273,8 @@ class Replica:
                 while self.server.pending or (self.origin and self.origin.under_way) or self.exchanger.engaged:
                     await self._moved.wait(DRAIN_LOOK_SECONDS)
         except TimeoutError:
-            logger.debug("drain time is over with work under way")
+            logger.info("the time to finish is over: %d microbatches go back to their senders", self.server.pending)
+            self.server.hand_back()
         course.cancel()
         await asyncio.wait((course,))
 
@@ -345,7 +379,9 @@ class Replica:
         return PairingState(
             steps_since_outer=self.worker.progress.steps_since_outer,
             steps_free=self.worker.progress.steps - self.exchanger.free_since_step,
-            fellows=self.membership.fellows(*states),
+            fellows=self.standing.partners(
+                self.membership.fellows(*states), self.membership.newcomers(), self.worker.progress.steps
+            ),
             engaged=self.exchanger.engaged or self.membership.state is PeerState.DRAINING,
             next_try=next_try,
             last_round=last_round,
@@ -360,44 +396,15 @@ class Replica:
         started = time.monotonic()
         self.exchanger.catching_up = True
         try:
-            manifest = await self._fetch(partner)
+            manifest = await self._copier.copy_from(partner)
         except (Refused, TransportError) as error:
             logger.debug("could not catch up with %s: %r", partner, error)
             return
         finally:
             self.exchanger.catching_up = False
         logger.info("caught up with %s: clock %.0f", partner, manifest.clock)
-        self._emit(
-            OuterStep(
-                kind="caught_up",
-                round=manifest.outer_rounds,
-                step=self.worker.progress.steps,
-                clock=manifest.clock,
-                learning_rate=self.worker.current_learning_rate(),
-                partner=partner,
-                role="none",
-                reason="this replica's clock lagged its partner's",
-                spread=None,
-                difference_norm=None,
-                clipped=False,
-                bytes_sent=0,
-                bytes_received=manifest.size,
-                seconds=time.monotonic() - started,
-                held_seconds=0.0,
-                inner_steps_meanwhile=0,
-            )
-        )
-
-    async def _fetch(self, donor: PeerId) -> StateManifest:
-        return await fetch_state(
-            self.spec,
-            self.stage,
-            self._transport,
-            self.worker,
-            donor,
-            streams=self._settings.exchange_streams,
-            believe=self._not_beyond_the_swarm,
-        )
+        rate, seconds = self.worker.current_learning_rate(), time.monotonic() - started
+        self._emit(caught_up_event(partner, self.worker.progress, manifest, rate, seconds))
 
     def _not_beyond_the_swarm(self, claimed: float) -> float:
         """A donor's clock, unless it is far ahead of what the directory says: it could end this replica's run."""
@@ -413,7 +420,10 @@ class Replica:
         while True:
             await asyncio.sleep(ACCOUNT_SECONDS)
             self.emit_account()
-            self.donor.forget_unused()
+            self.donor.tend()
+            in_hand = self.server.pending if self.origin is None else self.origin.under_way
+            idle = self._watch.idle_seconds(self.worker.trained_tokens)
+            self._watch.say(*doing(facts_of(self.membership, idle, self._pace.step_seconds, in_hand)))
 
     async def _watch_loop(self) -> None:
         """Measure how late the event loop wakes us: it must stay responsive while tensors stream."""
@@ -436,6 +446,8 @@ class Replica:
         """Take over what the directory says: routes, the share of the batch, and everyone's waits."""
         self._book.update(self.membership.next_stage_peers(), self.membership.own_rank())
         self.worker.live_replicas = self.membership.live_replicas()
+        progress = self.worker.progress
+        self.standing.look(self.membership.fellows(), progress.steps, outer_rounds=progress.outer_rounds)
         if self.run_goes_on():
             self.missing.look(self.membership.unserved(), self.spec.stages)
         self._moved.fire()
@@ -446,6 +458,8 @@ class Replica:
 
     def _report_inner_step(self, report: InnerReport) -> None:
         self._pace.step(report.result.tokens, time.monotonic())
+        self.standing.loss.add(report.result.loss, report.result.tokens)
+        self.standing.met(None, report.progress.steps)
         self._emit(
             InnerStep(
                 step=report.progress.steps,
@@ -470,26 +484,15 @@ class Replica:
     def emit_account(self) -> None:
         """Write the books so far as an event."""
         lag, self._worst_lag = self._worst_lag, 0.0
-        ledger, traffic = self.ledger, self._transport.traffic
-        self._emit(
-            Account(
-                clock=self.worker.progress.clock,
-                target=self.spec.inner.target_tokens,
-                tokens=self.worker.progress.tokens,
-                drawn=ledger.drawn,
-                trained=ledger.trained,
-                dropped=ledger.dropped,
-                held_at_end=self.origin.held if self.origin else len(ledger.waiting),
-                put_back=ledger.put_back,
-                retried=ledger.retried,
-                repeated=ledger.repeated,
-                served=ledger.served,
-                refused={reason.value: count for reason, count in self._transport.refusals_given.items()},
-                bytes_sent=bytes_by_kind(traffic.sent),
-                bytes_received=bytes_by_kind(traffic.received),
-                nodes_per_stage=self.membership.nodes_per_stage(),
-                missing_stages=self.missing.stages,
-                loop_lag_seconds=lag,
-                busy_seconds=self._thread.busy_seconds,
-            )
+        account = account_of(
+            self.worker.progress,
+            self.ledger,
+            self._transport,
+            self.membership,
+            target=self.spec.inner.target_tokens,
+            held=self.origin.held if self.origin else len(self.ledger.waiting),
+            missing_stages=self.missing.stages,
+            loop_lag_seconds=lag,
+            busy_seconds=self._thread.busy_seconds,
         )
+        self._emit(account)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 2.0
 """Interval at which a node looks whether it should move; the directory is read as often."""
 
-BeginsFrom = Literal["seed", "peer", "guard"]
+BeginsFrom = Literal["seed", "peer", "guard", "checkpoint"]
 
 
 class Stays:
@@ -63,12 +63,15 @@ class Stays:
         """Why this node leaves its stage; None while it stays."""
         self._came_from: tuple[int, Move] | None = None
 
-    async def first_stage(self) -> int:
-        """The stage to begin with: the one that is set, or the one that needs this node most and fits its memory.
+    async def first_stage(self, saved: int | None) -> int:
+        """The stage to begin with: the one that is set, else that of the node's checkpoint (`saved`), else the one that
+        needs this node most and fits its memory.
 
         Raises UserError (CONFIG) where there is no such stage.
         """
         wanted, stages = self._settings.stage, self._spec.stages
+        if wanted == "auto" and saved is not None:
+            wanted = saved
         if wanted == "auto":
             if not self._fitting:
                 raise self._too_small()
@@ -90,22 +93,26 @@ class Stays:
         async with self._arrival.announced(stage):
             yield
 
-    async def begin(self, replica: Replica) -> BeginsFrom | None:
-        """Give the replica the state to begin with, and say where from. None where this node has moved here and nobody
-        gave it: `back` is the stage to return to then. Raises UserError (NO_DONOR) for a node that has just started."""
+    async def begin(self, replica: Replica, saved_clock: float | None) -> BeginsFrom | None:
+        """Give the replica the state to begin with, and say where from. `saved_clock` is that of the checkpoint that it
+        was resumed from. None where this node has moved here and nobody gave it: `back` is the stage to return to then.
+        Raises UserError (NO_DONOR) for a node that has just started."""
         confirmed = self._came_from is not None and self._came_from[1].why == "lost"
         try:
-            origin = await revive_if_lost(
-                self._spec, replica.membership, replica.worker, self.copies, self._own, confirmed=confirmed
-            )
-            if origin is None:
-                origin = "seed" if await replica.become_current() is None else "peer"
+            if saved_clock is None:
+                revived = await revive_if_lost(
+                    self._spec, replica.membership, replica.worker, self.copies, self._own, confirmed=confirmed
+                )
+                if revived is not None:
+                    return revived
+            if await replica.become_current(saved_clock) is not None:
+                return "peer"
+            return "seed" if saved_clock is None else "checkpoint"
         except UserError as error:
             if error.exit_code is not ExitCode.NO_DONOR or self._came_from is None:
                 raise
             logger.warning("could not move to stage %d: %s", replica.stage, error.message)
             return None
-        return origin
 
     def back(self) -> int:
         """The stage that this node left for one whose state nobody gave it."""
@@ -118,6 +125,7 @@ class Stays:
         """The event of a move that has come to its end; None where the replica is this node's first."""
         if self._came_from is None:
             return None
+        assert origin != "checkpoint", "who moves takes no checkpoint along"
         (left, move), self._came_from = self._came_from, None
         return NodeMoved(
             from_stage=left,

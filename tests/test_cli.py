@@ -10,6 +10,7 @@ import pytest
 
 from noloco_node import __version__, cli
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.node_options import node_overrides
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
 
@@ -89,7 +90,7 @@ def test_a_mistake_gets_one_screen_and_its_own_exit_code(
     assert len(errors.splitlines()) <= 24
 
 
-@pytest.mark.parametrize("arguments", [[], ["swarm"], ["fly"], ["join"], ["run", "a.yaml", "--speed", "9"]])
+@pytest.mark.parametrize("arguments", [[], ["swarm"], ["fly"], ["run", "a.yaml", "--speed", "9"]])
 def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """argparse's own errors have the documented code as well."""
     with pytest.raises(SystemExit) as caught:
@@ -105,7 +106,7 @@ def test_options_of_run_are_settings_of_the_node() -> None:
     options = cli.parser().parse_args([*line.split(), "--identity", "yes: no", "--run-folder", "a b"])
     from noloco_node.config.load import load_config
 
-    node = load_config(MICRO, cli.node_overrides(options)).node
+    node = load_config(MICRO, node_overrides(options)).node
     assert (node.stage, node.port, node.host, node.metrics_port, node.in_flight) == (1, 4001, "0.0.0.0", 0, 7)
     assert (node.identity, node.run_folder) == (Path("yes: no"), Path("a b"))
     assert node.initial_peers == ("/ip4/1.2.3.4/tcp/1/p2p/QmA", "/b")
@@ -117,7 +118,7 @@ def test_who_joins_gives_addresses_and_settings_of_its_own_node_only() -> None:
     line = "join /a /b --stage 1 --port 4001 --host 0.0.0.0 --set node.device=cuda:1 --set run.data.path=book.txt"
     from noloco_node.config.load import load_join
 
-    config = load_join(cli.node_overrides(cli.parser().parse_args(line.split())))
+    config = load_join(node_overrides(cli.parser().parse_args(line.split())))
     assert config.node.initial_peers == ("/a", "/b")
     assert (config.node.stage, config.node.port, config.node.host) == (1, 4001, "0.0.0.0")
     assert (config.node.device, config.run.data.path, config.run.data.tokenizer) == ("cuda:1", "book.txt", None)

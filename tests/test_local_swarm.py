@@ -20,6 +20,7 @@ import pytest
 from noloco_node.config.load import Config, load_config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.local_swarm import LocalSwarm, Observer, SwarmNode
+from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import Account, InnerStep, OuterStep, read_events
 from noloco_node.telemetry.summary import Summary
 from tests.support import eventually, nothing_left_behind
@@ -245,11 +246,17 @@ async def test_a_daemon_that_cannot_start_is_reported_with_its_own_exit_code(tmp
     assert not any(node.running for node in swarm.nodes)
 
 
-async def test_a_run_folder_is_used_once_and_must_be_writable(tmp_path: Path, temporary: Path) -> None:
-    """Two runs never share a folder; a file is no folder."""
+async def test_a_run_folder_is_one_runs_and_must_be_writable(tmp_path: Path, temporary: Path) -> None:
+    """Two runs never share a folder, whoever wrote there before; a file is no folder."""
     (tmp_path / "old" / "nodes").mkdir(parents=True)
     (tmp_path / "file").write_text("")
-    for folder, words in ((tmp_path / "old", "already holds a run"), (tmp_path / "file", "cannot be written")):
+    RunFolder.create(tmp_path / "other").claim("0" * 32, "other run")
+    (tmp_path / "other" / "nodes").mkdir()
+    for folder, words in (
+        (tmp_path / "old", "already holds a run"),
+        (tmp_path / "other", "holds run 'other run'"),
+        (tmp_path / "file", "cannot be written"),
+    ):
         swarm = LocalSwarm(micro(), folder)
         with pytest.raises(UserError, match=words) as caught:
             await swarm.start()

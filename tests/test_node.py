@@ -12,7 +12,8 @@ from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import MAX_BODY_BYTES, check_microbatch_bytes
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.node import check_device, out_of_reach, run_and_save
+from noloco_node.network import out_of_reach
+from noloco_node.node import check_device, run_and_save
 from noloco_node.preflight import plan
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"

@@ -22,8 +22,9 @@ from noloco_node.config.run_spec import (
     PipelineSpec,
     RunSpec,
 )
+from noloco_node.data.samples import Samples
 from noloco_node.model.stage import build_stage
-from noloco_node.replica import Replica, Samples
+from noloco_node.replica import Replica
 from noloco_node.swarm.dht_directory import join_directory
 from noloco_node.swarm.directory import Directory
 from noloco_node.swarm.identity import load_or_create_identity
@@ -218,7 +219,7 @@ async def libp2p_world(
         identity = load_or_create_identity(folder / f"{stage}-{index}.key")
         async with running_p2p(NodeSettings(initial_peers=tuple(known[:1])), identity) as daemon:
             known.extend(daemon.visible_addresses())
-            transport = Libp2pTransport(daemon)
+            transport = Libp2pTransport(daemon, identity=identity)
             await transport.start()
             try:
                 directory = await join_directory(daemon, identity, spec.run_id, spec.stages)

@@ -16,7 +16,7 @@ class NodeSettings(Settings):
     """Settings of one daemon."""
 
     run_folder: Path = Path("runs/node")
-    """Where events, final weights and the identity go."""
+    """Where events, checkpoints, final weights and the identity go; a node started there again goes on."""
     identity: Path | None = None
     """Private key file; `run_folder/identity.key`, created when missing, where not set."""
     stage: int | Literal["auto"] = "auto"
@@ -33,7 +33,8 @@ class NodeSettings(Settings):
     port: Port = 0
     """TCP port to listen on; 0 lets the system choose."""
     announce: tuple[str, ...] = ()
-    """Addresses under which others reach this node, where they differ from the one it listens on."""
+    """Addresses under which others reach this node, where they differ from the one it listens on: `203.0.113.7:31337`,
+    `/ip4/203.0.113.7/tcp/31337`, or a host alone, with the port that it listens on."""
     metrics_host: str = "127.0.0.1"
     metrics_port: Port | None = None
     """Port of `/metrics`; 0 lets the system choose, not set serves none."""
@@ -47,10 +48,18 @@ class NodeSettings(Settings):
     """Microbatches of other peers that this node holds before it answers `busy`."""
     exchange_streams: Annotated[int, Field(gt=0, le=64)] = 4
     """Chunks of weights in flight at once during an exchange."""
+    donor_places: Annotated[int, Field(gt=0, le=64)] = 2
+    """Late joiners that may copy this node's state at once; others are told `busy` and ask another node."""
     p2pd_start_seconds: PositiveFloat = 60.0
     """Time that p2pd has to start; slow disks and busy machines need it."""
     drain_seconds: PositiveFloat = 5.0
     """After SIGINT or SIGTERM: time to finish what is under way."""
+    checkpoint_rounds: Positive = 5
+    """Outer rounds between two checkpoints of this node's state, in `run_folder/checkpoints`."""
+    checkpoint_seconds: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 60.0
+    """Least time between two checkpoints, however quick the rounds are."""
+    checkpoints_kept: Annotated[int, Field(gt=0, le=1000)] = 2
+    """Checkpoints that stay on the disk; each takes 24 bytes for every weight of the stage."""
     seed: int = 0
     """Seed of this node's random choices (routes, partners), mixed with its peer id."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

@@ -5,8 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage import atomic
+
+MARK = "run.json"
+
+
+class RunMark(BaseModel):
+    """Whose run a folder holds."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    run_id: str
+    run_name: str
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +41,60 @@ class RunFolder:
             atomic.write_bytes(probe, b"noloco-node")
             probe.unlink(missing_ok=True)
         except OSError as error:
+            raise _unwritable(path, error) from error
+        return cls(path)
+
+    def claim(self, run_id: str, run_name: str) -> bool:
+        """Say that this folder belongs to a run. Returns whether the run has come to its end here.
+
+        Raises UserError (RUN_FOLDER) where the folder belongs to another run, or cannot be written any more.
+        """
+        former = self._mark()
+        if former is None:
+            self._write_mark(RunMark(run_id=run_id, run_name=run_name))
+            return False
+        if former.run_id != run_id:
             raise UserError(
                 ExitCode.RUN_FOLDER,
-                f"run_folder is '{path}', which cannot be written: {error.strerror or error}",
-                "name a folder that does not exist yet or that you may write to, on a disk with space left",
-            ) from error
-        return cls(path)
+                f"run_folder '{self.path}' holds run '{former.run_name}' ({former.run_id}), "
+                f"not '{run_name}' ({run_id})",
+                "name another folder with --run-folder; or go on with that run by its own configuration: every value "
+                "under `run:` must be the same",
+            )
+        return former.ended
+
+    def mark_ended(self, run_id: str, run_name: str) -> None:
+        """Say that the run has come to its end here. Raises as `claim`."""
+        self._write_mark(RunMark(run_id=run_id, run_name=run_name, ended=True))
+
+    @property
+    def claimed(self) -> bool:
+        """Whether it belongs to a run."""
+        return self._mark() is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether a run has come to its end here."""
+        mark = self._mark()
+        return mark is not None and mark.ended
+
+    def _mark(self) -> RunMark | None:
+        try:
+            return RunMark.model_validate_json((self.path / MARK).read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as error:
+            raise UserError(
+                ExitCode.RUN_FOLDER,
+                f"'{self.path / MARK}', which says whose run this folder holds, cannot be read: {error}",
+                "name another folder with --run-folder; or remove that file if you know which run the folder holds",
+            ) from None
+
+    def _write_mark(self, mark: RunMark) -> None:
+        try:
+            atomic.write_json(self.path / MARK, mark.model_dump(mode="json"))
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
 
     @property
     def events(self) -> Path:
@@ -45,11 +107,29 @@ class RunFolder:
         return self.path / "identity.key"
 
     @property
+    def contribution(self) -> Path:
+        """The signed record of what the node has contributed."""
+        return self.path / "contribution.jsonl"
+
+    @property
     def log(self) -> Path:
         """The log for people."""
         return self.path / "node.log"
 
     @property
+    def checkpoints(self) -> Path:
+        """The node's own checkpoints, by number."""
+        return self.path / "checkpoints"
+
+    @property
     def final(self) -> Path:
         """The stage's weights at the end of the run."""
         return self.path / "final"
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(
+        ExitCode.RUN_FOLDER,
+        f"run_folder is '{path}', which cannot be written: {error.strerror or error}",
+        "name a folder that does not exist yet or that you may write to, on a disk with space left",
+    )

@@ -125,18 +125,19 @@ def _sealed(run_id: str, cut: StageCut, clock: float, outer_rounds: int, files: 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    return _sha256(path)
+    return file_sha256(path)
 
 
 def _read_tensors(
     folder: Path, name: Literal["slow.safetensors", "fast.safetensors"], manifest: Manifest
 ) -> dict[str, Tensor]:
-    if _sha256(folder / name) != manifest.files[name]:
+    if file_sha256(folder / name) != manifest.files[name]:
         raise _damaged(folder, f"{name} does not match the hash in its {MANIFEST}")
     return load_file(folder / name)
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import random
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from hivemind.dht.node import DHTNode  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.dht.protocol import ValidationError  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.utils.timed_storage import get_dht_time  # pyright: ignore[reportMissingTypeStubs]
 
+from noloco_node.aio import cancel_and_wait
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord
 from noloco_node.swarm.identity import Identity
+from noloco_node.swarm.lost_peers import LostPeers
 from noloco_node.swarm.p2p_daemon import PrivateP2P
 from noloco_node.swarm.peer_addresses import peers_unreachable
 from noloco_node.swarm.record_validator import RecordValidator, sign_record, stage_key
@@ -28,6 +32,8 @@ RPC_SECONDS = 3.0
 MAX_LIFE_SECONDS = 3600.0
 """A record that claims to live longer than this from now is not believed: its owner could never leave."""
 SMALLEST_EXTENSION = 1e-3
+MOST_KEYS = 4096
+"""Stages of other people's runs that a seed holds the records of."""
 
 
 class DhtDirectory:
@@ -40,6 +46,8 @@ class DhtDirectory:
         self._keys = keys
         self._last_expiry: dict[int, float] = {}
         self._view = DirectoryView(tuple({} for _ in keys))
+        self._lost = LostPeers(identity.peer_id, random.Random())
+        self._seeking: asyncio.Task[None] | None = None
 
     @property
     def view(self) -> DirectoryView:
@@ -70,18 +78,45 @@ class DhtDirectory:
         sees only some of the records, loses nobody."""
         found = await asyncio.gather(*(self._look_up(key) for key in self._keys))
         now = self.now()
-        self._view = DirectoryView(
-            tuple(_merge(old, new, now) for old, new in zip(self._view.stages, found, strict=True))
-        )
+        view = DirectoryView(tuple(_merge(old, new, now) for old, new in zip(self._view.stages, found, strict=True)))
+        self._lost.seen(self._view, view, now)
+        self._view = view
+        if self._seeking is None or self._seeking.done():
+            self._seeking = asyncio.create_task(self._seek_a_lost_peer(), name="seek a lost peer")
         return self._view
+
+    def neighbours(self) -> list[PeerId]:
+        """Peers in the routing table of the DHT."""
+        return [PeerId(str(peer)) for peer in self._node.protocol.routing_table.peer_id_to_uid]
+
+    async def rejoin(self, peers: Iterable[PeerId]) -> int:
+        """Find back into the DHT after p2pd was started anew; how many of `peers` answered.
+
+        While it was away every look-up failed, and took the peers that it asked out of the routing table.
+        """
+        self._node.blacklist.clear()
+        pings = (self._node.protocol.call_ping(PeerID.from_base58(peer)) for peer in peers)
+        return sum(answer is not None for answer in await asyncio.gather(*pings))
 
     async def close(self) -> None:
         """Stop serving the DHT. The p2pd it runs on stays."""
+        if self._seeking is not None:
+            await cancel_and_wait((self._seeking,))
         try:
             async with asyncio.timeout(STORE_SECONDS):
                 await self._node.shutdown()
         except (TimeoutError, OSError):
             logger.debug("the DHT did not shut down in order")
+
+    async def _seek_a_lost_peer(self) -> None:
+        """Ask for one that vanished: hivemind drops from its routes whoever fails to answer, and never asks again."""
+        peer = self._lost.due(self.now())
+        if peer is None:
+            return
+        peer_id: Any = PeerID.from_base58(peer)
+        if await self._node.protocol.call_ping(peer_id) is not None:
+            self._node.blacklist.register_success(peer_id)
+            logger.info("%s, which had vanished, answers again", peer)
 
     async def _look_up(self, key: str) -> dict[PeerId, LiveRecord]:
         try:
@@ -101,9 +136,10 @@ class DhtDirectory:
         return rows
 
 
-async def join_directory(p2p: PrivateP2P, identity: Identity, run_id: str, stages: int) -> DhtDirectory:
+async def join_directory(p2p: PrivateP2P, identity: Identity, run_id: str | None, stages: int) -> DhtDirectory:
     """Join the DHT through the initial peers that `p2p` is connected to, or start a new one if there are none.
 
+    Where `run_id` is None this node only holds the records of whatever runs come by, and looks up none (`stages` is 0).
     Raises UserError: PEERS_UNREACHABLE where none of them answers in the DHT, CONFIG where clocks differ too much.
     """
     validator = RecordValidator(run_id, stages)
@@ -129,7 +165,9 @@ async def join_directory(p2p: PrivateP2P, identity: Identity, run_id: str, stage
         ) from None
     except (RuntimeError, TimeoutError):
         raise peers_unreachable(dict.fromkeys(peers, "connected, but it does not answer in the directory")) from None
-    keys = tuple(stage_key(run_id, stage) for stage in range(stages))
+    keys = () if run_id is None else tuple(stage_key(run_id, stage) for stage in range(stages))
+    if run_id is None:
+        node.protocol.storage.maxsize = MOST_KEYS
     return DhtDirectory(node, validator, identity, keys)
 
 

@@ -39,6 +39,8 @@ class PeerRecord(BaseModel):
     guards: Annotated[int, Field(ge=0, lt=256)] | None = None
     """The stage of which it keeps a copy."""
     outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)] = 0
+    newcomer: bool = False
+    """It has just joined and is not averaged with yet: it dials others."""
     protocol: Annotated[int, Field(ge=0, le=1 << 16)]
     version: Annotated[str, Field(max_length=32)]
     sequence: Annotated[int, Field(ge=0, le=1 << 53)] = 0
@@ -67,6 +69,11 @@ class DirectoryView:
         return tuple(
             rows[peer].record for peer in sorted(rows) if rows[peer].expires > now and rows[peer].record.state in wanted
         )
+
+    def without(self, peer: PeerId) -> DirectoryView:
+        """The same without one peer: a node that comes back finds its former life's record still there, and must not
+        take itself for somebody else."""
+        return DirectoryView(tuple({p: row for p, row in rows.items() if p != peer} for rows in self.stages))
 
 
 class Directory(Protocol):

@@ -28,6 +28,7 @@ from noloco_node.swarm.exchange_messages import CHUNK, OPEN, PROPOSE, Acceptance
 from noloco_node.swarm.exchange_session import Session, abort_event, commit_event
 from noloco_node.swarm.microbatch import all_finite
 from noloco_node.swarm.pairing import Window, answer_proposal, believed_clock, laggard, lags
+from noloco_node.swarm.probation import Meeting, Standing
 from noloco_node.swarm.transport import (
     DTYPE_NAMES,
     JsonObject,
@@ -68,6 +69,7 @@ class Exchanger:
         streams: int,
         clocks: Callable[[], Sequence[float]],
         recorded_clocks: Callable[[], Sequence[float]],
+        standing: Standing,
         on_outer_step: Callable[[OuterStep], None],
         moved: Pulse,
     ) -> None:
@@ -78,6 +80,7 @@ class Exchanger:
         self._streams = streams
         self._clocks = clocks
         self._recorded_clocks = recorded_clocks
+        self._standing = standing
         self._on_outer_step = on_outer_step
         parts = (*worker.outer.fragments, worker.outer.whole)
         self._bounds = {part: DifferenceBound(spec.outer.clip_multiple) for part in parts}
@@ -119,7 +122,7 @@ class Exchanger:
                 except TimeoutError:
                     self._give_up_if_stalled(limit)
                     continue
-                await self._commit(session)
+                await (self._measure(session) if session.gives_only else self._commit(session))
                 self._close(session)
         finally:
             if self._applying is not None:
@@ -179,9 +182,13 @@ class Exchanger:
             clock=progress.clock,
             tokens=progress.tokens_since(session.fragment),
             fragment=session.fragment,
+            newcomer=self._standing.newcomer,
         )
         answer = await self._call(session.partner, PROPOSE, Message(proposal.model_dump(mode="json")), 0)
-        session.weight, _ = token_weights((proposal.tokens, parse(Acceptance, answer.header).tokens))
+        acceptance = parse(Acceptance, answer.header)
+        session.fellow_loss = acceptance.loss
+        if not acceptance.weightless:
+            session.weight, _ = token_weights((proposal.tokens, acceptance.tokens))
 
     async def _lead(self, session: Session) -> None:
         """The dialler's part after acceptance: headers, then all chunks, then the commit."""
@@ -194,6 +201,7 @@ class Exchanger:
         if not await all_finite(answer.tensors[0]):
             raise ProtocolViolation("the gauge holds NaN or infinity")
         opening = parse(Opening, answer.header)
+        session.bound = opening.bound
         self._refuse_laggards(session.partner, opening.clock)
         await self._compute(lambda: self._worker.outer.agree(answer.tensors[1:]))
         self._meet(session, opening, own, answer.tensors)
@@ -203,9 +211,12 @@ class Exchanger:
             while pending:
                 await self._swap_chunk(session, pending.pop())
 
+        began = time.monotonic()
+        await self._swap_chunk(session, pending.pop())
+        took, limit = time.monotonic() - began, self._spec.limits.exchange_progress_seconds
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(self._streams, len(pending))):
+                for _ in range(min(streams_for(took, limit, self._streams), len(pending))):
                     group.create_task(stripe())
         except* (Refused, TransportError, NotFinite) as failures:
             raise failures.exceptions[0] from None
@@ -244,12 +255,13 @@ class Exchanger:
             raise Refused(Refusal.BUSY)
         self._refuse_laggards(peer, proposal.clock)
         progress = self._worker.progress
+        weightless = self._weightless(peer, proposal, progress.steps)
         refusal = answer_proposal(
             own=self._transport.peer_id,
             dialler=peer,
             dialling=self._dialling,
             exchange_open=self._session is not None,
-            steps_since_outer=progress.steps_since(proposal.fragment),
+            steps_since_outer=self.window.inner_steps if weightless else progress.steps_since(proposal.fragment),
             window=self.window,
             last_round=self.last_round,
         )
@@ -257,8 +269,23 @@ class Exchanger:
             raise Refused(refusal)
         session = self._session = self._new_session(proposal.exchange, peer, "dialled", proposal.fragment)
         tokens = progress.tokens_since(session.fragment)
-        session.weight, _ = token_weights((tokens, proposal.tokens))
-        return Message(Acceptance(tokens=tokens).model_dump(mode="json"))
+        session.gives_only = weightless
+        if weightless:
+            self._standing.gave(progress.steps)
+        else:
+            session.weight, _ = token_weights((tokens, proposal.tokens))
+        acceptance = Acceptance(tokens=tokens, weightless=weightless, loss=self._standing.loss.mean)
+        return Message(acceptance.model_dump(mode="json"))
+
+    def _weightless(self, peer: PeerId, proposal: Proposal, steps: int) -> bool:
+        """Whether this replica will only give; Refused where it does not exchange with this peer at all now."""
+        if self._standing.newcomer:
+            raise Refused(Refusal.ON_PROBATION)
+        if not proposal.newcomer and self._standing.counts(peer, steps):
+            return False
+        if not self.last_round and not self._standing.may_give(steps, self.window.min_inner_steps):
+            raise Refused(Refusal.TOO_EARLY, "another newcomer was here just now")
+        return True
 
     def _refuse_laggards(self, peer: PeerId, claimed: float) -> None:
         lagging = laggard(
@@ -295,6 +322,8 @@ class Exchanger:
         def work() -> tuple[Tensor, ...]:
             own = self._begin(session)
             self._worker.outer.agree(message.tensors[1:])
+            if session.gives_only:
+                session.bound = self._bounds[session.part].bound(self._worker.outer.own_motion())
             return own
 
         try:
@@ -375,6 +404,7 @@ class Exchanger:
         outer, bound = self._worker.outer, self._bounds[session.part]
         norm, motion = await self._compute(lambda: (outer.difference_norm(), outer.own_motion()))
         paired = bool(session.partner)
+        largest = bound.bound(motion)
         scale = bound.scale(norm, motion) if paired else 1.0
         shift = (session.partner_clock - snapshot.progress.clock) / 2 if paired else 0.0
         self._applying = asyncio.ensure_future(
@@ -383,7 +413,17 @@ class Exchanger:
         commit = await asyncio.shield(self._applying)
         if paired:
             bound.accept(session.partner, norm * scale)
+            largest = largest if session.bound is None else min(largest, session.bound)
+            meeting = Meeting(norm, largest, self._standing.loss.mean, session.fellow_loss)
+            self._standing.met(meeting, commit.progress.steps)
         self._on_outer_step(commit_event(session, snapshot, commit, norm=norm, clipped=scale < 1.0))
+
+    async def _measure(self, session: Session) -> None:
+        """The end of a weightless exchange on the side that gave: it only looks how far the newcomer is away."""
+        norm, largest = await self._compute(self._worker.outer.difference_norm), session.bound
+        assert largest is not None, "measured when the exchange was opened"
+        self._standing.measured(session.partner, Meeting(norm, largest))
+        logger.debug("newcomer %s is %.3g away, %.3g would be whole", session.partner, norm, largest)
 
     def _report_abort(self, session: Session, reason: str) -> None:
         progress, rate = self._worker.progress, self._worker.current_learning_rate()
@@ -445,6 +485,14 @@ class Exchanger:
         return await asyncio.get_running_loop().run_in_executor(self._arithmetic, work)
 
 
+def streams_for(chunk_seconds: float, limit: float, most: int) -> int:
+    """Chunks to have in flight, 1 to `most`, where the first one alone took `chunk_seconds`.
+
+    On a slow link they share its bandwidth, and each must be there within `limit` seconds: half of that is used.
+    """
+    return max(1, min(most, int(limit / 2 / max(chunk_seconds, 1e-3))))
+
+
 def _opening(session: Session, snapshot: Snapshot, tensors: tuple[Tensor, ...]) -> Message:
-    opening = Opening(exchange=session.exchange, clock=snapshot.progress.clock)
+    opening = Opening(exchange=session.exchange, clock=snapshot.progress.clock, bound=session.bound)
     return Message(opening.model_dump(mode="json"), tensors)

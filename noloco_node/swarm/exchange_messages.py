@@ -30,6 +30,8 @@ class Proposal(WireModel):
     """Tokens behind the dialler's Δ."""
     fragment: Annotated[int, Field(ge=0, lt=1 << 16)] | None = None
     """Index of the fragment to be averaged; None is the whole stage."""
+    newcomer: bool = False
+    """The dialler is on probation: it asks to be pulled, and not to be counted."""
 
 
 class Acceptance(WireModel):
@@ -37,6 +39,10 @@ class Acceptance(WireModel):
 
     tokens: Tokens
     """Tokens behind the partner's Δ."""
+    weightless: bool = False
+    """The partner gives its half and stays as it is (`swarm.probation`): both sides take equal token weights."""
+    loss: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)] | None = None
+    """The partner's recent training loss, nats per token."""
 
 
 class Opening(WireModel):
@@ -45,6 +51,8 @@ class Opening(WireModel):
 
     exchange: RandomId
     clock: ClockValue
+    bound: Annotated[float, Field(ge=0.0, le=1e30, allow_inf_nan=False)] | None = None
+    """In the answer to a newcomer: the largest difference that the one who answers would accept whole."""
 
 
 class ChunkHeader(WireModel):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from noloco_node.outer.replica import Part
+from noloco_node.swarm.state_messages import StateManifest
 from noloco_node.swarm.transport import PeerId
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.progress import Progress
@@ -34,6 +35,12 @@ class Session:
     added: set[int] = field(default_factory=set[int])
     """Chunks whose arithmetic is done (kept by the arithmetic's thread); the commit waits for all of them."""
     committing: bool = False
+    gives_only: bool = False
+    """The dialled side of a weightless exchange: nothing changes here."""
+    bound: float | None = None
+    """The largest difference that the giving side would accept whole: measured there, told here."""
+    fellow_loss: float | None = None
+    """The partner's training loss, as it says."""
     sent: int = 0
     received: int = 0
 
@@ -81,5 +88,29 @@ def abort_event(session: Session, progress: Progress, learning_rate: float, reas
         bytes_received=session.received,
         seconds=time.monotonic() - session.started,
         held_seconds=session.snapshot.held_seconds if session.snapshot else 0.0,
+        inner_steps_meanwhile=0,
+    )
+
+
+def caught_up_event(
+    partner: PeerId, progress: Progress, manifest: StateManifest, learning_rate: float, seconds: float
+) -> OuterStep:
+    """What is reported of a replica that took a fellow's state instead of averaging with it."""
+    return OuterStep(
+        kind="caught_up",
+        round=manifest.outer_rounds,
+        step=progress.steps,
+        clock=manifest.clock,
+        learning_rate=learning_rate,
+        partner=partner,
+        role="none",
+        reason="this replica's clock lagged its partner's",
+        spread=None,
+        difference_norm=None,
+        clipped=False,
+        bytes_sent=0,
+        bytes_received=manifest.size,
+        seconds=seconds,
+        held_seconds=0.0,
         inner_steps_meanwhile=0,
     )

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from noloco_node.swarm.frames import (
+    AT_WORK_FRAME,
     BODY_FRAME_BYTES,
     END_FRAME,
     PREFIX_BYTES,
@@ -123,6 +124,10 @@ class FramedStream:
     async def write_refusal(self, frame: bytes, progress: float) -> None:
         """Write an encoded REFUSE frame."""
         await self._write([frame], len(frame), progress)
+
+    async def write_at_work(self, progress: float) -> None:
+        """Write an AT_WORK frame: the caller's patience begins anew."""
+        await self._write([AT_WORK_FRAME], 0, progress)
 
     async def wait_for_end(self) -> None:
         """Return when the other side closes; FrameError if it sends something instead. Cancelling loses no byte."""

@@ -1,9 +1,10 @@
 """Frames: how a message lies on a byte stream. Pure functions from values to bytes and back; no sockets here.
 
 A message is one HEADER frame, the BODY frames of its tensors in order, and one END frame. A refusal is one REFUSE
-frame. Every frame starts with a fixed prefix: magic, version, kind, payload length, and a CRC-32 that covers prefix and
-payload. The header names all tensors, so both sides know the number and length of the BODY frames beforehand: each
-tensor is cut into pieces of `BODY_FRAME_BYTES`, the last one shorter, none for an empty tensor.
+frame. Before either answer any number of AT_WORK frames may come. Every frame starts with a fixed prefix: magic,
+version, kind, payload length, and a CRC-32 that covers prefix and payload. The header names all tensors, so both sides
+know the number and length of the BODY frames beforehand: each tensor is cut into pieces of `BODY_FRAME_BYTES`, the last
+one shorter, none for an empty tensor.
 
 Whoever reads checks every bound before it allocates anything.
 """
@@ -61,6 +62,8 @@ class FrameKind(IntEnum):
     BODY = 2
     END = 3
     REFUSE = 4
+    AT_WORK = 5
+    """Sent now and then between a request and its answer: the other side lives, and has the request in hand."""
 
 
 MAX_PAYLOAD: dict[FrameKind, int] = {
@@ -68,6 +71,7 @@ MAX_PAYLOAD: dict[FrameKind, int] = {
     FrameKind.BODY: BODY_FRAME_BYTES,
     FrameKind.END: 0,
     FrameKind.REFUSE: MAX_REFUSAL_BYTES,
+    FrameKind.AT_WORK: 0,
 }
 
 
@@ -114,6 +118,7 @@ def encode_frame(kind: FrameKind, payload: bytes) -> bytes:
 
 
 END_FRAME = encode_frame(FrameKind.END, b"")
+AT_WORK_FRAME = encode_frame(FrameKind.AT_WORK, b"")
 
 
 def decode_prefix(data: bytes) -> Prefix:

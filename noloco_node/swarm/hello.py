@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field, ValidationError
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 METHOD = "hello"
 TIMEOUT_SECONDS = 10.0
+CLOCK_TRIES = 3
 
 Plain = Annotated[str, Field(max_length=64, pattern=r"^[ -~]*$")]
 """Text of a stranger that can be shown on a terminal: printable ASCII, without control characters."""
@@ -29,17 +32,23 @@ class Hello(WireModel):
     """What a node says of itself to anyone who asks."""
 
     run: Plain
+    """Run id; empty for a seed that holds the directory of any run."""
     name: Plain
     protocol: ProtocolVersion
     version: Annotated[Plain, Field(max_length=32)]
-    stage: StageIndex
+    stage: StageIndex | None
+    """None for a seed."""
+    time: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)] | None = None
+    """The peer's clock as it answers, seconds since 1970."""
 
 
-def serve_hello(transport: Transport, spec: RunSpec, stage: Callable[[], int]) -> None:
-    """Answer `hello` from now on; `stage` gives the one that this node serves when it is asked."""
+def serve_hello(transport: Transport, spec: RunSpec | None, stage: Callable[[], int | None]) -> None:
+    """Answer `hello` from now on; `stage` gives the one that this node serves when it is asked. A seed has no stage,
+    and need not know of any run."""
+    run, name = ("", "") if spec is None else (spec.run_id, spec.name)
 
     async def handle(_peer: PeerId, _message: Message) -> Message:
-        own = Hello(run=spec.run_id, name=spec.name, protocol=PROTOCOL_VERSION, version=__version__, stage=stage())
+        own = Hello(run=run, name=name, protocol=PROTOCOL_VERSION, version=__version__, stage=stage(), time=time.time())
         return Message(own.model_dump(mode="json"))
 
     transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=4)
@@ -56,13 +65,39 @@ async def ask_hello(transport: Transport, peer: PeerId) -> Hello:
         raise ProtocolViolation(f"bad hello: {first_problem(error)}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A peer's hello, and its clock against ours."""
+
+    hello: Hello
+    skew: float | None
+    """Seconds that the peer's clock is ahead of ours; None where it does not tell its time."""
+    doubt: float
+    """How far off that may be: half of the time that the answer took."""
+
+
+async def measure_hello(transport: Transport, peer: PeerId) -> Measured | None:
+    """What a peer says of itself, and its clock by the quickest of a few answers; None where it says nothing of use."""
+    best: Measured | None = None
+    for _ in range(CLOCK_TRIES):
+        asked = time.time()
+        hello = await _ask(transport, peer)
+        if hello is None:
+            break
+        answered = time.time()
+        middle, doubt = (asked + answered) / 2, (answered - asked) / 2
+        if best is None or doubt < best.doubt:
+            best = Measured(hello, None if hello.time is None else hello.time - middle, doubt)
+    return best
+
+
 async def check_same_run(transport: Transport, spec: RunSpec, joined: Sequence[str]) -> None:
     """Ask the peers at these addresses which run they serve; UserError (WRONG_RUN) where all that answer serve another.
 
     A peer that does not answer is passed over: the directory finds the others.
     """
     asked = await asyncio.gather(*(_ask(transport, parse_address(address).peer) for address in joined))
-    answers = [hello for hello in asked if hello is not None]
+    answers = [hello for hello in asked if hello is not None and hello.run]
     if not answers or any(a.run == spec.run_id and a.protocol == PROTOCOL_VERSION for a in answers):
         return
     other = answers[0]

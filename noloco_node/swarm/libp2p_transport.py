@@ -25,7 +25,9 @@ from noloco_node.swarm.frames import (
     encode_refusal,
     tensor_bytes,
 )
+from noloco_node.swarm.identity import Identity
 from noloco_node.swarm.serving import RequestDesk, TransportLimits
+from noloco_node.swarm.signing import sign_statement, signed_by
 from noloco_node.swarm.stream_pool import Lease, StreamHost, StreamPool
 from noloco_node.swarm.transport import (
     Admit,
@@ -48,6 +50,11 @@ STREAM_PROTOCOL = "noloco/1"
 LINGER_SECONDS = 1.0
 """How long a stream that will be closed is still read, so that the refusal reaches the other side."""
 
+AT_WORK_SECONDS = 1.0
+"""How often a caller hears that its request is still in hand; far below any progress deadline."""
+MOST_AT_WORK = 4096
+"""AT_WORK frames before an answer: who sends more only wants to keep this node busy."""
+
 T = TypeVar("T")
 
 
@@ -56,10 +63,14 @@ class _RequestNotSent(Exception):
 
 
 class Libp2pTransport:
-    """Implements `Transport` on a `StreamHost`. `start` must be awaited before peers can be served."""
+    """Implements `Transport` on a `StreamHost`. `start` must be awaited before peers can be served. It signs with
+    `identity`, which must be the one behind the host's peer id; a node that signs nothing needs none."""
 
-    def __init__(self, host: StreamHost, limits: TransportLimits | None = None) -> None:
+    def __init__(
+        self, host: StreamHost, limits: TransportLimits | None = None, identity: Identity | None = None
+    ) -> None:
         self._host = host
+        self._identity = identity
         self._limits = limits or TransportLimits()
         self._desk = RequestDesk(self._limits)
         self._pool = StreamPool(
@@ -101,6 +112,15 @@ class Libp2pTransport:
     def withdraw(self, *families: str) -> None:
         """See `Transport.withdraw`."""
         self._desk.withdraw(*families)
+
+    def sign(self, statement: bytes) -> bytes:
+        """See `Transport.sign`."""
+        assert self._identity is not None, "a transport that signs needs an identity"
+        return sign_statement(self._identity, statement)
+
+    def signed_by(self, peer: PeerId, seal: bytes, statement: bytes) -> bool:
+        """See `Transport.signed_by`."""
+        return signed_by(peer, seal, statement)
 
     async def start(self) -> None:
         """Take streams of other peers from now on."""
@@ -207,7 +227,7 @@ class Libp2pTransport:
                 request = Message(envelope.header, await stream.read_body(envelope.specs, progress))
                 body_read = True
                 answering = self._desk.answer(peer, envelope.method, request)
-                payload, answer = await _while_open(stream, answering)
+                payload, answer = await _while_open(stream, answering, progress)
                 await stream.write_message(payload, answer.tensors, progress)
             return True
         except Refused as refused:
@@ -251,9 +271,8 @@ async def _exchange(lease: Lease, sending: _Sending) -> Message:
     """Write the request and read the answer. The stream is read while it is written: a refusal may come early."""
     stream, progress = lease.stream, sending.progress
     writing = asyncio.create_task(stream.write_message(sending.payload, sending.request.tensors, progress))
-    beginning = asyncio.create_task(stream.read_prefix(progress))
     try:
-        prefix = await _answer_begins(writing, beginning)
+        prefix = await _answer_begins(stream, writing, progress)
         if prefix.kind is FrameKind.REFUSE:
             refused = decode_refusal(await stream.read_payload(prefix, progress))
             lease.reusable = writing.done() and writing.exception() is None
@@ -267,16 +286,35 @@ async def _exchange(lease: Lease, sending: _Sending) -> Message:
             raise
         raise _RequestNotSent from None
     finally:
-        await cancel_and_wait((writing, beginning))
+        await cancel_and_wait((writing,))
 
 
-async def _answer_begins(writing: asyncio.Task[None], beginning: asyncio.Task[Prefix]) -> Prefix:
-    """The first prefix that the other side sends. A stream that ends while it is written ends for the reader too, and
-    the refusal that explains it may be on its way: so only a stalled writer stops the wait."""
-    await asyncio.wait((writing, beginning), return_when=asyncio.FIRST_COMPLETED)
-    if not beginning.done() and isinstance(error := writing.exception(), StreamStalled):
-        raise error
-    return await beginning
+async def _answer_begins(stream: FramedStream, writing: asyncio.Task[None], progress: float) -> Prefix:
+    """The prefix of the answer or refusal. While the request goes out, its own deadline holds; from then on something
+    must come within `progress` seconds, again and again: the answer, or word that the other side is at work on it."""
+    for _ in range(MOST_AT_WORK):
+        prefix = await _next_prefix(stream, writing, progress)
+        if prefix.kind is not FrameKind.AT_WORK:
+            return prefix
+        await stream.read_payload(prefix, progress)
+    raise FrameError(f"more than {MOST_AT_WORK} frames that only say that an answer will come")
+
+
+async def _next_prefix(stream: FramedStream, writing: asyncio.Task[None], progress: float) -> Prefix:
+    """A stream that ends while it is written ends for the reader too, and the refusal that explains it may be on its
+    way: so only a stalled writer stops the wait."""
+    reading = asyncio.create_task(stream.read_prefix(progress))
+    try:
+        await asyncio.wait((writing, reading), return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            if isinstance(error := writing.exception(), StreamStalled):
+                raise error
+            await asyncio.wait((reading,), timeout=progress)
+        if not reading.done():
+            raise StreamStalled(f"neither an answer nor word of work on it for {progress:g} s")
+        return reading.result()
+    finally:
+        await cancel_and_wait((reading,))
 
 
 async def _read_answer(stream: FramedStream, prefix: Prefix, sending: _Sending) -> Message:
@@ -288,12 +326,15 @@ async def _read_answer(stream: FramedStream, prefix: Prefix, sending: _Sending) 
     return Message(envelope.header, await stream.read_body(envelope.specs, sending.progress))
 
 
-async def _while_open(stream: FramedStream, answering: Coroutine[Any, Any, T]) -> T:
-    """Run a handler for as long as its caller is there; StreamEnded once the caller has gone."""
+async def _while_open(stream: FramedStream, answering: Coroutine[Any, Any, T], progress: float) -> T:
+    """Run a handler for as long as its caller is there, who is told now and then that it is being worked on;
+    StreamEnded once the caller has gone."""
     handling = asyncio.create_task(answering)
     watching = asyncio.create_task(stream.wait_for_end())
+    both = (handling, watching)
     try:
-        await asyncio.wait((handling, watching), return_when=asyncio.FIRST_COMPLETED)
+        while not (await asyncio.wait(both, timeout=AT_WORK_SECONDS, return_when=asyncio.FIRST_COMPLETED))[0]:
+            await stream.write_at_work(progress)
         if watching.done():
             watching.result()
             raise StreamEnded("the caller went away")
@@ -301,4 +342,4 @@ async def _while_open(stream: FramedStream, answering: Coroutine[Any, Any, T]) -
             raise Refused(Refusal.INTERNAL)
         return handling.result()
     finally:
-        await cancel_and_wait((handling, watching))
+        await cancel_and_wait(both)

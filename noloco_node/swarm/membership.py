@@ -15,6 +15,7 @@ from noloco_node.swarm.transport import PeerId
 logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 2.0
+FIRST_LOOKS_SECONDS = 0.3
 WITHDRAWAL_MARGIN_SECONDS = 5.0
 
 SERVING = (PeerState.TRAINING, PeerState.FINISHING)
@@ -50,7 +51,7 @@ class Membership:
         self._directory = directory
         self._own = own
         self.stage = stage
-        self._stages = stages
+        self.stages = stages
         self._record_seconds = record_seconds
         self._describe = describe
         self._on_change = on_change
@@ -58,7 +59,10 @@ class Membership:
         self._announced_speed = 0.0
         self.origins_clock = 0.0
         """The furthest that stage 0 has been seen, as the median of its records: a stage that was restored lags it."""
+        self._announced_newcomer = False
         self.state = PeerState.JOINING
+        self.newcomer = False
+        """Goes into the record: this node is on probation."""
 
     def live(self, stage: int, *states: PeerState) -> tuple[PeerRecord, ...]:
         """Live records of a stage, this node's own included if it has been read back."""
@@ -68,9 +72,13 @@ class Membership:
         """Live peers of the own stage, without this one."""
         return [PeerId(r.peer_id) for r in self.live(self.stage, *states) if r.peer_id != self._own]
 
+    def newcomers(self) -> set[PeerId]:
+        """Fellows that say they are on probation."""
+        return {PeerId(r.peer_id) for r in self.live(self.stage) if r.newcomer}
+
     def next_stage_peers(self) -> list[PeerId]:
         """Live peers that microbatches may be sent to; none on the last stage."""
-        if self.stage + 1 >= self._stages:
+        if self.stage + 1 >= self.stages:
             return []
         return [PeerId(r.peer_id) for r in self.live(self.stage + 1, *SERVING) if r.peer_id != self._own]
 
@@ -103,19 +111,19 @@ class Membership:
 
     def others(self, *states: PeerState) -> list[PeerRecord]:
         """Live records of all stages without this node's own, which its former life may have left there."""
-        records = [record for stage in range(self._stages) for record in self.live(stage, *states)]
+        records = [record for stage in range(self.stages) for record in self.live(stage, *states)]
         return [record for record in records if record.peer_id != self._own]
 
     def unserved(self) -> list[int]:
         """Stages, the own one aside, that no live replica serves."""
-        return [s for s in range(self._stages) if s != self.stage and not self._served(s)]
+        return [s for s in range(self.stages) if s != self.stage and not self._served(s)]
 
     def _served(self, stage: int) -> bool:
         return any(record.peer_id != self._own for record in self.live(stage, *SERVING))
 
     def nodes_per_stage(self) -> list[int]:
         """Live nodes of each stage; this one counts even where its record has not been read back."""
-        counts = [len({r.peer_id for r in self.live(stage)} - {self._own}) for stage in range(self._stages)]
+        counts = [len({r.peer_id for r in self.live(stage)} - {self._own}) for stage in range(self.stages)]
         counts[self.stage] += self.state is not PeerState.GONE
         return counts
 
@@ -127,7 +135,7 @@ class Membership:
             life += WITHDRAWAL_MARGIN_SECONDS
         figures = self._describe()
         self._sequence += 1
-        self._announced_speed = figures.tokens_per_second
+        self._announced_speed, self._announced_newcomer = figures.tokens_per_second, self.newcomer
         record = PeerRecord(
             peer_id=self._own,
             stage=self.stage,
@@ -137,6 +145,7 @@ class Membership:
             capacity=figures.capacity,
             guards=figures.guards,
             outer_rounds=figures.outer_rounds,
+            newcomer=self.newcomer,
             protocol=PROTOCOL_VERSION,
             version=__version__,
             sequence=self._sequence,
@@ -153,14 +162,26 @@ class Membership:
         self.origins_clock = max(self.origins_clock, median(clocks) if clocks else 0.0)
         self._on_change()
 
+    async def look_for_others(self, seconds: float) -> None:
+        """Read the directory until it shows another node, `seconds` at most: an empty view would make a node that joins
+        others start from the seed beside a trained swarm."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while True:
+            await self.refresh()
+            if self.others() or loop.time() >= until:
+                return
+            # The directory gives no sign of a change: asking again is the only way.
+            await asyncio.sleep(FIRST_LOOKS_SECONDS)
+
     async def run(self) -> None:
         """Renew the record three times within its life, and once as soon as this node knows its speed, without which
-        fellows take its clock to stand still. Look at the others every two seconds."""
+        fellows take its clock to stand still, or it ceases to be a newcomer. Look at the others every two seconds."""
         loop = asyncio.get_running_loop()
         renew_at = loop.time()
         while True:
             speed_known = self._announced_speed == 0.0 and self._describe().tokens_per_second > 0.0
-            if loop.time() >= renew_at or speed_known:
+            if loop.time() >= renew_at or speed_known or self._announced_newcomer != self.newcomer:
                 await self.announce(self.state)
                 renew_at = loop.time() + self._record_seconds / 3
             await self.refresh()

@@ -1,4 +1,4 @@
-"""hivemind's p2pd as this node's child process: started, watched, and gone without a trace.
+"""hivemind's p2pd as this node's child process: started, watched, started again, and gone without a trace.
 
 Sockets lie in a private folder that is removed at the end. The daemon is in a session of its own, so a Ctrl-C in the
 terminal reaches the node only, and the kernel kills it when the node dies without a word.
@@ -8,28 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import signal
-import socket
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 from hivemind.p2p import P2P, PeerID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.proto import p2pd_pb2  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.utils.multiaddr import Multiaddr  # pyright: ignore[reportMissingTypeStubs]
 
-from noloco_node.aio import cancel_and_wait, run_to_end
+from noloco_node.aio import Pulse, cancel_and_wait, run_to_end
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.errors import ExitCode, UserError
+from noloco_node.errors import UserError
+from noloco_node.swarm.hivemind_link import connect_hivemind, disconnect_hivemind, reconnect_hivemind
 from noloco_node.swarm.identity import Identity, identity_taken
-from noloco_node.swarm.peer_addresses import PeerAddress, answering_peers, log_passed_over, peers_unreachable
+from noloco_node.swarm.p2pd_arguments import ALWAYS, check_port_free, node_arguments
+from noloco_node.swarm.p2pd_failures import NOT_THIS_PEER, FailedStart, explain
+from noloco_node.swarm.peer_addresses import (
+    PeerAddress,
+    log_passed_over,
+    no_address,
+    parse_address,
+    peers_unreachable,
+    try_peers,
+    widest_first,
+)
 from noloco_node.swarm.private_folder import PrivateFolder, sweep_dead_folders
 from noloco_node.swarm.stream_pool import StreamHandler
 from noloco_node.swarm.transport import PeerId, PeerUnreachable
@@ -39,48 +50,52 @@ logger = logging.getLogger(__name__)
 PEERS_ANSWER_SECONDS = 10.0
 PROBE_SECONDS = 8.0
 STOP_SECONDS = 3.0
+AWAY_LOOK_SECONDS = 0.2
+FIND_SECONDS = 3.0
 LAST_LINES = 20
-BOOTSTRAP_FAILED = "failed to connect to bootstrap peers"
-"""What p2pd says before it ends, when every initial peer accepted a TCP connection and none was a peer."""
-NOT_THIS_PEER = "something listens there, but it is not this peer"
 STREAM_BUFFER_BYTES = 256 * 1024
+MOST_ADDRESSES = 16
 
-_BASE_ARGUMENTS = (
-    "-connManager=1",
-    "-autonat=0",
-    "-autoRelay=0",
-    "-natPortMap=0",
-    "-relay=0",
-    "-relayService=0",
-    "-tls=1",
-    "-idleTimeout=30s",
-)
 _pb: Any = p2pd_pb2
 
 
-class PrivateP2P:
-    """A running p2pd and the connection to it. Made by `start_p2p` or `running_p2p`. Implements `StreamHost`."""
+class _DaemonAway(Exception):
+    """This node's own p2pd does not answer: it has died, or is being started again."""
 
-    def __init__(self, folder: PrivateFolder, child: asyncio.subprocess.Process) -> None:
+
+class PrivateP2P:
+    """A running p2pd and the connection to it. Made by `start_p2p` or `running_p2p`. Implements `StreamHost`.
+
+    After the p2pd's death `restart` puts another in its place, behind the same object: while `supervised`, streams to
+    peers are not refused meanwhile but wait for it, as long as their caller's deadline lets them.
+    """
+
+    def __init__(self, folder: PrivateFolder, arguments: Sequence[str], peers: Sequence[PeerAddress] = ()) -> None:
         self._folder = folder
-        self._child = child
+        self._arguments = tuple(arguments)
+        self._peers = tuple(peers)
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self._started = asyncio.Event()
-        self._reading = asyncio.create_task(self._read_output())
-        self._p2p: Any = None
+        self._child: asyncio.subprocess.Process
+        self._reading: asyncio.Task[None] | None = None
+        self._p2p: P2P | None = None
         self._addresses: list[str] = []
+        self._supervised = False
+        self._away = False
+        self._back = Pulse()
         self.joined_peers: tuple[str, ...] = ()
         """Initial peers that this node is connected to."""
 
     @property
     def own_id(self) -> PeerId:
         """This node's peer id."""
-        return PeerId(str(self._p2p.peer_id))
+        return PeerId(str(cast("Any", self.hivemind_p2p).peer_id))
 
     @property
     def hivemind_p2p(self) -> P2P:
-        """hivemind's view of the same daemon, for its DHT."""
-        return cast("P2P", self._p2p)
+        """hivemind's view of the same daemon, for its DHT. The same object before and after a restart."""
+        assert self._p2p is not None
+        return self._p2p
 
     @property
     def pid(self) -> int:
@@ -104,28 +119,60 @@ class PrivateP2P:
         """Return p2pd's exit status once it has ended, whatever the reason."""
         return await self._child.wait()
 
+    @contextlib.contextmanager
+    def supervised(self) -> Generator[None]:
+        """While the block runs somebody restarts p2pd where it dies."""
+        self._supervised = True
+        try:
+            yield
+        finally:
+            self._supervised = False
+            self._back.fire()
+
     async def open_stream(self, peer: PeerId, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """See `StreamHost.open_stream`."""
         try:
-            peer_bytes = PeerID.from_base58(peer).to_bytes()
-            reader, writer = await asyncio.open_unix_connection(self.folder / "d", limit=STREAM_BUFFER_BYTES)
-        except (OSError, ValueError) as error:
+            wanted = PeerID.from_base58(peer).to_bytes()
+        except ValueError as error:
             raise PeerUnreachable(f"{peer}: {error}") from None
+        opening = _pb.StreamOpenRequest(peer=wanted, proto=[protocol])
+        while True:
+            while self._away and self._supervised:
+                await self._back.wait(AWAY_LOOK_SECONDS)
+            try:
+                reader, writer, response = await self._request(
+                    _pb.Request(type=_pb.Request.STREAM_OPEN, streamOpen=opening)
+                )
+            except _DaemonAway as error:
+                if not self._supervised:
+                    raise PeerUnreachable(f"{peer}: {error}") from None
+                await self._back.wait(AWAY_LOOK_SECONDS)
+                continue
+            except OSError as error:
+                raise PeerUnreachable(f"{peer}: {error}") from None
+            if response.type == _pb.Response.ERROR:
+                writer.transport.abort()
+                raise PeerUnreachable(f"{peer}: {response.error.msg}")
+            return reader, writer
+
+    async def _request(self, request: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
+        """Put one request to p2pd on a connection of its own. _DaemonAway where nobody answers, OSError as the system
+        says. Cancelling leaves nothing open."""
         try:
-            opening = _pb.StreamOpenRequest(peer=peer_bytes, proto=[protocol])
-            await write_pbmsg(writer, _pb.Request(type=_pb.Request.STREAM_OPEN, streamOpen=opening))
+            reader, writer = await asyncio.open_unix_connection(self.folder / "d", limit=STREAM_BUFFER_BYTES)
+        except (ConnectionError, FileNotFoundError) as error:
+            raise _DaemonAway(f"p2pd is away ({error})") from None
+        try:
+            await write_pbmsg(writer, request)
             response = _pb.Response()
             await read_pbmsg_safe(reader, response)
-        except (OSError, asyncio.IncompleteReadError) as error:
+        except (ConnectionError, asyncio.IncompleteReadError) as error:
             writer.transport.abort()
-            raise PeerUnreachable(f"{peer}: p2pd went away ({error})") from None
+            raise _DaemonAway(f"p2pd went away ({error})") from None
         except BaseException:
             writer.transport.abort()
             raise
-        if response.type == _pb.Response.ERROR:
-            writer.transport.abort()
-            raise PeerUnreachable(f"{peer}: {response.error.msg}")
-        return reader, writer
+        return reader, writer, response
 
     async def serve_streams(self, protocol: str, handler: StreamHandler) -> None:
         """See `StreamHost.serve_streams`."""
@@ -133,45 +180,81 @@ class PrivateP2P:
         async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await handler(PeerId(str(info.peer_id)), reader, writer)
 
-        await self._p2p.add_binary_stream_handler(protocol, handle)
+        await self.hivemind_p2p.add_binary_stream_handler(protocol, handle)
 
     async def stop_serving(self, protocol: str) -> None:
         """See `StreamHost.stop_serving`."""
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, P2PDaemonError, KeyError, TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
-                await self._p2p.remove_binary_stream_handler(protocol)
+                await self.hivemind_p2p.remove_binary_stream_handler(protocol)
 
     async def connect(self, peer: PeerId, addresses: Sequence[str] = ()) -> str | None:
         """Connect to a peer, at these addresses or wherever it can be found; None, or why it failed."""
         maddrs = [Multiaddr(text.rpartition("/p2p/")[0]) for text in addresses]
         try:
-            await self._p2p._client.connect(PeerID.from_base58(peer), maddrs)
+            await cast("Any", self.hivemind_p2p)._client.connect(PeerID.from_base58(peer), maddrs)
         except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as error:
             return str(error)
         return None
 
-    async def attach(self, within: float) -> None:
-        """Wait until the daemon has started, then connect to it. UserError (P2P_DAEMON) if it does not."""
-        died = asyncio.create_task(self._child.wait())
-        started = asyncio.create_task(self._started.wait())
+    async def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        """Where a peer listens, as it told this p2pd or as others know; empty where nobody does."""
+        request = _pb.DHTRequest(type=_pb.DHTRequest.FIND_PEER, peer=PeerID.from_base58(peer).to_bytes())
         try:
-            await asyncio.wait((died, started), timeout=within, return_when=asyncio.FIRST_COMPLETED)
-            if died.done():
-                await self._reading
-                raise _daemon_failed(f"ended at once with status {died.result()}", self.last_output())
-            if not started.done():
-                raise _daemon_failed(f"did not start within p2pd_start_seconds ({within:g})", self.last_output())
-        finally:
-            await cancel_and_wait((died, started))
-        # hivemind puts its own socket where this class attribute says, and has no other way to be told.
-        kind = type("FolderP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{self.folder}/"})
+            async with asyncio.timeout(FIND_SECONDS):
+                _, writer, response = await self._request(_pb.Request(type=_pb.Request.DHT, dht=request))
+        except (_DaemonAway, OSError):
+            return ()
+        writer.transport.abort()
+        return tuple(f"{address}/p2p/{peer}" for address in _texts(response.dht.peer.addrs))
+
+    async def connections(self) -> dict[PeerId, list[str]]:
+        """The peers that this p2pd is connected to, and the other ends of these connections. OSError, TimeoutError."""
+        async with asyncio.timeout(FIND_SECONDS):
+            peers = await cast("Any", self.hivemind_p2p)._client.list_peers()
+        ends: dict[PeerId, list[str]] = {}
+        for peer in peers:
+            ends.setdefault(PeerId(str(peer.peer_id)), []).extend(str(address) for address in peer.addrs)
+        return ends
+
+    async def start(self, within: float) -> None:
+        """Start the process and connect to it. UserError (P2P_DAEMON, PORT_IN_USE, PEERS_UNREACHABLE) if it fails."""
+        await self._spawn()
+        await self._wait_until_up(within)
         try:
             async with asyncio.timeout(within):
-                self._p2p = await cast("Any", kind).replicate(Multiaddr(f"/unix{self.folder}/d"))
-                _, addresses = await self._p2p._client.identify()
-                self._addresses = [f"{address}/p2p/{self.own_id}" for address in addresses]
+                self._p2p = await connect_hivemind(self.folder)
+                _, addresses = await cast("Any", self._p2p)._client.identify()
+                self._addresses = widest_first([f"{address}/p2p/{self.own_id}" for address in addresses])
         except (OSError, TimeoutError, P2PDaemonError, asyncio.IncompleteReadError) as error:
-            raise _daemon_failed(f"does not answer ({error!r})", self.last_output()) from None
+            raise self._failed(f"does not answer ({error!r})") from None
+
+    async def restart(self, within: float) -> None:
+        """Put a new p2pd in the place of a dead one: same identity, folder and port, everything served as before.
+
+        It knows no peer yet: streams go on waiting until `back`. UserError as from `start`; nothing runs then.
+        """
+        self._away = True
+        await self._end_child()
+        (self.folder / "d").unlink(missing_ok=True)
+        self._arguments = self._with_the_same_port()
+        self._peers = ()
+        try:
+            await self._spawn()
+            await self._wait_until_up(within)
+            async with asyncio.timeout(within):
+                await reconnect_hivemind(self.hivemind_p2p)
+        except (OSError, TimeoutError, P2PDaemonError, asyncio.IncompleteReadError) as error:
+            await run_to_end(self._end_child())
+            raise self._failed(f"does not answer ({error!r})") from None
+        except BaseException:
+            await run_to_end(self._end_child())
+            raise
+
+    def back(self) -> None:
+        """Let the streams go on that wait for a restart."""
+        self._away = False
+        self._back.fire()
 
     async def close(self) -> None:
         """Stop the daemon and remove its folder. Runs to its end even if the caller is cancelled; may be repeated."""
@@ -179,13 +262,81 @@ class PrivateP2P:
 
     async def _stop(self) -> None:
         if self._p2p is not None:
-            control = self._p2p._client.control
-            tasks = (self._p2p._listen_task, control._read_task, control._write_task)
-            await self._p2p.shutdown()
-            await cancel_and_wait([task for task in tasks if task is not None])
-        await _end_process(self._child)
-        await cancel_and_wait((self._reading,))
+            await disconnect_hivemind(self._p2p)
+        await self._end_child()
         self._folder.remove()
+
+    async def _end_child(self) -> None:
+        if self._reading is not None:
+            await _end_process(self._child)
+            await cancel_and_wait((self._reading,))
+
+    def _with_the_same_port(self) -> tuple[str, ...]:
+        """The arguments, with the port that the system chose at the first start where it was left to choose."""
+        port = parse_address(self._addresses[0]).port if self._addresses else 0
+        return tuple(
+            f"{argument.rpartition('/')[0]}/{port}"
+            if argument.startswith("-hostAddrs=") and argument.endswith("/tcp/0")
+            else argument
+            for argument in self._arguments
+        )
+
+    async def _spawn(self) -> None:
+        binary = resources.files("hivemind.hivemind_cli").joinpath("p2pd")
+        launcher = [sys.executable, "-I", "-S", str(Path(__file__).with_name("p2pd_launcher.py")), str(os.getpid())]
+        peers = [f"-bootstrapPeers={','.join(peer.text for peer in self._peers)}"] if self._peers else []
+        self._lines.clear()
+        self._started.clear()
+        try:
+            self._child = await asyncio.create_subprocess_exec(
+                *launcher,
+                str(binary),
+                f"-listen=/unix{self.folder}/d",
+                f"-b={int(bool(peers))}",
+                *peers,
+                *self._arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, "GOLOG_LOG_LEVEL": os.environ.get("GOLOG_LOG_LEVEL", "error")},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise self._failed(f"cannot be started ({error})") from None
+        self._reading = asyncio.create_task(self._read_output())
+        self._folder.note_child(self._child.pid)
+
+    async def _wait_until_up(self, within: float) -> None:
+        died = asyncio.create_task(self._child.wait())
+        started = asyncio.create_task(self._started.wait())
+        try:
+            await asyncio.wait((died, started), timeout=within, return_when=asyncio.FIRST_COMPLETED)
+            if died.done():
+                assert self._reading is not None
+                await self._reading
+                raise self._failed(f"ended at once with status {died.result()}")
+            if not started.done():
+                raise self._failed(f"did not start within p2pd_start_seconds ({within:g})")
+        finally:
+            await cancel_and_wait((died, started))
+
+    def _failed(self, what: str) -> UserError:
+        process = ""
+        status = self._child.returncode if self._reading is not None else None
+        if self._reading is not None and status is None:
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(self._child.pid).status()
+        return explain(
+            FailedStart(
+                what=what,
+                output=self.last_output(),
+                status=status,
+                process=process,
+                load=os.getloadavg()[0] / (os.cpu_count() or 1),
+                peers=[peer.text for peer in self._peers],
+                probe="-dhtClient=1" in self._arguments,
+            )
+        )
 
     async def _read_output(self) -> None:
         """Keep p2pd's pipe empty, remember its last lines, and notice when it is up."""
@@ -198,24 +349,28 @@ class PrivateP2P:
                 self._started.set()
 
 
-async def start_p2p(settings: NodeSettings, identity: Identity) -> PrivateP2P:
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """Addresses by which a node may enter a swarm, beside the initial peers of its settings."""
+
+    seen_before: tuple[str, ...] = ()
+    """Tried where no initial peer is named, or none of them answers."""
+    may_found: bool = True
+    """Where no address is named and none of those answers, the node starts a swarm of its own."""
+
+
+async def start_p2p(settings: NodeSettings, identity: Identity, doors: Doors | None = None) -> PrivateP2P:
     """Start p2pd as the settings say and connect it to the initial peers that answer.
 
     Raises UserError: PORT_IN_USE, PEERS_UNREACHABLE, IDENTITY_TAKEN (another live node has this peer id), P2P_DAEMON,
     or CONFIG (a host or announced address that is none). Leaves nothing behind when it raises or is cancelled.
     """
-    listen = _listen_address(settings.host, settings.port)
-    for address in settings.announce:
-        _check_announced(address)
-    _check_port_free(settings.host, settings.port)
+    arguments = node_arguments(settings, identity.path)
+    check_port_free(settings.host, settings.port)
     sweep_dead_folders()
-    peers: list[PeerAddress] = []
-    if settings.initial_peers:
-        peers = await answering_peers(settings.initial_peers, PEERS_ANSWER_SECONDS)
+    peers = await _open_doors(settings.initial_peers, doors or Doors())
+    if peers:
         await _check_identity_free(settings, identity, peers)
-    arguments = [f"-id={identity.path.resolve()}", "-dhtServer=1", f"-hostAddrs={listen}"]
-    if settings.announce:
-        arguments.append(f"-announceAddrs={','.join(settings.announce)}")
     daemon = await _launch(arguments, peers, settings.p2pd_start_seconds)
     try:
         await _connect_to_some(daemon, peers)
@@ -226,46 +381,38 @@ async def start_p2p(settings: NodeSettings, identity: Identity) -> PrivateP2P:
 
 
 @contextlib.asynccontextmanager
-async def running_p2p(settings: NodeSettings, identity: Identity) -> AsyncGenerator[PrivateP2P]:
+async def running_p2p(
+    settings: NodeSettings, identity: Identity, doors: Doors | None = None
+) -> AsyncGenerator[PrivateP2P]:
     """`start_p2p`, closed at the end of the block."""
-    daemon = await start_p2p(settings, identity)
+    daemon = await start_p2p(settings, identity, doors)
     try:
         yield daemon
     finally:
         await daemon.close()
 
 
+async def _open_doors(named: Sequence[str], doors: Doors) -> list[PeerAddress]:
+    """The addresses that answer: of the named ones, else of peers seen before. UserError (PEERS_UNREACHABLE)."""
+    live, reasons = await try_peers(named, PEERS_ANSWER_SECONDS)
+    others = [text for text in doors.seen_before if text not in named]
+    if live or others:
+        log_passed_over(reasons)
+    if not live and others:
+        logger.info("trying %d addresses of peers seen before", len(others))
+        live, more = await try_peers(others, 0.0)
+        reasons |= more
+    if live or (doors.may_found and not named):
+        return live
+    raise peers_unreachable(reasons) if reasons else no_address()
+
+
 async def _launch(arguments: Sequence[str], peers: Sequence[PeerAddress], within: float) -> PrivateP2P:
-    folder = PrivateFolder()
-    bootstrap = ["-b=1", f"-bootstrapPeers={','.join(peer.text for peer in peers)}"] if peers else ["-b=0"]
-    binary = resources.files("hivemind.hivemind_cli").joinpath("p2pd")
-    launcher = [sys.executable, "-I", "-S", str(Path(__file__).with_name("p2pd_launcher.py")), str(os.getpid())]
+    daemon = PrivateP2P(PrivateFolder(), arguments, peers)
     try:
-        child = await asyncio.create_subprocess_exec(
-            *launcher,
-            str(binary),
-            f"-listen=/unix{folder.path}/d",
-            *_BASE_ARGUMENTS,
-            *bootstrap,
-            *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "GOLOG_LOG_LEVEL": os.environ.get("GOLOG_LOG_LEVEL", "error")},
-            start_new_session=True,
-        )
-    except BaseException as error:
-        folder.remove()
-        if isinstance(error, OSError):
-            raise _daemon_failed(f"cannot be started ({error})", str(binary)) from None
-        raise
-    daemon = PrivateP2P(folder, child)
-    try:
-        await daemon.attach(within)
-    except BaseException as error:
+        await daemon.start(within)
+    except BaseException:
         await daemon.close()
-        if isinstance(error, UserError) and BOOTSTRAP_FAILED in daemon.last_output():
-            raise peers_unreachable({peer.text: NOT_THIS_PEER for peer in peers}) from None
         raise
     return daemon
 
@@ -281,7 +428,7 @@ async def _check_identity_free(settings: NodeSettings, identity: Identity, peers
     own = [peer for peer in peers if peer.peer == identity.peer_id]
     if own:
         raise identity_taken(identity.path, f"the initial peer {own[0].text}")
-    probe = await _launch(["-dhtClient=1", "-noListenAddrs=1"], peers, settings.p2pd_start_seconds)
+    probe = await _launch([*ALWAYS, "-dhtClient=1", "-noListenAddrs=1"], peers, settings.p2pd_start_seconds)
     try:
         async with asyncio.timeout(PROBE_SECONDS):
             answered = await probe.connect(identity.peer_id) is None
@@ -304,6 +451,15 @@ async def _connect_to_some(daemon: PrivateP2P, peers: Sequence[PeerAddress]) -> 
     log_passed_over(reasons)
 
 
+def _texts(addresses: Sequence[bytes]) -> list[str]:
+    """Those addresses that can be dialled from elsewhere, as text; a stranger's bytes may be anything."""
+    texts: list[str] = []
+    for raw in list(addresses)[:MOST_ADDRESSES]:
+        with contextlib.suppress(ValueError, LookupError):
+            texts.append(str(Multiaddr(raw)))
+    return texts
+
+
 async def _end_process(child: asyncio.subprocess.Process) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         if child.returncode is not None:
@@ -314,57 +470,3 @@ async def _end_process(child: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
                 await child.wait()
-
-
-def _listen_address(host: str, port: int) -> str:
-    try:
-        version = ipaddress.ip_address(host).version
-    except ValueError:
-        raise UserError(
-            ExitCode.CONFIG,
-            f"host: '{host}' is no IP address to listen on",
-            "use 127.0.0.1 for this machine only, 0.0.0.0 for all networks, or an address of this machine",
-        ) from None
-    return f"/ip{version}/{host}/tcp/{port}"
-
-
-def _check_announced(address: str) -> None:
-    try:
-        parsed: Any = Multiaddr(address)
-        port = int(parsed["tcp"])
-    except (ValueError, LookupError) as error:
-        raise UserError(
-            ExitCode.CONFIG,
-            f"announce: '{address}' is no address ({error})",
-            "write it as /ip4/203.0.113.7/tcp/31337, with the port that others reach",
-        ) from None
-    if port == 0:
-        raise UserError(
-            ExitCode.CONFIG,
-            f"announce: '{address}' has port 0",
-            "set port, and announce the port that others reach",
-        )
-
-
-def _check_port_free(host: str, port: int) -> None:
-    if port == 0:
-        return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise UserError(
-                ExitCode.PORT_IN_USE,
-                f"port: {port} on {host} cannot be listened on ({error.strerror})",
-                "stop the program that uses it, or choose another port (0 lets the system choose)",
-            ) from None
-
-
-def _daemon_failed(what: str, output: str) -> UserError:
-    return UserError(
-        ExitCode.P2P_DAEMON,
-        f"hivemind's p2pd {what}. Its last words:\n  {output}",
-        "raise p2pd_start_seconds on a slow machine; otherwise reinstall hivemind, or report this",
-    )

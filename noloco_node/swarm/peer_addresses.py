@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import base58
 
@@ -29,6 +31,33 @@ class PeerAddress:
     host: str
     port: int
     peer: PeerId
+
+
+class Reach(IntEnum):
+    """From where a host can be dialled, the widest first."""
+
+    PUBLIC = 0
+    PRIVATE = 1
+    LOOPBACK = 2
+    NOWHERE = 3
+
+
+def reach_of(host: str) -> Reach:
+    """From where an IP address can be dialled. A name counts as public: what is behind it is not looked up."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return Reach.LOOPBACK if host == "localhost" else Reach.PUBLIC
+    if address.is_unspecified or address.is_multicast:
+        return Reach.NOWHERE
+    if address.is_loopback:
+        return Reach.LOOPBACK
+    return Reach.PUBLIC if address.is_global else Reach.PRIVATE
+
+
+def widest_first(texts: Sequence[str]) -> list[str]:
+    """Addresses of a node in the order in which to hand them out: a public one is of use to everyone."""
+    return sorted(texts, key=lambda text: reach_of(parse_address(text).host))
 
 
 def parse_address(text: str) -> PeerAddress:
@@ -54,6 +83,15 @@ async def answering_peers(texts: Sequence[str], within: float) -> list[PeerAddre
     The others are logged with the reason. UserError (PEERS_UNREACHABLE) that says for each address why it does not
     count, if none does.
     """
+    live, reasons = await try_peers(texts, within)
+    if not live:
+        raise peers_unreachable(reasons)
+    log_passed_over(reasons)
+    return live
+
+
+async def try_peers(texts: Sequence[str], within: float) -> tuple[list[PeerAddress], dict[str, str]]:
+    """The addresses that answer, as for `answering_peers`, and why each of the others does not count."""
     reasons: dict[str, str] = {}
     candidates: list[PeerAddress] = []
     for text in texts:
@@ -64,18 +102,14 @@ async def answering_peers(texts: Sequence[str], within: float) -> list[PeerAddre
     loop = asyncio.get_running_loop()
     deadline = loop.time() + within
     while candidates:
-        failures = await asyncio.gather(*(_why_silent(address) for address in candidates))
+        failures = await asyncio.gather(*(why_silent(address) for address in candidates))
         live = [address for address, failure in zip(candidates, failures, strict=True) if failure is None]
         silent = {address.text: why for address, why in zip(candidates, failures, strict=True) if why is not None}
-        if live:
-            log_passed_over(reasons | silent)
-            return live
-        if loop.time() >= deadline:
-            reasons |= silent
-            break
+        if live or loop.time() >= deadline:
+            return live, reasons | silent
         # A peer that is just starting gives no sign that could be awaited: asking again is the only way.
         await asyncio.sleep(RETRY_SECONDS)
-    raise peers_unreachable(reasons)
+    return [], reasons
 
 
 def log_passed_over(reasons: Mapping[str, str]) -> None:
@@ -100,7 +134,17 @@ def peers_unreachable(reasons: Mapping[str, str]) -> UserError:
     )
 
 
-async def _why_silent(address: PeerAddress) -> str | None:
+def no_address() -> UserError:
+    """The error for a node that is to join and knows nobody."""
+    return UserError(
+        ExitCode.PEERS_UNREACHABLE,
+        "no address was given, and no peer was seen before in this run folder",
+        "name the address of a node of the run: each one prints its own at its start",
+    )
+
+
+async def why_silent(address: PeerAddress) -> str | None:
+    """None where a TCP connection opens at this address, else why it does not."""
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             _, writer = await asyncio.open_connection(address.host, address.port)

@@ -30,6 +30,7 @@ from noloco_node.swarm.microbatch import (
     Trained,
     all_finite,
     check_specs,
+    given_up,
     parse_answer,
     parse_header,
 )
@@ -115,13 +116,13 @@ class Downstream:
                 logger.debug("microbatch %s lost at %s: %r", microbatch[:8], peer, error)
             if failures >= self._spec.pipeline.hop_attempts:
                 why = f"{failures} failures at stage {self._stage + 1}"
-                raise _given_up(Refusal.DOWNSTREAM_EXHAUSTED, why, reached)
+                raise given_up(Refusal.DOWNSTREAM_EXHAUSTED, why, reached)
             attempt += 1
             if mode == "train":
                 self._ledger.retried += 1
             excluded.add(peer)
         why = f"no peer of stage {self._stage + 1} answered within {budget:.1f} s"
-        raise _given_up(Refusal.BUDGET_SPENT, why, reached)
+        raise given_up(Refusal.BUDGET_SPENT, why, reached)
 
     def _patience(self, remaining: float) -> float:
         """Seconds for one attempt. The origin keeps half of what is left for a second one, so that a peer that is
@@ -156,6 +157,8 @@ class Downstream:
             self._book.done(peer)
         trained, load = await parse_answer(answer.header, answer.tensors, activations=activations, mode=mode)
         self._book.reported(peer, load)
+        if mode == "train":
+            self._ledger.note_received(peer, trained.tokens)
         return trained
 
     async def _wait_for_a_peer(self, all_asked: bool, remaining: float) -> None:
@@ -166,11 +169,6 @@ class Downstream:
             logger.warning("stage %d has no replica that this node knows of: waiting for one", self._stage + 1)
         pause = self._rng.uniform(*BUSY_BACKOFF_SECONDS) if all_asked else remaining
         await self._book.changed.wait(min(pause, remaining))
-
-
-def _given_up(reason: Refusal, why: str, reached: bool) -> HopFailed:
-    """Where nobody had the microbatch in hand the origin must know: it is held back then, however often."""
-    return HopFailed(reason if reached else Refusal.OUT_OF_REACH, why, reached=reached)
 
 
 class PipelineServer:
@@ -195,7 +193,8 @@ class PipelineServer:
         self._downstream = downstream
         self._ledger = ledger
         self._pending = 0
-        self._under_way: set[str] = set()
+        self._under_way: dict[str, asyncio.Task[object] | None] = {}
+        self._handed_back: set[str] = set()
         self._trained: OrderedDict[str, None] = OrderedDict()
         self._answers: OrderedDict[str, Message] = OrderedDict()
         self._kept_bytes = 0
@@ -221,7 +220,7 @@ class PipelineServer:
         )
         self._refuse_when_full()
 
-    async def handle(self, _peer: PeerId, message: Message) -> Message:
+    async def handle(self, peer: PeerId, message: Message) -> Message:
         """Train or evaluate one microbatch and answer with loss and gradient."""
         header = parse_header(message.header, run=self._spec.run_id, stage=self._stage)
         known = self._recall(header.id)
@@ -229,16 +228,30 @@ class PipelineServer:
             return known
         self._refuse_when_full()  # others may have come while the body was on its way
         self._pending += 1
-        self._under_way.add(header.id)
+        self._under_way[header.id] = task = asyncio.current_task()
         try:
             answer = await self._carry_through(header, *message.tensors)
+        except asyncio.CancelledError:
+            if header.id not in self._handed_back or task is None:
+                raise
+            task.uncancel()
+            raise Refused(Refusal.DRAINING) from None
         finally:
             self._pending -= 1
-            self._under_way.discard(header.id)
+            del self._under_way[header.id]
+            self._handed_back.discard(header.id)
         if header.mode == "train":
             self._keep_answer(header.id, answer)
-            self._ledger.served += 1
+            self._ledger.note_served(peer, int(answer.header["tokens"]))
         return answer
+
+    def hand_back(self) -> None:
+        """Refuse what is under way here and not trained yet, as `draining`: its senders try others at once, and count
+        it as no failure. What is being trained comes to its end."""
+        for microbatch, task in self._under_way.items():
+            if microbatch not in self._trained and task is not None:
+                self._handed_back.add(microbatch)
+                task.cancel()
 
     def _refuse_when_full(self) -> None:
         if self._pending >= self._max_pending:
@@ -347,17 +360,22 @@ class Origin:
         self._load = load
         self._rng = rng
         self._waiting = ledger.waiting
-        self._under_way = 0
+        self._under_way: dict[Sample, None] = {}
 
     @property
     def under_way(self) -> int:
         """Samples being carried through now."""
-        return self._under_way
+        return len(self._under_way)
 
     @property
     def held(self) -> int:
         """Samples drawn and neither trained nor dropped."""
-        return len(self._waiting) + self._under_way
+        return len(self._waiting) + len(self._under_way)
+
+    @property
+    def held_samples(self) -> list[Sample]:
+        """Those samples, in the order in which they are to be trained."""
+        return [*self._under_way, *self._waiting]
 
     async def run(
         self, in_flight: int, training_goes_on: Callable[[], bool], way_is_open: Callable[[], Awaitable[None]]
@@ -389,23 +407,23 @@ class Origin:
         True where it was trained.
         """
         sample = self._waiting.popleft() if self._waiting else self._draw_new()
-        self._under_way += 1
+        self._under_way[sample] = None
         try:
             await self._carry_through(sample)
         except HopFailed as failure:
-            self._under_way -= 1
+            del self._under_way[sample]
             self._put_back(sample, failure)
             return False
         except MicrobatchNotFinite as error:
-            self._under_way -= 1
+            del self._under_way[sample]
             self._put_back(sample, HopFailed(Refusal.NOT_FINITE, str(error), reached=True))
             return False
         except asyncio.CancelledError:
-            self._under_way -= 1
+            del self._under_way[sample]
             self._waiting.appendleft(sample)
             raise
         else:
-            self._under_way -= 1
+            del self._under_way[sample]
             self._ledger.trained += 1
             return True
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import tempfile
 from pathlib import Path
+
+import psutil
 
 PREFIX = "noloco-"
 LONGEST_BASE = 60
@@ -24,6 +27,10 @@ class PrivateFolder:
         # Only now does it get the name that `sweep_dead_folders` looks for.
         self.path = draft.rename(base / draft.name.removeprefix("."))
 
+    def note_child(self, pid: int) -> None:
+        """Write down which process serves this folder's sockets, for who finds it without this one."""
+        (self.path / "pid").write_text(str(pid), encoding="ascii")
+
     def remove(self) -> None:
         """Delete the folder and all that is in it. May be repeated."""
         if self._lock >= 0:
@@ -33,7 +40,10 @@ class PrivateFolder:
 
 
 def sweep_dead_folders() -> int:
-    """Delete this user's folders whose processes were killed, and so could not do it; how many there were."""
+    """Delete this user's folders whose processes were killed, and so could not do it; how many there were.
+
+    A child that outlived its node is killed, if it is still the process that was started for that folder.
+    """
     swept = 0
     for folder in _base().glob(f"{PREFIX}*"):
         try:
@@ -43,6 +53,7 @@ def sweep_dead_folders() -> int:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if folder.stat().st_uid == os.getuid():
+                _reap_child(folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 swept += 1
         except OSError:
@@ -50,6 +61,15 @@ def sweep_dead_folders() -> int:
         finally:
             os.close(lock)
     return swept
+
+
+def _reap_child(folder: Path) -> None:
+    """The system kills a node's child with it on Linux only. A process id may have been used anew since: only a process
+    that names this very folder on its command line is ours."""
+    with contextlib.suppress(OSError, ValueError, psutil.Error):
+        process = psutil.Process(int((folder / "pid").read_text(encoding="ascii")))
+        if any(f"/unix{folder}/" in argument for argument in process.cmdline()):
+            process.kill()
 
 
 def _base() -> Path:

@@ -48,10 +48,15 @@ def sign_record(identity: Identity, key: str, record: PeerRecord, expires: float
 
 
 class RecordValidator(RecordValidatorBase):
-    """Accepts signed records at the stage keys of one run, and nothing else at any key."""
+    """Accepts signed records at the stage keys of one run, and nothing else at any key.
 
-    def __init__(self, run_id: str, stages: int) -> None:
-        self._stages = {_digest(stage_key(run_id, stage)): stage for stage in range(stages)}
+    Where `run_id` is None it accepts signed records at any key: what lies behind a key's hash cannot be told.
+    """
+
+    def __init__(self, run_id: str | None, stages: int) -> None:
+        self._any_key = run_id is None
+        named = {} if run_id is None else {stage: stage_key(run_id, stage) for stage in range(stages)}
+        self._stages = {_digest(key): stage for stage, key in named.items()}
         self._verdicts: OrderedDict[bytes, PeerRecord | None] = OrderedDict()
 
     def validate(self, record: DHTRecord) -> bool:
@@ -70,7 +75,12 @@ class RecordValidator(RecordValidatorBase):
             return None
         stage = self._stages.get(key)
         bounded = len(value) <= MAX_RECORD_BYTES and len(subkey) <= MAX_SUBKEY_BYTES
-        if stage is None or not bounded or not math.isfinite(expires) or not 0 < expires <= MAX_EXPIRY:
+        if (
+            (stage is None and not self._any_key)
+            or not bounded
+            or not math.isfinite(expires)
+            or not 0 < expires <= MAX_EXPIRY
+        ):
             return None
         digest = hashlib.sha256(struct.pack(">dII", expires, len(subkey), len(value)) + key + subkey + value).digest()
         if digest in self._verdicts:
@@ -92,7 +102,9 @@ class RecordValidator(RecordValidatorBase):
         return self.read(_digest(key), _pack(subkey), _pack(value), expires)
 
 
-def _parse(stage: int, key: bytes, packed_subkey: bytes, packed_value: bytes, expires: float) -> PeerRecord | None:
+def _parse(
+    stage: int | None, key: bytes, packed_subkey: bytes, packed_value: bytes, expires: float
+) -> PeerRecord | None:
     subkey, value = _unpack(packed_subkey), _unpack(packed_value)
     if not isinstance(subkey, str) or not isinstance(value, bytes):
         return None
@@ -109,7 +121,7 @@ def _parse(stage: int, key: bytes, packed_subkey: bytes, packed_value: bytes, ex
     if peer_id_of(public_key) != subkey:
         return None
     record = PeerRecord.model_validate_json(payload)
-    if record.peer_id != subkey or record.stage != stage:
+    if record.peer_id != subkey or stage not in (None, record.stage):
         return None
     return record if verify(public_key, signature, _place(key, subkey, expires) + payload) else None
 

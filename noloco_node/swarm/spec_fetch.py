@@ -187,7 +187,8 @@ async def _hellos(transport: Transport, joined: Sequence[str]) -> dict[str, Hell
 
 async def _hello_or_reason(transport: Transport, address: str) -> Hello | str:
     try:
-        return await ask_hello(transport, parse_address(address).peer)
+        hello = await ask_hello(transport, parse_address(address).peer)
+        return hello if hello.run else "it is a seed that knows of no run: name a node of the run beside it"
     except (Refused, TransportError) as error:
         return f"it does not say which run it serves ({shown(str(error) or repr(error))})"
 

@@ -50,6 +50,7 @@ class Refusal(StrEnum):
     TOO_EARLY = "too_early"
     CROSSED = "crossed"
     LAGGING = "lagging"
+    ON_PROBATION = "on_probation"
     UNKNOWN_EXCHANGE = "unknown_exchange"
     UNKNOWN_METHOD = "unknown_method"
     UNKNOWN_SNAPSHOT = "unknown_snapshot"
@@ -73,6 +74,7 @@ REFUSAL_MEANINGS: dict[Refusal, str] = {
     Refusal.TOO_EARLY: "the peer has taken too few inner steps since its last outer step",
     Refusal.CROSSED: "both dialled each other; the peer with the smaller id leads",
     Refusal.LAGGING: "one clock lags too far: the laggard must take the other's state",
+    Refusal.ON_PROBATION: "the peer has just joined: it is not averaged with before it is in line",
     Refusal.UNKNOWN_EXCHANGE: "the peer knows no such exchange, or has given it up",
     Refusal.UNKNOWN_METHOD: "the peer has no such method",
     Refusal.UNKNOWN_SNAPSHOT: "the peer no longer holds that snapshot of its state",
@@ -216,6 +218,14 @@ class Transport(Protocol):
         Raises `Refused` (a typed no), `PeerUnreachable` (certainly not carried out), or another `TransportError`
         (perhaps carried out).
         """
+        ...
+
+    def sign(self, statement: bytes) -> bytes:
+        """This node's seal over a statement: what `signed_by` accepts for its peer id, on any node, at any time."""
+        ...
+
+    def signed_by(self, peer: PeerId, seal: bytes, statement: bytes) -> bool:
+        """Whether `peer` made this seal over exactly this statement. Never raises."""
         ...
 
     async def close(self) -> None:

@@ -16,7 +16,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from noloco_node.telemetry.events import AnyEvent, Evaluation, InnerStep, NodeMoved, NodeStarted, NodeStopped, OuterStep
+from noloco_node.telemetry.events import (
+    AnyEvent,
+    Doing,
+    Evaluation,
+    InnerStep,
+    NodeMoved,
+    NodeStarted,
+    NodeStopped,
+    OuterStep,
+    StateDownload,
+)
 from noloco_node.telemetry.summary import NodeHistory
 
 RATE_WINDOW = 30.0
@@ -69,6 +79,7 @@ class SwarmView:
         self.histories[name].observe(event)
         match event:
             case NodeStarted():
+                self.gone.discard(name)
                 self._names[event.peer_id] = name
                 self.note(f"{name} is up (…{event.peer_id[-6:]})", event.time)
             case NodeMoved():
@@ -286,3 +297,42 @@ def _duration(seconds: float | None) -> str:
 
 def _clock_time(when: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(when))
+
+
+class DownloadBar:
+    """Shows on a terminal how far the copying of a fellow's state is; nothing elsewhere, where the log tells it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+
+    def observe(self, event: AnyEvent) -> None:
+        """Take in one event of the node."""
+        if not self._console.is_terminal:
+            return
+        if isinstance(event, StateDownload) and event.received < event.total:
+            if self._live is None:
+                self._live = Live(console=self._console, auto_refresh=False, transient=True)
+                self._live.start()
+            self._live.update(download_row(event), refresh=True)
+        elif not isinstance(event, Doing):
+            self.close()
+
+    def close(self) -> None:
+        """Take the bar off the screen; what is logged next stands alone."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def download_row(event: StateDownload) -> RenderableType:
+    """A bar, the megabytes, and the time that is left at this speed."""
+    left = event.seconds * (event.total - event.received) / event.received if event.received else None
+    row = Table.grid(padding=(0, 1))
+    row.add_row(
+        f"state of …{event.donor[-6:]}",
+        ProgressBar(total=event.total, completed=event.received, width=40),
+        f"{event.received / 1e6:,.1f} of {event.total / 1e6:,.1f} MB",
+        Text(f"{_duration(left)} left", style="bold"),
+    )
+    return row

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+logger = logging.getLogger(__name__)
+
+TAIL_BYTES = 1 << 16
 
 
 class Event(BaseModel):
@@ -33,9 +40,11 @@ class NodeStarted(Event):
     metrics_address: str | None
     parameters: int
     """Parameters of this stage."""
-    origin: Literal["seed", "peer", "guard"]
+    origin: Literal["seed", "peer", "guard", "checkpoint"]
     """`seed`: weights from the RunSpec's seed; `peer`: copied from a fellow; `guard`: nobody served the stage, and they
-    are a copy that a node of another stage kept."""
+    are a copy that a node of another stage kept; `checkpoint`: this node's own."""
+    resumed: bool = False
+    """True where books and data position go on from an earlier life of this node."""
 
 
 class NodeMoved(Event):
@@ -153,6 +162,68 @@ class Account(Event):
     """Time the compute thread has worked since the start."""
 
 
+class CheckpointTaken(Event):
+    """This node's state was saved, or could not be."""
+
+    event: Literal["checkpoint"] = "checkpoint"
+    path: str | None
+    """Its folder; None where it could not be written."""
+    clock: float
+    round: int
+    step: int
+    size: int
+    """Bytes of its tensors."""
+    held_seconds: float
+    """Time the compute thread was held by the snapshot."""
+    seconds: float
+    """From the snapshot until it was on the disk; training goes on meanwhile."""
+    error: str
+    """Why it could not be written; empty otherwise."""
+
+
+class StateDownload(Event):
+    """A late joiner copies a fellow's state; about once a second, and at its beginning and end."""
+
+    event: Literal["state_download"] = "state_download"
+    donor: str
+    received: int
+    """Bytes that lie here, those of an earlier donor that still fit among them."""
+    total: int
+    seconds: float
+    """Since this donor was first asked."""
+
+
+class DonorFailed(Event):
+    """A fellow did not give its state; another one is asked."""
+
+    event: Literal["donor_failed"] = "donor_failed"
+    donor: str
+    reason: str
+
+
+class ProbationEnded(Event):
+    """A late joiner counts from now on: its fellows average with it."""
+
+    event: Literal["probation_ended"] = "probation_ended"
+    reason: Literal["in_line", "time"]
+    """`in_line`: loss and distance are those of its fellows; `time`: the bound in inner steps was reached."""
+    steps: int
+    """Inner steps that it lasted."""
+
+
+class Doing(Event):
+    """What a node does, or waits for; written when that changes."""
+
+    event: Literal["doing"] = "doing"
+    what: Literal[
+        "joining", "downloading", "training", "waiting_for_work", "waiting_for_peers", "finishing", "draining"
+    ]
+    detail: str
+    """One line for a person."""
+    since: float
+    """Wall time at which it began."""
+
+
 class NodeStopped(Event):
     """The last event of a node that ends in order."""
 
@@ -168,25 +239,73 @@ class NodeStopped(Event):
 
 
 AnyEvent = Annotated[
-    NodeStarted | NodeMoved | InnerStep | OuterStep | Evaluation | Account | NodeStopped,
+    NodeStarted
+    | NodeMoved
+    | InnerStep
+    | OuterStep
+    | Evaluation
+    | Account
+    | CheckpointTaken
+    | StateDownload
+    | DonorFailed
+    | ProbationEnded
+    | Doing
+    | NodeStopped,
     Field(discriminator="event"),
 ]
 _ADAPTER: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent)
 
 
 class EventFile:
-    """Appends events to `path`, one JSON object a line, flushed so that a killed node loses none."""
+    """Appends events to `path`, one JSON object a line, so that a killed node loses none.
+
+    A half-written last line of an earlier life is cut off. Where the disk refuses a line (it is full, say), the line is
+    lost whole, with a warning, once until it works again: a node goes on training without its diary.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._path = path
+        self._file = path.open("ab+", buffering=0)
+        self._refused = False
+        self._cut(_whole_lines(path))
 
     def write(self, event: Event) -> None:
         """Append one event."""
-        self._file.write(event.model_dump_json() + "\n")
+        line = (event.model_dump_json() + "\n").encode()
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._cut(before)
+            if not self._refused:
+                logger.warning("events are lost, %s takes no more: %s", self._path, error.strerror or error)
+            self._refused = True
+        else:
+            self._refused = False
 
     def close(self) -> None:
         """Close the file; further writes are an error."""
         self._file.close()
+
+    def _cut(self, size: int) -> None:
+        if os.fstat(self._file.fileno()).st_size > size:
+            self._file.truncate(size)
+
+
+def _whole_lines(path: Path) -> int:
+    """Bytes up to the end of the last whole line."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - TAIL_BYTES)
+            file.seek(start)
+            last = file.read(end - start).rfind(b"\n")
+            if last >= 0:
+                return start + last + 1
+            end = start
+    return 0
 
 
 class EventReader:
@@ -209,6 +328,21 @@ class EventReader:
                 yield _ADAPTER.validate_json(line)
 
 
+def parse_event(line: bytes) -> AnyEvent:
+    """One line of an event file. Raises pydantic's ValidationError."""
+    return _ADAPTER.validate_json(line)
+
+
 def read_events(path: Path) -> list[AnyEvent]:
     """All complete events of a file."""
     return list(EventReader(path).new_events())
+
+
+def bytes_by_kind(by_method: Mapping[str, int]) -> dict[str, int]:
+    """Traffic by what it carries instead of by method: microbatches, exchange, state (copies of it too), other."""
+    kinds = {"microbatch": "microbatches", "outer": "exchange", "state": "state", "copy": "state"}
+    totals: dict[str, int] = {}
+    for method, count in by_method.items():
+        kind = kinds.get(method.split(".")[0], "other")
+        totals[kind] = totals.get(kind, 0) + count
+    return totals

@@ -8,12 +8,16 @@ import sys
 from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
+    Doing,
+    DonorFailed,
     Evaluation,
     InnerStep,
     NodeMoved,
     NodeStarted,
     NodeStopped,
     OuterStep,
+    ProbationEnded,
+    StateDownload,
 )
 
 LOGGER_NAME = "noloco_node"
@@ -22,6 +26,7 @@ ORIGINS = {
     "seed": "weights from the run's seed",
     "peer": "weights copied from a fellow",
     "guard": "weights from a copy that a node of another stage kept",
+    "checkpoint": "weights from its own checkpoint",
 }
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -36,6 +41,8 @@ class NodeLog:
         self.round = 0
         self._up_since = 0.0
         self._firsts: set[str] = set()
+        self._known: int | None = 0
+        """Microbatches of earlier lives; None until the first account of this one."""
 
     @property
     def label(self) -> str:
@@ -61,8 +68,10 @@ class NodeLog:
         """Say once that the first microbatch is done, and once that the first outer round is: now it really trains."""
         match event:
             case NodeStarted():
-                self._up_since = event.time
-            case Account(trained=trained, served=served) if trained or served:
+                self._up_since, self._known = event.time, None if event.resumed else 0
+            case Account() if self._known is None:
+                self._known = event.trained + event.served
+            case Account() if event.trained + event.served > (self._known or 0):
                 self._say_first("microbatch", event.time)
             case InnerStep():
                 self._say_first("microbatch", event.time)
@@ -98,6 +107,16 @@ def describe(event: AnyEvent) -> tuple[int, str]:
         case Evaluation():
             kind = "final validation" if event.final else "validation"
             return logging.INFO, f"{kind} loss {event.loss:.4f} nats/token at {event.clock:,.0f} tokens"
+        case StateDownload():
+            return _downloaded(event)
+        case DonorFailed():
+            return logging.WARNING, f"could not copy the state of {event.donor}: {event.reason}"
+        case ProbationEnded():
+            why = "its loss and distance are in line" if event.reason == "in_line" else "it has been here long enough"
+            return logging.INFO, f"this node counts in others' averages from now on: {why} ({event.steps} inner steps)"
+        case Doing():
+            waits = event.what.startswith("waiting")
+            return (logging.WARNING, f"waiting for {event.detail}") if waits else (logging.DEBUG, event.detail)
         case NodeStopped():
             level = logging.ERROR if event.reason == "failed" else logging.INFO
             detail = f": {event.detail}" if event.detail else ""
@@ -143,6 +162,13 @@ def _started(event: NodeStarted) -> str:
         lines.append(f"  metrics: http://{event.metrics_address}/metrics")
     lines += [f"  others join with: noloco-node join {address}" for address in event.addresses]
     return "\n".join(lines)
+
+
+def _downloaded(event: StateDownload) -> tuple[int, str]:
+    done = event.received == event.total
+    amount = f"{event.received / 1e6:,.1f} of {event.total / 1e6:,.1f} MB, {event.seconds:.0f} s"
+    level = logging.INFO if done or not event.received else logging.DEBUG
+    return level, f"state of …{event.donor[-6:]} {'copied' if done else 'is being copied'}: {amount}"
 
 
 def _outer(event: OuterStep) -> tuple[int, str]:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import re
+import time
 from collections.abc import Mapping
-from threading import Thread
+from threading import Thread, active_count
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Info, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector, start_http_server
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
+    CheckpointTaken,
+    Doing,
     Evaluation,
     InnerStep,
     NodeMoved,
     NodeStarted,
     NodeStopped,
     OuterStep,
+    StateDownload,
 )
 
 MICROBATCH_OUTCOMES = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
@@ -42,6 +47,7 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=True)
         self._server: tuple[_Server, Thread] | None = None
         self._last = _Totals()
+        self._resumed = False
         self._speed = _Speed()
         self._identity: dict[str, str] = {}
         self._info = Info("noloco_node", "Version, stage and run of this node", registry=self.registry)
@@ -50,6 +56,13 @@ class Metrics:
         self._training_metrics()
         self._outer_metrics()
         self._traffic_metrics()
+        self._checkpoints = self._counter("noloco_checkpoints_total", "Checkpoints by outcome", "outcome")
+        self._checkpoint_held = self._counter(
+            "noloco_checkpoint_held_seconds_total", "Time checkpoints held the compute thread"
+        )
+        self._checkpoint_time = self._gauge("noloco_checkpoint_seconds_since_1970", "When the last one was written")
+        self._done: set[str] = set()
+        self._watch_metrics()
 
     def _training_metrics(self) -> None:
         self._inner_steps = self._counter("noloco_inner_steps_total", "Inner steps taken")
@@ -83,6 +96,19 @@ class Metrics:
         self._lag = self._gauge("noloco_event_loop_lag_seconds", "Worst event loop lag since the last account")
         self._busy = self._counter("noloco_busy_seconds_total", "Time the compute thread has worked")
 
+    def _watch_metrics(self) -> None:
+        self._doing = self._gauge("noloco_doing", "1 for what the node does now, 0 for what it did before", "what")
+        self._waiting_since: float | None = None
+        waiting = self._gauge("noloco_waiting_seconds", "How long the node has waited; 0: it does not")
+        waiting.set_function(lambda: 0.0 if self._waiting_since is None else time.time() - self._waiting_since)
+        self._downloaded = self._gauge("noloco_state_download_ratio", "Share of a fellow's state that has come")
+
+    def _doing_now(self, event: Doing) -> None:
+        for what in self._done | {event.what}:
+            self._doing.labels(what).set(what == event.what)
+        self._done.add(event.what)
+        self._waiting_since = event.since if event.what.startswith("waiting") else None
+
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(name, help_text, labels, registry=self.registry)
 
@@ -95,6 +121,7 @@ class Metrics:
             case NodeStarted():
                 self._up.set(1)
                 self._parameters.set(event.parameters)
+                self._resumed = event.resumed
                 self._identity = {"version": event.version, "run_id": event.run_id}
                 self._info.info({**self._identity, "stage": str(event.stage)})
             case NodeMoved():
@@ -109,8 +136,16 @@ class Metrics:
                 self._validation_loss.set(event.loss)
             case Account():
                 self._account(event)
+            case CheckpointTaken():
+                self._checkpoint(event)
             case NodeStopped():
                 self._up.set(0)
+            case Doing():
+                self._doing_now(event)
+            case StateDownload():
+                self._downloaded.set(event.received / event.total)
+            case _:
+                pass
 
     def serve(self, host: str, port: int) -> str:
         """Answer `http://host:port/metrics` from a thread of its own; returns `host:port` with the port chosen.
@@ -133,6 +168,13 @@ class Metrics:
             ) from None
         self._server = server, thread
         return f"{host}:{server.server_port}"
+
+    def watch_process(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Count, whenever asked, the tasks of this loop, and threads, memory and open files of this process: what leaks
+        shows there. Once."""
+        ProcessCollector(registry=self.registry)
+        self._gauge("noloco_tasks", "Tasks of the event loop").set_function(lambda: len(asyncio.all_tasks(loop)))
+        self._gauge("noloco_threads", "Python threads of this process").set_function(active_count)
 
     def stop(self) -> None:
         """Close the port and end its thread; nothing where `serve` was not called."""
@@ -176,6 +218,10 @@ class Metrics:
             self._live.labels(str(stage)).set(count)
             self._missing.labels(str(stage)).set(stage in event.missing_stages)
         rise = self._last.rise
+        if self._resumed:  # what the books held at the start was counted in an earlier life
+            self._resumed = False
+            for outcome in MICROBATCH_OUTCOMES:
+                rise("microbatches", outcome, getattr(event, outcome))
         self._busy.inc(rise("busy", "", event.busy_seconds))
         for outcome in MICROBATCH_OUTCOMES:
             self._microbatches.labels(outcome).inc(rise("microbatches", outcome, getattr(event, outcome)))
@@ -183,6 +229,12 @@ class Metrics:
             self._refusals.labels(_bounded(reason)).inc(rise("refused", reason, count))
         for direction, counts in (("sent", event.bytes_sent), ("received", event.bytes_received)):
             self._traffic(direction, counts)
+
+    def _checkpoint(self, event: CheckpointTaken) -> None:
+        self._checkpoints.labels("failed" if event.error else "written").inc()
+        self._checkpoint_held.inc(event.held_seconds)
+        if not event.error:
+            self._checkpoint_time.set(event.time)
 
     def _traffic(self, direction: str, counts: Mapping[str, int]) -> None:
         for kind, count in counts.items():

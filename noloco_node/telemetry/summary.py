@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import isfinite
 from statistics import fmean
 from typing import Literal
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
+    CheckpointTaken,
     Evaluation,
     InnerStep,
     NodeMoved,
@@ -40,7 +42,12 @@ class NodeHistory:
     aborted: int = 0
     evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
     account: Account | None = None
+    checkpoints: int = 0
+    """Written, not tried."""
     stopped: NodeStopped | None = None
+    """Its last word; None while it lives, and where it died."""
+    starts: list[float] = field(default_factory=list[float])
+    """When each of its lives began."""
 
     @classmethod
     def of(cls, name: str, events: Iterable[AnyEvent]) -> NodeHistory:
@@ -54,7 +61,8 @@ class NodeHistory:
         """Take one more event in."""
         match event:
             case NodeStarted():
-                self.started = event
+                self.started, self.stopped, self.moved = event, None, None
+                self.starts.append(event.time)
             case NodeMoved():
                 self.moved = event
             case InnerStep():
@@ -67,8 +75,12 @@ class NodeHistory:
                 self.evaluations.append(event)
             case Account():
                 self.account = event
+            case CheckpointTaken():
+                self.checkpoints += not event.error
             case NodeStopped():
                 self.stopped = event
+            case _:
+                pass
 
     @property
     def stage(self) -> int | None:
@@ -289,12 +301,13 @@ def spread_curve(histories: Iterable[NodeHistory]) -> list[SpreadPoint]:
 
 
 def _speed(heads: Sequence[NodeHistory]) -> tuple[float, float]:
-    """Seconds of training and tokens per second; the first step's tokens were made before its time stamp."""
+    """Seconds of training and tokens per second; the first step's tokens were made before its time stamp. Times in
+    which the whole swarm was down, gaps between steps in which a first-stage node started anew, do not count."""
     steps = sorted((step for history in heads for step in history.inner), key=lambda step: step.time)
-    if len(steps) < 2 or steps[-1].time <= steps[0].time:
-        return 0.0, 0.0
-    seconds = steps[-1].time - steps[0].time
-    return seconds, sum(step.tokens for step in steps[1:]) / seconds
+    starts = [start for history in heads for start in history.starts[1:]]
+    pairs = [(a, b) for a, b in pairwise(steps) if not any(a.time < start <= b.time for start in starts)]
+    seconds = sum(b.time - a.time for a, b in pairs)
+    return (seconds, sum(b.tokens for _, b in pairs) / seconds) if seconds > 0.0 else (0.0, 0.0)
 
 
 def _totals(histories: Sequence[NodeHistory]) -> Microbatches:

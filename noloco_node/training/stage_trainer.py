@@ -87,6 +87,11 @@ class StageTrainer:
         return self._tokens
 
     @property
+    def loss_accumulated(self) -> float:
+        """The loss of those tokens, summed."""
+        return self._loss_sum
+
+    @property
     def live_versions(self) -> int:
         """Published weights that are current or held by a microbatch."""
         return self._versions.live
@@ -211,6 +216,23 @@ class StageTrainer:
                 "exp_avg_sq": optimizer_state["exp_avg_sq"][part].to(self.device, copy=True),
             }
         self._versions.publish(self.master)
+
+    def copy_into(self, room: Mapping[str, Tensor]) -> None:
+        """Fill `room` (zeroed host tensors) with weights `fast`, AdamW's state as `optimizer_state()` gives it, and the
+        accumulated `gradient`."""
+        room["fast"].copy_(self.master)
+        room["gradient"].copy_(self._gradient)
+        for part, parameter in self._optimizer_parts():
+            state = self._optimizer.state.get(parameter)
+            if state:
+                room["optimizer_steps"].fill_(int(state["step"]))
+                for name in ("exp_avg", "exp_avg_sq"):
+                    room[name][part].copy_(state[name])
+
+    def load_gradient(self, gradient: Tensor, tokens: int, loss_sum: float) -> None:
+        """Replace what has accumulated: the flat gradient of a loss summed over `tokens`, and that loss."""
+        self._gradient.copy_(gradient)
+        self._tokens, self._loss_sum = tokens, loss_sum
 
     def _make_optimizer(self, inner: InnerSpec) -> torch.optim.AdamW:
         groups: list[dict[str, Any]] = []

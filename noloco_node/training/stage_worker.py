@@ -56,6 +56,21 @@ class Commit:
     inner_steps_meanwhile: int
 
 
+@dataclass(frozen=True, slots=True)
+class WholeState:
+    """Everything of one moment that a worker needs to go on as if it had not been interrupted."""
+
+    progress: Progress
+    credit: float
+    """Tokens by which earlier inner steps exceeded their share of the batch."""
+    tokens_accumulated: int
+    loss_accumulated: float
+    tensors: dict[str, Tensor]
+    """As `StageWorker.full_state()` gives them, and the accumulated `gradient`."""
+    held_seconds: float = 0.0
+    """Time the compute thread was held for it."""
+
+
 class OnHost(Protocol):
     """Runs host arithmetic off the event loop and off the compute thread."""
 
@@ -111,6 +126,11 @@ class StageWorker:
     def live_versions(self) -> int:
         """Published weights that are current or held by a microbatch."""
         return self._trainer.live_versions
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens behind all gradients so far, those that no inner step has used yet among them."""
+        return self.progress.tokens + self._trainer.tokens_accumulated
 
     def current_learning_rate(self) -> float:
         """The schedule at this replica's clock."""
@@ -233,6 +253,51 @@ class StageWorker:
             self.progress = self.progress.as_copy_of(clock, outer_rounds, self._spec.outer.inner_steps)
 
         await self._thread.run(Priority.STEP, work)
+
+    async def whole_state(self) -> WholeState:
+        """One consistent copy of everything, taken between two device operations; flat host tensors by name.
+
+        The caller goes on in the same turn of the event loop in which it would have learnt of every microbatch that is
+        in the copy, and of none that is not: what it then reads of its books belongs to the copy.
+        """
+        room = await asyncio.to_thread(self._room)
+
+        def work() -> WholeState:
+            started = time.monotonic()
+            self.outer.settle()
+            trainer = self._trainer
+            trainer.copy_into(room)
+            room["slow"].copy_(self.outer.slow)
+            room["momentum"].copy_(self.outer.momentum)
+            tokens, loss = trainer.tokens_accumulated, trainer.loss_accumulated
+            return WholeState(self.progress, self._credit, tokens, loss, room, time.monotonic() - started)
+
+        return await self._thread.run(Priority.STEP, work)
+
+    async def resume(self, state: WholeState) -> None:
+        """Go on where `state` was taken. ValueError, and no change, where it is not of this stage and run."""
+        if {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.tensors.items()} != self._whole_sizes():
+            raise ValueError("its tensors are not those of this stage")
+        if len(state.progress.marks) != len(self.progress.marks):
+            raise ValueError("it was taken with another number of fragments")
+
+        def work() -> None:
+            tensors = state.tensors
+            self.outer.settle()
+            self._trainer.load(tensors["fast"], tensors)
+            self._trainer.load_gradient(tensors["gradient"], state.tokens_accumulated, state.loss_accumulated)
+            self.outer.slow.copy_(tensors["slow"])
+            self.outer.momentum.copy_(tensors["momentum"])
+            self.progress, self._credit = state.progress, state.credit
+
+        await self._thread.run(Priority.STEP, work)
+
+    def _room(self) -> dict[str, Tensor]:
+        """Zeroed memory for a whole state, touched here: no copy waits for pages while the device waits for it."""
+        return {name: torch.empty(shape, dtype=dtype).zero_() for name, (dtype, shape) in self._whole_sizes().items()}
+
+    def _whole_sizes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {**self.state_sizes(), "gradient": (torch.float32, (self._trainer.layout.size,))}
 
     def state_sizes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Names, dtypes and shapes of `full_state()`: what a joiner expects to receive."""

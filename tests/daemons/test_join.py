@@ -36,7 +36,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 def printed_file(folder: Path) -> IO[bytes]:
     """Where a node's words go."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     return (folder / "printed").open("wb")
 
 
@@ -136,3 +136,37 @@ async def test_a_stranger_whom_nobody_answers_is_told_why(tmp_path: Path, tempor
     assert f"  {DEAD}: refused: nothing listens on that port" in lines
     assert any(line.startswith("  nonsense: malformed") for line in lines)
     assert any("remedy" in line for line in lines)
+
+
+async def test_a_node_comes_back_without_an_address_by_the_peers_that_it_met(tmp_path: Path, temporary: Path) -> None:
+    """The node that it once joined by is gone for good: the file in its run folder has another door."""
+    founder, second, third = tmp_path / "founder", tmp_path / "second", tmp_path / "third"
+    patient = ["--set", ENDLESS, "--set", "run.limits.grace_seconds=60"]
+    async with contextlib.AsyncExitStack() as others:
+        async with node(founder, "run", str(MICRO), *patient, "--stage", "0") as events:
+            address = (await eventually(lambda: started_in(events), 120, "it is up"))[0].addresses[0]
+            met = await others.enter_async_context(node(second, "join", address, "--stage", "1"))
+            own = (await eventually(lambda: started_in(met), 120, "it is up"))[0]
+            async with node(third, "join", address, "--stage", "1") as joined:
+                await eventually(lambda: started_in(joined), 120, "it is up")
+                file = third / "peers.json"
+                await eventually(lambda: own.addresses[0] in file.read_text(), 60, "it met the other joiner")
+        async with node(third, "join", "--stage", "1") as joined:
+            await eventually(lambda: len(started_in(joined)) == 2, 120, "it is back")
+        assert "addresses of peers seen before" in (third / "printed").read_text()
+
+
+def started_in(events: list[AnyEvent]) -> list[NodeStarted]:
+    """The starts among these events."""
+    return [event for event in events if isinstance(event, NodeStarted)]
+
+
+async def test_a_stranger_without_an_address_who_met_nobody_is_told_what_to_do(tmp_path: Path, temporary: Path) -> None:
+    """`join` alone is no command for a first start."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "noloco_node", "join", "--run-folder", str(tmp_path / "node")),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, complaint = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == ExitCode.PEERS_UNREACHABLE
+    assert "no address was given" in complaint.decode()

@@ -22,8 +22,8 @@ def test_a_folder_is_made_with_its_parents_and_may_exist_already(tmp_path: Path)
 def test_every_path_lies_inside_and_they_are_apart(tmp_path: Path) -> None:
     """No two names collide."""
     folder = RunFolder.create(tmp_path / "run")
-    paths = [folder.events, folder.identity, folder.log, folder.final]
-    assert len(set(paths)) == 4
+    paths = [folder.events, folder.identity, folder.log, folder.final, folder.checkpoints]
+    assert len(set(paths)) == 5
     assert all(path.parent == tmp_path / "run" for path in paths)
 
 
@@ -37,3 +37,26 @@ def test_a_folder_that_cannot_be_written_is_refused(place: str, tmp_path: Path) 
     assert caught.value.exit_code is ExitCode.RUN_FOLDER
     assert str(path) in caught.value.message
     assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
+    """The same run may come back to it; another is refused by name, with what to do; the end is remembered."""
+    folder = RunFolder.create(tmp_path / "run")
+    assert not folder.claimed
+    assert folder.claim("a" * 32, "first") is False
+    assert folder.claim("a" * 32, "first") is False
+    with pytest.raises(UserError, match="holds run 'first'") as caught:
+        folder.claim("b" * 32, "second")
+    assert caught.value.exit_code is ExitCode.RUN_FOLDER
+    assert "--run-folder" in caught.value.remedy
+    folder.mark_ended("a" * 32, "first")
+    assert folder.ended
+    assert RunFolder.create(tmp_path / "run").claim("a" * 32, "first") is True
+
+
+def test_a_mark_that_cannot_be_read_is_no_free_folder(tmp_path: Path) -> None:
+    """Nobody's training is written over because one file is damaged."""
+    folder = RunFolder.create(tmp_path / "run")
+    (folder.path / "run.json").write_text("{")
+    with pytest.raises(UserError, match=r"run\.json"):
+        folder.claim("a" * 32, "first")

@@ -27,7 +27,7 @@ from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryH
 from noloco_node.swarm.p2p_daemon import running_p2p
 from noloco_node.swarm.record_validator import MAX_EXPIRY, RecordValidator, sign_record, stage_key
 from noloco_node.swarm.transport import PeerId
-from tests.support import nothing_left_behind
+from tests.support import eventually, nothing_left_behind
 
 RUN = "run-under-test"
 STAGES = 2
@@ -147,6 +147,36 @@ async def test_a_dead_p2pd_neither_hangs_nor_raises(tmp_path: Path) -> None:
                 assert first.peer_id in live_ids(other, 0)
                 await other.close()
             await directory.close()
+
+
+@pytest.mark.daemons
+async def test_halves_that_forgot_each_other_find_each_other_again(tmp_path: Path) -> None:
+    """As after a partition: neither has the other in its routes, and every record of the other has ended. Both go on
+    publishing and reading, and nothing else."""
+    with nothing_left_behind():
+        async with dht_nodes(tmp_path, 2) as nodes:
+            ids = {identity.peer_id for _, identity in nodes}
+
+            async def publish_and_read(life: float) -> list[set[str]]:
+                for directory, identity in nodes:
+                    await directory.publish(record_of(identity.peer_id), life)
+                for directory, _ in nodes:
+                    await directory.refresh()
+                return [live_ids(directory, 0) for directory, _ in nodes]
+
+            assert await publish_and_read(1.0) == [ids, ids]
+            for directory, _ in nodes:
+                table = directory._node.protocol.routing_table
+                for node_id in list(table.uid_to_peer_id):
+                    del table[node_id]
+            await eventually(lambda: not any(live_ids(directory, 0) for directory, _ in nodes), what="records end")
+            alone = await publish_and_read(30.0)
+            assert alone == [{identity.peer_id} for _, identity in nodes]
+            async with asyncio.timeout(45):
+                seen = alone
+                while seen != [ids, ids]:
+                    await asyncio.sleep(0.2)
+                    seen = await publish_and_read(30.0)
 
 
 @pytest.mark.daemons

@@ -27,6 +27,7 @@ from noloco_node.swarm.framed_stream import FramedStream, StreamEnded
 from noloco_node.swarm.frames import (
     BODY_FRAME_BYTES,
     END_FRAME,
+    MAX_PAYLOAD,
     PREFIX_BYTES,
     Envelope,
     FrameError,
@@ -132,7 +133,7 @@ def hostile(draw: st.DrawFn) -> bytes:
             frames[position] = draw(changed_bytes(frames[position]))
         case 2:
             position, kind = draw(st.integers(0, len(frames))), draw(st.sampled_from(FrameKind))
-            extra = draw(st.binary(max_size=40)) if kind is not FrameKind.END else b""
+            extra = draw(st.binary(max_size=40)) if MAX_PAYLOAD[kind] else b""
             frames[position : position + draw(st.integers(0, 2))] = [encode_frame(kind, extra)]
         case _:
             return draw(changed_bytes(b"".join(frames)))

@@ -20,7 +20,7 @@ import pytest
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.identity import load_or_create_identity
-from noloco_node.swarm.p2p_daemon import running_p2p, start_p2p
+from noloco_node.swarm.p2p_daemon import Doors, running_p2p, start_p2p
 from noloco_node.swarm.peer_addresses import answering_peers, parse_address
 from noloco_node.swarm.private_folder import sweep_dead_folders
 from tests.support import eventually, nothing_left_behind, p2pd_children
@@ -116,6 +116,28 @@ async def test_one_live_peer_among_dead_ones_is_enough(tmp_path: Path, caplog: p
         assert all(any(text in line and why in line for line in lines) for text, why in told)
 
 
+async def test_peers_seen_before_stand_in_for_dead_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the named peers are dead, or none is named; with nobody left a node starts a swarm only if it may."""
+    monkeypatch.setattr("noloco_node.swarm.p2p_daemon.PEERS_ANSWER_SECONDS", 0.5)
+    dead = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
+    key = load_or_create_identity(tmp_path / "two")
+    async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "one")) as first:
+        [address] = first.visible_addresses()
+        for named in ((dead,), ()):
+            async with running_p2p(joining(*named), key, Doors((dead, address), may_found=False)) as second:
+                assert second.joined_peers == (address,)
+        assert f"passed over {dead}: refused" in caplog.text
+    async with running_p2p(joining(), key, Doors((dead, address))) as alone:
+        assert alone.joined_peers == ()
+    for settings, doors in ((joining(dead), Doors((address,))), (joining(), Doors((address,), may_found=False))):
+        with pytest.raises(UserError) as caught:
+            await start_p2p(settings, key, doors)
+        assert caught.value.exit_code is ExitCode.PEERS_UNREACHABLE
+        assert address in caught.value.message
+
+
 async def test_a_peer_that_starts_a_little_later_is_waited_for(tmp_path: Path) -> None:
     """Its port is asked again until it answers."""
     with socket.socket() as reserved:
@@ -162,7 +184,7 @@ async def test_the_death_of_p2pd_is_noticed(tmp_path: Path) -> None:
 
 async def test_a_p2pd_that_cannot_start_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its last words."""
-    monkeypatch.setattr("noloco_node.swarm.p2p_daemon._BASE_ARGUMENTS", ("-announceAddrs=nonsense",))
+    monkeypatch.setattr("noloco_node.swarm.p2pd_arguments.ALWAYS", ("-announceAddrs=nonsense",))
     error = await failure(NodeSettings(), tmp_path)
     assert error.exit_code is ExitCode.P2P_DAEMON
     assert "nonsense" in error.message

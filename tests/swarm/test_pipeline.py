@@ -241,6 +241,40 @@ async def test_a_repeat_at_the_same_replica_is_recognised() -> None:
         assert made.replicas[1].worker.progress.tokens == steps > 0
 
 
+async def test_what_a_leaving_node_cannot_finish_goes_back_as_no_failure() -> None:
+    """A microbatch that waits for the next stage is refused as draining, so that its sender tries another at once; its
+    memory here is free, and one that is being trained is left to its end."""
+    async with serving_world(stages=3) as made:
+        middle = made.replicas[1]
+        never = asyncio.Event()
+        fault = Fault(FaultKind.DELAY, target=peer_name(2, 0), method=microbatch.METHOD, times=1, wait=never.wait)
+        made.network.inject(fault)
+        await made.replicas[2].membership.announce(PeerState.TRAINING)
+        await middle.membership.refresh()
+        asked = asyncio.create_task(ask(made, request(made)))
+        await eventually(lambda: made.network.fired[FaultKind.DELAY], what="it waits for the last stage")
+        assert middle.server.pending == 1
+        middle.server.hand_back()
+        with pytest.raises(Refused) as refused:
+            await asked
+        assert refused.value.reason is Refusal.DRAINING
+        assert middle.server.pending == 0
+        assert middle.worker.live_versions == 1
+        last = made.replicas[2]
+        marked = last.server._mark_trained  # pyright: ignore[reportPrivateUsage]
+
+        def mark_and_leave(name: str) -> None:
+            marked(name)
+            last.server.hand_back()
+
+        last.server._mark_trained = mark_and_leave  # pyright: ignore[reportPrivateUsage]
+        message = request(made, id="b" * 32, stage=2)
+        answer = await made.replicas[1]._transport.call(  # pyright: ignore[reportPrivateUsage]
+            peer_name(2, 0), microbatch.METHOD, message, timeout=5, progress=5, max_answer_bytes=1 << 20
+        )
+        assert answer.header["tokens"] == WINDOWS * LENGTH
+
+
 async def test_a_full_node_is_busy_at_once() -> None:
     """With max_pending microbatches held, the next is refused without waiting, and served again afterwards."""
     async with world(micro_spec(stages=3, pipeline=QUICK), settings=NodeSettings(max_pending=1)) as made:

@@ -14,10 +14,11 @@ import torch
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.replica import Replica
-from noloco_node.swarm import state_transfer
+from noloco_node.swarm import state_messages, state_transfer
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.memory_transport import Fault, FaultKind
-from noloco_node.swarm.state_transfer import StateDonor
+from noloco_node.swarm.state_donor import StateDonor
+from noloco_node.swarm.state_messages import PackedState, digest, packed_size, unpack
 from noloco_node.swarm.transport import Message, PeerId, ProtocolViolation
 from noloco_node.telemetry.events import OuterStep
 from tests.support import eventually
@@ -75,7 +76,7 @@ async def test_in_a_young_swarm_the_seeded_weights_stand() -> None:
 async def test_when_the_first_donor_dies_midway_the_next_one_gives_the_state() -> None:
     """Chunks of one donor are lost for good: the joiner ends as a copy of the other."""
     async with veteran_and_joiner(3) as (made, (_, second, joiner)):
-        made.network.inject(Fault(FaultKind.LOSE_REQUEST, target=peer_name(0, 0), method=state_transfer.CHUNK))
+        made.network.inject(Fault(FaultKind.LOSE_REQUEST, target=peer_name(0, 0), method=state_messages.CHUNK))
         donors = {await joiner.become_current() for _ in range(4)}
         assert donors == {peer_name(0, 1)}
         assert made.network.fired[FaultKind.LOSE_REQUEST] >= 3
@@ -87,7 +88,7 @@ async def test_without_a_donor_the_node_says_so_and_keeps_its_weights() -> None:
     """Random weights must never be averaged into trained ones: exit NO_DONOR, with a remedy."""
     async with veteran_and_joiner() as (made, (_, joiner)):
         before = (await joiner.worker.full_state())[1]["fast"]
-        made.network.inject(Fault(FaultKind.UNREACHABLE, method=state_transfer.OPEN))
+        made.network.inject(Fault(FaultKind.UNREACHABLE, method=state_messages.OPEN))
         with pytest.raises(UserError) as error:
             await joiner.become_current()
         assert error.value.exit_code is ExitCode.NO_DONOR
@@ -149,33 +150,39 @@ async def test_a_busy_donor_serves_one_snapshot_to_many() -> None:
 
 
 def test_a_packed_state_is_its_tensors_one_after_another() -> None:
-    """Scalars and 64-bit numbers as well; unpacked, it is the same state, and NaN in it is refused."""
+    """Scalars and 64-bit numbers as well, whatever the size of a chunk; unpacked, it is the same state, and NaN in it
+    is refused."""
     state = {
         "fast": torch.arange(7, dtype=torch.float32),
         "exp_avg": torch.randn(3, 5),
         "optimizer_steps": torch.tensor(11),
     }
-    payload, digests = state_transfer._pack(state, 16)
-    assert payload.tobytes() == b"".join(state[name].numpy().tobytes() for name in sorted(state))
-    assert digests.shape == (-(-payload.nbytes // 16), state_transfer.DIGEST_BYTES)
+    plain = b"".join(state[name].numpy().tobytes() for name in sorted(state))
+    packed = PackedState(state)
+    assert packed.size == len(plain)
+    for size in (1, 7, 16, 64, 1000):
+        parts = [bytes(packed.part(start, start + size)) for start in range(0, packed.size, size)]
+        assert b"".join(parts) == plain
+        assert [bytes(row.tolist()) for row in packed.digests(size)] == [digest(part) for part in parts]
     sizes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
-    unpacked = state_transfer._unpack(bytearray(payload), sizes)
+    assert packed_size(sizes) == len(plain)
+    unpacked = unpack(bytearray(plain), sizes)
     assert all(torch.equal(unpacked[name], state[name]) for name in state)
     state["fast"][3] = float("nan")
     with pytest.raises(ProtocolViolation, match="NaN"):
-        state_transfer._unpack(bytearray(state_transfer._pack(state, 16)[0]), sizes)
+        unpack(bytearray(PackedState(state).part(0, packed.size)), sizes)
 
 
 async def test_a_fetched_state_is_checked_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large state takes seconds to look at; the loop answers peers meanwhile."""
     threads: list[int] = []
-    unpack = state_transfer._unpack
+    checked = state_transfer.unpack
 
     def noted(*arguments: Any) -> dict[str, torch.Tensor]:
         threads.append(threading.get_ident())
-        return unpack(*arguments)
+        return checked(*arguments)
 
-    monkeypatch.setattr(state_transfer, "_unpack", noted)
+    monkeypatch.setattr(state_transfer, "unpack", noted)
     async with veteran_and_joiner() as (_, (_, joiner)):
         assert await joiner.become_current() == peer_name(0, 0)
     assert len(threads) == 1

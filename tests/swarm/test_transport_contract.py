@@ -214,6 +214,19 @@ async def test_time_runs_out_for_caller_and_handler(world: World) -> None:
     await eventually(lambda: handler.cancelled == 1, what="the handler is cancelled")
 
 
+async def test_work_may_take_longer_than_bytes_may_rest(world: World) -> None:
+    """The progress deadline is for peers that are silent: one that is at work says so, and is waited for."""
+    handler = Handler(open_gate=False)
+    world.server.serve("slow", welcome, handler, max_concurrent_per_peer=1)
+    call = asyncio.create_task(world.call("slow", torch.arange(1000), progress=1.5))
+    await eventually(lambda: handler.begun == 1)
+    done, _ = await asyncio.wait((call,), timeout=4.0)
+    assert not done, "it is still waiting, well beyond the deadline for silence"
+    handler.gate.set()
+    assert torch.equal((await call).tensors[0], torch.arange(1000))
+    assert (await world.call("slow")).tensors == (), "and the next request finds a clean stream"
+
+
 async def test_cancelling_a_call_cancels_the_handler(world: World) -> None:
     """Promptly, and its place is free again."""
     handler = Handler(open_gate=False)

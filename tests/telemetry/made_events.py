@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
+    CheckpointTaken,
     Evaluation,
     InnerStep,
     NodeStarted,
@@ -52,6 +53,21 @@ def started(name: str) -> NodeStarted:
         metrics_address=None,
         parameters=1_600_000,
         origin="seed",
+    )
+
+
+def checkpoint(error: str = "") -> CheckpointTaken:
+    """A checkpoint that held the device for 10 ms, or could not be written."""
+    return CheckpointTaken(
+        time=1000.0,
+        path=None if error else "checkpoints/00000001",
+        clock=1.0,
+        round=1,
+        step=1,
+        size=0 if error else 1000,
+        held_seconds=0.01,
+        seconds=0.5,
+        error=error,
     )
 
 

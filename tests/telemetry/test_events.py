@@ -30,3 +30,23 @@ def test_figures_that_are_not_finite_are_read_back(tmp_path: Path, norm: float) 
     assert isinstance(read, InnerStep)
     assert read.gradient_norm == norm or (math.isnan(read.gradient_norm) and math.isnan(norm))
     assert read.step == 1
+
+
+def test_a_line_that_a_killed_node_left_half_written_does_not_spoil_the_next_life(tmp_path: Path) -> None:
+    """It is cut off; what stands before it stays, however long the torn line is."""
+    path = tmp_path / "events.jsonl"
+    events = [
+        InnerStep(step=s, clock=1, tokens=1, loss=1, learning_rate=1, gradient_norm=1, skipped=False, live_replicas=1)
+        for s in (1, 2)
+    ]
+    for torn in ('{"time": 1, "event": "inner', "x" * 200_000, ""):
+        path.unlink(missing_ok=True)
+        first = EventFile(path)
+        first.write(events[0])
+        first.close()
+        with path.open("a") as file:
+            file.write(torn)
+        second = EventFile(path)
+        second.write(events[1])
+        second.close()
+        assert read_events(path) == events

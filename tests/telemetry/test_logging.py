@@ -91,3 +91,18 @@ def test_hivemind_speaks_through_our_handler_and_only_of_trouble(capsys: pytest.
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].endswith("[starting] trouble")
+
+
+@pytest.mark.usefixtures("untouched_logging")
+def test_what_an_earlier_life_trained_is_no_first_microbatch(capsys: pytest.CaptureFixture[str]) -> None:
+    """The books of a node that went on begin where they were."""
+    log = NodeLog()
+    configure_logging("INFO", log)
+    log.observe(made.started("s0-r0").model_copy(update={"origin": "checkpoint", "resumed": True}))
+    log.observe(made.account(trained=58))
+    log.observe(made.account(trained=58))
+    printed = capsys.readouterr().err
+    assert "first" not in printed
+    assert "weights from its own checkpoint" in printed
+    log.observe(made.account(trained=59))
+    assert "first microbatch done" in capsys.readouterr().err

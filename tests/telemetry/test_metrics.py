@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from urllib.request import urlopen
@@ -42,6 +43,23 @@ def test_metrics_follow_the_events_of_a_whole_run() -> None:
     assert value(metrics, "noloco_up") == 0
 
 
+async def test_what_the_process_holds_is_counted_when_asked() -> None:
+    """Memory and descriptors, and one task more while one more runs: counted on the endpoint's thread as in a node."""
+    metrics = Metrics()
+    metrics.watch_process(asyncio.get_running_loop())
+
+    async def tasks() -> float:
+        return await asyncio.to_thread(value, metrics, "noloco_tasks") or 0.0
+
+    before = await tasks()
+    waiting = asyncio.create_task(asyncio.Event().wait())
+    assert await tasks() == before + 1 >= 2
+    waiting.cancel()
+    assert (value(metrics, "noloco_threads") or 0) >= 1
+    assert (value(metrics, "process_resident_memory_bytes") or 0) > 1e7
+    assert (value(metrics, "process_open_fds") or 0) > 3
+
+
 def test_totals_of_accounts_become_rises_of_counters() -> None:
     """Two accounts with running totals do not add up to their sum."""
     metrics = Metrics()
@@ -51,6 +69,26 @@ def test_totals_of_accounts_become_rises_of_counters() -> None:
     assert value(metrics, "noloco_refusals_total", reason="busy") == 2
     assert value(metrics, "noloco_refusals_total", reason="draining") == 1
     assert value(metrics, "noloco_busy_seconds_total") == 4.0
+
+
+def test_what_an_earlier_life_counted_is_not_counted_again() -> None:
+    """The books of a node that went on from a checkpoint begin where they were; its counters begin at 0."""
+    metrics = Metrics()
+    metrics.observe(made.started("s0-r0").model_copy(update={"origin": "checkpoint", "resumed": True}))
+    for drawn in (100, 107):
+        metrics.observe(made.account(drawn=drawn))
+    assert value(metrics, "noloco_microbatches_total", outcome="drawn") == 7
+
+
+def test_checkpoints_are_counted_by_outcome() -> None:
+    """Written and failed ones, what they held up, and when the last one was good."""
+    metrics = Metrics()
+    for error in ("", "No space left on device", ""):
+        metrics.observe(made.checkpoint(error))
+    assert value(metrics, "noloco_checkpoints_total", outcome="written") == 2
+    assert value(metrics, "noloco_checkpoints_total", outcome="failed") == 1
+    assert value(metrics, "noloco_checkpoint_held_seconds_total") == pytest.approx(0.03)
+    assert value(metrics, "noloco_checkpoint_seconds_since_1970") == 1000.0
 
 
 def test_no_free_text_and_no_peer_id_becomes_a_label() -> None:

@@ -139,3 +139,16 @@ def test_a_node_that_was_interrupted_did_not_die() -> None:
     summary = summarize(events)
     assert summary.died == []
     assert summary.per_node["s1-r0"].ended == "interrupted"
+
+
+def test_the_time_in_which_a_swarm_was_down_is_no_training_time() -> None:
+    """Two lives of ten steps, one a second, a night between them: the speed is that of the training."""
+    lives = [
+        [made.started("s0-r0").model_copy(update={"time": begun})]
+        + [made.inner_step(step, time=begun + step) for step in range(1, 11)]
+        for begun in (1000.0, 50_000.0)
+    ]
+    summary = summarize({"s0-r0": [event for life in lives for event in life]})
+    assert summary.tokens == 20 * made.TOKENS
+    assert summary.seconds == pytest.approx(18.0)
+    assert summary.tokens_per_second == pytest.approx(made.TOKENS)

@@ -1,0 +1,160 @@
+"""When a node's state is saved, and how it is taken up again. What lies on the disk is `storage.checkpoint`'s."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.replica import Replica
+from noloco_node.storage.checkpoint import Checkpoint, CheckpointFailed, CheckpointFolder, HeldSample, Standing, Written
+from noloco_node.swarm.microbatch import Sample
+from noloco_node.telemetry.events import AnyEvent, CheckpointTaken
+from noloco_node.training.stage_worker import WholeState
+
+logger = logging.getLogger(__name__)
+
+HELD_SHARE = 0.002
+"""Share of the time that checkpoints may hold the compute thread, whatever the settings say: where a snapshot takes
+long, they become rarer."""
+
+RANDOM = "random_state"
+
+
+def is_due(*, rounds: int, seconds: float, held_seconds: float, every_rounds: int, at_least_seconds: float) -> bool:
+    """Whether to take a checkpoint, `rounds` outer rounds and `seconds` after the last one began, which held the
+    compute thread for `held_seconds`."""
+    return rounds >= every_rounds and seconds >= max(at_least_seconds, held_seconds / HELD_SHARE)
+
+
+class CheckpointKeeper:
+    """Takes a replica's checkpoints beside its training, on a thread that does nothing else."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        folder: CheckpointFolder,
+        emit: Callable[[AnyEvent], None],
+        settings: NodeSettings,
+    ) -> None:
+        self._replica = replica
+        self._folder = folder
+        self._emit = emit
+        self._settings = settings
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._failing = False
+        self._held_seconds = 0.0
+        self._round, self._since = replica.worker.progress.outer_rounds, time.monotonic()
+
+    async def resume(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint: weights, optimizer, clock, samples held, books. Before the replica runs.
+
+        Raises UserError (RUN_FOLDER) where it does not fit this stage.
+        """
+        standing, tensors = checkpoint.standing, dict(checkpoint.tensors)
+        random_state = tensors.pop(RANDOM, None)
+        state = WholeState(
+            standing.progress, standing.credit, standing.tokens_accumulated, standing.loss_accumulated, tensors
+        )
+        try:
+            await self._replica.worker.resume(state)
+        except ValueError as error:
+            raise UserError(
+                ExitCode.RUN_FOLDER,
+                f"the checkpoint {checkpoint.path} cannot be gone on from: {error}",
+                "use the version of noloco-node that wrote it, or remove it to start from a fellow's state",
+            ) from None
+        if random_state is not None:
+            self._replica.rng.setstate((3, tuple(int(word) for word in random_state), None))
+        ledger = self._replica.ledger
+        ledger.resume(standing.ledger)
+        ledger.waiting.extend(Sample(held.windows, held.put_backs) for held in standing.held)
+        if self._replica.origin is None:  # else its text goes on from there already
+            ledger.walk = standing.walk
+        self._replica.exchanger.free_since_step = standing.progress.steps
+        self._round = standing.progress.outer_rounds
+
+    async def run(self) -> None:
+        """Take a checkpoint whenever one is due, until cancelled."""
+        while True:
+            await self._replica.moved.wait()
+            if is_due(
+                rounds=self._replica.worker.progress.outer_rounds - self._round,
+                seconds=time.monotonic() - self._since,
+                held_seconds=self._held_seconds,
+                every_rounds=self._settings.checkpoint_rounds,
+                at_least_seconds=self._settings.checkpoint_seconds,
+            ):
+                await self.save()
+
+    async def save(self) -> None:
+        """Take a checkpoint now. Where the disk refuses it: a warning, once until it works again; never an error."""
+        started = self._since = time.monotonic()
+        state = await self._replica.worker.whole_state()
+        standing = self._standing(state)  # no await in between: see `StageWorker.whole_state`
+        self._round, self._held_seconds = state.progress.outer_rounds, state.held_seconds
+        tensors = {**state.tensors, RANDOM: self._random_state()}
+        written, error = None, ""
+        try:
+            work = self._folder.write
+            written = await asyncio.get_running_loop().run_in_executor(self._disk, work, standing, tensors)
+        except CheckpointFailed as failure:
+            error = str(failure)
+        self._report(error)
+        self._emit(_event(state, written, error, time.monotonic() - started))
+
+    def __enter__(self) -> CheckpointKeeper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take no more. A write that is under way is not waited for: it becomes whole, or counts for nothing."""
+        self._disk.shutdown(wait=False, cancel_futures=True)
+
+    def _standing(self, state: WholeState) -> Standing:
+        return Standing(
+            run_id=self._replica.spec.run_id,
+            stage=self._replica.stage,
+            progress=state.progress,
+            credit=state.credit,
+            tokens_accumulated=state.tokens_accumulated,
+            loss_accumulated=state.loss_accumulated,
+            walk=self._replica.walk_position(),
+            held=tuple(
+                HeldSample(windows=tuple(sample.windows), put_backs=sample.put_backs)
+                for sample in self._replica.held_samples
+            ),
+            ledger=self._replica.ledger.counts,
+        )
+
+    def _random_state(self) -> Tensor:
+        """Of the choices of routes and partners, so that a node that comes back does not choose as it did before."""
+        _, words, _ = self._replica.rng.getstate()
+        return torch.tensor(words, dtype=torch.int64)
+
+    def _report(self, error: str) -> None:
+        where = self._folder.path
+        if error and not self._failing:
+            logger.warning("no checkpoint can be written to %s: %s; training goes on, and each is tried", where, error)
+        elif self._failing and not error:
+            logger.info("checkpoints are written to %s again", where)
+        self._failing = bool(error)
+
+
+def _event(state: WholeState, written: Written | None, error: str, seconds: float) -> CheckpointTaken:
+    return CheckpointTaken(
+        path=str(written.path) if written else None,
+        clock=state.progress.clock,
+        round=state.progress.outer_rounds,
+        step=state.progress.steps,
+        size=written.size if written else 0,
+        held_seconds=state.held_seconds,
+        seconds=seconds,
+        error=error,
+    )

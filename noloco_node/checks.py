@@ -1,0 +1,171 @@
+"""Whether this machine can do what a node asks of it: each check is a pure judgement of what was measured."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from noloco_node.errors import ExitCode, UserError
+
+MEMORY_BYTES_PER_PARAMETER = 40
+"""Masters, Adam's moments, slow weights, momentum, snapshot, payload, gradients, published versions."""
+WEIGHTS_BYTES_PER_PARAMETER = 8
+"""What a stage leaves at its end: slow and fast weights in fp32."""
+DISK_BYTES_PER_PARAMETER = 80
+"""The same, with the checkpoints of a whole state that are kept on the way and the one that is being written."""
+SMALLEST_DISK = 64 << 20
+CLOCK_LIMIT_SECONDS = 3.0
+"""hivemind's directory takes no peer whose clock is further off."""
+CLOCK_WARNING_SECONDS = 1.5
+WANTED_FILES = 8192
+FEWEST_FILES = 1024
+GB = 1e9
+
+
+class Outcome(StrEnum):
+    """How a check ended."""
+
+    PASS = "pass"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check: its name, how it ended, what was found, and what to do about it (empty where it passed)."""
+
+    name: str
+    outcome: Outcome
+    found: str
+    remedy: str = ""
+
+
+def check_disk(free: int, parameters: int, where: str) -> Check:
+    """Room in the run folder for a stage of so many parameters; `free` in bytes."""
+    least = SMALLEST_DISK + WEIGHTS_BYTES_PER_PARAMETER * parameters
+    wanted = SMALLEST_DISK + DISK_BYTES_PER_PARAMETER * parameters
+    found = f"{free / GB:,.1f} GB free in {where}, up to {wanted / GB:,.1f} GB wanted"
+    if free < least:
+        return Check("disk", Outcome.FAIL, found, "free some, or name a folder on a larger disk with --run-folder")
+    if free < wanted:
+        return Check("disk", Outcome.WARN, found, "free some before the checkpoints fill it, or keep fewer of them")
+    return Check("disk", Outcome.PASS, found)
+
+
+def check_memory(available: int, total: int, parameters: int) -> Check:
+    """Memory for a stage of so many parameters; `available` and `total` in bytes, a container's limit included."""
+    needed = MEMORY_BYTES_PER_PARAMETER * parameters
+    found = f"{available / GB:,.1f} of {total / GB:,.1f} GB free"
+    if parameters:
+        found += f", about {needed / GB:,.1f} GB needed"
+    if needed > total:
+        return Check("memory", Outcome.FAIL, found, "serve a smaller stage with --stage, or use a machine with more")
+    if needed > available:
+        return Check("memory", Outcome.WARN, found, "end other programs, or the system may kill this one")
+    return Check("memory", Outcome.PASS, found)
+
+
+def check_files(soft: int) -> Check:
+    """The number of files and streams that this process may have open."""
+    if soft < FEWEST_FILES:
+        remedy = f"raise it before the start: ulimit -n {WANTED_FILES}, or docker run --ulimit nofile={WANTED_FILES}"
+        return Check("open files", Outcome.WARN, f"at most {soft:,}", remedy)
+    return Check("open files", Outcome.PASS, f"at most {soft:,}")
+
+
+def check_clock(skews: Sequence[tuple[float, float]]) -> Check:
+    """This machine's clock against peers': for each the seconds that it is ahead of ours, and how far off that may be.
+
+    Judged by the median peer, so that one with a wrong clock of its own does not fail the others.
+    """
+    if not skews:
+        return Check("clock", Outcome.PASS, "not compared: no peer told its time")
+    skew = median(seconds for seconds, _ in skews)
+    doubt = max(uncertainty for _, uncertainty in skews)
+    word = "behind" if skew > 0 else "ahead of"
+    found = f"{abs(skew):.2f} s {word} {len(skews)} peer{'s' * (len(skews) > 1)} (± {doubt:.2f} s)"
+    if abs(skew) - doubt > CLOCK_LIMIT_SECONDS:
+        remedy = f"set this machine's clock (NTP): beyond {CLOCK_LIMIT_SECONDS:g} s others do not accept this node"
+        return Check("clock", Outcome.FAIL, found, remedy)
+    if abs(skew) > CLOCK_WARNING_SECONDS:
+        return Check("clock", Outcome.WARN, found, "set this machine's clock (NTP) before it drifts further")
+    return Check("clock", Outcome.PASS, found)
+
+
+def check_versions(own: tuple[int, str], others: Mapping[str, tuple[int, str]]) -> Check:
+    """Protocol and package version of this node against those of peers, by address."""
+    protocol, package = own
+    foreign = {address: theirs for address, theirs in others.items() if theirs[0] != protocol}
+    if others and len(foreign) == len(others):
+        their_protocol, their_package = next(iter(foreign.values()))
+        found = f"peers speak protocol {their_protocol} (noloco-node {their_package}), this node {protocol} ({package})"
+        return Check("versions", Outcome.FAIL, found, "install the same version of noloco-node on both sides")
+    different = sorted({theirs[1] for theirs in others.values()} - {package})
+    if different:
+        found = f"noloco-node {package} here, {', '.join(different)} elsewhere"
+        return Check("versions", Outcome.WARN, found, "install the same version where something does not work")
+    return Check("versions", Outcome.PASS, f"noloco-node {package}, protocol {protocol}")
+
+
+def free_disk(path: Path) -> int:
+    """Bytes that this user may still write where `path` lies or will lie; OSError as the system says."""
+    there = next(place for place in (path, *path.resolve().parents) if place.exists())
+    return shutil.disk_usage(there).free
+
+
+def memory() -> tuple[int, int]:
+    """Bytes of memory (available, total), no more than what a container may have."""
+    found = psutil.virtual_memory()
+    available, total = int(found.available), int(found.total)
+    limit, used = _container_memory()
+    if limit is not None:
+        total = min(total, limit)
+        available = min(available, max(0, limit - used))
+    return available, total
+
+
+def raise_file_limit() -> int:
+    """Let this process have as many open files as it wants and the system grants; how many that are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return WANTED_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def first_failure(checks: Sequence[Check]) -> UserError | None:
+    """The error for the first check that failed; None where none did."""
+    for check in checks:
+        if check.outcome is Outcome.FAIL:
+            return UserError(ExitCode.CHECK_FAILED, f"{check.name}: {check.found}", check.remedy)
+    return None
+
+
+def _container_memory() -> tuple[int | None, int]:
+    """Limit (None: there is none) and use of this process's control group, in bytes; Linux, both versions."""
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            return int(_first_line(limit)), int(_first_line(used))
+    return None, 0
+
+
+def _first_line(path: str) -> str:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, 64).decode("ascii").strip()
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,204 @@
+"""`noloco-node doctor`: what can be known about this machine and its network before, or instead of, a run."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from noloco_node.checks import (
+    Check,
+    Outcome,
+    check_disk,
+    check_files,
+    check_memory,
+    free_disk,
+    memory,
+    raise_file_limit,
+)
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.errors import UserError
+from noloco_node.network import Entrance, entrance, out_of_reach
+from noloco_node.node import check_device
+from noloco_node.start_checks import judge_peers
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.swarm.dial_back import MAX_PORTS, Dialled, Reached, ask_dial_back
+from noloco_node.swarm.hello import measure_hello
+from noloco_node.swarm.identity import holder_of, load_identity
+from noloco_node.swarm.known_peers import KnownPeers
+from noloco_node.swarm.p2pd_arguments import check_port_free, node_arguments
+from noloco_node.swarm.peer_addresses import PeerAddress, parse_address
+from noloco_node.swarm.transport import PeerId, Refused, TransportError
+from noloco_node.swarm.who_answers import NoAnswer, who_answers
+
+ADDRESS_SECONDS = 5.0
+MOST_ASKED = 5
+"""Peers that are asked to dial back."""
+
+
+async def examine(settings: NodeSettings) -> list[Check]:
+    """Every check, in the order in which a person would mend things. Runs no training and takes no part in the swarm
+    but for a moment, under a peer id made for the purpose; never raises for what it finds."""
+    checks = [
+        *_machine(settings),
+        await asyncio.to_thread(_device, settings.device),
+        _identity(settings.identity or RunFolder(settings.run_folder).identity),
+        _listening(settings),
+    ]
+    known = KnownPeers(settings.run_folder / "peers.json")
+    addresses = settings.initial_peers or known.texts()
+    reached = await asyncio.gather(*(_address(text) for text in addresses))
+    checks += reached
+    live = tuple(text for text, check in zip(addresses, reached, strict=True) if check.outcome is Outcome.PASS)
+    return checks + await _network(settings, live)
+
+
+def lines(checks: Sequence[Check]) -> list[str]:
+    """The checks as a table for a person: outcome, name, what was found; below it what to do."""
+    width = max(len(check.name) for check in checks)
+    rows: list[str] = []
+    for check in checks:
+        rows.append(f"{check.outcome.value:<5} {check.name:<{width}}  {check.found}")
+        if check.remedy:
+            rows.append(f"{'':<5} {'':<{width}}  -> {check.remedy}")
+    failed = sum(check.outcome is Outcome.FAIL for check in checks)
+    warned = sum(check.outcome is Outcome.WARN for check in checks)
+    return [*rows, f"{len(checks)} checks: {failed} failed, {warned} with a warning"]
+
+
+def as_json(checks: Sequence[Check]) -> list[dict[str, str]]:
+    """The checks as JSON values, in the same order."""
+    return [{"check": c.name, "outcome": c.outcome.value, "found": c.found, "remedy": c.remedy} for c in checks]
+
+
+def _machine(settings: NodeSettings) -> list[Check]:
+    available, total = memory()
+    folder = settings.run_folder
+    try:
+        disk = check_disk(free_disk(folder), 0, str(folder))
+    except OSError as error:
+        disk = Check("disk", Outcome.FAIL, f"{folder}: {error.strerror or error}", "name another with --run-folder")
+    return [check_files(raise_file_limit()), disk, check_memory(available, total, 0)]
+
+
+def _device(name: str) -> Check:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = f"torch {torch.__version__}, node.device {name}, {gpus} CUDA device{'s' * (gpus != 1)}"
+    try:
+        check_device(name)
+    except UserError as error:
+        return _failed("device", error)
+    if gpus and name == "cpu":
+        return Check("device", Outcome.WARN, found, "a GPU lies idle: --set node.device=cuda uses it")
+    return Check("device", Outcome.PASS, found)
+
+
+def _identity(path: Path) -> Check:
+    if not path.exists():
+        return Check("identity", Outcome.PASS, f"none at {path} yet: the first start makes one")
+    try:
+        identity, holder = load_identity(path), holder_of(path)
+    except UserError as error:
+        return _failed("identity", error)
+    except OSError as error:
+        return Check("identity", Outcome.WARN, f"{path}: {error.strerror or error}", "look at its permissions")
+    if path.stat().st_mode & 0o077:
+        return Check("identity", Outcome.WARN, f"{path} can be read by other users", f"chmod 600 {path}")
+    used = f", in use by {holder}" if holder else ""
+    return Check("identity", Outcome.PASS, f"{identity.peer_id} ({path}{used})")
+
+
+def _listening(settings: NodeSettings) -> Check:
+    try:
+        node_arguments(settings, Path("unused"))
+        check_port_free(settings.host, settings.port)
+    except UserError as error:
+        return _failed("port", error)
+    if settings.port == 0:
+        remedy = "choose one with --port, if others are to reach this node through a firewall or a router"
+        return Check("port", Outcome.WARN, f"any free one on {settings.host}", remedy)
+    return Check("port", Outcome.PASS, f"{settings.port} on {settings.host} is free")
+
+
+async def _address(text: str) -> Check:
+    name = "peer"
+    try:
+        address = parse_address(text)
+        found = await who_answers(address.host, address.port, ADDRESS_SECONDS)
+    except ValueError as error:
+        return Check(name, Outcome.FAIL, f"{text}: {error}", "copy the whole line that the node printed")
+    except NoAnswer as error:
+        return Check(name, Outcome.FAIL, f"{text}: {error}", "see that it runs, and look for firewalls between")
+    if found != address.peer:
+        remedy = "ask its owner for the address that it prints now"
+        return Check(name, Outcome.FAIL, f"{text}: another peer answers there ({found})", remedy)
+    return Check(name, Outcome.PASS, f"{text} answers")
+
+
+async def _network(settings: NodeSettings, live: tuple[str, ...]) -> list[Check]:
+    """What only a running p2pd can tell: whether it starts, clock and versions, and whether others reach this node."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="noloco-doctor-") as folder:
+        own = settings.model_copy(update={"initial_peers": live, "identity": None, "run_folder": Path(folder)})
+        try:
+            async with entrance(own, RunFolder(Path(folder)), run=None, may_found=True) as door:
+                up = f"p2pd is up after {time.monotonic() - began:.1f} s"
+                checks = [Check("p2pd", Outcome.PASS, up)]
+                return checks + await _among_peers(own, door)
+        except UserError as error:
+            return [_failed("p2pd", error)]
+
+
+async def _among_peers(settings: NodeSettings, door: Entrance) -> list[Check]:
+    joined = door.daemon.joined_peers
+    answers = await asyncio.gather(*(measure_hello(door.transport, parse_address(text).peer) for text in joined))
+    told = {text: answer for text, answer in zip(joined, answers, strict=True) if answer is not None}
+    ports = _ports([parse_address(text) for text in door.daemon.visible_addresses()])
+    asked = list(dict.fromkeys([parse_address(text).peer for text in joined] + list(await door.daemon.connections())))
+    results = await asyncio.gather(*(_ask(door, peer, ports) for peer in asked[:MOST_ASKED]))
+    answered = {peer: result for peer, result in zip(asked, results, strict=False) if result is not None}
+    return [*judge_peers(told), check_reached(answered, ports, local_only=out_of_reach(settings, joined))]
+
+
+def _ports(visible: Sequence[PeerAddress]) -> list[int]:
+    """The TCP ports that others would dial: announced ones, else the one that p2pd listens on."""
+    return list(dict.fromkeys(address.port for address in visible if address.port))[:MAX_PORTS]
+
+
+async def _ask(door: Entrance, peer: PeerId, ports: Sequence[int]) -> Dialled | None:
+    try:
+        return await ask_dial_back(door.transport, peer, ports)
+    except (Refused, TransportError):
+        return None
+
+
+def check_reached(answers: Mapping[PeerId, Dialled], ports: Sequence[int], *, local_only: bool) -> Check:
+    """Whether others reach this node, by the word of the peers that dialled back."""
+    name, listed = "reachable", ", ".join(map(str, ports))
+    if not answers:
+        remedy = "name the address of a node or seed: noloco-node doctor ADDRESS"
+        return Check(name, Outcome.WARN, "not known: no peer could be asked to dial back", remedy)
+    seen = sorted({host for answer in answers.values() for host in answer.seen_at})
+    yes = sum(Reached.YES in answer.results.values() for answer in answers.values())
+    another = any(Reached.ANOTHER in answer.results.values() for answer in answers.values())
+    found = f"{yes} of {len(answers)} peers reached port {listed} at {', '.join(seen) or 'no direct address'}"
+    if yes == len(answers):
+        return Check(name, Outcome.PASS, found)
+    if local_only:
+        return Check(name, Outcome.FAIL, found, "listen on all networks: --host 0.0.0.0 --port N")
+    if another:
+        found += "; another node answers there"
+        return Check(name, Outcome.FAIL, found, "give each node behind one router a port of its own, and forward each")
+    remedy = (
+        f"open port {listed} in the firewall and forward it in the router (docker run -p {listed}:{listed}), and where "
+        "others use another port tell them with --announce HOST:PORT"
+    )
+    return Check(name, Outcome.WARN if yes else Outcome.FAIL, found, remedy)
+
+
+def _failed(name: str, error: UserError) -> Check:
+    return Check(name, Outcome.FAIL, error.message, error.remedy)

@@ -1,0 +1,86 @@
+"""Options of the commands that run something in the network, and the settings that they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from noloco_node.config.node_settings import NodeSettings
+    from noloco_node.config.run_spec import RunSpec
+
+
+def set_argument(command: argparse.ArgumentParser, example: str) -> None:
+    """`--set NAME=VALUE`."""
+    help_text = f"override a setting, for example {example} (may be repeated)"
+    command.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help=help_text)
+
+
+def node_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `run` and `join`."""
+    add = command.add_argument
+    add("--stage", metavar="N|auto", help="stage to serve; auto: the one that needs this node most and fits its memory")
+    add("--devices", metavar="all|LIST", help="one node on each GPU, or on cuda:0,cuda:1; one that dies stays dead")
+    add("--metrics-port", metavar="N", help="serve Prometheus metrics on this port; 0: any free one")
+    add("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
+    network_arguments(command)
+
+
+def network_arguments(command: argparse.ArgumentParser) -> None:
+    """Where a node keeps its files and listens."""
+    add = command.add_argument
+    add("--run-folder", metavar="DIR", help="where events, identity and final weights go")
+    add("--host", metavar="ADDR", help="address to listen on; 0.0.0.0 to be reachable from other machines")
+    add("--port", metavar="N", help="TCP port to listen on; 0: any free one")
+    add("--announce", metavar="ADDR", nargs="+", help="addresses under which others reach this node, behind a NAT")
+    add("--identity", metavar="FILE", help="private key of this node, made when missing")
+
+
+def seed_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `seed`."""
+    command.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="the run that others join through it")
+    set_argument(command, "node.log_level=DEBUG")
+    command.add_argument("--initial-peers", metavar="ADDR", nargs="+", help="nodes or seeds to join")
+    network_arguments(command)
+    command.set_defaults(stage=None, metrics_port=None)
+
+
+def seed_settings(options: argparse.Namespace) -> tuple[RunSpec | None, NodeSettings]:
+    """What `seed` was told: the run, where one was named, and its own settings. UserError as loading them does."""
+    from noloco_node.config.load import load_config, load_join
+
+    options.run_folder = options.run_folder or "runs/seed"
+    if options.config is None:
+        return None, load_join(node_overrides(options)).node
+    config = load_config(options.config, node_overrides(options))
+    return config.run, config.node
+
+
+def doctor_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `doctor`."""
+    command.add_argument("initial_peers", metavar="ADDRESS", nargs="*", help="address of a node or a seed")
+    command.add_argument("--json", action="store_true", help="print the checks as JSON")
+    set_argument(command, "node.device=cuda")
+    network_arguments(command)
+    command.set_defaults(stage=None, metrics_port=None)
+
+
+def doctor_settings(options: argparse.Namespace) -> NodeSettings:
+    """The settings that `doctor` is to check. UserError as loading them does."""
+    from noloco_node.config.load import load_join
+
+    return load_join(node_overrides(options)).node
+
+
+NODE_OPTIONS = ("initial_peers", "stage", "run_folder", "host", "port", "announce", "metrics_port", "identity")
+"""Options of `run` and `join` that stand for the setting of the same name in `node:`."""
+
+
+def node_overrides(options: argparse.Namespace) -> list[str]:
+    """The options of `run` and `join` as overrides, before those of --set."""
+    given = {name: getattr(options, name) for name in NODE_OPTIONS if getattr(options, name) is not None}
+    plain = {"stage", "port", "metrics_port"}
+    quoted = {name: value if name in plain else json.dumps(value, default=str) for name, value in given.items()}
+    return [f"node.{name}={value}" for name, value in quoted.items()] + list(options.set)

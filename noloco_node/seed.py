@@ -1,0 +1,80 @@
+"""A seed: a light node without a stage. It holds the directory together, and relays only where its owner says so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncGenerator, Callable
+
+from noloco_node.config.load import OwnData
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.network import Entrance, entrance, supervisor
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
+from noloco_node.swarm.hello import check_same_run, serve_hello
+from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
+from noloco_node.telemetry.logging import NodeLog, configure_logging
+
+logger = logging.getLogger(__name__)
+
+ANY_RUN = "any"
+"""Stands for the run in the file of peers seen before, where a seed serves no run of its own."""
+
+Tell = Callable[[RunSpec | None, list[str]], None]
+"""Told the run, if there is one, and the addresses of the seed, once it is up."""
+
+
+async def run_seed(spec: RunSpec | None, settings: NodeSettings, tell: Tell) -> None:
+    """Hold the directory together until SIGINT or SIGTERM. Leaves no process and no socket behind.
+
+    With a RunSpec, or where initial peers give it theirs, it also hands that out, so that strangers can join a run by
+    the seed's address alone; without, it serves whatever runs come by. Raises UserError as a node does.
+    """
+    folder = RunFolder.create(settings.run_folder)
+    configure_logging(settings.log_level, NodeLog())
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    run = None if spec is None else spec.run_id
+    try:
+        async with entrance(settings, folder, run=run, may_found=not settings.initial_peers) as door:
+            agreed = await _agree(spec, door)
+            async with _directory(door, agreed) as directory:
+                serve_hello(door.transport, agreed, lambda: None)
+                if agreed is not None:
+                    serve_spec(door.transport, agreed)
+                tell(agreed, door.daemon.visible_addresses())
+                await _serve(door, directory, agreed, settings, stop)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+async def _agree(spec: RunSpec | None, door: Entrance) -> RunSpec | None:
+    joined = door.daemon.joined_peers
+    if spec is not None:
+        await check_same_run(door.transport, spec, joined)
+        return spec
+    return await fetch_run_spec(door.transport, joined, OwnData(), reads_text=False) if joined else None
+
+
+@contextlib.asynccontextmanager
+async def _directory(door: Entrance, spec: RunSpec | None) -> AsyncGenerator[DhtDirectory]:
+    run, stages = (None, 0) if spec is None else (spec.run_id, spec.stages)
+    directory = await join_directory(door.daemon, door.identity, run, stages)
+    try:
+        yield directory
+    finally:
+        await directory.close()
+
+
+async def _serve(
+    door: Entrance, directory: DhtDirectory, spec: RunSpec | None, settings: NodeSettings, stop: asyncio.Event
+) -> None:
+    run = ANY_RUN if spec is None else spec.run_id
+    keeping = door.known.keep(door.daemon, run, directory.neighbours)
+    await supervisor(door.daemon, directory, door.known, settings).beside(stop.wait(), keeping)

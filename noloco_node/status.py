@@ -1,0 +1,197 @@
+"""What a node is doing and what it has contributed, read from its run folder: while it runs, and long after."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+from pydantic import ValidationError
+
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.swarm.contribution import Contribution, read_contribution
+from noloco_node.swarm.identity import holder_of, load_identity
+from noloco_node.swarm.transport import PeerId
+from noloco_node.telemetry.events import (
+    Account,
+    AnyEvent,
+    Doing,
+    Evaluation,
+    Event,
+    InnerStep,
+    NodeStarted,
+    NodeStopped,
+    StateDownload,
+    parse_event,
+)
+
+DEFAULT_FOLDER = Path("runs/node")
+SHOWN_PEERS = 8
+SILENT_SECONDS = 15.0
+"""A running node writes its account every two seconds; one that is silent for longer is stuck or frozen."""
+
+_KIND = re.compile(rb'"event":"([a-z_]+)"')
+
+E = TypeVar("E", bound=Event)
+
+
+class Events:
+    """The last event of each kind in an event file."""
+
+    def __init__(self, path: Path) -> None:
+        lines: dict[bytes, bytes] = {}
+        with path.open("rb") as file:
+            for line in file:
+                kind = _KIND.search(line)
+                if kind and line.endswith(b"\n"):
+                    lines[kind.group(1)] = line
+        self._last = [event for line in lines.values() if (event := _parsed(line)) is not None]
+
+    def last(self, kind: type[E]) -> E | None:
+        """The last one of this kind; None where there is none."""
+        return next((event for event in self._last if isinstance(event, kind)), None)
+
+    @property
+    def time(self) -> float:
+        """Wall time of the very last."""
+        return max((event.time for event in self._last), default=0.0)
+
+
+def _parsed(line: bytes) -> AnyEvent | None:
+    try:
+        return parse_event(line)
+    except ValidationError:  # a line of another version, or one that was tampered with
+        return None
+
+
+def status_lines(path: Path, now: float | None = None) -> list[str]:
+    """What `noloco-node status` prints. UserError (RUN_FOLDER) where no node has ever run there."""
+    folder = RunFolder(path)
+    if not folder.events.exists():
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"run_folder is '{path}', and no node has run there: it has no {folder.events.name}",
+            "name the run folder of a node (--run-folder of `run` and `join`; runs/node where it was not given)",
+        )
+    events, now = Events(folder.events), time.time() if now is None else now
+    started = events.last(NodeStarted)
+    return [
+        *_node(path, folder, started),
+        *_now(folder, events, started, now),
+        *_training(events),
+        *_ledger(folder, started),
+    ]
+
+
+def _node(path: Path, folder: RunFolder, started: NodeStarted | None) -> Iterator[str]:
+    yield f"node in {path}"
+    if started is None:
+        yield "  it has not been up yet"
+        return
+    yield f"  peer id           {started.peer_id}"
+    yield f"  run               {started.run_name} ({started.run_id})"
+    yield f"  stage             {started.stage} of {started.stages}, {started.parameters:,} parameters"
+    if folder.log.exists():
+        yield f"  log               {folder.log}"
+
+
+def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: float) -> Iterator[str]:
+    """Whether it runs, and what it does or waits for, and for how long."""
+    stopped, doing = events.last(NodeStopped), events.last(Doing)
+    begun = max((event.time for event in (started, doing) if event is not None), default=0.0)
+    ended = stopped is not None and stopped.time >= begun
+    if not ended and not _runs(folder, started):
+        gone = _ago(now - events.time)
+        yield f"now                 gone without a last word {gone} ago: killed, or the machine went down"
+        return
+    if ended and stopped is not None:
+        detail = f": {stopped.detail}" if stopped.detail else ""
+        reason = stopped.reason.replace("_", " ")
+        yield f"now                 stopped {_ago(now - stopped.time)} ago ({reason}{detail})"
+        return
+    silent = now - events.time
+    yield f"now                 {_activity(events, doing, now)}"
+    if silent > SILENT_SECONDS:
+        yield f"  silent            for {_ago(silent)}: the process is stuck or frozen"
+
+
+def _activity(events: Events, doing: Doing | None, now: float) -> str:
+    if doing is None:
+        return "starting"
+    since = _ago(now - doing.since)
+    if doing.what.startswith("waiting"):
+        return f"waiting for {since} for {doing.detail}"
+    download = events.last(StateDownload)
+    if doing.what == "downloading" and download is not None and download.time >= doing.since:
+        share = 100.0 * download.received / download.total
+        return f"copying the state of {download.donor}: {share:.0f} % of {download.total / 1e6:,.1f} MB, for {since}"
+    return f"{doing.detail}, for {since}"
+
+
+def _runs(folder: RunFolder, started: NodeStarted | None) -> bool:
+    """Whether a process holds the node's identity, or where that lies elsewhere, has its process id and age."""
+    if folder.identity.exists():
+        return holder_of(folder.identity) is not None
+    if started is None:
+        return False
+    try:
+        return psutil.Process(started.pid).create_time() <= started.time
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _training(events: Events) -> Iterator[str]:
+    account, step, loss = events.last(Account), events.last(InnerStep), events.last(Evaluation)
+    if account is not None:
+        share = 100.0 * min(1.0, account.clock / account.target)
+        yield f"progress            {account.clock:,.0f} of {account.target:,} tokens ({share:.0f} %)"
+        yield f"  nodes             {' + '.join(map(str, account.nodes_per_stage))} as this node sees them"
+    if step is not None:
+        yield f"  training loss     {step.loss:.4f} nats/token at inner step {step.step}"
+    if loss is not None:
+        yield f"  validation loss   {loss.loss:.4f} nats/token"
+
+
+def _ledger(folder: RunFolder, started: NodeStarted | None) -> Iterator[str]:
+    owner = PeerId(started.peer_id) if started else None
+    if owner is None and folder.identity.exists():
+        owner = load_identity(folder.identity).peer_id
+    if owner is None or not folder.contribution.exists():
+        yield "contribution        none written down yet"
+        return
+    total = read_contribution(folder.contribution, owner)
+    yield f"contribution        {_since(total)}"
+    yield f"  tokens            {total.tokens:,}"
+    yield f"  microbatches      {total.drawn:,} drawn, {total.served:,} served for others"
+    yield f"  outer rounds      {total.outer_rounds:,}"
+    yield from _receipts(total)
+    if total.refused:
+        yield f"  refused           {total.refused} lines of {folder.contribution} are not signed by whom they name"
+
+
+def _since(total: Contribution) -> str:
+    if total.first is None:
+        return "nothing yet"
+    begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(total.first))
+    return f"since {begun}, {total.seconds / 3600:,.1f} h at work, as this node says"
+
+
+def _receipts(total: Contribution) -> Iterator[str]:
+    rows = sorted(total.receipts.items(), key=lambda item: -item[1].microbatches)
+    microbatches, tokens = sum(row.microbatches for _, row in rows), sum(row.tokens for _, row in rows)
+    yield f"  receipts          {microbatches:,} microbatches, {tokens:,} tokens, signed by {len(rows)} peers"
+    for peer, row in rows[:SHOWN_PEERS]:
+        yield f"    {peer}  {row.microbatches:,} microbatches, {row.tokens:,} tokens"
+    if len(rows) > SHOWN_PEERS:
+        yield f"    and {len(rows) - SHOWN_PEERS} more"
+
+
+def _ago(seconds: float) -> str:
+    seconds = max(0, round(seconds))
+    if seconds < 120:
+        return f"{seconds} s"
+    return f"{seconds // 60} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,174 @@
+"""A node's own checkpoints: everything needed to go on, the last few of them, none ever taken for what it is not.
+
+`checkpoints/00000012/` holds one safetensors file and a manifest with the file's SHA-256 and a seal over itself. The
+folder is written under another name, synced and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor
+
+from noloco_node import __version__
+from noloco_node.config.run_spec import canonical_json
+from noloco_node.data.walk import WalkPosition
+from noloco_node.storage import atomic
+from noloco_node.storage.weights import MANIFEST, Sha256, file_sha256
+from noloco_node.training.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+STATE = "state.safetensors"
+
+Count = Annotated[int, Field(ge=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class HeldSample(BaseModel):
+    """A sample that was drawn and neither trained nor dropped yet: to be trained first."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    windows: tuple[Count, ...]
+    put_backs: Count
+
+
+class Standing(BaseModel):
+    """Where a node stands, apart from its tensors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run_id: str
+    stage: Count
+    progress: Progress
+    credit: Finite
+    """Tokens by which earlier inner steps exceeded their share of the batch."""
+    tokens_accumulated: Count
+    """Tokens behind the gradient that no inner step has used yet."""
+    loss_accumulated: Finite
+    walk: WalkPosition
+    """Where the next sample comes from; on stage 0 only."""
+    held: tuple[HeldSample, ...]
+    ledger: dict[str, int]
+    """Counts of microbatches. On stage 0: drawn = trained + dropped + samples held."""
+
+
+class CheckpointManifest(BaseModel):
+    """What the checkpoint is; `seal` is the SHA-256 of the other fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    version: str
+    """noloco-node's version that wrote it."""
+    written: float
+    """Seconds since 1970."""
+    standing: Standing
+    files: dict[Literal["state.safetensors"], Sha256]
+    seal: Sha256 | Literal[""] = ""
+
+    def expected_seal(self) -> str:
+        """SHA-256 of the canonical JSON of the other fields."""
+        return hashlib.sha256(canonical_json(self.model_dump(mode="json", exclude={"seal"})).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One that was read back and found whole. Tensors are on the host."""
+
+    path: Path
+    standing: Standing
+    tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a write left."""
+
+    path: Path
+    size: int
+    """Bytes of its tensors."""
+
+
+class CheckpointFailed(Exception):
+    """The disk did not take a checkpoint; nothing of it is left, and the ones before it are."""
+
+
+class Unusable(Exception):
+    """Why a checkpoint cannot be gone on from."""
+
+
+class CheckpointFolder:
+    """The checkpoints of one node, by rising number; the last `keep` stay. Used by one thread at a time."""
+
+    def __init__(self, path: Path, keep: int) -> None:
+        self.path = path
+        self._keep = keep
+
+    def write(self, standing: Standing, tensors: Mapping[str, Tensor]) -> Written:
+        """Write one more, and then remove those that are too many. Raises CheckpointFailed."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            target = self.path / f"{max(self._numbers(), default=0) + 1:08d}"
+            with atomic.new_folder(target) as partial:
+                save_file(dict(tensors), partial / STATE)
+                manifest = _sealed(standing, {STATE: file_sha256(partial / STATE)})
+                atomic.write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
+            for number in self._numbers()[: -self._keep]:
+                shutil.rmtree(self.path / f"{number:08d}", ignore_errors=True)
+        except OSError as error:
+            raise CheckpointFailed(error.strerror or str(error)) from error
+        except SafetensorError as error:
+            raise CheckpointFailed(str(error)) from error
+        return Written(target, sum(tensor.nbytes for tensor in tensors.values()))
+
+    def newest(self, run_id: str, stage: int | None) -> Checkpoint | None:
+        """The newest one of this run and stage (None: of whatever stage) that is whole. One that is not used is logged
+        with the reason, and the one before it is tried."""
+        for number in reversed(self._numbers()):
+            path = self.path / f"{number:08d}"
+            try:
+                return read_checkpoint(path, run_id, stage)
+            except Unusable as reason:
+                logger.warning("checkpoint %s is not used: %s", path, reason)
+        return None
+
+    def _numbers(self) -> list[int]:
+        """Rising."""
+        if not self.path.is_dir():
+            return []
+        return sorted(int(entry.name) for entry in self.path.iterdir() if entry.name.isascii() and entry.name.isdigit())
+
+
+def read_checkpoint(path: Path, run_id: str, stage: int | None) -> Checkpoint:
+    """Read one back. Raises Unusable for one that is torn, altered, or of another run or stage."""
+    try:
+        manifest = CheckpointManifest.model_validate_json((path / MANIFEST).read_bytes())
+        standing = manifest.standing
+        if manifest.seal != manifest.expected_seal():
+            raise Unusable(f"{MANIFEST} does not match its own seal")
+        if standing.run_id != run_id:
+            raise Unusable(f"it is of run {standing.run_id}, not {run_id}")
+        if stage is not None and standing.stage != stage:
+            raise Unusable(f"it is of stage {standing.stage}, and this node serves stage {stage}")
+        if file_sha256(path / STATE) != manifest.files[STATE]:
+            raise Unusable(f"{STATE} does not match the hash in its {MANIFEST}")
+        return Checkpoint(path, standing, load_file(path / STATE))
+    except (OSError, KeyError, ValidationError, SafetensorError) as error:
+        raise Unusable(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+
+
+def _sealed(standing: Standing, files: dict[Literal["state.safetensors"], str]) -> CheckpointManifest:
+    manifest = CheckpointManifest(version=__version__, written=time.time(), standing=standing, files=files)
+    return manifest.model_copy(update={"seal": manifest.expected_seal()})

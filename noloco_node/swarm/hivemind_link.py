@@ -1,0 +1,57 @@
+"""hivemind's client of p2pd, kept when the p2pd behind it is a new one. The untyped surface of that is all here."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+from hivemind.p2p import P2P  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.utils.multiaddr import Multiaddr  # pyright: ignore[reportMissingTypeStubs]
+
+from noloco_node.aio import cancel_and_wait
+
+
+async def connect_hivemind(folder: Path) -> P2P:
+    """hivemind's view of the p2pd whose socket is `folder`/d; its own socket lies there too."""
+    # hivemind puts its own socket where this class attribute says, and has no other way to be told.
+    kind = type("FolderP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
+    return cast("P2P", await cast("Any", kind).replicate(Multiaddr(f"/unix{folder}/d")))
+
+
+async def reconnect_hivemind(p2p: P2P) -> None:
+    """Connect the same object to a new p2pd at the old socket, and register all that it served again.
+
+    Calls that the old one did not answer fail with P2PDaemonError now; requests that it had brought are dropped.
+    """
+    control: Any = cast("Any", p2p)._client.control
+    await _close(control)
+    for call in list(control._pending_calls.values()):
+        if not call.done():
+            call.set_exception(P2PDaemonError("p2pd died"))
+    await cancel_and_wait(list(control._handler_tasks.values()))
+    control._handler_tasks.clear()
+    control._pending_messages = asyncio.Queue()
+    await control._ensure_persistent_conn()
+    unary, streams = dict(control.unary_handlers), dict(control.handlers)
+    control.unary_handlers.clear()
+    for name, handler in unary.items():
+        await control.add_unary_handler(name, handler)
+    for name, handler in streams.items():
+        await control.stream_handler(name, handler)
+
+
+async def disconnect_hivemind(p2p: P2P) -> None:
+    """End every task of hivemind's client and remove its socket. p2pd stays."""
+    untyped = cast("Any", p2p)
+    listening = untyped._listen_task
+    await untyped.shutdown()
+    await _close(untyped._client.control)
+    if listening is not None:
+        await cancel_and_wait((listening,))
+
+
+async def _close(control: Any) -> None:
+    tasks: list[asyncio.Task[Any]] = [task for task in (control._read_task, control._write_task) if task is not None]
+    await cancel_and_wait(tasks)

@@ -1,0 +1,128 @@
+"""Peers seen before: where they listen, kept in a file, so that the next start finds the swarm by another door."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from noloco_node.storage import atomic
+from noloco_node.swarm.directory import DirectoryView
+from noloco_node.swarm.peer_addresses import PeerAddress, Reach, parse_address, reach_of
+from noloco_node.swarm.transport import PeerId
+
+logger = logging.getLogger(__name__)
+
+MOST_PEERS = 32
+MOST_ADDRESSES = 4
+"""Addresses kept of one peer."""
+FIRST_LOOK_SECONDS = 3.0
+LOOK_SECONDS = 30.0
+ASKED_AT_ONCE = 4
+MAX_FILE_BYTES = 256 * 1024
+
+Addresses = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=MOST_ADDRESSES)]
+
+
+class Book(Protocol):
+    """What `KnownPeers.keep` needs of p2pd."""
+
+    async def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        """Where a peer listens."""
+        ...
+
+
+class _File(BaseModel):
+    """The file: which run the peers were met in, and where they listened, those seen last first."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    run: Annotated[str, Field(max_length=128)]
+    peers: Annotated[dict[str, Addresses], Field(max_length=MOST_PEERS)]
+
+
+class KnownPeers:
+    """Peers by id with their addresses, those met last first; at most `MOST_PEERS`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.run: str | None = None
+        """The run in which they were met; None where the file says nothing."""
+        self.addresses: dict[PeerId, tuple[str, ...]] = {}
+        self._load()
+
+    def texts(self, run: str | None = None) -> tuple[str, ...]:
+        """All addresses, those of peers met last first; none where they belong to another run than `run`."""
+        if run is not None and run != self.run:
+            return ()
+        return tuple(text for texts in self.addresses.values() for text in texts)
+
+    def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
+        """Take in where a peer listens now. Nothing changes where that is nowhere."""
+        usable = dialable(addresses)
+        if usable:
+            self.addresses = {peer: usable} | {other: known for other, known in self.addresses.items() if other != peer}
+        while len(self.addresses) > MOST_PEERS:
+            self.addresses.popitem()
+
+    def save(self, run: str) -> None:
+        """Write the file; a failure is logged, since the training can do without it."""
+        self.run = run
+        content = {"run": run, "peers": {peer: list(texts) for peer, texts in self.addresses.items()}}
+        try:
+            atomic.write_json(self._path, content)
+        except OSError as error:
+            logger.warning("the peers seen cannot be kept in %s: %s", self._path, error.strerror or error)
+
+    async def keep(self, book: Book, run: str, live: Callable[[], Iterable[PeerId]]) -> NoReturn:
+        """Learn where the live peers listen, again and again, and keep the file up to date."""
+        await asyncio.sleep(FIRST_LOOK_SECONDS)
+        while True:
+            before = dict(self.addresses)
+            peers = list(live())[:MOST_PEERS]
+            for first in range(0, len(peers), ASKED_AT_ONCE):
+                asked = peers[first : first + ASKED_AT_ONCE]
+                for peer, found in zip(asked, await asyncio.gather(*map(book.addresses_of, asked)), strict=True):
+                    self.learn(peer, found)
+            if self.addresses != before or self.run != run:
+                await asyncio.to_thread(self.save, run)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _load(self) -> None:
+        try:
+            if self._path.stat().st_size > MAX_FILE_BYTES:
+                raise ValueError("it is too large")
+            parsed = _File.model_validate(json.loads(self._path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, ValidationError) as error:
+            logger.warning("%s is no list of peers (%s): passed over", self._path, str(error).splitlines()[0])
+            return
+        self.run = parsed.run
+        self.addresses = {PeerId(peer): usable for peer, texts in parsed.peers.items() if (usable := dialable(texts))}
+
+
+def dialable(texts: Iterable[str]) -> tuple[str, ...]:
+    """Those addresses that a node may dial by TCP, public ones first; a peer's loopback only where it has no other (it
+    is on this machine then)."""
+    parsed: list[PeerAddress] = []
+    for text in texts:
+        try:
+            parsed.append(parse_address(text))
+        except ValueError:
+            continue
+    ordered = sorted(((reach_of(address.host), address.text) for address in parsed), key=lambda row: row[0])
+    elsewhere = [text for reach, text in ordered if reach in (Reach.PUBLIC, Reach.PRIVATE)]
+    here = [text for reach, text in ordered if reach is Reach.LOOPBACK]
+    return tuple(dict.fromkeys(elsewhere or here))[:MOST_ADDRESSES]
+
+
+def live_peers(view: DirectoryView, now: float, own: PeerId) -> list[PeerId]:
+    """All peers that live at DHT time `now`, whatever their stage, without this one."""
+    stages: Sequence[int] = range(len(view.stages))
+    return sorted({PeerId(record.peer_id) for stage in stages for record in view.live(stage, now)} - {own})

@@ -1,0 +1,217 @@
+"""Whose state a late joiner takes: it asks all at once who can give, takes the best, resumes, and goes on to the next.
+
+Replicas of a stage have different weights, so all chunks of a state come from one donor's snapshot. What several donors
+are good for is that none of them is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.swarm.state_messages import OFFER, StateManifest, StateOffer, StateRequest
+from noloco_node.swarm.state_transfer import Download, fetch_state, load_download, new_download
+from noloco_node.swarm.transport import (
+    Message,
+    PeerId,
+    ProtocolViolation,
+    Refusal,
+    Refused,
+    Transport,
+    TransportError,
+)
+from noloco_node.swarm.wire import parse
+from noloco_node.telemetry.events import AnyEvent, DonorFailed, StateDownload
+from noloco_node.training.stage_worker import StageWorker
+
+logger = logging.getLogger(__name__)
+
+ASKED_AT_ONCE = 16
+OFFER_SECONDS = 5.0
+RESUMES = 2
+"""Times that one donor is asked to go on after a broken stream."""
+RESUME_PAUSE_SECONDS = 0.5
+BUSY_PAUSE_SECONDS = (1.0, 4.0)
+BUSY_PATIENCE_SECONDS = 1800.0
+PROGRESS_SECONDS = 1.0
+"""Between two progress events."""
+
+
+class NoDonor(Exception):
+    """Nobody gave its state. `reasons` says why, for each donor that was asked; empty where there is none."""
+
+    def __init__(self, reasons: Mapping[PeerId, str]) -> None:
+        super().__init__(f"none of {len(reasons)} donors gave its state")
+        self.reasons = dict(reasons)
+
+    def explained(self, spec: RunSpec, stage: int) -> UserError:
+        """What a person is told: each donor with its reason."""
+        reasons = "".join(f"\n  {peer}: {reason}" for peer, reason in sorted(self.reasons.items()))
+        return UserError(
+            ExitCode.NO_DONOR,
+            f"run {spec.run_id[:8]} is past its first outer round and none of {len(self.reasons)} replicas of stage "
+            f"{stage} gave its state{':' if reasons else ''}{reasons}",
+            "try again when a replica of this stage is reachable, or serve another stage with --stage",
+        )
+
+
+def rank_donors(offers: Mapping[PeerId, StateOffer], max_lag: float, rng: random.Random) -> list[PeerId]:
+    """Donors in the order in which to try them: the fresh before the stale, then by load, at random among equals.
+
+    Stale is a clock more than a quarter of `max_lag` behind the median of the offers: one donor that claims a clock far
+    in the future must not make all others look old.
+    """
+    if not offers:
+        return []
+    middle = median(offer.clock for offer in offers.values())
+
+    def order(peer: PeerId) -> tuple[bool, bool, int, float]:
+        offer = offers[peer]
+        stale = offer.clock < middle - max_lag / 4
+        return stale, offer.readers >= offer.places, offer.readers, rng.random()
+
+    return sorted(offers, key=order)
+
+
+@dataclass(slots=True)
+class _Search:
+    """What a joiner knows while it looks for a donor."""
+
+    failed: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
+    busy: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
+
+
+class StateCopier:
+    """Makes this replica a copy of a fellow. `believe` turns a donor's claimed clock into the one to take over."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        stage: int,
+        transport: Transport,
+        worker: StageWorker,
+        *,
+        streams: int,
+        believe: Callable[[float], float],
+        emit: Callable[[AnyEvent], None],
+        rng: random.Random,
+    ) -> None:
+        self._spec = spec
+        self._stage = stage
+        self._transport = transport
+        self._worker = worker
+        self._streams = streams
+        self._believe = believe
+        self._emit = emit
+        self._rng = rng
+
+    async def copy_best(
+        self, donors: Callable[[], Awaitable[Sequence[PeerId]]], patience: float = BUSY_PATIENCE_SECONDS
+    ) -> tuple[PeerId, StateManifest]:
+        """Take the state of the best donor that gives it; `donors()` looks who lives now.
+
+        A donor that fails is not asked again. While all who are left are busy, waits and asks again, `patience` seconds
+        at most. Raises NoDonor.
+        """
+        search = _Search()
+        download: Download | None = None
+        until = time.monotonic() + patience
+        while True:
+            offers = await self._ask_all([peer for peer in await donors() if peer not in search.failed], search)
+            for donor in rank_donors(offers, self._spec.max_lag_tokens, self._rng):
+                if download is None:
+                    download = await asyncio.to_thread(new_download, self._spec, self._worker)
+                try:
+                    return donor, await self._copy(donor, download)
+                except (Refused, TransportError) as error:
+                    self._note(search, donor, error)
+            if not search.busy or time.monotonic() >= until:
+                raise NoDonor(search.failed | search.busy)
+            logger.info("all %d donors are busy: asking again in a moment", len(search.busy))
+            await asyncio.sleep(self._rng.uniform(*BUSY_PAUSE_SECONDS))
+            search.busy.clear()
+
+    async def copy_from(self, donor: PeerId) -> StateManifest:
+        """Take the state of this donor. Raises Refused or TransportError; the replica is unchanged then."""
+        return await self._copy(donor, await asyncio.to_thread(new_download, self._spec, self._worker))
+
+    async def _ask_all(self, donors: Sequence[PeerId], search: _Search) -> dict[PeerId, StateOffer]:
+        """What the donors can give; those that answer otherwise are noted."""
+        request = StateRequest(run=self._spec.run_id, stage=self._stage, contract=self._worker.contract)
+        message = Message(request.model_dump(mode="json"))
+        asked = list(donors)
+        self._rng.shuffle(asked)
+        offers: dict[PeerId, StateOffer] = {}
+
+        async def ask(donor: PeerId) -> None:
+            try:
+                answer = await self._transport.call(
+                    donor, OFFER, message, timeout=OFFER_SECONDS, progress=OFFER_SECONDS, max_answer_bytes=0
+                )
+                offers[donor] = parse(StateOffer, answer.header)
+            except (Refused, TransportError) as error:
+                self._note(search, donor, error)
+
+        async with asyncio.TaskGroup() as group:
+            for donor in asked[:ASKED_AT_ONCE]:
+                group.create_task(ask(donor))
+        return offers
+
+    def _note(self, search: _Search, donor: PeerId, error: Refused | TransportError) -> None:
+        reason = str(error) or repr(error)
+        if isinstance(error, Refused) and error.reason is Refusal.BUSY:
+            search.busy[donor] = reason
+            logger.debug("donor %s is busy: %s", donor, reason)
+            return
+        search.failed[donor] = reason
+        self._emit(DonorFailed(donor=donor, reason=reason))
+
+    async def _copy(self, donor: PeerId, download: Download) -> StateManifest:
+        """One donor's state, resumed where a stream breaks, loaded as a whole at the end."""
+        progress = _Progress(donor, download.size, self._emit)
+        for resumes in range(RESUMES + 1):
+            try:
+                manifest = await fetch_state(
+                    self._spec,
+                    self._stage,
+                    self._transport,
+                    self._worker,
+                    donor,
+                    download,
+                    streams=self._streams,
+                    on_progress=progress,
+                )
+                return await load_download(self._worker, download, manifest, self._believe)
+            except ProtocolViolation:
+                raise
+            except TransportError as error:
+                if resumes == RESUMES:
+                    raise
+                logger.debug("the transfer from %s broke off, resuming: %r", donor, error)
+                await asyncio.sleep(RESUME_PAUSE_SECONDS * self._rng.uniform(0.5, 1.5))
+        raise AssertionError("unreachable")
+
+
+class _Progress:
+    """Emits how far a download is, about once a second, and its beginning and end."""
+
+    def __init__(self, donor: PeerId, total: int, emit: Callable[[AnyEvent], None]) -> None:
+        self._donor = donor
+        self._total = total
+        self._emit = emit
+        self._started = time.monotonic()
+        self._next = 0.0
+
+    def __call__(self, received: int) -> None:
+        now = time.monotonic()
+        if now >= self._next or received == self._total:
+            self._next = now + PROGRESS_SECONDS
+            seconds = now - self._started
+            self._emit(StateDownload(donor=self._donor, received=received, total=self._total, seconds=seconds))

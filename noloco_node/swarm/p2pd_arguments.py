@@ -1,0 +1,107 @@
+"""What p2pd is told, from a node's settings; and what is wrong with them, before anything is started."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from pathlib import Path
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.errors import ExitCode, UserError
+
+ALWAYS = (
+    "-connManager=1",
+    "-autonat=0",
+    "-autoRelay=0",
+    "-natPortMap=0",
+    "-relay=0",
+    "-relayService=0",
+    "-tls=1",
+    "-idleTimeout=30s",
+)
+
+_ANNOUNCED = re.compile(r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[^/\s]+)/tcp/(?P<port>\d{1,5})(?:/p2p/[^/\s]+)?/?")
+_SHORT = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.]+)\]|(?P<host>[^:/\s\[\]]+))(?::(?P<port>\d{1,5}))?")
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
+
+
+def node_arguments(settings: NodeSettings, identity: Path) -> tuple[str, ...]:
+    """p2pd's arguments for a node. UserError (CONFIG) for a host or an announced address that is none."""
+    arguments = [*ALWAYS, f"-id={identity.resolve()}", "-dhtServer=1"]
+    arguments.append(f"-hostAddrs={listen_address(settings.host, settings.port)}")
+    if settings.announce:
+        announced = (announced_address(text, settings.host, settings.port) for text in settings.announce)
+        arguments.append(f"-announceAddrs={','.join(announced)}")
+    return tuple(arguments)
+
+
+def listen_address(host: str, port: int) -> str:
+    """`/ip4/HOST/tcp/PORT` (or ip6). UserError (CONFIG) where the host is no IP address."""
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"host: '{host}' is no IP address to listen on",
+            "use 127.0.0.1 for this machine only, 0.0.0.0 for all networks, or an address of this machine",
+        ) from None
+    return f"/ip{version}/{host}/tcp/{port}"
+
+
+def announced_address(text: str, host: str, port: int) -> str:
+    """The address that others are told, as libp2p writes it, for `/ip4/H/tcp/P`, `H:P`, or `H` alone with the port that
+    this node listens on. `host` and `port` are those it listens on.
+
+    UserError (CONFIG) for an address under which nobody could reach the node.
+    """
+    match = _ANNOUNCED.fullmatch(text) or _SHORT.fullmatch(text)
+    if match is None:
+        raise _unusable(text, "it is no address")
+    parts = match.groupdict()
+    named = parts.get("six") or parts["host"]
+    number = port if parts["port"] is None else int(parts["port"])
+    if not 0 < number < 65536:
+        raise _unusable(text, f"nobody can reach port {number}; set port, and announce the port that others reach")
+    try:
+        address = ipaddress.ip_address(named)
+    except ValueError:
+        kind = parts.get("kind") or "dns"
+        if not kind.startswith("dns") or not _NAME.fullmatch(named) or named.replace(".", "").isdigit():
+            raise _unusable(text, f"'{named}' is neither an IP address nor a name") from None
+        return f"/{kind}/{named}/tcp/{number}"
+    if address.is_unspecified or address.is_multicast:
+        raise _unusable(text, f"{named} is no address that can be reached")
+    if address.is_loopback and not ipaddress.ip_address(host).is_loopback:
+        raise _unusable(text, f"{named} is this machine only, and others would dial themselves")
+    return f"/ip{address.version}/{named}/tcp/{number}"
+
+
+def check_port_free(host: str, port: int) -> None:
+    """UserError (PORT_IN_USE) where the port cannot be listened on; port 0 always can."""
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise port_taken(host, port, error.strerror or str(error)) from None
+
+
+def port_taken(host: str, port: int, why: str) -> UserError:
+    """The error for a port that p2pd cannot listen on."""
+    return UserError(
+        ExitCode.PORT_IN_USE,
+        f"port: {port} on {host} cannot be listened on ({why})",
+        "stop the program that uses it, or choose another port (0 lets the system choose)",
+    )
+
+
+def _unusable(text: str, why: str) -> UserError:
+    return UserError(
+        ExitCode.CONFIG,
+        f"announce: '{text}' cannot be announced: {why}",
+        "write it as 203.0.113.7:31337 or /ip4/203.0.113.7/tcp/31337, with the port that others reach",
+    )

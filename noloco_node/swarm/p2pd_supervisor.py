@@ -1,0 +1,119 @@
+"""p2pd may die; the node lives on. Started again under the same identity and port, a bounded number of times."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.swarm.p2p_daemon import PrivateP2P
+from noloco_node.swarm.transport import PeerId
+
+logger = logging.getLogger(__name__)
+
+WINDOW_SECONDS = 600.0
+MOST_DEATHS = 5
+"""Deaths within the window after which something is wrong that starting again does not mend."""
+CONNECT_SECONDS = 5.0
+
+T = TypeVar("T")
+
+
+def restart_delay(deaths: Sequence[float], now: float) -> float | None:
+    """Seconds to wait before the next start after deaths at these times; None: do not start again.
+
+    The first is at once, then 1, 2 and 4 s; deaths longer ago than the window are forgiven.
+    """
+    recent = sum(now - death <= WINDOW_SECONDS for death in deaths)
+    if recent >= MOST_DEATHS:
+        return None
+    return 0.0 if recent <= 1 else 2.0 ** (recent - 2)
+
+
+def _first(errors: BaseExceptionGroup[UserError]) -> UserError:
+    """The first error in a group of groups."""
+    error: UserError | BaseExceptionGroup[UserError] = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+class Supervisor:
+    """Restarts one p2pd. `known` gives the addresses of peers to connect to afterwards, `rejoin` is awaited when that
+    is done (the directory finds its peers again).
+    """
+
+    def __init__(
+        self,
+        daemon: PrivateP2P,
+        start_seconds: float,
+        known: Callable[[], Mapping[PeerId, Sequence[str]]],
+        rejoin: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._daemon = daemon
+        self._start_seconds = start_seconds
+        self._known = known
+        self._rejoin = rejoin
+        self._deaths: list[float] = []
+        self.restarts = 0
+        """Deaths that were mended so far."""
+
+    async def beside(self, work: Awaitable[T], *companions: Coroutine[Any, Any, None]) -> T:
+        """The result of `work`, with p2pd watched and `companions` running meanwhile; they are cancelled at its end.
+
+        Raises what `work` raises, and UserError (P2P_DAEMON) where p2pd dies too often; `work` is cancelled then.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                others = [group.create_task(self._watch()), *(group.create_task(each) for each in companions)]
+                result = await work
+                for task in others:
+                    task.cancel()
+                return result
+        except* UserError as errors:
+            raise _first(errors) from None
+
+    async def _watch(self) -> NoReturn:
+        loop = asyncio.get_running_loop()
+        with self._daemon.supervised():
+            while True:
+                status = await self._daemon.wait_until_dead()
+                self._deaths.append(loop.time())
+                delay = restart_delay(self._deaths, loop.time())
+                if delay is None:
+                    raise self._given_up(status)
+                logger.warning("p2pd died (status %d); starting it again", status)
+                await asyncio.sleep(delay)
+                await self._start_again()
+
+    async def _start_again(self) -> None:
+        try:
+            await self._daemon.restart(self._start_seconds)
+        except UserError as error:
+            logger.warning("%s", error.message)
+            return
+        known = self._known()
+        reached = await asyncio.gather(*(self._connect(peer, addresses) for peer, addresses in known.items()))
+        await self._rejoin()
+        self.restarts += 1
+        logger.warning(
+            "p2pd is back under the same identity and port; %d of %d peers reached", sum(reached), len(known)
+        )
+        self._daemon.back()
+
+    async def _connect(self, peer: PeerId, addresses: Sequence[str]) -> bool:
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                return await self._daemon.connect(peer, addresses) is None
+        except TimeoutError:
+            return False
+
+    def _given_up(self, status: int) -> UserError:
+        return UserError(
+            ExitCode.P2P_DAEMON,
+            f"p2pd died {MOST_DEATHS} times within {WINDOW_SECONDS / 60:g} minutes, now with status {status}; its last "
+            f"words:\n  {self._daemon.last_output()}",
+            "look for a lack of memory or of open files (noloco-node doctor), then start the node again",
+        )

@@ -1,0 +1,240 @@
+"""Receipts between peers: once a minute each node signs, for each peer that served it, how much that peer did.
+
+Amounts are what came since the last receipt. One that may have been lost is sent again as it was, and the receiver
+knows it by its serial number, so that nothing is counted twice. A node files only what it has counted itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from noloco_node.aio import cancel_and_wait
+from noloco_node.swarm.contribution import (
+    ContributionFile,
+    Entry,
+    Receipt,
+    Work,
+    read_entries,
+    statement_text,
+)
+from noloco_node.swarm.microbatch import Ledger
+from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, Transport, TransportError
+from noloco_node.swarm.wire import WireModel, no_tensors, parse
+from noloco_node.training.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+METHOD = "contribution.receipt"
+
+EVERY_SECONDS = 60.0
+LEAST_SECONDS = 5.0
+"""Between two receipts of one peer; more often than this is `busy`."""
+CALL_SECONDS = 5.0
+LAST_SECONDS = 1.0
+TRIES = 10
+
+
+class ReceiptHeader(WireModel):
+    """Carries a receipt as text, and its seal as hex."""
+
+    statement: str
+    seal: str
+
+
+@dataclass(slots=True)
+class _Pending:
+    header: ReceiptHeader
+    tries: int = 0
+
+
+class Receipts:
+    """Keeps this node's contribution file: its own work, and the receipts of the peers that it serves.
+
+    `progress()` gives the replica's counts. Times are wall times.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        stage: int,
+        transport: Transport,
+        ledger: Ledger,
+        progress: Callable[[], Progress],
+        file: ContributionFile,
+    ) -> None:
+        self._run = run_id
+        self._stage = stage
+        self._transport = transport
+        self._ledger = ledger
+        self._progress = progress
+        self._file = file
+        self._session = secrets.token_hex(8)
+        self._serials: dict[PeerId, int] = {}
+        self._pending: dict[PeerId, _Pending] = {}
+        self._filed: dict[tuple[PeerId, str], int] = {}
+        self._last_from: dict[PeerId, float] = {}
+        self._writing = asyncio.Lock()
+        self._since = time.time()
+        self._counted = (0, 0, 0, 0)
+
+    def recall(self, entries: list[Entry | None]) -> None:
+        """Take over which receipts were filed by earlier runs of this node."""
+        for entry in entries:
+            if entry is not None and isinstance(entry.statement, Receipt):
+                name = (entry.signer, entry.statement.session)
+                self._filed[name] = max(self._filed.get(name, -1), entry.statement.serial)
+
+    def start(self) -> None:
+        """Register with the transport, and count from here."""
+        self._counted = self._counts()
+        self._transport.serve(METHOD, no_tensors, self._handle, max_concurrent_per_peer=1)
+
+    async def beside(self, work: Awaitable[None]) -> None:
+        """Await `work` while the file is kept, and settle a last time at its end."""
+        keeping = asyncio.create_task(self.run(), name="receipts")
+        try:
+            await work
+        finally:
+            await cancel_and_wait((keeping,))
+            if not keeping.cancelled():
+                logger.warning("the contribution file was no longer kept: %r", keeping.exception())
+            await self.finish()
+
+    async def run(self) -> None:
+        """Send receipts and write down the own work, once a minute."""
+        while True:
+            await asyncio.sleep(EVERY_SECONDS)
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Send what is due and write down the own work now."""
+        await self._write_work()
+        self._make_receipts()
+        async with asyncio.TaskGroup() as group:
+            for peer in list(self._pending):
+                group.create_task(self._send(peer))
+
+    async def finish(self) -> None:
+        """Settle a last time, within a second: peers may be gone already."""
+        try:
+            async with asyncio.timeout(LAST_SECONDS):
+                await self.settle()
+        except TimeoutError:
+            logger.debug("not all peers took their last receipt")
+
+    def _counts(self) -> tuple[int, int, int, int]:
+        progress = self._progress()
+        return progress.tokens, self._ledger.drawn, self._ledger.served, progress.outer_rounds
+
+    async def _write_work(self) -> None:
+        now, counts = time.time(), self._counts()
+        tokens, drawn, served, rounds = (max(0, new - old) for new, old in zip(counts, self._counted, strict=True))
+        if not any((tokens, drawn, served, rounds)):
+            return
+        work = Work(
+            run=self._run,
+            stage=self._stage,
+            since=self._since,
+            until=now,
+            tokens=tokens,
+            drawn=drawn,
+            served=served,
+            outer_rounds=rounds,
+        )
+        text = statement_text(work)
+        await self._append(self._transport.peer_id, text, self._transport.sign(text.encode()))
+        self._since, self._counted = now, counts
+
+    def _make_receipts(self) -> None:
+        for peer, done in list(self._ledger.done_by.items()):
+            if peer in self._pending:
+                continue
+            serial = self._serials[peer] = self._serials.get(peer, -1) + 1
+            receipt = Receipt(
+                run=self._run,
+                since=self._since,
+                until=time.time(),
+                server=peer,
+                session=self._session,
+                serial=serial,
+                microbatches=done.microbatches,
+                tokens=done.tokens,
+            )
+            del self._ledger.done_by[peer]
+            text = statement_text(receipt)
+            seal = self._transport.sign(text.encode()).hex()
+            self._pending[peer] = _Pending(ReceiptHeader(statement=text, seal=seal))
+
+    async def _send(self, peer: PeerId) -> None:
+        pending = self._pending[peer]
+        message = Message(pending.header.model_dump(mode="json"))
+        pending.tries += 1
+        try:
+            await self._transport.call(
+                peer, METHOD, message, timeout=CALL_SECONDS, progress=CALL_SECONDS, max_answer_bytes=0
+            )
+        except (Refused, TransportError) as error:
+            logger.debug("receipt for %s came to nothing: %r", peer, error)
+            final = isinstance(error, Refused) and error.reason is not Refusal.BUSY
+            if not final and pending.tries < TRIES:
+                return
+        del self._pending[peer]
+
+    async def _handle(self, peer: PeerId, message: Message) -> Message:
+        header = parse(ReceiptHeader, message.header)
+        receipt = self._checked(peer, header)
+        name = (peer, receipt.session)
+        if receipt.serial <= self._filed.get(name, -1):
+            return Message()
+        now = time.monotonic()
+        if now - self._last_from.get(peer, -LEAST_SECONDS) < LEAST_SECONDS:
+            raise Refused(Refusal.BUSY, f"one receipt in {LEAST_SECONDS:g} s")
+        done = self._ledger.done_for.get(peer)
+        if done is None or receipt.microbatches > done.microbatches or receipt.tokens > done.tokens:
+            raise Refused(Refusal.MALFORMED, "the receipt is for more than this node has counted")
+        done.microbatches -= receipt.microbatches
+        done.tokens -= receipt.tokens
+        if not done.microbatches:
+            del self._ledger.done_for[peer]
+        self._last_from[peer], self._filed[name] = now, receipt.serial
+        await self._append(peer, header.statement, bytes.fromhex(header.seal))
+        return Message()
+
+    def _checked(self, peer: PeerId, header: ReceiptHeader) -> Receipt:
+        """The receipt, if `peer` signed it and made it out to this node."""
+        try:
+            receipt, seal = Receipt.model_validate_json(header.statement), bytes.fromhex(header.seal)
+        except ValueError:
+            raise Refused(Refusal.MALFORMED, "no receipt") from None
+        if receipt.run != self._run:
+            raise Refused(Refusal.WRONG_RUN)
+        signed = self._transport.signed_by(peer, seal, header.statement.encode())
+        if not signed or receipt.server != self._transport.peer_id:
+            raise Refused(Refusal.MALFORMED, "the receipt is not signed by its sender, or made out to another node")
+        return receipt
+
+    async def _append(self, signer: PeerId, text: str, seal: bytes) -> None:
+        async with self._writing:
+            try:
+                await asyncio.to_thread(self._file.append, signer, text, seal)
+            except OSError as error:  # a full disk must not end the training
+                logger.warning("the contribution file cannot be written: %s", error)
+
+
+async def open_receipts(
+    path: Path, run_id: str, stage: int, transport: Transport, ledger: Ledger, progress: Callable[[], Progress]
+) -> Receipts:
+    """Read the contribution file at `path`, make it where missing, and serve receipts from now on. OSError as the file
+    system says."""
+    entries = await asyncio.to_thread(lambda: list(read_entries(path)))
+    file = await asyncio.to_thread(ContributionFile, path)
+    receipts = Receipts(run_id, stage, transport, ledger, progress, file)
+    receipts.recall(entries)
+    receipts.start()
+    return receipts

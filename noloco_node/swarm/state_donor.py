@@ -1,0 +1,173 @@
+"""The giving side of a state transfer: one consistent snapshot at a time, for a few readers, at a bounded rate."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.swarm.donor_rate import WINDOW_SECONDS, DonorRate
+from noloco_node.swarm.state_messages import (
+    CHUNK,
+    OFFER,
+    OPEN,
+    PackedState,
+    StateManifest,
+    StateOffer,
+    StateRequest,
+    manifest_message,
+    root_of,
+)
+from noloco_node.swarm.transport import JsonObject, Message, PeerId, Refusal, Refused, TensorSpec, Transport
+from noloco_node.swarm.wire import check_addressed, no_tensors, parse
+from noloco_node.training.stage_worker import StageWorker
+
+SNAPSHOT_LIFE_SECONDS = 60.0
+SNAPSHOT_SHARED_SECONDS = 10.0
+HELD_SHARE = 0.05
+"""Share of a donor's time that taking snapshots, which holds the device, may cost at most."""
+
+
+@dataclass(slots=True)
+class _Reader:
+    last_seen: float
+    given: int = 0
+    """Chunks."""
+
+
+@dataclass(slots=True)
+class _Held:
+    manifest: StateManifest
+    packed: PackedState
+    digests: Tensor
+    shared_until: float
+    """Monotonic time until which newcomers get this snapshot instead of a new one."""
+    used: float
+    readers: dict[PeerId, _Reader] = field(default_factory=dict[PeerId, _Reader])
+
+
+class StateDonor:
+    """Gives this replica's state to fellows: one snapshot at a time, shared by those who ask at the same time.
+
+    At most `places` read at once; others are told `busy`, which is no offence. `tend` must be called every second or
+    two.
+    """
+
+    def __init__(self, spec: RunSpec, stage: int, transport: Transport, worker: StageWorker, *, places: int) -> None:
+        self._spec = spec
+        self._stage = stage
+        self._transport = transport
+        self._worker = worker
+        self._places = places
+        self._held: _Held | None = None
+        self._taking = asyncio.Lock()
+        self._patience = spec.limits.exchange_progress_seconds
+        self.rate = DonorRate(
+            lambda: worker.trained_tokens,
+            lowest=4 * places * spec.limits.chunk_bytes / self._patience,
+            window=min(WINDOW_SECONDS, self._patience / 4),
+        )
+        self.accepting = False
+
+    def serve(self) -> None:
+        """Register with the transport."""
+        self._transport.serve(OFFER, self._admit, self._handle_offer, max_concurrent_per_peer=1)
+        self._transport.serve(OPEN, self._admit, self._handle_open, max_concurrent_per_peer=1)
+        self._transport.serve(CHUNK, self._admit, self._handle_chunk, max_concurrent_per_peer=64)
+
+    @property
+    def readers(self) -> int:
+        """Peers that read a snapshot now."""
+        return len(self._readers())
+
+    def tend(self) -> None:
+        """Measure what giving costs, and free a snapshot that nobody has asked for lately."""
+        self.rate.tend()
+        if self._held is not None and time.monotonic() - self._held.used > SNAPSHOT_LIFE_SECONDS:
+            self._held = None
+
+    def _readers(self) -> dict[PeerId, _Reader]:
+        """Those who have not had all chunks yet and were heard of lately."""
+        held = self._held
+        if held is None:
+            return {}
+        now, chunks = time.monotonic(), len(held.digests)
+        for peer, reader in list(held.readers.items()):
+            if reader.given >= chunks or now - reader.last_seen > self._patience:
+                del held.readers[peer]
+        return held.readers
+
+    def _admit(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
+        request = parse(StateRequest, header)
+        no_tensors(peer, header, specs)
+        if not self.accepting:
+            raise Refused(Refusal.DRAINING)
+        check_addressed(run=request.run, stage=request.stage, own_run=self._spec.run_id, own_stage=self._stage)
+        if request.contract != self._worker.contract:
+            raise Refused(Refusal.WRONG_CONTRACT)
+
+    async def _handle_offer(self, _peer: PeerId, _message: Message) -> Message:
+        progress = self._worker.progress
+        offer = StateOffer(
+            clock=progress.clock, outer_rounds=progress.outer_rounds, readers=self.readers, places=self._places
+        )
+        return Message(offer.model_dump(mode="json"))
+
+    async def _handle_open(self, peer: PeerId, message: Message) -> Message:
+        request = StateRequest.model_validate(message.header)
+        async with self._taking:
+            readers = self._readers()
+            if peer not in readers and len(readers) >= self._places:
+                raise Refused(Refusal.BUSY, f"{len(readers)} joiners read this node's state, and it serves no more")
+            held = self._held
+            resumed = held is not None and held.manifest.snapshot == request.snapshot
+            if held is None or not (resumed or time.monotonic() < held.shared_until):
+                if any(reader != peer for reader in readers):
+                    raise Refused(Refusal.BUSY, "an older snapshot is being read")
+                held = self._held = await self._take_snapshot()
+        held.used = time.monotonic()
+        held.readers.setdefault(peer, _Reader(held.used)).last_seen = held.used
+        return manifest_message(self._transport, held.manifest, held.digests)
+
+    async def _take_snapshot(self) -> _Held:
+        started = time.monotonic()
+        progress, state = await self._worker.full_state()
+        taken = time.monotonic()
+        packed = PackedState(state)
+        digests = await asyncio.to_thread(packed.digests, self._spec.limits.chunk_bytes)
+        manifest = StateManifest(
+            donor=self._transport.peer_id,
+            run=self._spec.run_id,
+            stage=self._stage,
+            contract=self._worker.contract,
+            snapshot=secrets.token_hex(8),
+            clock=progress.clock,
+            outer_rounds=progress.outer_rounds,
+            size=packed.size,
+            root=root_of(digests),
+        )
+        shared = max(SNAPSHOT_SHARED_SECONDS, (taken - started) / HELD_SHARE)
+        return _Held(manifest, packed, digests, shared_until=taken + shared, used=taken)
+
+    async def _handle_chunk(self, peer: PeerId, message: Message) -> Message:
+        request = StateRequest.model_validate(message.header)
+        held = self._held
+        if held is None or held.manifest.snapshot != request.snapshot:
+            raise Refused(Refusal.UNKNOWN_SNAPSHOT)
+        if request.index >= len(held.digests):
+            raise Refused(Refusal.MALFORMED, f"chunk {request.index} of {len(held.digests)}")
+        size = self._spec.limits.chunk_bytes
+        part = held.packed.part(request.index * size, (request.index + 1) * size)
+        if peer not in held.readers and len(self._readers()) >= self._places:
+            raise Refused(Refusal.BUSY, "this reader was away, and its place is taken")
+        reader = held.readers.setdefault(peer, _Reader(time.monotonic()))
+        reader.last_seen = time.monotonic()
+        await self.rate.take(len(part))
+        held.used = reader.last_seen = time.monotonic()
+        reader.given += 1
+        return Message({}, (torch.frombuffer(part, dtype=torch.uint8),))

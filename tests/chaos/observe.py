@@ -1,0 +1,74 @@
+"""What the event files say: pure figures of a swarm's past."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from noloco_node.local_swarm import SwarmNode
+from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
+
+
+def tokens_between(nodes: Iterable[SwarmNode], start: float, end: float) -> int:
+    """Tokens in the inner steps that these nodes took from wall time `start` to `end`."""
+    return sum(e.tokens for n in nodes for e in n.events if isinstance(e, InnerStep) and start <= e.time < end)
+
+
+def rate(nodes: Iterable[SwarmNode], start: float, end: float) -> float:
+    """Tokens per second of these nodes together."""
+    return tokens_between(nodes, start, end) / (end - start)
+
+
+def stage_rate(nodes: Sequence[SwarmNode], start: float, end: float) -> float:
+    """Tokens per second of the swarm: what stage 0 trained."""
+    return rate([node for node in nodes if node.stage == 0], start, end)
+
+
+def seconds_to_recover(
+    nodes: Sequence[SwarmNode], after: float, until: float, wanted: float, window: float = 3.0
+) -> float | None:
+    """Seconds from `after` to the start of the first window in which the swarm trained `wanted` tokens per second;
+    None where it has none before `until`."""
+    start = after
+    while start + window <= until:
+        if stage_rate(nodes, start, start + window) >= wanted:
+            return start - after
+        start += 0.25
+    return None
+
+
+def last_account(node: SwarmNode) -> Account | None:
+    """A node's books as it wrote them last."""
+    accounts = [event for event in node.events if isinstance(event, Account)]
+    return accounts[-1] if accounts else None
+
+
+def account_gap(account: Account) -> int:
+    """Samples that the books of a stage-0 node cannot account for: zero, or something is lost."""
+    return account.drawn - account.trained - account.dropped - account.held_at_end
+
+
+def losses(nodes: Iterable[SwarmNode]) -> list[float]:
+    """Held-out losses at the end of the run, one for each stage-0 node that reached it."""
+    return [e.loss for n in nodes for e in n.events if isinstance(e, Evaluation) and e.final]
+
+
+def outer_steps(node: SwarmNode, *kinds: str, since: float = 0.0) -> list[OuterStep]:
+    """A node's outer steps of these kinds from wall time `since` on."""
+    return [e for e in node.events if isinstance(e, OuterStep) and e.kind in kinds and e.time >= since]
+
+
+def spread(nodes: Iterable[SwarmNode], start: float, end: float) -> float | None:
+    """Mean of the spreads that were measured in this span; None where none was."""
+    values = [
+        e.spread
+        for node in nodes
+        for e in node.events
+        if isinstance(e, OuterStep) and e.kind == "paired" and e.spread is not None and start <= e.time < end
+    ]
+    return sum(values) / len(values) if values else None
+
+
+def clock_of(node: SwarmNode) -> float:
+    """The clock that a node wrote last."""
+    clocks = [e.clock for e in node.events if isinstance(e, InnerStep | OuterStep | Account)]
+    return clocks[-1] if clocks else 0.0

@@ -1,0 +1,48 @@
+"""A real daemon whose device has a speed of its own: every forward and backward takes a set time and no processor.
+
+On one machine the replicas of a plain swarm share its cores, so killing one makes the others faster. With a paced
+device a replica's speed is its own, as on machines of their own, and ratios of throughput mean something.
+Run as `python -m tests.chaos.paced_node run ...`; the time comes from the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from noloco_node import cli, node
+from noloco_node.training.compute_thread import ComputeThread, Priority
+
+T = TypeVar("T")
+
+OPERATION_SECONDS = "NOLOCO_CHAOS_OPERATION_SECONDS"
+
+
+class PacedThread(ComputeThread):
+    """Works no faster than the environment says."""
+
+    async def run(self, priority: Priority, work: Callable[[], T]) -> T:
+        """See `ComputeThread.run`."""
+        seconds = float(os.environ[OPERATION_SECONDS])
+
+        def paced() -> T:
+            due = time.monotonic() + seconds
+            result = work()
+            time.sleep(max(0.0, due - time.monotonic()))
+            return result
+
+        return await super().run(priority, work if priority is Priority.STEP else paced)
+
+
+def main() -> None:
+    """The command line of `noloco-node`, on a paced device."""
+    node.ComputeThread = PacedThread
+    cli.entry()
+
+
+if __name__ == "__main__":
+    sys.argv[0] = "noloco-node"
+    main()

@@ -1,0 +1,145 @@
+"""A shaping TCP proxy in front of one node: delay, bandwidth and loss for each connection that comes in through it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+PACKET_BYTES = 1448
+PIECE_BYTES = 16 * 1024
+MOST_QUEUED = 64
+SMALLEST_TIMEOUT = 0.2
+"""Seconds for which a lost packet holds a connection up at least (RFC 6298's timer, as systems set it)."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one connection is like, each way."""
+
+    delay: float = 0.0
+    """Seconds one way."""
+    bits_per_second: float = math.inf
+    loss: float = 0.0
+    """Share of packets that are lost. The stream stands still for a round trip or a timer, whichever is longer, and its
+    rate is bounded by 1.22 packets / (round trip · √loss) (Mathis et al., 1997)."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What TCP gets through."""
+        bound = math.inf
+        if self.loss and self.delay:
+            bound = 1.22 * PACKET_BYTES / (2 * self.delay * math.sqrt(self.loss))
+        return min(self.bits_per_second / 8, bound)
+
+
+CLEAR = Shape()
+
+
+class ShapingProxy:
+    """Listens on a port of this machine and passes all it gets to `target`, as `shape` says at that moment."""
+
+    def __init__(self, target: int, rng: random.Random) -> None:
+        self.shape = CLEAR
+        self.port = 0
+        self.bytes_passed = 0
+        self.delayed_pieces = 0
+        """Pieces that were held back for any reason: proof that shaping takes effect."""
+        self.lost = 0
+        self._target = target
+        self._rng = rng
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Listen on a free port from now on."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        """Break all connections and stop listening."""
+        assert self._server is not None
+        self._server.close()
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            writer.transport.abort()
+            self._connections.discard(task)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._carry(reader, far_writer))
+                group.create_task(self._carry(far_reader, writer))
+        except* OSError:
+            pass
+        except* asyncio.CancelledError:
+            pass
+        finally:
+            writer.transport.abort()
+            far_writer.transport.abort()
+            self._connections.discard(task)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One direction of one connection. What is on its way is bounded, so that a full link pushes back."""
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MOST_QUEUED)
+
+        async def deliver() -> None:
+            while True:
+                due, data = await pieces.get()
+                if due > loop.time():
+                    self.delayed_pieces += 1
+                    await asyncio.sleep(due - loop.time())
+                if not data:
+                    raise ConnectionResetError
+                writer.write(data)
+                await writer.drain()
+                self.bytes_passed += len(data)
+
+        async def take() -> None:
+            sent, arrived = loop.time(), loop.time()
+            while True:
+                data = await reader.read(PIECE_BYTES)
+                shape = self.shape
+                sent = max(sent, loop.time()) + len(data) / shape.bytes_per_second
+                arrived = max(arrived, sent + shape.delay + self._held_up(shape, len(data)))
+                await pieces.put((arrived, data))
+                if not data:
+                    return
+                if sent > loop.time():
+                    await asyncio.sleep(sent - loop.time())
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(deliver())
+            group.create_task(take())
+
+    def _held_up(self, shape: Shape, size: int) -> float:
+        packets = math.ceil(size / PACKET_BYTES)
+        if not shape.loss or self._rng.random() > 1 - (1 - shape.loss) ** packets:
+            return 0.0
+        self.lost += 1
+        return max(SMALLEST_TIMEOUT, 2 * shape.delay)
+
+
+@contextlib.asynccontextmanager
+async def shaping_proxies(targets: list[int], rng: random.Random) -> AsyncIterator[list[ShapingProxy]]:
+    """A proxy for each target port; closed with the block."""
+    proxies = [ShapingProxy(target, rng) for target in targets]
+    for proxy in proxies:
+        await proxy.start()
+    try:
+        yield proxies
+    finally:
+        for proxy in proxies:
+            await proxy.close()

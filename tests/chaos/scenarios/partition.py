@@ -1,0 +1,107 @@
+"""The network falls into two halves, each with all stages, and is healed after a while."""
+
+from __future__ import annotations
+
+import time
+
+from noloco_node.telemetry.events import Account, OuterStep
+from tests.chaos.lab import Lab
+from tests.chaos.namespaces import Halves, two_halves, why_impossible
+from tests.chaos.observe import account_gap, last_account, outer_steps, rate, spread
+from tests.chaos.report import Verdict
+from tests.chaos.scenarios.freeze import ENDLESS, holds
+from tests.chaos.swarm import Node, Swarm
+
+BEFORE_SECONDS = 8.0
+MERGE_SECONDS = 90.0
+SPREAD_BACK = 3.0
+"""Afterwards the spread may be this many times what it was before: it varies, and the learning rate does not rise."""
+
+
+async def partition(lab: Lab) -> Verdict:
+    """Both halves train through it; afterwards everyone sees everyone, averages across, and the spread falls back."""
+    verdict = Verdict("partition", skipped=why_impossible())
+    if verdict.skipped:
+        return verdict
+    each = [0, 1] * (2 if lab.long else 1)
+    swarm = Swarm(lab.folder, [ENDLESS], 0.05)
+    try:
+        async with two_halves() as halves:
+            try:
+                await swarm.start([*each, *each], lambda number: halves.place(number // len(each)))
+                await swarm.until_training()
+                sides = swarm.nodes[: len(each)], swarm.nodes[len(each) :]
+                await _cut_and_heal(swarm, halves, sides, 60.0 if lab.long else 15.0, verdict)
+            finally:
+                await swarm.stop()
+    except OSError as error:
+        verdict.skipped = f"the system does not let us make network namespaces ({error})"
+    return verdict
+
+
+async def _cut_and_heal(
+    swarm: Swarm, halves: Halves, sides: tuple[list[Node], list[Node]], seconds: float, verdict: Verdict
+) -> None:
+    await _rest(swarm, BEFORE_SECONDS)
+    cut = time.time()
+    await halves.cut()
+    apart = not await halves.reaches()
+    await _rest(swarm, seconds)
+    await halves.heal()
+    healed = time.time()
+    crossings = [
+        step for a, b in (sides, sides[::-1]) for step in _across(a, b, cut + seconds / 2) if step.time < healed
+    ]
+    evidence = "no packet came through, and no average was taken across in its second half"
+    verdict.fault(cut, f"partition for {seconds:g} s", evidence if apart and not crossings else "")
+    before = spread(swarm.nodes, cut - BEFORE_SECONDS, cut)
+    for number, side in enumerate(sides):
+        heads = [node for node in side if node.stage == 0]
+        share = rate(heads, cut + seconds / 2, healed) / rate(heads, cut - BEFORE_SECONDS, cut)
+        verdict.figures[f"half {number}: throughput in the second half of the partition, share of before"] = share
+        verdict.demand(f"half {number} trains on", share > 0.5, f"{share:.2f} of before")
+    await _merge(swarm, sides, healed, before, verdict)
+    for node in swarm.of_stage(0):
+        account = last_account(node)
+        assert account is not None
+        gap = account_gap(account)
+        verdict.demand(f"the books of {node.name} close", gap == 0 and account.dropped == 0, f"{gap} lost")
+
+
+async def _merge(
+    swarm: Swarm, sides: tuple[list[Node], list[Node]], healed: float, before: float | None, verdict: Verdict
+) -> None:
+    full = [len(swarm.of_stage(0)), len(swarm.of_stage(1))]
+
+    def whole() -> bool:
+        return all(
+            any(isinstance(e, Account) and e.time > healed and e.nodes_per_stage == full for e in node.events[-40:])
+            for node in swarm.nodes
+        )
+
+    seen = await holds(swarm, whole, MERGE_SECONDS)
+    verdict.figures["seconds until every node sees all others"] = time.time() - healed if seen else None
+    verdict.demand("every node sees all others again", seen, f"within {MERGE_SECONDS:g} s: {seen}")
+    across = await holds(swarm, lambda: all(_across(a, b, healed) for a, b in (sides, sides[::-1])), MERGE_SECONDS)
+    found = [step for step in _across(*sides, healed) if step.spread is not None]
+    verdict.demand("the halves average with each other", across, f"{len(found)} times on one side")
+    if not across or before is None:
+        return
+    verdict.figures["spread before, and at the first average across"] = [before, found[0].spread or 0.0]
+    since = time.time()
+    await _rest(swarm, 2 * BEFORE_SECONDS)
+    after = spread(swarm.nodes, since + BEFORE_SECONDS, time.time())
+    verdict.figures["spread afterwards"] = after
+    held = after is not None and after <= SPREAD_BACK * before
+    verdict.demand("the spread falls back", held, f"{after} after, {before} before")
+
+
+def _across(side: list[Node], other: list[Node], since: float) -> list[OuterStep]:
+    """Averages that nodes of one side took with nodes of the other."""
+    ids = {node.started.peer_id for node in other if node.started}
+    return [step for node in side for step in outer_steps(node, "paired", since=since) if step.partner in ids]
+
+
+async def _rest(swarm: Swarm, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    await swarm.until(lambda: time.monotonic() > until, seconds + 30, "time passes")

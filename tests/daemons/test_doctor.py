@@ -1,0 +1,77 @@
+"""`noloco-node doctor` as a person runs it, against a real seed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from noloco_node.errors import ExitCode
+from tests.daemons.test_seed import address_of, command
+from tests.support import nothing_left_behind
+
+pytestmark = [pytest.mark.daemons, pytest.mark.timeout(300)]
+
+NOBODY = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
+MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Temporary files of the commands, empty again at the end."""
+    with nothing_left_behind() as base:
+        monkeypatch.setenv("TMPDIR", str(base))
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+        yield base
+
+
+async def doctor(folder: Path, *arguments: str) -> tuple[int | None, str]:
+    """Exit code and words of the command."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "noloco_node", "doctor", *arguments, "--run-folder", str(folder)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    words, _ = await asyncio.wait_for(process.communicate(), 120)
+    return process.returncode, words.decode()
+
+
+async def test_a_sound_machine_passes_and_others_reach_it(tmp_path: Path, temporary: Path) -> None:
+    """Every check of the list is there, and the seed has dialled back."""
+    async with command(tmp_path / "seed", "seed", str(MICRO)):
+        address = await address_of(tmp_path / "seed")
+        code, words = await doctor(tmp_path / "node", address, "--json")
+    checks = {row["check"]: row for row in json.loads(words)}
+    assert code == ExitCode.OK, words
+    assert list(checks) == [
+        *("open files", "disk", "memory", "device", "identity", "port"),
+        *("peer", "p2pd", "clock", "versions", "reachable"),
+    ]
+    assert {row["outcome"] for row in checks.values()} <= {"pass", "warn"}
+    assert "1 of 1 peers reached port" in checks["reachable"]["found"]
+    assert "1 peer" in checks["clock"]["found"]
+    assert not (tmp_path / "node").exists(), "it leaves nothing in the run folder"
+
+
+async def test_what_is_wrong_is_named_with_its_remedy_and_an_exit_code(tmp_path: Path, temporary: Path) -> None:
+    """A port that is taken, a dead peer, an address that is none, and a device that is not there: all of them at once,
+    and the rest is checked all the same."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        dead = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
+        code, words = await doctor(tmp_path / "node", dead, "nonsense", "--port", port, "--set", "node.device=cuda:77")
+    assert code == ExitCode.CHECK_FAILED
+    lines = words.splitlines()
+    failed = [line for line in lines if line.startswith("fail")]
+    for told in (f"{dead}: refused", "nonsense: malformed", f"{port} on 127.0.0.1", "cuda:77"):
+        assert any(told in line for line in failed), words
+    assert all(lines[lines.index(line) + 1].lstrip().startswith("-> ") for line in failed)
+    assert any(line.startswith("pass") for line in lines)
+    assert "5 failed" in lines[-1], "p2pd cannot start on the taken port either"

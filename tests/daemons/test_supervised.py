@@ -1,0 +1,79 @@
+"""kill -9 for the p2pd of one daemon in a real swarm: the node lives on, and the run comes to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from noloco_node.config.load import load_config
+from noloco_node.errors import ExitCode
+from noloco_node.local_swarm import LocalSwarm, SwarmNode
+from noloco_node.telemetry.events import Account, InnerStep
+from tests.support import eventually, nothing_left_behind
+
+pytestmark = [pytest.mark.daemons, pytest.mark.timeout(300)]
+
+MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Iterator[Path]:
+    """Temporary files of the daemons, empty again at the end."""
+    with nothing_left_behind() as base:
+        yield base
+
+
+def p2pd_of(node: SwarmNode) -> psutil.Process:
+    """The p2pd that a daemon has running."""
+    return next(c for c in psutil.Process(node.pid).children() if any("p2pd" in part for part in c.cmdline()[:6]))
+
+
+def listens_at(process: psutil.Process) -> str:
+    """Where a p2pd was told to listen."""
+    return next(part for part in process.cmdline() if part.startswith("-hostAddrs="))
+
+
+def steps(node: SwarmNode) -> int:
+    """Inner steps taken."""
+    return sum(isinstance(event, InnerStep) for event in node.events)
+
+
+async def test_a_swarm_outlives_the_p2pd_of_one_of_its_nodes(tmp_path: Path, temporary: Path) -> None:
+    """Of the only replica of a stage, so that nothing can go on without it: it is back under its peer id and port, the
+    others reach it again, the run ends in order, and every account closes with nothing lost."""
+    overrides = ["local_swarm.replicas=1", "run.inner.target_tokens=98304", "run.limits.record_seconds=20"]
+    swarm = LocalSwarm(load_config(MICRO, overrides), tmp_path / "run")
+    try:
+        await swarm.start()
+        waiting = asyncio.create_task(swarm.wait())
+        victim = swarm.node("s1-r0")
+        await eventually(lambda: steps(victim) >= 5, within=60, what="it trains")
+        assert victim.started is not None
+        port = victim.started.addresses[0].split("/")[4]
+        first, before = p2pd_of(victim), steps(victim)
+        os.kill(first.pid, signal.SIGKILL)
+        second = await eventually(lambda: next(iter(successors(victim, first)), None), within=60, what="a new p2pd")
+        assert listens_at(second).endswith(f"/tcp/{port}")
+        await eventually(lambda: steps(victim) > before + 5, within=60, what="others send it microbatches again")
+        await asyncio.wait_for(waiting, 200)
+    finally:
+        await swarm.stop()
+    assert [node.exit_code for node in swarm.nodes] == [ExitCode.OK, ExitCode.OK]
+    assert "p2pd is back" in victim.log.read_text()
+    assert victim.stopped is not None
+    assert victim.stopped.reason == "target_reached"
+    books = [event for event in swarm.node("s0-r0").events if isinstance(event, Account)][-1]
+    assert books.drawn == books.trained + books.dropped + books.held_at_end > 0
+    assert books.dropped == 0, "nothing was lost"
+
+
+def successors(node: SwarmNode, former: psutil.Process) -> list[psutil.Process]:
+    """p2pd processes of a node that came after this one."""
+    children = psutil.Process(node.pid).children()
+    return [c for c in children if c.pid != former.pid and any(part.startswith("-hostAddrs=") for part in c.cmdline())]

@@ -1,0 +1,173 @@
+"""Checkpoints on the disk: what comes back is what was written, of this run and stage, or it does not come back."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from noloco_node.data.walk import WalkPosition
+from noloco_node.storage.checkpoint import STATE, CheckpointFolder, HeldSample, Standing
+from noloco_node.storage.weights import MANIFEST
+from noloco_node.training.progress import Mark, Progress
+
+RUN = "f00d" * 8
+
+
+def standing(clock: float, *, run_id: str = RUN, stage: int = 1) -> Standing:
+    """Where a node stands at a clock."""
+    return Standing(
+        run_id=run_id,
+        stage=stage,
+        progress=Progress(steps=7, tokens=640, clock=clock, outer_rounds=3, marks=(Mark(-2, 0), Mark(6, 576))),
+        credit=-32.5,
+        tokens_accumulated=64,
+        loss_accumulated=3.25,
+        walk=WalkPosition(epoch=2, offset=5),
+        held=(HeldSample(windows=(4, 2), put_backs=1),),
+        ledger={"drawn": 12, "trained": 11},
+    )
+
+
+def tensors(clock: float) -> dict[str, torch.Tensor]:
+    """A state that tells its clock."""
+    return {"fast": torch.full((1000,), clock), "optimizer_steps": torch.tensor(7)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    """Two checkpoints, of clocks 1 and 2."""
+    made = CheckpointFolder(tmp_path / "checkpoints", keep=3)
+    for clock in (1.0, 2.0):
+        made.write(standing(clock), tensors(clock))
+    return made
+
+
+def test_what_was_written_comes_back(folder: CheckpointFolder) -> None:
+    """The newest one: every tensor, count and position."""
+    found = folder.newest(RUN, 1)
+    assert found is not None
+    assert found.standing == standing(2.0)
+    assert found.standing.progress == standing(2.0).progress
+    expected = tensors(2.0)
+    assert found.tensors.keys() == expected.keys()
+    assert all(torch.equal(found.tensors[name], expected[name]) for name in expected)
+
+
+def test_the_last_few_stay_and_numbers_never_come_twice(folder: CheckpointFolder) -> None:
+    """Also where the newest ones were removed by hand in between."""
+    for clock in (3.0, 4.0, 5.0):
+        folder.write(standing(clock), tensors(clock))
+    assert sorted(path.name for path in folder.path.iterdir()) == ["00000003", "00000004", "00000005"]
+
+
+def cut_in_half(path: Path) -> None:
+    """As a crash of the machine may leave a file."""
+    state = path / STATE
+    state.write_bytes(state.read_bytes()[: state.stat().st_size // 2])
+
+
+def one_byte_altered(path: Path) -> None:
+    """Same length, another weight."""
+    content = bytearray((path / STATE).read_bytes())
+    content[-5] ^= 1
+    (path / STATE).write_bytes(content)
+
+
+def manifest_altered(path: Path) -> None:
+    """A clock that somebody set."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["standing"]["progress"]["clock"] = 9e9
+    (path / MANIFEST).write_text(json.dumps(manifest))
+
+
+def manifest_torn(path: Path) -> None:
+    """No JSON any more."""
+    (path / MANIFEST).write_text((path / MANIFEST).read_text()[:100])
+
+
+def without_manifest(path: Path) -> None:
+    """The file that says what it is is gone."""
+    (path / MANIFEST).unlink()
+
+
+def without_state(path: Path) -> None:
+    """The weights are gone."""
+    (path / STATE).unlink()
+
+
+def of_a_later_version(path: Path) -> None:
+    """A field that this version does not know."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (cut_in_half, f"{STATE} does not match the hash"),
+        (one_byte_altered, f"{STATE} does not match the hash"),
+        (manifest_altered, "own seal"),
+        (manifest_torn, "ValidationError"),
+        (without_manifest, "FileNotFoundError"),
+        (without_state, "FileNotFoundError"),
+        (of_a_later_version, "ValidationError"),
+    ],
+)
+def test_a_damaged_one_is_refused_with_the_reason_and_the_one_before_it_is_used(
+    folder: CheckpointFolder, damage: Callable[[Path], None], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of it is taken over."""
+    damage(folder.path / "00000002")
+    found = folder.newest(RUN, 1)
+    assert found is not None
+    assert found.standing == standing(1.0)
+    assert float(found.tensors["fast"][0]) == 1.0
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert str(folder.path / "00000002") in line
+    assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("foreign", "reason"),
+    [
+        (standing(3.0, run_id="beef" * 8), f"run {'beef' * 8}, not {RUN}"),
+        (standing(3.0, stage=0), "it is of stage 0, and this node serves stage 1"),
+    ],
+)
+def test_one_of_another_run_or_stage_is_refused(
+    folder: CheckpointFolder, foreign: Standing, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However whole it is. Where any stage will do, another stage's is as good."""
+    folder.write(foreign, tensors(3.0))
+    found = folder.newest(RUN, 1)
+    assert found is not None
+    assert found.standing == standing(2.0)
+    assert reason in caplog.text
+    anywhere = folder.newest(RUN, None)
+    assert anywhere is not None
+    assert (anywhere.standing.stage, anywhere.standing.run_id) == (0 if foreign.run_id == RUN else 1, RUN)
+
+
+def test_where_none_is_left_there_is_none(folder: CheckpointFolder, tmp_path: Path) -> None:
+    """All damaged, or never written."""
+    for path in folder.path.iterdir():
+        cut_in_half(path)
+    assert folder.newest(RUN, 1) is None
+    assert CheckpointFolder(tmp_path / "nowhere", keep=1).newest(RUN, 1) is None
+
+
+def test_what_a_killed_write_left_is_removed_by_the_next_one(folder: CheckpointFolder) -> None:
+    """It is never read, and does not stay on the disk."""
+    left = folder.path / ".00000003.partial"
+    left.mkdir()
+    (left / STATE).write_bytes(b"half")
+    found = folder.newest(RUN, 1)
+    assert found is not None
+    assert found.standing == standing(2.0)
+    folder.write(standing(3.0), tensors(3.0))
+    assert sorted(path.name for path in folder.path.iterdir()) == ["00000001", "00000002", "00000003"]

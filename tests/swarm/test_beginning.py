@@ -1,0 +1,68 @@
+"""Own checkpoint, a fellow's state, or the seed: the precedence, without a swarm."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from noloco_node.swarm.beginning import BEGINNINGS, where_to_begin
+from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.swarm.membership import choose_stage
+from noloco_node.swarm.transport import PeerId
+
+MAX_LAG = 1000
+T, F, J = PeerState.TRAINING, PeerState.FINISHING, PeerState.JOINING
+
+
+def record(stage: int, clock: float, state: PeerState = T, rounds: int = 5, name: str = "") -> PeerRecord:
+    """A live record of another node."""
+    return PeerRecord(
+        peer_id=name or f"other-peer-{stage}-{clock:.0f}",
+        stage=stage,
+        state=state,
+        clock=clock,
+        outer_rounds=rounds,
+        protocol=1,
+        version="0",
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "source", "words"),
+    [
+        (None, [], "seed", "nobody else lives"),
+        (None, [record(0, 0.0, rounds=0), record(1, 50.0, rounds=0)], "seed", "past the first outer round"),
+        (None, [record(0, 5000.0)], "peer", "no checkpoint here"),
+        (None, [record(1, 5000.0)], "peer", "no checkpoint here"),
+        (None, [record(0, 5000.0, F)], "nowhere", "nobody trains"),
+        (5000.0, [], "checkpoint", "nobody else lives"),
+        (5000.0, [record(0, 0.0, rounds=0)], "checkpoint", "past the first outer round"),
+        (5000.0, [record(0, 6000.0)], "checkpoint", "1,000 tokens beyond it, 1,000 are allowed"),
+        (5000.0, [record(0, 6001.0)], "peer", "1,001 tokens beyond the checkpoint, 1,000 are allowed"),
+        (5000.0, [record(0, 3000.0)], "checkpoint", "0 tokens beyond it"),
+        (5000.0, [record(0, 5100.0), record(0, 5200.0), record(0, 9e9)], "checkpoint", "200 tokens"),
+        (5000.0, [record(1, 9000.0)], "checkpoint", "no other node has stage 0"),
+        (5000.0, [record(1, 5500.0)], "checkpoint", "500 tokens beyond it"),
+        (5000.0, [record(0, 5100.0, F)], "checkpoint", "100 tokens"),
+        (5000.0, [record(0, 9000.0, F)], "nowhere", "nobody trains"),
+    ],
+)
+def test_where_to_begin(own: float | None, others: list[PeerRecord], source: str, words: str) -> None:
+    """Own checkpoint within max_lag of the fellows' median clock, else a fellow's state, else the seed."""
+    found = where_to_begin(own, others, 0, MAX_LAG)
+    assert found.source == source
+    assert words in found.why
+    assert source == "nowhere" or source in BEGINNINGS
+
+
+def test_a_node_that_comes_back_does_not_count_itself() -> None:
+    """Its former life's record is still in the directory: the stage that it left is the one that needs it."""
+    names = (PeerId("peer-other"), PeerId("peer-itself"))
+    rows = [{name: LiveRecord(record(stage, 1.0, name=name), 100.0)} for stage, name in enumerate(names)]
+    view = DirectoryView(tuple(rows))
+    left = view.without(names[1])
+    assert not left.live(1, 50.0)
+    assert left.live(0, 50.0)
+    assert {choose_stage(view, 2, 50.0, random.Random(seed)) for seed in range(20)} == {0, 1}
+    assert {choose_stage(left, 2, 50.0, random.Random(seed)) for seed in range(20)} == {1}

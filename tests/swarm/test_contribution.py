@@ -1,0 +1,296 @@
+"""The contribution file: only what was signed counts, once, and nothing that was written is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from noloco_node.swarm import receipts as receipts_module
+from noloco_node.swarm.contribution import (
+    ContributionFile,
+    Receipt,
+    Work,
+    read_contribution,
+    read_entries,
+    statement_text,
+)
+from noloco_node.swarm.identity import Identity, load_or_create_identity
+from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryNetwork, MemoryTransport
+from noloco_node.swarm.microbatch import PEERS_COUNTED, Ledger
+from noloco_node.swarm.receipts import METHOD, Receipts, open_receipts
+from noloco_node.swarm.signing import sign_statement, signed_by
+from noloco_node.swarm.transport import Message, PeerId, Refused
+from noloco_node.training.progress import Progress
+from tests.worlds import micro_spec, run_to_the_end, world
+
+RUN = "r" * 32
+SERVER, SERVED, STRANGER = PeerId("server-of-stage-1"), PeerId("served-of-stage-0"), PeerId("stranger")
+
+
+def work(**changes: int) -> Work:
+    """An hour's work."""
+    counts = {"tokens": 100, "drawn": 5, "served": 7, "outer_rounds": 2, **changes}
+    return Work(run=RUN, since=1000.0, until=4600.0, stage=1, **counts)
+
+
+def receipt(server: PeerId, serial: int = 0, microbatches: int = 3, tokens: int = 60) -> Receipt:
+    """What `server` did for the signer."""
+    return Receipt(
+        run=RUN,
+        since=1.0,
+        until=2.0,
+        server=server,
+        session="0" * 16,
+        serial=serial,
+        microbatches=microbatches,
+        tokens=tokens,
+    )
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Identity:
+    return load_or_create_identity(tmp_path / "owner.key")
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Identity:
+    return load_or_create_identity(tmp_path / "peer.key")
+
+
+def write(path: Path, identity: Identity, statement: Work | Receipt) -> None:
+    """Append a statement signed by `identity`."""
+    text = statement_text(statement)
+    ContributionFile(path).append(identity.peer_id, text, sign_statement(identity, text.encode()))
+
+
+def test_a_seal_holds_for_its_signer_and_its_statement_only(owner: Identity, peer: Identity) -> None:
+    """Nothing that comes from outside raises."""
+    seal = sign_statement(owner, b"statement")
+    assert signed_by(owner.peer_id, seal, b"statement")
+    assert not signed_by(owner.peer_id, seal, b"another")
+    assert not signed_by(peer.peer_id, seal, b"statement")
+    for index in range(len(seal)):
+        assert not signed_by(owner.peer_id, seal[:index] + bytes([seal[index] ^ 1]) + seal[index + 1 :], b"statement")
+        assert not signed_by(owner.peer_id, seal[:index], b"statement")
+
+
+def test_work_and_receipts_of_many_lives_add_up(tmp_path: Path, owner: Identity, peer: Identity) -> None:
+    """The file is opened anew for each line, as by restarts; a receipt that was filed twice counts once."""
+    path = tmp_path / "contribution.jsonl"
+    for _ in range(3):
+        write(path, owner, work())
+    write(path, peer, receipt(owner.peer_id, serial=0))
+    write(path, peer, receipt(owner.peer_id, serial=0))
+    write(path, peer, receipt(owner.peer_id, serial=1, microbatches=4, tokens=80))
+    total = read_contribution(path, owner.peer_id)
+    assert (total.tokens, total.drawn, total.served, total.outer_rounds) == (300, 15, 21, 6)
+    assert (total.seconds, total.first) == (3 * 3600.0, 1000.0)
+    assert {p: (r.microbatches, r.tokens) for p, r in total.receipts.items()} == {peer.peer_id: (7, 140)}
+    assert (total.refused, total.torn) == (0, False)
+
+
+def test_a_torn_last_line_is_left_out_and_the_next_one_stands_alone(tmp_path: Path, owner: Identity) -> None:
+    """Cut at any byte: what was whole before counts, and so does what is written afterwards."""
+    path = tmp_path / "contribution.jsonl"
+    write(path, owner, work())
+    whole = path.read_bytes()
+    for cut in range(1, len(whole)):
+        path.write_bytes(whole + whole[:cut])
+        assert read_contribution(path, owner.peer_id).torn
+        assert read_contribution(path, owner.peer_id).tokens == 100
+    write(path, owner, work(tokens=11))
+    total = read_contribution(path, owner.peer_id)
+    assert total.tokens in (111, 211)  # a line cut right before its end is whole once it is closed
+    assert not total.torn
+
+
+def test_forged_lines_do_not_count(tmp_path: Path, owner: Identity, peer: Identity) -> None:
+    """Altered numbers, work signed by another, receipts signed by oneself or made out to another, and rubbish."""
+    path = tmp_path / "contribution.jsonl"
+    write(path, owner, work())
+    honest = json.loads(path.read_bytes())
+    altered = {**honest, "statement": honest["statement"].replace('"tokens":100', '"tokens":999')}
+    with path.open("a") as file:
+        file.write(json.dumps(altered) + "\n")
+        file.write(json.dumps({**honest, "signer": peer.peer_id}) + "\n")
+        file.write("{}\nrubbish\n[1]\n" + json.dumps({**honest, "seal": "xyz"}) + "\n")
+        file.write(json.dumps({**honest, "signer": 5}) + "\n" + "x" * 20000 + "\n")
+    write(path, peer, work())
+    write(path, owner, receipt(owner.peer_id))
+    write(path, peer, receipt(peer.peer_id))
+    total = read_contribution(path, owner.peer_id)
+    assert (total.tokens, total.receipts) == (100, {})
+    assert total.refused == 11
+
+
+# Between peers
+
+
+@asynccontextmanager
+async def two_nodes(folder: Path) -> AsyncIterator[tuple[MemoryNetwork, Receipts, Receipts, Ledger, Ledger]]:
+    """One that serves and one that is served, each with a file in `folder`."""
+    network = MemoryNetwork()
+    server, served = (MemoryTransport(network, name) for name in (SERVER, SERVED))
+    ledgers = Ledger(), Ledger()
+    one = await open_receipts(folder / "server", RUN, 1, server, ledgers[0], Progress)
+    two = await open_receipts(folder / "served", RUN, 0, served, ledgers[1], Progress)
+    try:
+        yield network, one, two, *ledgers
+    finally:
+        await server.close()
+        await served.close()
+
+
+def serve(server: Ledger, served: Ledger, microbatches: int) -> None:
+    """The server trains microbatches of 20 tokens for the served."""
+    for _ in range(microbatches):
+        server.note_served(SERVED, 20)
+        served.note_received(SERVER, 20)
+
+
+def filed(folder: Path) -> list[tuple[int, int, int]]:
+    """Serial, microbatches and tokens of the receipts in the server's file."""
+    check = MemoryTransport(MemoryNetwork(), STRANGER).signed_by
+    entries = [entry for entry in read_entries(folder / "server", check) if entry is not None]
+    receipts = [entry.statement for entry in entries if isinstance(entry.statement, Receipt)]
+    return [(row.serial, row.microbatches, row.tokens) for row in receipts]
+
+
+async def test_what_a_peer_did_comes_back_as_a_receipt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Increments, each once; a peer that did nothing since gets none."""
+    monkeypatch.setattr(receipts_module, "LEAST_SECONDS", 0.0)
+    async with two_nodes(tmp_path) as (_, _, served, at_server, at_served):
+        serve(at_server, at_served, 3)
+        await served.settle()
+        await served.settle()
+        serve(at_server, at_served, 2)
+        await served.settle()
+    assert filed(tmp_path) == [(0, 3, 60), (1, 2, 40)]
+    assert not at_server.done_for
+    assert not at_served.done_by
+
+
+async def test_a_lost_receipt_comes_again_and_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lost on its way there: it is filed later. Lost on its way back: it is filed once, and known again."""
+    monkeypatch.setattr(receipts_module, "LEAST_SECONDS", 0.0)
+    async with two_nodes(tmp_path) as (network, _, served, at_server, at_served):
+        serve(at_server, at_served, 3)
+        network.inject(Fault(FaultKind.LOSE_REQUEST, method=METHOD, times=1))
+        await served.settle()
+        assert filed(tmp_path) == []
+        network.inject(Fault(FaultKind.LOSE_ANSWER, method=METHOD, times=1))
+        await served.settle()
+        assert filed(tmp_path) == [(0, 3, 60)]
+        serve(at_server, at_served, 2)
+        await served.settle()  # the one in doubt goes first
+        await served.settle()
+        assert network.fired == {FaultKind.LOSE_REQUEST: 1, FaultKind.LOSE_ANSWER: 1}
+    assert filed(tmp_path) == [(0, 3, 60), (1, 2, 40)]
+
+
+async def test_forged_and_exaggerated_receipts_are_refused(tmp_path: Path) -> None:
+    """Not signed by the sender, made out to another, of another run, for more than was done, or no receipt at all:
+    nothing of it is filed."""
+    async with two_nodes(tmp_path) as (network, _, _, at_server, at_served):
+        serve(at_server, at_served, 3)
+        at_server.note_served(STRANGER, 20)
+        stranger, peer = MemoryTransport(network, STRANGER), MemoryTransport(network, SERVED)
+        good = receipt(SERVER)
+
+        async def send(sender: MemoryTransport, signer: MemoryTransport, text: str) -> None:
+            header = {"statement": text, "seal": signer.sign(text.encode()).hex()}
+            await sender.call(SERVER, METHOD, Message(header), timeout=5, progress=5, max_answer_bytes=0)
+
+        for sender, signer, text, complaint in (
+            (stranger, peer, statement_text(good), "not signed by its sender"),
+            (peer, stranger, statement_text(good), "not signed by its sender"),
+            (peer, peer, statement_text(good.model_copy(update={"server": STRANGER})), "made out to another"),
+            (peer, peer, statement_text(good.model_copy(update={"run": "other"})), "wrong_run"),
+            (peer, peer, statement_text(good.model_copy(update={"microbatches": 4})), "more than this node"),
+            (peer, peer, statement_text(good.model_copy(update={"tokens": 61})), "more than this node"),
+            (stranger, stranger, statement_text(good), "more than this node"),
+            (peer, peer, statement_text(work()), "no receipt"),
+            (peer, peer, "{", "no receipt"),
+        ):
+            with pytest.raises(Refused, match=complaint):
+                await send(sender, signer, text)
+        assert filed(tmp_path) == []
+        await send(peer, peer, statement_text(good))
+        with pytest.raises(Refused, match="busy"):
+            await send(peer, peer, statement_text(good.model_copy(update={"serial": 1})))
+    assert filed(tmp_path) == [(0, 3, 60)]
+
+
+async def test_a_restart_forgets_no_receipt_and_files_none_twice(tmp_path: Path) -> None:
+    """The server's next life reads its file: the same receipt is acknowledged and not filed again."""
+    async with two_nodes(tmp_path) as (_, _, served, at_server, at_served):
+        serve(at_server, at_served, 3)
+        await served.settle()
+    network = MemoryNetwork()
+    server, peer = MemoryTransport(network, SERVER), MemoryTransport(network, SERVED)
+    check = server.signed_by
+    again = await open_receipts(tmp_path / "server", RUN, 1, server, Ledger(), Progress)
+    entries = list(read_entries(tmp_path / "server", check))
+    again.recall(entries)
+    entry = entries[0]
+    assert entry is not None
+    text = statement_text(entry.statement)
+    header = {"statement": text, "seal": peer.sign(text.encode()).hex()}
+    await peer.call(SERVER, METHOD, Message(header), timeout=5, progress=5, max_answer_bytes=0)
+    assert filed(tmp_path) == [(0, 3, 60)]
+    await server.close()
+    await peer.close()
+
+
+async def test_own_work_is_written_as_increments(tmp_path: Path) -> None:
+    """Nothing for nothing; the sum is what the counts say, whatever they began at."""
+    transport, ledger = MemoryTransport(MemoryNetwork(), SERVER), Ledger()
+    progress = Progress(tokens=1000, outer_rounds=40)  # copied or resumed: not this life's work
+    keeper = Receipts(RUN, 1, transport, ledger, lambda: progress, ContributionFile(tmp_path / "file"))
+    keeper.start()
+    await keeper.settle()
+    assert not (tmp_path / "file").exists()
+    for rounds in (41, 43):
+        progress = replace(progress, tokens=progress.tokens + 50, outer_rounds=rounds)
+        ledger.served += 2
+        await keeper.settle()
+        await keeper.settle()
+    total = read_contribution(tmp_path / "file", SERVER, transport.signed_by)
+    assert (total.tokens, total.served, total.outer_rounds) == (100, 4, 3)
+    assert len((tmp_path / "file").read_bytes().splitlines()) == 2
+    await transport.close()
+
+
+def test_the_books_by_peer_are_bounded() -> None:
+    """A crowd of names does not grow them without end."""
+    ledger = Ledger()
+    for number in range(PEERS_COUNTED + 50):
+        ledger.note_served(PeerId(f"peer-{number}"), 1)
+    assert len(ledger.done_for) == PEERS_COUNTED
+    assert ledger.served == PEERS_COUNTED + 50
+
+
+@pytest.mark.timeout(180)
+async def test_a_training_swarm_counts_the_same_on_both_sides() -> None:
+    """What stage 0 says that stage 1 did for it is what stage 1 counted, peer by peer, to the token."""
+    async with world(micro_spec(stages=2, steps=12), replicas=2) as made:
+        await run_to_the_end(made, within=120)
+        await asyncio.sleep(0)
+        by_server = {
+            (server._transport.peer_id, peer): (done.microbatches, done.tokens)
+            for server in made.of_stage(1)
+            for peer, done in server.ledger.done_for.items()
+        }
+        by_served = {
+            (peer, served._transport.peer_id): (done.microbatches, done.tokens)
+            for served in made.of_stage(0)
+            for peer, done in served.ledger.done_by.items()
+        }
+        assert by_server == by_served
+        assert sum(count for count, _ in by_server.values()) == sum(r.ledger.trained for r in made.of_stage(0)) > 10

@@ -1,0 +1,201 @@
+"""Peers seen before, and the addresses that are of use to anyone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.network import seen_before
+from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.swarm.known_peers import MOST_ADDRESSES, MOST_PEERS, KnownPeers, dialable, live_peers
+from noloco_node.swarm.p2pd_arguments import announced_address
+from noloco_node.swarm.p2pd_failures import FailedStart, explain
+from noloco_node.swarm.transport import PeerId
+from tests.support import eventually
+
+ID = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
+OTHER = "12D3KooWAL5zALa3ZR1piSRmK8WGNFojeALVyS3vgSZQYawt1PGF"
+
+
+def at(host: str, peer: str = ID, port: int = 31337) -> str:
+    """An address of a peer."""
+    kind = "ip4" if host[0].isdigit() else "dns4"
+    return f"/{kind}/{host}/tcp/{port}/p2p/{peer}"
+
+
+def test_public_addresses_come_first_and_loopback_only_where_there_is_nothing_else() -> None:
+    """A peer's loopback is our own machine; what is no TCP address of a peer is left out."""
+    public, private, loopback = at("203.0.114.7"), at("192.168.1.4"), at("127.0.0.1")
+    assert dialable([loopback, private, public, "nonsense", at("0.0.0.0")]) == (public, private)
+    assert dialable([loopback]) == (loopback,)
+    assert dialable(["/ip4/1.2.3.4/udp/4/quic", at("0.0.0.0")]) == ()
+    assert len(dialable([at(f"203.0.114.{n}") for n in range(20)])) == MOST_ADDRESSES
+
+
+def test_peers_are_kept_bounded_newest_first_and_come_back_from_the_file(tmp_path: Path) -> None:
+    """One met again moves to the front; beyond the bound the oldest goes."""
+    known = KnownPeers(tmp_path / "peers.json")
+    for number in range(MOST_PEERS + 5):
+        known.learn(PeerId(f"{ID[:-3]}{number:03d}"), [at("203.0.114.7", port=1000 + number)])
+    first = PeerId(f"{ID[:-3]}010")
+    known.learn(first, [at("203.0.114.9")])
+    known.learn(PeerId(OTHER), [at("0.0.0.0")])
+    known.save("run-a")
+    again = KnownPeers(tmp_path / "peers.json")
+    assert len(again.addresses) == MOST_PEERS
+    assert list(again.addresses) == list(known.addresses)
+    assert next(iter(again.addresses)) == first
+    assert OTHER not in again.addresses
+    assert again.texts("run-a")[0] == at("203.0.114.9")
+    assert again.texts("run-b") == (), "peers of another run are no way in"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"run": 3}', '{"run": "a", "peers": {"x": "y"}}', "x" * 300_000])
+def test_a_damaged_file_is_passed_over(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Said once, and the node starts without it."""
+    (tmp_path / "peers.json").write_text(content)
+    assert KnownPeers(tmp_path / "peers.json").addresses == {}
+    assert "passed over" in caplog.text
+
+
+def test_what_the_file_claims_is_held_to_the_same_rules(tmp_path: Path) -> None:
+    """An address in it that is none does not get in."""
+    (tmp_path / "peers.json").write_text(json.dumps({"run": "a", "peers": {ID: ["rm -rf", at("203.0.114.7")]}}))
+    assert KnownPeers(tmp_path / "peers.json").texts() == (at("203.0.114.7"),)
+
+
+def test_a_named_run_is_entered_by_its_own_peers_only(tmp_path: Path) -> None:
+    """Who names an address means the run behind it: peers of the last run do not stand in for it, unless the named
+    peer was met in that run."""
+    known = KnownPeers(tmp_path / "peers.json")
+    known.learn(PeerId(ID), [at("203.0.114.7")])
+    known.save("run-a")
+    here = (at("203.0.114.7"),)
+    assert seen_before(known, "run-a", ()) == here
+    assert seen_before(known, "run-b", ()) == ()
+    assert seen_before(known, None, ()) == here
+    assert seen_before(known, None, [at("198.51.100.9", OTHER)]) == ()
+    assert seen_before(known, None, [at("198.51.100.9", ID)]) == here
+
+
+async def test_the_file_follows_the_live_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they listen is asked again and again; one that nobody finds keeps its last address."""
+    for name in ("FIRST_LOOK_SECONDS", "LOOK_SECONDS"):
+        monkeypatch.setattr(f"noloco_node.swarm.known_peers.{name}", 0.01)
+    answers = {PeerId(ID): (at("203.0.114.7"),), PeerId(OTHER): ()}
+
+    class Book:
+        async def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+            return answers[peer]
+
+    known = KnownPeers(tmp_path / "peers.json")
+    known.learn(PeerId(OTHER), [at("203.0.114.8", OTHER)])
+    keeping = asyncio.create_task(known.keep(Book(), "run-a", lambda: list(answers)))
+    await eventually(lambda: PeerId(ID) in KnownPeers(tmp_path / "peers.json").addresses, what="the file is written")
+    answers[PeerId(ID)] = (at("203.0.114.99"),)
+    await eventually(
+        lambda: at("203.0.114.99") in KnownPeers(tmp_path / "peers.json").texts("run-a"), what="it is kept up to date"
+    )
+    keeping.cancel()
+    assert KnownPeers(tmp_path / "peers.json").addresses[PeerId(OTHER)] == (at("203.0.114.8", OTHER),)
+
+
+def test_live_peers_are_all_but_this_one_and_the_dead() -> None:
+    """Of all stages, each once."""
+
+    def row(peer: str, stage: int, expires: float) -> LiveRecord:
+        return LiveRecord(
+            PeerRecord(peer_id=peer, stage=stage, state=PeerState.TRAINING, protocol=1, version="1"), expires
+        )
+
+    own, one, two, dead = (PeerId(f"{ID[:-1]}{n}") for n in range(4))
+    view = DirectoryView(
+        (
+            {own: row(own, 0, 9.0), one: row(one, 0, 9.0)},
+            {one: row(one, 1, 9.0), two: row(two, 1, 9.0), dead: row(dead, 1, 1.0)},
+        )
+    )
+    assert live_peers(view, 5.0, own) == [one, two]
+
+
+@pytest.mark.parametrize(
+    ("text", "announced"),
+    [
+        ("203.0.113.7:4000", "/ip4/203.0.113.7/tcp/4000"),
+        ("203.0.113.7", "/ip4/203.0.113.7/tcp/31337"),
+        ("/ip4/203.0.113.7/tcp/4000", "/ip4/203.0.113.7/tcp/4000"),
+        (f"/ip4/203.0.113.7/tcp/4000/p2p/{ID}", "/ip4/203.0.113.7/tcp/4000"),
+        ("gpu.example.org:4000", "/dns/gpu.example.org/tcp/4000"),
+        ("/dns4/gpu.example.org/tcp/4000", "/dns4/gpu.example.org/tcp/4000"),
+        ("[2001:db8::7]:4000", "/ip6/2001:db8::7/tcp/4000"),
+    ],
+)
+def test_an_announced_address_is_understood_in_the_forms_people_write(text: str, announced: str) -> None:
+    """With a port of its own, or the one that the node listens on."""
+    assert announced_address(text, "0.0.0.0", 31337) == announced
+
+
+@pytest.mark.parametrize(
+    ("text", "port"),
+    [
+        ("0.0.0.0:4000", 31337),
+        ("/ip4/0.0.0.0/tcp/4000", 31337),
+        ("[::]:4000", 31337),
+        ("224.0.0.1:4000", 31337),
+        ("203.0.113.7:0", 31337),
+        ("/ip4/203.0.113.7/tcp/0", 31337),
+        ("203.0.113.7", 0),
+        ("203.0.113.7:70000", 31337),
+        ("127.0.0.1:4000", 31337),
+        ("/ip4/gpu.example.org/tcp/4000", 31337),
+        ("203.0.113.700:4000", 31337),
+        ("http://gpu.example.org:4000", 31337),
+        ("", 31337),
+    ],
+)
+def test_an_address_that_nobody_could_reach_is_not_announced(text: str, port: int) -> None:
+    """Port 0, no host, this machine only, or no address at all."""
+    with pytest.raises(UserError, match="announce: ") as caught:
+        announced_address(text, "0.0.0.0", port)
+    assert caught.value.exit_code is ExitCode.CONFIG
+
+
+def failed(**known: object) -> UserError:
+    """The error for a start about which this is known."""
+    nothing = {"what": "did not start", "output": "", "status": None, "process": "", "load": 0.1, "peers": []}
+    return explain(FailedStart(**{**nothing, "probe": False, **known}))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("known", "words", "code"),
+    [
+        ({"process": "disk-sleep", "load": 9.0}, "slow disk", ExitCode.P2P_DAEMON),
+        ({"load": 9.0, "peers": ["a"]}, "busy machine: 9.0 processes", ExitCode.P2P_DAEMON),
+        (
+            {"peers": ["/ip4/1.2.3.4"]},
+            "dead seed, which takes connections",
+            ExitCode.P2P_DAEMON,
+        ),
+        ({"peers": ["a"], "probe": True}, "identity probe is stuck", ExitCode.P2P_DAEMON),
+        ({"output": "listen tcp4: bind: address already in use", "status": 1}, "port was taken", ExitCode.PORT_IN_USE),
+        ({"status": -9}, "want of memory", ExitCode.P2P_DAEMON),
+        ({"status": 2, "load": 9.0}, "refused its arguments", ExitCode.P2P_DAEMON),
+        ({"process": "stopped"}, "stopped its process", ExitCode.P2P_DAEMON),
+        ({}, "none that can be seen", ExitCode.P2P_DAEMON),
+        (
+            {"output": "failed to connect to bootstrap peers", "status": 1, "peers": ["a"]},
+            "it is not this peer",
+            ExitCode.PEERS_UNREACHABLE,
+        ),
+    ],
+)
+def test_a_start_that_failed_names_its_likely_cause(known: dict[str, object], words: str, code: ExitCode) -> None:
+    """From what can be seen at that moment, each with a remedy of its own."""
+    error = failed(**known)
+    assert words in error.message
+    assert error.exit_code is code
+    assert error.remedy

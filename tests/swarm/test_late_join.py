@@ -1,0 +1,349 @@
+"""Whose state a joiner takes, what it does when a donor fails, and what donors grant."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.replica import Replica
+from noloco_node.swarm import late_join, state_messages
+from noloco_node.swarm.directory import PeerState
+from noloco_node.swarm.donor_rate import HIGHEST_RATE, KEPT_SHARE, DonorRate, next_rate
+from noloco_node.swarm.late_join import rank_donors
+from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryTransport
+from noloco_node.swarm.state_messages import StateOffer
+from noloco_node.swarm.state_transfer import Download
+from noloco_node.swarm.transport import JsonObject, Message, PeerId, Refusal, Refused, Transport
+from noloco_node.telemetry.events import DonorFailed, StateDownload
+from tests.support import eventually, nothing_left_behind
+from tests.worlds import Swarm, World, libp2p_world, micro_spec, peer_name, world
+
+OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, max_lag_tokens=1000)
+LIMITS = LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=2, record_seconds=20)
+FIRST, SECOND = peer_name(0, 0), peer_name(0, 1)
+
+
+async def make_veteran(replica: Replica) -> None:
+    """Past its first outer round, advertised, and ready to give."""
+    assert replica.origin is not None
+    for _ in range(3):
+        await replica.origin.train_one()
+    await replica.exchanger.step_alone()
+    replica.donor.accepting = True
+    await replica.membership.announce(PeerState.TRAINING)
+
+
+@asynccontextmanager
+async def donors_and_joiner(donors: int = 2, places: int = 2) -> AsyncIterator[tuple[World, Replica]]:
+    """Veterans 0 to `donors` - 1 in memory, and a replica that has just come."""
+    settings = NodeSettings(in_flight=1, drain_seconds=1, donor_places=places)
+    async with world(micro_spec(stages=1, outer=OUTER, limits=LIMITS), donors + 1, settings) as made:
+        for veteran in made.replicas[:-1]:
+            await make_veteran(veteran)
+        yield made, made.replicas[-1]
+
+
+def failures(made: Swarm) -> dict[str, str]:
+    """Why donors failed, as the last replica said."""
+    return {event.donor: event.reason for event in made.events[-1] if isinstance(event, DonorFailed)}
+
+
+async def fast_weights(replica: Replica) -> torch.Tensor:
+    return (await replica.worker.full_state())[1]["fast"]
+
+
+async def is_copy_of(replica: Replica, donor: Replica) -> bool:
+    return torch.equal(await fast_weights(replica), await fast_weights(donor))
+
+
+def forge(replica: Replica, monkeypatch: pytest.MonkeyPatch, change: Callable[[JsonObject], JsonObject]) -> None:
+    """This donor's manifests are changed after they were signed."""
+    method = replica._transport._desk._methods[state_messages.OPEN]  # type: ignore[attr-defined]
+    honest = replica.donor._handle_open
+
+    async def forged(peer: PeerId, message: Message) -> Message:
+        answer = await honest(peer, message)
+        return Message({**answer.header, **change(answer.header)}, answer.tensors)
+
+    monkeypatch.setattr(method, "handle", forged)
+
+
+async def join_until_the_first_has_failed(made: World, joiner: Replica) -> str:
+    """Join from the second donor again and again, until chance has led to the first one before; why that one failed."""
+    made.events[-1].clear()
+    while FIRST not in failures(made):
+        assert await joiner.become_current() == SECOND
+    assert await is_copy_of(joiner, made.replicas[1])
+    return failures(made)[FIRST]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda h: {"manifest": h["manifest"].replace('"clock":', '"clock":9')}, "not signed by the donor"),
+        (lambda _: {"seal": "00" * 64}, "not signed by the donor"),
+        (lambda _: {"seal": "no hex"}, "not hex"),
+        (lambda _: {"seal": None}, "no seal"),
+        (lambda _: {"manifest": "x" * 5000}, "unreasonably long"),
+    ],
+)
+async def test_a_manifest_that_its_donor_did_not_sign_is_refused_and_the_next_donor_gives(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[JsonObject], JsonObject], complaint: str
+) -> None:
+    """Whatever was changed after the signature was made, or where there is none."""
+    async with donors_and_joiner() as (made, joiner):
+        forge(made.replicas[0], monkeypatch, change)
+        assert complaint in await join_until_the_first_has_failed(made, joiner)
+
+
+def request_of(joiner: Replica) -> Message:
+    """What this joiner asks a donor."""
+    request = state_messages.StateRequest(run=joiner.spec.run_id, stage=0, contract=joiner.worker.contract)
+    return Message(request.model_dump(mode="json"))
+
+
+async def test_a_manifest_that_another_peer_signed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer cannot pass another one's state off as its own."""
+    async with donors_and_joiner() as (made, joiner):
+        first, second = made.replicas[:2]
+        stolen = await second.donor._handle_open(joiner._transport.peer_id, request_of(joiner))
+        forge(first, monkeypatch, lambda _: stolen.header)
+        assert "not signed by the donor" in await join_until_the_first_has_failed(made, joiner)
+
+
+async def test_an_altered_chunk_is_refused_and_the_next_donor_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of one chunk; the donor is named with the reason."""
+    async with donors_and_joiner() as (made, joiner):
+        method = made.replicas[0]._transport._desk._methods[state_messages.CHUNK]  # type: ignore[attr-defined]
+        honest = method.handle
+
+        async def altered(peer: PeerId, message: Message) -> Message:
+            answer = await honest(peer, message)
+            if message.header["index"] == 3:
+                answer.tensors[0][0] ^= 1
+            return answer
+
+        monkeypatch.setattr(method, "handle", altered)
+        assert "chunk 3 of its state does not match" in await join_until_the_first_has_failed(made, joiner)
+
+
+async def test_when_nobody_gives_its_state_each_donor_is_named_with_its_reason() -> None:
+    """One is gone, one refuses, one answers for another contract."""
+    async with donors_and_joiner(3) as (made, joiner):
+        made.network.inject(Fault(FaultKind.UNREACHABLE, target=FIRST))
+        made.network.inject(Fault(FaultKind.REFUSE, target=SECOND, reason=Refusal.DRAINING))
+        made.network.inject(Fault(FaultKind.REFUSE, target=peer_name(0, 2), reason=Refusal.WRONG_CONTRACT))
+        with pytest.raises(UserError) as error:
+            await joiner.become_current()
+        assert error.value.exit_code is ExitCode.NO_DONOR
+        lines = dict(line.strip().split(": ", 1) for line in error.value.message.splitlines()[1:])
+        assert set(lines) == {FIRST, SECOND, peer_name(0, 2)}
+        assert "injected fault" in lines[FIRST]
+        assert "draining" in lines[SECOND]
+        assert "wrong_contract" in lines[peer_name(0, 2)]
+
+
+def count_chunks(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[PeerId, int]]:
+    """How often each chunk of each donor has come."""
+    came: Counter[tuple[PeerId, int]] = Counter()
+    plain = transport.call
+
+    async def counted(peer: PeerId, method: str, request: Message, **limits: Any) -> Message:
+        answer = await plain(peer, method, request, **limits)
+        if method == state_messages.CHUNK:
+            came[peer, request.header["index"]] += 1
+        return answer
+
+    monkeypatch.setattr(transport, "call", counted)
+    return came
+
+
+async def test_a_broken_transfer_goes_on_where_it_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The donor still holds the snapshot: what has come need not come again, and the copy is of that one moment."""
+    monkeypatch.setattr(late_join, "RESUME_PAUSE_SECONDS", 0.01)
+    async with donors_and_joiner(1) as (made, joiner):
+        came = count_chunks(joiner._transport, monkeypatch)
+        fault = Fault(FaultKind.LOSE_ANSWER, target=FIRST, method=state_messages.CHUNK, times=0)
+        made.network.inject(fault)
+        joining = asyncio.create_task(joiner.become_current())
+        await eventually(lambda: len(came) >= 5, what="some chunks came")
+        fault.times = 12  # each of four streams gives up after three tries
+        veteran = made.replicas[0]
+        frozen = await fast_weights(veteran)
+        await eventually(lambda: made.network.fired[FaultKind.LOSE_ANSWER] >= 3, what="the transfer broke")
+        assert veteran.origin is not None
+        await veteran.origin.train_one()
+        assert await joining == FIRST
+        assert max(came.values()) == 1, "no chunk came twice"
+        assert torch.equal(await fast_weights(joiner), frozen)
+        assert not torch.equal(await fast_weights(veteran), frozen)
+        assert failures(made) == {}
+
+
+async def test_a_donor_that_falls_silent_is_left_after_the_progress_deadline() -> None:
+    """It answered with a manifest and some chunks, then with nothing: the next donor gives."""
+    async with donors_and_joiner() as (made, joiner):
+        never = asyncio.Event()
+        made.network.inject(Fault(FaultKind.DELAY, target=FIRST, method=state_messages.CHUNK, wait=never.wait))
+        async with asyncio.timeout(30):
+            reason = await join_until_the_first_has_failed(made, joiner)
+        assert "no part of its state came for 2 s" in reason
+
+
+async def test_a_full_donor_says_busy_and_the_joiner_waits_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Busy is no failure of the donor: nobody is named, and as soon as a place is free the joiner gets the state."""
+    monkeypatch.setattr(late_join, "BUSY_PAUSE_SECONDS", (0.05, 0.1))
+    async with donors_and_joiner(1, places=1) as (made, joiner):
+        donor = made.replicas[0].donor
+        stranger = MemoryTransport(made.network, PeerId("another-joiner"))
+        request = {"timeout": 5.0, "progress": 5.0, "max_answer_bytes": 1 << 20}
+        await stranger.call(FIRST, state_messages.OPEN, request_of(joiner), **request)
+        assert donor.readers == 1
+        with pytest.raises(Refused, match="1 joiners read this node's state") as refused:
+            await joiner._transport.call(FIRST, state_messages.OPEN, request_of(joiner), **request)
+        assert refused.value.reason is Refusal.BUSY
+        joining = asyncio.create_task(joiner.become_current())
+        asked = made.replicas[0]._transport.traffic.received
+        before = asked.get(state_messages.OFFER, 0)
+        await eventually(lambda: asked.get(state_messages.OFFER, 0) > before, what="the joiner has asked")
+        assert not joining.done()
+        assert await joining == FIRST  # the stranger never came for its chunks: its place falls free
+        assert failures(made) == {}
+        assert donor.readers == 0, "who has had all chunks takes no place"
+        await stranger.close()
+
+
+async def test_busy_donors_are_named_when_the_joiners_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The joiner does not wait for ever, and says whom it waited for."""
+    monkeypatch.setattr(late_join, "BUSY_PAUSE_SECONDS", (0.05, 0.1))
+    async with donors_and_joiner() as (made, joiner):
+        made.network.inject(Fault(FaultKind.REFUSE, method=state_messages.OPEN, reason=Refusal.BUSY))
+        with pytest.raises(late_join.NoDonor) as error:
+            await joiner._copier.copy_best(joiner._possible_donors, patience=0.5)
+        assert set(error.value.reasons) == {FIRST, SECOND}
+        assert all("busy" in reason for reason in error.value.reasons.values())
+
+
+async def test_progress_is_told_from_nothing_to_all() -> None:
+    """The events from which bar and log are made rise and end with the whole."""
+    async with donors_and_joiner(1) as (made, joiner):
+        await joiner.become_current()
+        told = [event for event in made.events[-1] if isinstance(event, StateDownload)]
+        assert told[0].received == 0
+        assert told[-1].received == told[-1].total > 100_000
+        assert [e.received for e in told] == sorted(e.received for e in told)
+
+
+def test_only_chunks_that_differ_are_missing() -> None:
+    """Whatever donor they came from; the last chunk may be short."""
+    download = Download(10, 4)
+    digests = [state_messages.digest(part) for part in (b"abcd", b"efgh", b"ij")]
+    assert download.missing(digests) == [0, 1, 2]
+    download.put(1, digests[1], memoryview(b"efgh"))
+    download.put(2, digests[2], memoryview(b"ij"))
+    assert download.missing(digests) == [0]
+    assert download.missing([digests[1], digests[1], digests[0]]) == [0, 2]
+    assert bytes(download.buffer) == b"\0\0\0\0efghij"
+
+
+def offer(clock: float, readers: int = 0) -> StateOffer:
+    """A donor's offer."""
+    return StateOffer(clock=clock, outer_rounds=1, readers=readers, places=2)
+
+
+def test_the_fresh_come_before_the_stale_and_the_idle_before_the_busy() -> None:
+    """Of equals a random one; a claim of the far future makes nobody look stale."""
+    offers = {
+        PeerId("stale"): offer(700.0),
+        PeerId("full"): offer(1000.0, 2),
+        PeerId("idle"): offer(990.0),
+        PeerId("twin"): offer(1010.0),
+        PeerId("one"): offer(1000.0, 1),
+        PeerId("liar"): offer(1e17, 1),
+    }
+    orders = [rank_donors(offers, 1000.0, random.Random(seed)) for seed in range(20)]
+    assert {tuple(sorted(order[:2])) for order in orders} == {("idle", "twin")}
+    assert {order[0] for order in orders} == {"idle", "twin"}
+    assert {tuple(sorted(order[2:4])) for order in orders} == {("liar", "one")}
+    assert all(order[4:] == ["full", "stale"] for order in orders)
+    assert rank_donors({}, 1000.0, random.Random(0)) == []
+
+
+@given(st.floats(1, 1e9), st.floats(0, 1e6), st.floats(0, 1e6))
+def test_a_donor_that_is_slowed_gives_slower_and_no_other_does(rate: float, giving: float, quiet: float) -> None:
+    """Never below the least that keeps a transfer alive, never above the highest."""
+    lowest = 0.5
+    after = next_rate(rate, giving=giving, quiet=quiet, lowest=lowest)
+    assert lowest <= after <= HIGHEST_RATE
+    if giving < 0.999 * KEPT_SHARE * quiet:
+        assert after < rate
+    elif giving > 1.001 * KEPT_SHARE * quiet:
+        assert after > rate
+
+
+async def test_the_rate_falls_until_training_is_not_slowed_and_stays_there() -> None:
+    """A donor whose pace falls by 1 % for each MB/s that it gives: it settles where it loses about 5 %."""
+    now, trained = [0.0], [0.0]
+    rate = DonorRate(lambda: int(trained[0]), lowest=1e5, window=4.0, now=lambda: now[0])
+    assert rate.rate > 7e6
+    history: list[float] = []
+    for second in range(1200):
+        now[0] += 1.0
+        silent = now[0] <= rate._quiet_until or second < 20
+        trained[0] += 1000.0 * (1.0 if silent else max(0.1, 1.0 - rate.rate / 100e6))
+        if not silent:
+            rate._free_at = 0.0
+            await rate.take(int(rate.rate))
+        rate.tend()
+        history.append(rate.rate)
+    settled = history[600:]
+    assert max(settled) < 10e6, "never more than 10 % is lost for long"
+    assert sum(settled) / len(settled) > 2e6, "and it gives what costs little"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Temporary files, empty again at the end."""
+    with nothing_left_behind() as base:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+        yield base
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(180)
+async def test_a_donor_whose_p2pd_is_killed_midway_is_replaced_by_the_next(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real processes, kill -9 after some chunks: the joiner ends as a copy of the other donor, and names the dead."""
+    limits = LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=5, record_seconds=60)
+    async with libp2p_world(micro_spec(stages=1, outer=OUTER, limits=limits), tmp_path, replicas=3) as made:
+        *veterans, joiner = made.replicas
+        for veteran in veterans:
+            await make_veteran(veteran)
+        by_id = {veteran._transport.peer_id: veteran for veteran in veterans}
+        came = count_chunks(joiner._transport, monkeypatch)
+        joining = asyncio.create_task(joiner.become_current())
+        first = (await eventually(lambda: [peer for peer, _ in came], 60, "the first chunk"))[0]
+        os.kill(by_id[first]._transport._host.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        donor = await asyncio.wait_for(joining, 90)
+        assert donor in by_id
+        assert donor != first
+        assert set(failures(made)) == {first}
+        assert await is_copy_of(joiner, by_id[donor])
+        both = Counter(peer for peer, _ in came)
+        assert 0 < both[first] < both[donor]

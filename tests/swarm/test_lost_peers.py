@@ -1,0 +1,85 @@
+"""Peers that vanish without a farewell are asked for again, ever more rarely; so two halves of a network rejoin."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.swarm.lost_peers import (
+    FIRST_PAUSE_SECONDS,
+    FORGET_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    MOST_REMEMBERED,
+    LostPeers,
+)
+from noloco_node.swarm.transport import PeerId
+
+OWN = PeerId("own-peer-id")
+
+
+def view(*peers: str, state: PeerState = PeerState.TRAINING) -> DirectoryView:
+    """A directory of one stage with these peers in it."""
+    records = {
+        PeerId(peer): LiveRecord(PeerRecord(peer_id=peer, stage=0, state=state, protocol=1, version="0"), expires=1e9)
+        for peer in peers
+    }
+    return DirectoryView((records,))
+
+
+@pytest.fixture
+def lost() -> LostPeers:
+    """Nobody is missed yet."""
+    return LostPeers(OWN, random.Random(5))
+
+
+def test_who_vanishes_is_missed_until_it_is_seen_again(lost: LostPeers) -> None:
+    """The own record may come and go: nobody misses himself."""
+    lost.seen(view("peer-number-1", "peer-number-2", OWN), view("peer-number-2"), 0.0)
+    assert lost.missed == ("peer-number-1",)
+    lost.seen(view("peer-number-2"), view(), 1.0)
+    assert lost.missed == ("peer-number-1", "peer-number-2")
+    lost.seen(view(), view("peer-number-1"), 2.0)
+    assert lost.missed == ("peer-number-2",)
+
+
+def test_who_said_goodbye_is_not_missed(lost: LostPeers) -> None:
+    """Neither when its last record ends, nor where it was missed before it came back to say so."""
+    lost.seen(view("peer-number-1"), view(), 0.0)
+    assert lost.missed
+    lost.seen(view("peer-number-1", state=PeerState.GONE), view(), 1.0)
+    assert not lost.missed
+
+
+def test_a_peer_on_another_stage_is_not_lost(lost: LostPeers) -> None:
+    """It has moved."""
+    before = DirectoryView((*view("peer-number-1").stages, {}))
+    after = DirectoryView(({}, *view("peer-number-1").stages))
+    lost.seen(before, after, 0.0)
+    assert not lost.missed
+
+
+def test_it_is_asked_for_ever_more_rarely_and_forgotten_in_the_end(lost: LostPeers) -> None:
+    """Soon at first, then about once a minute, and not for ever."""
+    lost.seen(view("peer-number-1"), view(), 0.0)
+    asked = [float(now) for now in range(3600) if lost.due(now)]
+    gaps = [later - earlier for earlier, later in pairwise(asked)]
+    assert asked[0] <= 1.5 * FIRST_PAUSE_SECONDS + 1
+    assert gaps[0] < LONGEST_PAUSE_SECONDS / 2
+    assert 0.5 * LONGEST_PAUSE_SECONDS <= min(gaps[5:]) <= max(gaps[5:]) <= 1.5 * LONGEST_PAUSE_SECONDS + 1
+    lost.seen(view(), view(), FORGET_SECONDS - 1)
+    assert lost.missed
+    lost.seen(view(), view(), FORGET_SECONDS + 1)
+    assert not lost.missed
+
+
+def test_everyone_has_a_turn_and_the_list_is_bounded(lost: LostPeers) -> None:
+    """A thousand peers that come and go leave no thousand questions."""
+    for number in range(1000):
+        lost.seen(view(f"peer-number-{number}"), view(), float(number))
+    assert len(lost.missed) == MOST_REMEMBERED
+    assert lost.missed[-1] == "peer-number-999"
+    asked = [lost.due(2000.0) for _ in range(MOST_REMEMBERED + 1)]
+    assert set(asked) == {*lost.missed, None}

@@ -1,0 +1,215 @@
+"""p2pd dies and comes back under the node: same identity, same port, everything served as before."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.swarm.dht_directory import join_directory
+from noloco_node.swarm.directory import PeerRecord, PeerState
+from noloco_node.swarm.identity import load_or_create_identity
+from noloco_node.swarm.libp2p_transport import Libp2pTransport
+from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
+from noloco_node.swarm.p2pd_supervisor import MOST_DEATHS, WINDOW_SECONDS, Supervisor, restart_delay
+from noloco_node.swarm.private_folder import sweep_dead_folders
+from noloco_node.swarm.transport import Message, PeerId, PeerUnreachable
+from noloco_node.swarm.wire import no_tensors
+from tests.support import eventually, nothing_left_behind
+
+RUN = "ab" * 32
+
+
+@pytest.fixture(autouse=True)
+def _clean(tmp_path: Path) -> Iterator[None]:
+    with nothing_left_behind():
+        yield
+
+
+def test_the_first_restart_is_at_once_the_next_ones_wait_and_then_it_is_enough() -> None:
+    """Within the window; older deaths are forgiven."""
+    deaths: list[float] = []
+    delays: list[float | None] = []
+    for second in range(MOST_DEATHS):
+        deaths.append(float(second))
+        delays.append(restart_delay(deaths, float(second)))
+    assert delays == [0.0, 1.0, 2.0, 4.0, None]
+    later = WINDOW_SECONDS + MOST_DEATHS
+    assert restart_delay([*deaths, later], later) == 0.0
+
+
+def kill(daemon: PrivateP2P) -> int:
+    """kill -9 of its p2pd; the process id."""
+    os.kill(daemon.pid, signal.SIGKILL)
+    return daemon.pid
+
+
+async def echo(_peer: PeerId, message: Message) -> Message:
+    """Answers with what came."""
+    return message
+
+
+async def ask(caller: Libp2pTransport, peer: PeerId) -> bool:
+    """Whether a request gets its answer."""
+    answer = await caller.call(peer, "echo", Message({"word": "hi"}), timeout=30.0, progress=20.0, max_answer_bytes=0)
+    return answer.header == {"word": "hi"}
+
+
+def record(peer: PeerId, stage: int) -> PeerRecord:
+    """A directory entry."""
+    return PeerRecord(peer_id=peer, stage=stage, state=PeerState.TRAINING, protocol=1, version="1")
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(120)
+async def test_a_killed_p2pd_comes_back_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """Same peer id, addresses, folder. The request that comes in the middle waits; others reach the node again; its
+    directory still takes and gives records; nothing is left of the first p2pd."""
+    one, two = (load_or_create_identity(tmp_path / name) for name in ("one", "two"))
+    async with running_p2p(NodeSettings(), one) as first:
+        addresses = first.visible_addresses()
+        async with running_p2p(NodeSettings(initial_peers=tuple(addresses)), two) as second:
+            server, caller = Libp2pTransport(first), Libp2pTransport(second)
+            for transport in (server, caller):
+                transport.serve("echo", no_tensors, echo, max_concurrent_per_peer=4)
+                await transport.start()
+            here, there = await join_directory(first, one, RUN, 1), await join_directory(second, two, RUN, 1)
+            known = {second.own_id: second.visible_addresses()}
+
+            async def rejoin() -> None:
+                assert await here.rejoin([second.own_id]) == 1
+
+            supervisor = Supervisor(first, 60.0, lambda: known, rejoin)
+
+            async def work() -> None:
+                assert await ask(caller, first.own_id)
+                killed = kill(first)
+                assert await ask(server, second.own_id), "it waited for the restart, and then went through"
+                await eventually(lambda: supervisor.restarts == 1, 30, "it is back")
+                assert first.pid != killed
+                assert not psutil.pid_exists(killed)
+                assert first.own_id == one.peer_id
+                _, now = await first.hivemind_p2p._client.identify()
+                assert [f"{address}/p2p/{first.own_id}" for address in now] == addresses
+                assert await eventually_reached(caller, first.own_id)
+                assert await here.publish(record(first.own_id, 0), 60.0)
+                assert await there.publish(record(second.own_id, 0), 60.0)
+                for directory in (here, there):
+                    assert len((await directory.refresh()).live(0, directory.now())) == 2
+
+            await supervisor.beside(work())
+            for directory in (here, there):
+                await directory.close()
+            for transport in (server, caller):
+                await transport.close()
+
+
+async def eventually_reached(caller: Libp2pTransport, peer: PeerId) -> bool:
+    """Whether a peer answers again; libp2p does not dial one that has just refused for some seconds."""
+    for _ in range(60):
+        try:
+            return await ask(caller, peer)
+        except PeerUnreachable:
+            await asyncio.sleep(0.5)
+    return False
+
+
+@pytest.mark.daemons
+async def test_a_p2pd_that_dies_again_and_again_ends_the_node_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bounded number of times; the work beside it is cancelled, and a request is not kept waiting for ever."""
+    monkeypatch.setattr("noloco_node.swarm.p2pd_supervisor.MOST_DEATHS", 2)
+
+    async def nothing() -> None:
+        return None
+
+    async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "key")) as daemon:
+        supervisor = Supervisor(daemon, 60.0, dict, nothing)
+
+        async def work() -> None:
+            kill(daemon)
+            await eventually(lambda: supervisor.restarts == 1, 30, "it is back")
+            kill(daemon)
+            await asyncio.Event().wait()
+
+        with pytest.raises(UserError, match="died 2 times") as caught:
+            await supervisor.beside(work())
+        assert caught.value.exit_code is ExitCode.P2P_DAEMON
+        with pytest.raises(PeerUnreachable):
+            await daemon.open_stream(daemon.own_id, "any")
+
+
+@pytest.mark.daemons
+async def test_the_work_ends_first_and_its_companions_with_it(tmp_path: Path) -> None:
+    """The result comes through; what ran beside is cancelled."""
+    ended = asyncio.Event()
+
+    async def companion() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def nothing() -> None:
+        return None
+
+    async def work() -> int:
+        await asyncio.sleep(0)
+        return 7
+
+    async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "key")) as daemon:
+        assert await Supervisor(daemon, 60.0, dict, nothing).beside(work(), companion()) == 7
+    assert ended.is_set()
+
+
+@pytest.mark.daemons
+async def test_a_person_sees_the_error_of_the_work_and_no_group_of_groups(tmp_path: Path) -> None:
+    """However many task groups it came through."""
+
+    async def fails() -> None:
+        raise UserError(ExitCode.NO_DONOR, "nobody gave it", "try again")
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as outer, asyncio.TaskGroup() as inner:
+            inner.create_task(fails())
+            outer.create_task(asyncio.Event().wait())  # pyright: ignore[reportArgumentType]
+
+    async def nothing() -> None:
+        return None
+
+    async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "key")) as daemon:
+        with pytest.raises(UserError, match="nobody gave it"):
+            await Supervisor(daemon, 60.0, dict, nothing).beside(work())
+
+
+async def test_an_orphan_is_reaped_only_if_it_is_ours(tmp_path: Path) -> None:
+    """A process that names the dead folder is killed with it; one whose number merely stands there is not."""
+    import tempfile
+
+    base = Path(tempfile.gettempdir())
+    for name, ours in (("noloco-ours", True), ("noloco-reused", False)):
+        folder = base / name
+        folder.mkdir()
+        (folder / "lock").touch()
+        naming = [f"-listen=/unix{folder}/d"] if ours else []
+        child = await asyncio.create_subprocess_exec("sh", "-c", "sleep 60", "sh", *naming)
+        (folder / "pid").write_text(str(child.pid))
+        try:
+            assert sweep_dead_folders() == 1
+            if ours:
+                assert await asyncio.wait_for(child.wait(), 5) == -signal.SIGKILL
+            else:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(child.wait(), 0.3)
+        finally:
+            if child.returncode is None:
+                child.kill()
+                await child.wait()

@@ -1,0 +1,386 @@
+"""Checkpoints of a replica: of one moment, exact, beside the training, and no disk's trouble ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import resource
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from noloco_node.checkpointing import HELD_SHARE, CheckpointKeeper, is_due
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import OuterSpec, RunSpec
+from noloco_node.data.samples import Samples
+from noloco_node.data.walk import WindowWalk
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.model.stage import build_stage
+from noloco_node.replica import Replica
+from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder, Standing, Written, read_checkpoint
+from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
+from noloco_node.telemetry.events import Account, AnyEvent, CheckpointTaken, EventFile, InnerStep, read_events
+from noloco_node.training.compute_thread import ComputeThread
+from tests.support import eventually
+from tests.worlds import MICROBATCH, WINDOWS, micro_spec, peer_name, run_to_the_end, window_batch, world
+
+OUTER = OuterSpec(inner_steps=2, alpha=0.5, beta=0.5, codec="fp16")
+COUNT = 23
+"""Windows of the text: a pass ends within a few microbatches."""
+
+
+@dataclass
+class Node:
+    """One replica of a run of one stage, its keeper, and what happened."""
+
+    replica: Replica
+    keeper: CheckpointKeeper
+    walk: WindowWalk
+    drawn: list[list[int]] = field(default_factory=list[list[int]])
+    events: list[AnyEvent] = field(default_factory=list[AnyEvent])
+
+    async def train(self, microbatches: int) -> None:
+        """Carry so many microbatches through; every fifth is followed by an outer step alone."""
+        assert self.replica.origin is not None
+        for _ in range(microbatches):
+            assert await self.replica.origin.train_one()
+            if self.replica.ledger.trained % 5 == 0:
+                await self.replica.exchanger.step_alone()
+
+    async def whole(self) -> tuple[object, dict[str, torch.Tensor]]:
+        """Everything, to compare."""
+        state = await self.replica.worker.whole_state()
+        books = (state.progress, state.credit, state.tokens_accumulated, state.loss_accumulated, self.walk.position)
+        return (*books, self.replica.ledger, self.replica.rng.getstate()), state.tensors
+
+
+@contextlib.asynccontextmanager
+async def lone_node(spec: RunSpec, folder: CheckpointFolder, saved: Checkpoint | None = None) -> AsyncIterator[Node]:
+    """A node in memory on its own compute thread, from the seed or from a checkpoint."""
+    drawn, events = list[list[int]](), list[AnyEvent]()
+    walk = WindowWalk.at(COUNT, 7, "peer", saved.standing.walk) if saved else WindowWalk(COUNT, 7, "peer")
+
+    def draw() -> list[int]:
+        drawn.append(walk.take(WINDOWS))
+        return drawn[-1]
+
+    settings = NodeSettings(in_flight=1, checkpoint_rounds=2, checkpoint_seconds=0.0)
+    samples = Samples(draw, window_batch, window_batch, range(10**6, 10**6 + 4), lambda: walk.position)
+    thread, transport = ComputeThread(), MemoryTransport(MemoryNetwork(), peer_name(0, 0))
+    try:
+        directory, stage = MemoryDirectory(MemoryDirectoryHub(1)), build_stage(spec.model, 0)
+        replica = Replica(spec, settings, stage, transport, directory, thread, samples=samples, emit=events.append)
+        with CheckpointKeeper(replica, folder, events.append, settings) as keeper:
+            if saved is not None:
+                await keeper.resume(saved)
+            replica.serve()
+            yield Node(replica, keeper, walk, drawn, events)
+    finally:
+        await transport.close()
+        await thread.close()
+
+
+@pytest.mark.parametrize("momentum", ["averaged", "local"])
+async def test_a_node_that_was_interrupted_goes_on_bitwise_as_one_that_was_not(tmp_path: Path, momentum: str) -> None:
+    """Weights, slow weights, momentum, Adam, the half-gathered gradient, clock, counts, books, data position across
+    the end of a pass, and the random generator."""
+    outer = OUTER.model_copy(update={"momentum": momentum})
+    spec = micro_spec(stages=1, layers=1, outer=outer, inner={"global_batch_tokens": 150})
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
+    async with lone_node(spec, folder) as steady:
+        await steady.train(11)
+        steady.replica.rng.random()
+        await steady.keeper.save()
+        assert steady.replica.worker.progress.outer_rounds == 2
+        until = len(steady.drawn)
+        await steady.train(13)
+        expected, tensors = await steady.whole()
+    saved = folder.newest(spec.run_id, 0)
+    assert saved is not None
+    assert saved.standing.tokens_accumulated == MICROBATCH, "the checkpoint lies between two inner steps"
+    assert saved.standing.credit == 40.0, "and earlier ones took more than their share"
+    async with lone_node(spec, folder, saved) as resumed:
+        await resumed.train(13)
+        books, resumed_tensors = await resumed.whole()
+    assert resumed.drawn == steady.drawn[until:]
+    assert books == expected
+    assert resumed_tensors.keys() == tensors.keys()
+    assert all(torch.equal(tensors[name], resumed_tensors[name]) for name in tensors)
+    assert int(tensors["optimizer_steps"]) == 10
+    losses = [[e.loss for e in node.events if isinstance(e, InnerStep)][-4:] for node in (steady, resumed)]
+    assert losses[0] == losses[1]
+
+
+async def test_a_checkpoint_is_of_one_moment_while_three_microbatches_are_under_way(tmp_path: Path) -> None:
+    """Taken at any time on a running swarm, on both stages: the tokens in the weights and the gradient are those of
+    the samples that the books call trained, and the samples held are the rest of those drawn."""
+    spec = micro_spec(steps=40, microbatches_a_step=3, outer=OUTER)
+    settings = NodeSettings(in_flight=3, checkpoint_rounds=1, checkpoint_seconds=0.0, drain_seconds=1)
+    async with world(spec, settings=settings) as made:
+        folders = [CheckpointFolder(tmp_path / str(stage), keep=1000) for stage in range(2)]
+        with contextlib.ExitStack() as stack:
+            keepers = [
+                stack.enter_context(CheckpointKeeper(replica, folder, events.append, settings))
+                for replica, folder, events in zip(made.replicas, folders, made.events, strict=True)
+            ]
+
+            async def keep_saving() -> None:
+                while True:
+                    await asyncio.gather(*(keeper.save() for keeper in keepers))
+
+            saving = asyncio.create_task(keep_saving())
+            await run_to_the_end(made)
+            saving.cancel()
+            for keeper in keepers:
+                await keeper.save()
+        found = [[c.standing for c in all_of(folder, spec)] for folder in folders]
+    assert min(map(len, found)) >= 10
+    for standing in found[0]:
+        ledger = standing.ledger
+        assert ledger["drawn"] == ledger["trained"] + ledger["dropped"] + len(standing.held)
+        assert standing.progress.tokens + standing.tokens_accumulated == ledger["trained"] * MICROBATCH
+        windows = [list(held.windows) for held in standing.held]
+        assert all(batch in made.drawn[0].batches[: ledger["drawn"]] for batch in windows)
+    assert max(len(standing.held) for standing in found[0]) > 1
+    for standing in found[1]:
+        assert standing.held == ()
+        assert standing.progress.tokens + standing.tokens_accumulated >= standing.ledger["served"] * MICROBATCH
+
+
+def all_of(folder: CheckpointFolder, spec: RunSpec) -> Iterator[Checkpoint]:
+    """Every checkpoint of a folder."""
+    for path in sorted(folder.path.iterdir()):
+        yield read_checkpoint(path, spec.run_id, None)
+
+
+async def test_samples_under_way_are_trained_first_in_the_next_life(tmp_path: Path) -> None:
+    """What was drawn and not trained at the checkpoint is neither lost nor drawn again; the account closes."""
+    spec = micro_spec(stages=1, outer=OUTER)
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
+    async with lone_node(spec, folder) as node:
+        assert node.replica.origin is not None
+        await node.train(2)
+        node.replica.ledger.waiting.extend([node.replica.origin._draw_new() for _ in range(2)])  # pyright: ignore[reportPrivateUsage]
+        await node.keeper.save()
+    saved = folder.newest(spec.run_id, 0)
+    assert saved is not None
+    async with lone_node(spec, folder, saved) as resumed:
+        assert resumed.replica.origin is not None
+        assert resumed.replica.origin.held == 2
+        await resumed.train(3)
+        ledger = resumed.replica.ledger
+        assert (ledger.drawn, ledger.trained, resumed.replica.origin.held) == (5, 5, 0)
+        assert len(resumed.drawn) == 1
+    every = [window for batch in node.drawn + resumed.drawn for window in batch]
+    assert sorted(every) == sorted(WindowWalk(COUNT, 7, "peer").take(5 * WINDOWS))
+
+
+async def test_checkpoints_come_by_themselves_every_few_rounds_and_the_last_ones_stay(tmp_path: Path) -> None:
+    """While the replica runs; their events tell what they held up and how long the disk took."""
+    spec = micro_spec(stages=1, steps=40, outer=OUTER)
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
+    async with lone_node(spec, folder) as node:
+        keeping = asyncio.create_task(node.keeper.run())
+        await node.replica.run()
+        keeping.cancel()
+        await asyncio.wait((keeping,))
+        taken = [event for event in node.events if isinstance(event, CheckpointTaken)]
+        await node.keeper.save()  # it comes after a write that the cancellation may have left under way
+    last = node.events[-1]
+    assert len(taken) >= 3
+    assert all(not event.error and event.held_seconds < event.seconds and event.size > 10_000 for event in taken)
+    rounds = [event.round for event in taken]
+    assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(rounds))
+    kept = sorted(path.name for path in folder.path.iterdir())
+    assert isinstance(last, CheckpointTaken)
+    assert kept[-1] == Path(last.path or "").name
+    assert len(kept) == 2
+
+
+@pytest.mark.parametrize(
+    ("rounds", "seconds", "held", "due"),
+    [
+        (5, 60.0, 0.01, True),
+        (4, 600.0, 0.01, False),
+        (50, 59.0, 0.01, False),
+        (5, 60.0, 1.0, False),
+        (5, 1.0 / HELD_SHARE, 1.0, True),
+    ],
+)
+def test_when_a_checkpoint_is_due(rounds: int, seconds: float, held: float, due: bool) -> None:
+    """Every so many rounds, not more often than every so many seconds, and more rarely where a snapshot takes long."""
+    assert is_due(rounds=rounds, seconds=seconds, held_seconds=held, every_rounds=5, at_least_seconds=60.0) is due
+
+
+async def test_a_checkpoint_of_another_shape_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    """One that an incompatible version wrote under the same run id."""
+    spec = micro_spec(stages=1)
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
+    async with lone_node(spec, folder) as node:
+        await node.train(2)
+        await node.keeper.save()
+        saved = folder.newest(spec.run_id, 0)
+        assert saved is not None
+        cut = Checkpoint(saved.path, saved.standing, {n: t[:-1] if t.dim() else t for n, t in saved.tensors.items()})
+        before = (await node.whole())[1]
+        with pytest.raises(UserError, match="cannot be gone on from") as caught:
+            await node.keeper.resume(cut)
+        assert caught.value.exit_code is ExitCode.RUN_FOLDER
+        after = (await node.whole())[1]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+Trouble = Callable[[Path], contextlib.AbstractContextManager[None]]
+
+
+def left_half_written(folder: Path) -> list[Path]:
+    """Temporary folders of writes that came to nothing."""
+    return list(folder.rglob("*.partial"))
+
+
+@contextlib.contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """A file system of 64 KiB; it gets room at the end of the block."""
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield
+    subprocess.run(["mount", "-o", "remount,size=64m", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """A file system that takes nothing until the end of the block."""
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip("mounting a read-only file system needs root")
+    yield
+    subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def small_quota(_folder: Path) -> Iterator[None]:
+    """No file of this process may grow beyond 64 KiB until the end of the block; as a quota does it, for anyone."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+@pytest.fixture
+def unmounted(tmp_path: Path) -> Iterator[Path]:
+    """A folder on which something may be mounted; it is not any more at the end."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    yield folder
+    subprocess.run(["umount", str(folder)], capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "cause"),
+    [(full_disk, "No space left"), (read_only, "Read-only file system"), (small_quota, "File too large")],
+)
+async def test_a_disk_that_refuses_is_named_once_and_training_goes_on(
+    unmounted: Path, trouble: Trouble, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning with path and cause, every try an event, nothing left of it; and when the disk takes them again, one
+    line says so, and the next trouble is named again."""
+    caplog.set_level(logging.INFO, logger="noloco_node")
+    spec = micro_spec(stages=1, outer=OUTER)
+    folder = CheckpointFolder(unmounted / "checkpoints", keep=2)
+    async with lone_node(spec, folder) as node:
+        with trouble(unmounted):
+            for _ in range(3):
+                await node.train(2)
+                await node.keeper.save()
+            tried = [event for event in node.events if isinstance(event, CheckpointTaken)]
+            assert [cause in event.error for event in tried] == [True] * 3
+            assert left_half_written(unmounted) == []
+        assert folder.newest(spec.run_id, 0) is None
+        await node.keeper.save()
+        assert folder.newest(spec.run_id, 0) is not None
+        assert node.replica.ledger.trained == 6
+    lines = [record.getMessage() for record in caplog.records]
+    warnings = [line for line in lines if "no checkpoint can be written" in line]
+    assert len(warnings) == 1
+    assert str(folder.path) in warnings[0]
+    assert cause in warnings[0]
+    assert sum("again" in line for line in lines) == 1
+
+
+async def test_a_full_disk_costs_events_and_never_a_torn_line(
+    unmounted: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The diary of a node lies on the same disk: lines are lost whole, with one warning, and it goes on afterwards."""
+    path = unmounted / "events.jsonl"
+    with full_disk(unmounted):
+        file = EventFile(path)
+        for step in range(2000):
+            file.write(made_account(step))
+        kept = read_events(path)
+        assert 10 < len(kept) < 1000
+    file.write(made_account(5000))
+    file.close()
+    steps = [event.drawn for event in read_events(path) if isinstance(event, Account)]
+    assert steps == [*range(len(kept)), 5000]
+    assert sum("events are lost" in record.getMessage() for record in caplog.records) == 1
+
+
+def made_account(drawn: int) -> Account:
+    """An account that differs in one figure."""
+    return Account(
+        clock=0.0,
+        target=1,
+        tokens=0,
+        drawn=drawn,
+        trained=0,
+        dropped=0,
+        held_at_end=0,
+        put_back=0,
+        retried=0,
+        repeated=0,
+        served=0,
+        refused={},
+        bytes_sent={},
+        bytes_received={},
+        nodes_per_stage=[1],
+        loop_lag_seconds=0.0,
+        busy_seconds=0.0,
+    )
+
+
+async def test_a_second_signal_does_not_wait_for_the_disk(tmp_path: Path) -> None:
+    """A save that is cancelled while the disk is at work leaves at once, and so does the keeper."""
+    spec = micro_spec(stages=1, outer=OUTER)
+    release, begun = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Slow(CheckpointFolder):
+        def write(self, standing: Standing, tensors: Mapping[str, torch.Tensor]) -> Written:
+            loop.call_soon_threadsafe(begun.set)
+            asyncio.run_coroutine_threadsafe(release.wait(), loop).result(20)
+            return super().write(standing, tensors)
+
+    folder = Slow(tmp_path / "checkpoints", keep=2)
+    async with lone_node(spec, folder) as node:
+        await node.train(2)
+        saving = asyncio.create_task(node.keeper.save())
+        await begun.wait()
+        saving.cancel()
+        await asyncio.wait((saving,), timeout=5)
+        assert saving.cancelled()
+    assert folder.newest(spec.run_id, 0) is None
+    release.set()
+    await eventually(lambda: folder.newest(spec.run_id, 0), what="the write that was under way came to its end")

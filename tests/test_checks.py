@@ -1,0 +1,139 @@
+"""Judgements of a machine: pure functions of what was measured, each with what to do about it."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from noloco_node import PROTOCOL_VERSION, __version__
+from noloco_node.checks import (
+    Check,
+    Outcome,
+    check_clock,
+    check_disk,
+    check_files,
+    check_memory,
+    check_versions,
+    first_failure,
+    free_disk,
+    memory,
+    raise_file_limit,
+)
+from noloco_node.config.load import load_config
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.start_checks import among_peers, for_a_stage, report
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.swarm.hello import serve_hello
+from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
+from noloco_node.swarm.transport import PeerId
+
+MICRO = Path(__file__).parent / "configs" / "micro.yaml"
+GB = 10**9
+MILLION = 10**6
+
+
+@pytest.mark.parametrize(
+    ("check", "outcome", "words"),
+    [
+        (check_disk(100 * GB, 100 * MILLION, "here"), Outcome.PASS, "100.0 GB free in here, up to 8.1 GB wanted"),
+        (check_disk(7 * GB, 100 * MILLION, "here"), Outcome.WARN, "7.0 GB free"),
+        (check_disk(GB // 2, 100 * MILLION, "here"), Outcome.FAIL, "0.5 GB free"),
+        (check_memory(8 * GB, 16 * GB, 100 * MILLION), Outcome.PASS, "8.0 of 16.0 GB free, about 4.0 GB needed"),
+        (check_memory(3 * GB, 16 * GB, 100 * MILLION), Outcome.WARN, "3.0 of 16.0"),
+        (check_memory(16 * GB, 16 * GB, 1000 * MILLION), Outcome.FAIL, "about 40.0 GB needed"),
+        (check_files(8192), Outcome.PASS, "8,192"),
+        (check_files(256), Outcome.WARN, "256"),
+        (check_clock([]), Outcome.PASS, "not compared"),
+        (check_clock([(0.2, 0.1)]), Outcome.PASS, "0.20 s behind 1 peer (± 0.10 s)"),
+        (check_clock([(-2.0, 0.1)]), Outcome.WARN, "2.00 s ahead of 1 peer"),
+        (check_clock([(4.0, 0.1)]), Outcome.FAIL, "4.00 s behind"),
+        (check_clock([(4.0, 2.0)]), Outcome.WARN, "± 2.00 s"),
+        (check_clock([(0.1, 0.1), (500.0, 0.1), (0.0, 0.1)]), Outcome.PASS, "3 peers"),
+        (check_versions((1, "0.2"), {}), Outcome.PASS, "noloco-node 0.2, protocol 1"),
+        (check_versions((1, "0.2"), {"a": (1, "0.2")}), Outcome.PASS, "0.2"),
+        (check_versions((1, "0.2"), {"a": (1, "0.3")}), Outcome.WARN, "0.2 here, 0.3 elsewhere"),
+        (check_versions((1, "0.2"), {"a": (2, "0.3"), "b": (1, "0.2")}), Outcome.WARN, "0.3 elsewhere"),
+        (check_versions((1, "0.2"), {"a": (2, "0.3")}), Outcome.FAIL, "protocol 2 (noloco-node 0.3)"),
+    ],
+)
+def test_what_was_measured_is_judged_and_said(check: Check, outcome: Outcome, words: str) -> None:
+    """In figures; and whatever does not pass has a remedy."""
+    assert check.outcome is outcome
+    assert words in check.found
+    assert bool(check.remedy) == (outcome is not Outcome.PASS)
+
+
+def test_the_first_failure_ends_the_start_and_a_warning_does_not(caplog: pytest.LogCaptureFixture) -> None:
+    """With an exit code of its own."""
+    good, bad = check_files(8192), check_clock([(9.0, 0.0)])
+    assert first_failure([good, check_files(3)]) is None
+    report([good, check_files(3)])
+    assert "ulimit" in caplog.text
+    with pytest.raises(UserError, match=r"clock: 9\.00 s behind") as caught:
+        report([good, bad])
+    assert caught.value.exit_code is ExitCode.CHECK_FAILED
+
+
+def test_the_machine_is_measured(tmp_path: Path) -> None:
+    """A folder that is not there yet lies where its parent does; a stage of this run fits here."""
+    assert free_disk(tmp_path / "not" / "there") == pytest.approx(free_disk(tmp_path), rel=0.2)
+    available, total = memory()
+    assert 0 < available <= total
+    checks = for_a_stage(load_config(MICRO).run, 1, RunFolder.create(tmp_path))
+    assert [check.name for check in checks] == ["disk", "memory"]
+
+
+@pytest.fixture
+def few_files() -> None:
+    """A process that may have few open files, and more if it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
+    yield  # pyright: ignore[reportReturnType]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_file_limit_is_raised_as_far_as_the_system_grants(few_files: None) -> None:
+    """Up to what is wanted, or the hard limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert raise_file_limit() == (8192 if hard == resource.RLIM_INFINITY else min(8192, hard))
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1000
+
+
+@pytest.mark.parametrize(("ahead", "outcome"), [(0.0, Outcome.PASS), (10.0, Outcome.FAIL), (-10.0, Outcome.FAIL)])
+async def test_a_clock_is_compared_over_the_wire(
+    ahead: float, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a peer that answers hello by a clock of its own; one that does not answer does not count."""
+    import noloco_node.swarm.hello as hello
+
+    real: Callable[[], float] = hello.time.time
+    network = MemoryNetwork()
+    ids = [PeerId(f"12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx{n}") for n in (8, 9)]
+    one, two = (MemoryTransport(network, peer) for peer in ids)
+    try:
+        serve_hello(two, load_config(MICRO).run, lambda: 0)
+
+        class Clock:
+            @staticmethod
+            def time() -> float:
+                task = asyncio.current_task()
+                asking = task is not None and task.get_name() == "asking"
+                return real() + (0.0 if asking else ahead)
+
+        monkeypatch.setattr(hello, "time", Clock)
+
+        async def ask(peer: PeerId) -> Check:
+            measured = await hello.measure_hello(one, peer)
+            return check_clock([] if measured is None or measured.skew is None else [(measured.skew, measured.doubt)])
+
+        assert (await asyncio.create_task(ask(ids[1]), name="asking")).outcome is outcome
+        assert "not compared" in (await asyncio.create_task(ask(PeerId("nobody")), name="asking")).found
+        versions = (await among_peers(one, [f"/ip4/127.0.0.1/tcp/1/p2p/{ids[1]}"]))[1]
+        assert versions == Check("versions", Outcome.PASS, f"noloco-node {__version__}, protocol {PROTOCOL_VERSION}")
+    finally:
+        for transport in (one, two):
+            await transport.close()

@@ -1,0 +1,261 @@
+"""`noloco-node status`: what a node does, waits for and has done, from its run folder alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.status import status_lines
+from noloco_node.swarm.contribution import ContributionFile, Receipt, Work, statement_text
+from noloco_node.swarm.identity import Identity, IdentityLock, load_or_create_identity
+from noloco_node.swarm.signing import sign_statement
+from noloco_node.telemetry.events import (
+    Account,
+    AnyEvent,
+    Doing,
+    EventFile,
+    EventReader,
+    InnerStep,
+    NodeStarted,
+    NodeStopped,
+)
+from tests.support import eventually, nothing_left_behind
+
+MICRO = Path(__file__).parent / "configs" / "micro.yaml"
+NOW = 1000.0
+
+
+def started(identity: Identity) -> NodeStarted:
+    """A node of stage 1 that came up at 100 s."""
+    return NodeStarted(
+        time=100.0,
+        peer_id=identity.peer_id,
+        stage=1,
+        stages=2,
+        run_id="r" * 32,
+        run_name="micro",
+        version="1",
+        pid=1 << 30,
+        addresses=[],
+        metrics_address=None,
+        parameters=12345,
+        origin="peer",
+    )
+
+
+def account() -> Account:
+    """Its books at 990 s."""
+    zeros = dict.fromkeys(("drawn", "trained", "dropped", "held_at_end", "put_back", "retried", "repeated"), 0)
+    return Account.model_validate(
+        {
+            **zeros,
+            "time": 990.0,
+            "clock": 50_000.0,
+            "target": 200_000,
+            "tokens": 20_000,
+            "served": 40,
+            "refused": {},
+            "bytes_sent": {},
+            "bytes_received": {},
+            "nodes_per_stage": [3, 2],
+            "loop_lag_seconds": 0.0,
+            "busy_seconds": 1.0,
+        }
+    )
+
+
+def stopped(reason: str = "target_reached") -> NodeStopped:
+    """Its last word, at 995 s."""
+    return NodeStopped.model_validate(
+        {
+            "time": 995.0,
+            "reason": reason,
+            "detail": "",
+            "outer_rounds": 3,
+            "partners": {},
+            "final_weights": None,
+            "seconds": 1.0,
+        }
+    )
+
+
+def write(folder: Path, *events: AnyEvent) -> None:
+    """Append to the node's event file."""
+    file = EventFile(folder / "events.jsonl")
+    for event in events:
+        file.write(event)
+    file.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "node").mkdir()
+    return tmp_path / "node"
+
+
+@pytest.fixture
+def identity(folder: Path) -> Identity:
+    return load_or_create_identity(folder / "identity.key")
+
+
+def now_line(folder: Path) -> str:
+    """What it says of the present."""
+    return next(line for line in status_lines(folder, NOW) if line.startswith("now")).removeprefix("now").strip()
+
+
+def test_a_running_node_names_what_it_waits_for_and_for_how_long(folder: Path, identity: Identity) -> None:
+    """Whoever holds the identity's lock runs."""
+    wait = Doing(time=940.0, what="waiting_for_peers", detail="a replica of stage 0: none is known", since=940.0)
+    write(folder, started(identity), account(), wait)
+    assert now_line(folder).startswith("gone without a last word 10 s ago")
+    with IdentityLock(folder / "identity.key"):
+        assert now_line(folder) == "waiting for 60 s for a replica of stage 0: none is known"
+        lines = status_lines(folder, NOW)
+        assert "progress            50,000 of 200,000 tokens (25 %)" in lines
+        assert not any("silent" in line for line in lines)
+        assert any("silent            for 60 s" in line for line in status_lines(folder, NOW + 50))
+        write(folder, Doing(time=991.0, what="training", detail="training", since=991.0))
+        assert now_line(folder) == "training, for 9 s"
+
+
+def test_a_stopped_node_says_when_and_why_and_a_new_life_counts(folder: Path, identity: Identity) -> None:
+    """The last of start, word and end decides; a joining node has a present before it is up."""
+    write(folder, started(identity), account(), stopped())
+    assert now_line(folder) == "stopped 5 s ago (target reached)"
+    write(folder, Doing(time=999.0, what="joining", detail="looking for the nodes of the run", since=999.0))
+    with IdentityLock(folder / "identity.key"):
+        assert now_line(folder) == "looking for the nodes of the run, for 1 s"
+
+
+def test_the_contribution_is_shown_with_what_could_not_be_verified(folder: Path, identity: Identity) -> None:
+    """Own work, receipts by peer, and a warning for a line that nobody signed."""
+    peer = load_or_create_identity(folder / "peer.key")
+    file = ContributionFile(folder / "contribution.jsonl")
+    work = Work(run="r" * 32, stage=1, since=0.0, until=7200.0, tokens=5000, drawn=0, served=40, outer_rounds=3)
+    receipt = Receipt(
+        run="r" * 32,
+        since=0.0,
+        until=60.0,
+        server=identity.peer_id,
+        session="0" * 16,
+        serial=0,
+        microbatches=38,
+        tokens=4800,
+    )
+    for signer, statement in ((identity, work), (peer, receipt)):
+        text = statement_text(statement)
+        file.append(signer.peer_id, text, sign_statement(signer, text.encode()))
+    file.append(peer.peer_id, statement_text(receipt).replace("4800", "9999"), b"")
+    write(folder, started(identity), stopped())
+    lines = status_lines(folder, NOW)
+    assert "  tokens            5,000" in lines
+    assert "  microbatches      0 drawn, 40 served for others" in lines
+    assert "  outer rounds      3" in lines
+    assert "  receipts          38 microbatches, 4,800 tokens, signed by 1 peers" in lines
+    assert f"    {peer.peer_id}  38 microbatches, 4,800 tokens" in lines
+    assert sum(line.startswith("  refused           1 lines of") for line in lines) == 1
+
+
+def test_a_folder_without_a_node_is_refused(tmp_path: Path) -> None:
+    """With the name of the folder and the remedy."""
+    with pytest.raises(UserError) as error:
+        status_lines(tmp_path)
+    assert error.value.exit_code is ExitCode.RUN_FOLDER
+    assert str(tmp_path) in error.value.message
+
+
+def test_a_torn_and_a_foreign_line_harm_nothing(folder: Path, identity: Identity) -> None:
+    """The event file of a killed node may end anywhere, and that of another version may hold what nobody knows."""
+    write(folder, started(identity), account())
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"event":"from_the_future"}\n{"event":"doing","what":"dancing"}\n{"event":"doing","wh')
+    assert now_line(folder).startswith("gone without a last word")
+
+
+# The real command on a real node
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with nothing_left_behind() as base:
+        monkeypatch.setenv("TMPDIR", str(base))
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+        yield base
+
+
+def printed_file(folder: Path) -> IO[bytes]:
+    """Where a node's words go."""
+    folder.mkdir()
+    return (folder / "printed").open("wb")
+
+
+@contextlib.asynccontextmanager
+async def node(folder: Path, *arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, EventReader]]:
+    """A daemon; ended with the block if it still runs."""
+    with printed_file(folder) as printed:
+        command = [sys.executable, "-m", "noloco_node", *arguments, "--run-folder", str(folder)]
+        process = await asyncio.create_subprocess_exec(*command, stdout=printed, stderr=printed)
+    try:
+        yield process, EventReader(folder / "events.jsonl")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def printed_status(folder: Path) -> str:
+    """What the command prints."""
+    command = [sys.executable, "-m", "noloco_node", "status", str(folder)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    shown, _ = await asyncio.wait_for(process.communicate(), 200)
+    assert process.returncode == ExitCode.OK, shown
+    return shown.decode()
+
+
+def shows(folder: Path, words: str) -> bool:
+    """Whether its present status holds these words; read here, which is quicker."""
+    return any(words in line for line in status_lines(folder))
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(600)
+async def test_the_command_follows_a_node_from_waiting_over_training_to_its_end(
+    tmp_path: Path, temporary: Path
+) -> None:
+    """A founder of stage 0 waits for a stage 1, trains once one has come, and after its end its contribution stands;
+    the other one, which served it, has its receipt."""
+    founder, second = tmp_path / "founder", tmp_path / "second"
+    endless = ("--set", "run.inner.target_tokens=1_000_000_000")
+    async with node(founder, "run", str(MICRO), *endless, "--stage", "0") as (first, reader):
+        events = list[AnyEvent]()
+
+        def seen(kind: type[AnyEvent], what: str = "") -> list[AnyEvent]:
+            events.extend(reader.new_events())
+            return [e for e in events if isinstance(e, kind) and (not what or getattr(e, "what", "") == what)]
+
+        await eventually(lambda: seen(Doing, "waiting_for_peers"), 200, "it waits")
+        shown = await printed_status(founder)
+        assert "for a replica of stage 1: none is known" in shown
+        assert "none written down yet" in shown
+        address = seen(NodeStarted)[0].addresses[0]  # type: ignore[union-attr]
+        async with node(second, "join", address) as (other, _):
+            await eventually(lambda: len(seen(InnerStep)) > 3, 200, "it trains")
+            await eventually(lambda: shows(founder, "training, for"), 60, "its status says so")
+            first.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(first.wait(), 60) == ExitCode.INTERRUPTED
+            await eventually(lambda: shows(second, "signed by 1 peers"), 60, "the receipt is there")
+            shown = await printed_status(founder)
+            assert "stopped" in shown
+            assert "(interrupted)" in shown
+            assert "none written down yet" not in shown
+            other.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(other.wait(), 60) == ExitCode.INTERRUPTED
