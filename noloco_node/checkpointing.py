@@ -15,7 +15,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.replica import Replica
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFailed, CheckpointFolder, HeldSample, Standing, Written
-from noloco_node.swarm.pipeline import Sample
+from noloco_node.swarm.microbatch import Sample
 from noloco_node.telemetry.events import AnyEvent, CheckpointTaken
 from noloco_node.training.stage_worker import WholeState
 
@@ -73,9 +73,11 @@ class CheckpointKeeper:
             ) from None
         if random_state is not None:
             self._replica.rng.setstate((3, tuple(int(word) for word in random_state), None))
-        self._replica.ledger.go_on_from(standing.ledger)
-        if self._replica.origin is not None:
-            self._replica.origin.take_back(Sample(held.windows, held.put_backs) for held in standing.held)
+        ledger = self._replica.ledger
+        ledger.resume(standing.ledger)
+        ledger.waiting.extend(Sample(held.windows, held.put_backs) for held in standing.held)
+        if self._replica.origin is None:  # else its text goes on from there already
+            ledger.walk = standing.walk
         self._replica.exchanger.free_since_step = standing.progress.steps
         self._round = standing.progress.outer_rounds
 
@@ -116,7 +118,6 @@ class CheckpointKeeper:
         self._disk.shutdown(wait=False, cancel_futures=True)
 
     def _standing(self, state: WholeState) -> Standing:
-        origin = self._replica.origin
         return Standing(
             run_id=self._replica.spec.run_id,
             stage=self._replica.stage,
@@ -127,9 +128,9 @@ class CheckpointKeeper:
             walk=self._replica.walk_position(),
             held=tuple(
                 HeldSample(windows=tuple(sample.windows), put_backs=sample.put_backs)
-                for sample in (origin.held_samples if origin else ())
+                for sample in self._replica.held_samples
             ),
-            ledger=self._replica.ledger.counts(),
+            ledger=self._replica.ledger.counts,
         )
 
     def _random_state(self) -> Tensor:

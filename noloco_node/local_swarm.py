@@ -20,7 +20,7 @@ from noloco_node.config.load import Config, render
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.display import Display, SwarmView
-from noloco_node.telemetry.events import AnyEvent, EventReader, NodeStarted, NodeStopped
+from noloco_node.telemetry.events import AnyEvent, EventReader, NodeMoved, NodeStarted, NodeStopped
 from noloco_node.telemetry.summary import NodeHistory, Summary, summarize_histories
 
 DAEMON = (sys.executable, "-m", "noloco_node", "run")
@@ -61,6 +61,8 @@ class SwarmNode:
         self.events: list[AnyEvent] = []
         self.started: NodeStarted | None = None
         self.stopped: NodeStopped | None = None
+        self.serves = stage
+        """The stage that it serves now, or served last; `stage` is the one that it began with."""
         self.process: Process | None = None
         self.exit_code: int | None = None
         """None while it runs; negative: the signal that ended it."""
@@ -91,7 +93,9 @@ class SwarmNode:
         for event in self._reader.new_events():
             self.events.append(event)
             if isinstance(event, NodeStarted):
-                self.started, self.stopped = event, None
+                self.started, self.stopped, self.serves = event, None, event.stage
+            elif isinstance(event, NodeMoved):
+                self.serves = event.stage
             elif isinstance(event, NodeStopped):
                 self.stopped = event
             self._observer.on_event(self, event)
@@ -443,7 +447,7 @@ def _merge(swarm: LocalSwarm, console: Console, files: dict[str, Path]) -> float
     saved: dict[int, list[Path]] = {stage: [] for stage in range(swarm.config.run.stages)}
     for node in swarm.nodes:
         if node.stopped and node.stopped.final_weights:
-            saved[node.stage].append(node.folder / node.stopped.final_weights)
+            saved[node.serves].append(node.folder / node.stopped.final_weights)
     lost = [str(stage) for stage, folders in saved.items() if not folders]
     if lost:
         console.print(f"no model was exported: no replica of stage {', '.join(lost)} left its weights")

@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import logging
 import os
-import random
-import signal
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -21,21 +20,21 @@ from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
 from noloco_node.data.samples import Samples
-from noloco_node.data.walk import WindowWalk
+from noloco_node.data.walk import WalkPosition, WindowWalk
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.interrupts import Interrupts, interruptible
 from noloco_node.model.stage import Stage, build_stage
-from noloco_node.network import Agree, network
+from noloco_node.network import Agree, Network, network
 from noloco_node.replica import Replica
+from noloco_node.stays import BeginsFrom, Stays, stays_of
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
 from noloco_node.swarm.directory import Directory, DirectoryView
 from noloco_node.swarm.hello import check_same_run, serve_hello
-from noloco_node.swarm.membership import choose_stage
 from noloco_node.swarm.outlook import Outlook, outlook_of
-from noloco_node.swarm.p2p_daemon import PrivateP2P
-from noloco_node.swarm.receipts import open_receipts
+from noloco_node.swarm.receipts import Receipts, open_receipts
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.swarm.transport import PeerId, Transport
 from noloco_node.telemetry.display import DownloadBar
@@ -81,7 +80,7 @@ async def join_node(own: OwnData, settings: NodeSettings, show: Show) -> NodeSto
 async def _run(agree: Agree, settings: NodeSettings, show: Show | None, run: str | None) -> NodeStopped:
     started = time.monotonic()
     folder = RunFolder.create(settings.run_folder)
-    with _telemetry(folder, settings) as (emit, metrics_address), _interruptible() as interrupts:
+    with _telemetry(folder, settings) as (emit, metrics_address), interruptible() as interrupts:
         try:
             stopped = await _live(agree, settings, folder, emit, metrics_address, interrupts, started, show, run)
         except asyncio.CancelledError:
@@ -109,53 +108,125 @@ async def _live(
     check_device(settings.device)
     torch.set_num_threads(settings.torch_threads)
     checkpoints = CheckpointFolder(folder.checkpoints, settings.checkpoints_kept)
-    async with network(agree, settings, folder, run=run) as net:
-        spec, settings, transport, directory = net.spec, net.settings, net.transport, net.directory
-        own = net.daemon.own_id
-        saved = await asyncio.to_thread(_open_run, folder, checkpoints, spec, settings)
-        view: DirectoryView | None = None
-        if show is not None or (settings.stage == "auto" and saved is None):
-            view = await _look_around(directory, settings, own)
-        # Before anything is shown: that takes a while, in which the records of the view grow old.
-        now = directory.now()
-        stage_index = _stage_to_serve(spec, settings, view, now, saved)
-        if show is not None and view is not None:
-            await asyncio.to_thread(show, spec, outlook_of(view, now, spec.inner.target_tokens))
-        start_checks.report(await asyncio.to_thread(start_checks.for_a_stage, spec, stage_index, folder))
-        serve_hello(transport, spec, lambda: stage_index)
-        serve_spec(transport, spec)
-        stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, own, saved)
-        async with _compute_thread() as thread:
-            replica = Replica(spec, settings, stage, transport, directory, thread, samples=samples, emit=emit)
-            with CheckpointKeeper(replica, checkpoints, emit, settings) as keeper:
-                if saved is not None:
-                    await keeper.resume(saved)
-                receipts = await open_receipts(
-                    folder.contribution,
-                    spec.run_id,
-                    stage_index,
-                    transport,
-                    replica.ledger,
-                    lambda: replica.worker.progress,
-                )
-                replica.serve()
-                donor = await net.beside(replica.become_current(saved and saved.standing.progress.clock))
-                emit(_started_event(spec, stage, net.daemon, metrics_address, donor, saved))
-                saved = None  # it holds a copy of everything
-                interrupts.graceful(replica.stop)
-                life = net.beside(receipts.beside(replica.run()), keeper.run())
-                await run_and_save(life, lambda: _save(spec, stage, replica, folder, keeper))
-            reason = "interrupted" if replica.stop.is_set() else "target_reached"
-            if reason == "target_reached":
-                folder.mark_ended(spec.run_id, spec.name)
-            return _stopped(
-                reason,
-                "",
-                started,
-                outer_rounds=replica.worker.progress.outer_rounds,
-                partners=replica.partners,
-                final_weights=str(folder.final.relative_to(folder.path)),
+    async with network(agree, settings, folder, run=run) as net, _compute_thread() as thread:
+        spec = net.spec
+        saved = await asyncio.to_thread(_open_run, folder, checkpoints, spec, net.settings)
+        stays = await _choose(net, saved, show)
+        start_checks.report(await asyncio.to_thread(start_checks.for_a_stage, spec, stays.stage, folder))
+        serve_hello(net.transport, spec, lambda: stays.stage)
+        serve_spec(net.transport, spec)
+        place = _Place(net, folder, checkpoints, thread, stays, emit, metrics_address, saved)
+        del saved  # it holds a copy of everything, and is `place`'s to let go of
+        stage_index = stays.stage
+        while True:
+            async with _stay(place, stage_index) as stay:
+                in_vain = stay is None
+                stopped = None if stay is None else await _train(place, stay, interrupts, started)
+            del stay  # two stages may be more than the memory holds
+            if stopped is not None:
+                return stopped
+            stage_index = stays.back() if in_vain else stays.departs()
+
+
+@dataclass(slots=True)
+class _Place:
+    """What every stay of a node stands on."""
+
+    net: Network
+    folder: RunFolder
+    checkpoints: CheckpointFolder
+    thread: ComputeThread
+    stays: Stays
+    emit: Emit
+    metrics_address: str | None
+    saved: Checkpoint | None
+    """What the first stay goes on from."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stay:
+    """A replica with what accompanies it."""
+
+    replica: Replica
+    keeper: CheckpointKeeper
+    receipts: Receipts
+
+
+async def _choose(net: Network, saved: Checkpoint | None, show: Show | None) -> Stays:
+    """Look who serves what, choose and announce this node's stage, and show the run to who wants to see it."""
+    stays = await stays_of(net.spec, net.settings, net.transport, net.directory)
+    view: DirectoryView | None = None
+    if show is not None or saved is None:
+        view = await _look_around(net.directory, net.settings, net.daemon.own_id)
+    # Before anything is shown: that takes a while, in which the records of the view grow old.
+    now = net.directory.now()
+    stays.stage = await stays.first_stage(saved and saved.standing.stage)
+    if show is not None and view is not None:
+        await asyncio.to_thread(show, net.spec, outlook_of(view, now, net.spec.inner.target_tokens))
+    return stays
+
+
+@contextlib.asynccontextmanager
+async def _stay(place: _Place, stage_index: int) -> AsyncGenerator[_Stay | None]:
+    """A replica of the stage with the state to begin with, or None where this node came from another stage in vain."""
+    net, stays, spec = place.net, place.stays, place.net.spec
+    saved, place.saved = place.saved, None
+    async with contextlib.AsyncExitStack() as stack:
+        async with stays.arriving(stage_index):
+            walk = stays.ledger.walk if saved is None else saved.standing.walk
+            stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, net.daemon.own_id, walk)
+            replica = Replica(
+                spec,
+                net.settings,
+                stage,
+                net.transport,
+                net.directory,
+                place.thread,
+                samples=samples,
+                emit=place.emit,
+                ledger=stays.ledger,
+                guards=lambda: stays.copies.guards,
             )
+            stack.callback(replica.close)
+            keeper = stack.enter_context(CheckpointKeeper(replica, place.checkpoints, place.emit, net.settings))
+            if saved is not None:
+                await keeper.resume(saved)
+            clock, resumed, saved = saved and saved.standing.progress.clock, saved is not None, None
+            receipts = await open_receipts(
+                place.folder.contribution,
+                spec.run_id,
+                stage_index,
+                net.transport,
+                replica.ledger,
+                lambda: replica.worker.progress,
+            )
+            replica.serve()
+            origin = await net.beside(stays.begin(replica, clock))
+        if origin is not None:
+            place.emit(stays.arrived(replica, origin) or _started_event(place, stage, origin, resumed=resumed))
+        yield None if origin is None else _Stay(replica, keeper, receipts)
+
+
+async def _train(place: _Place, stay: _Stay, interrupts: Interrupts, started: float) -> NodeStopped | None:
+    """One stay, to its end: None where the node moves on."""
+    replica, folder, spec = stay.replica, place.folder, place.net.spec
+    interrupts.graceful(replica.stop)
+    work = stay.receipts.beside(replica.run())
+    life = place.net.beside(work, stay.keeper.run(), place.stays.accompany(replica))
+    await run_and_save(life, _saving(place, stay, interrupts))
+    if _moves_on(place.stays, interrupts):
+        return None
+    reason = "interrupted" if replica.stop.is_set() else "target_reached"
+    if reason == "target_reached":
+        folder.mark_ended(spec.run_id, spec.name)
+    return _stopped(
+        reason,
+        "",
+        started,
+        outer_rounds=replica.worker.progress.outer_rounds,
+        partners=replica.partners,
+        final_weights=str(folder.final.relative_to(folder.path)),
+    )
 
 
 def _open_run(
@@ -174,23 +245,6 @@ def _open_run(
     return checkpoints.newest(spec.run_id, None if settings.stage == "auto" else settings.stage)
 
 
-def _stage_to_serve(
-    spec: RunSpec, settings: NodeSettings, view: DirectoryView | None, now: float, saved: Checkpoint | None
-) -> int:
-    if settings.stage != "auto":
-        if not 0 <= settings.stage < spec.stages:
-            raise UserError(
-                ExitCode.CONFIG,
-                f"node.stage is {settings.stage}, but the run has stages 0 to {spec.stages - 1}",
-                "name one of those, or `auto`",
-            )
-        return settings.stage
-    if saved is not None:
-        return saved.standing.stage
-    assert view is not None, "who chooses has looked"
-    return choose_stage(view, spec.stages, now, random.Random())
-
-
 async def _look_around(directory: Directory, settings: NodeSettings, own: PeerId) -> DirectoryView:
     """The directory without this node's own former record; where this node joined others, as soon as it shows one of
     them, within a few seconds."""
@@ -204,14 +258,14 @@ async def _look_around(directory: Directory, settings: NodeSettings, own: PeerId
         await asyncio.sleep(LOOK_AGAIN_SECONDS)
 
 
-def _prepare(spec: RunSpec, stage_index: int, own: PeerId, saved: Checkpoint | None) -> tuple[Stage, Samples | None]:
-    """Build the stage and, on stage 0, read the text. Runs off the event loop."""
+def _prepare(spec: RunSpec, stage_index: int, own: PeerId, position: WalkPosition) -> tuple[Stage, Samples | None]:
+    """Build the stage and, on stage 0, read the text from `position` on. Runs off the event loop."""
     stage = build_stage(spec.model, stage_index)
     check_microbatch_bytes(spec, stage.hidden_size)
     if stage_index > 0:
         return stage, None
     windows = load_windows(spec.data, stage.vocab_size)
-    walk = _walk(windows.train_count, spec.data.seed, own, saved)
+    walk = _walk(windows.train_count, spec.data.seed, own, position)
     samples = Samples(
         draw=lambda: walk.take(spec.inner.microbatch_windows),
         train=windows.train,
@@ -222,13 +276,12 @@ def _prepare(spec: RunSpec, stage_index: int, own: PeerId, saved: Checkpoint | N
     return stage, samples
 
 
-def _walk(count: int, seed: int, own: PeerId, saved: Checkpoint | None) -> WindowWalk:
-    if saved is not None:
-        try:
-            return WindowWalk.at(count, seed, own, saved.standing.walk)
-        except ValueError as error:
-            logger.warning("the walk through the text begins anew, the text has changed: %s", error)
-    return WindowWalk(count, seed, own)
+def _walk(count: int, seed: int, own: PeerId, position: WalkPosition) -> WindowWalk:
+    try:
+        return WindowWalk.at(count, seed, own, position)
+    except ValueError as error:
+        logger.warning("the walk through the text begins anew, the text has changed: %s", error)
+        return WindowWalk(count, seed, own)
 
 
 async def run_and_save(run: Awaitable[None], save: Callable[[], Awaitable[None]]) -> None:
@@ -276,9 +329,24 @@ def _no_device(name: str, reason: str) -> UserError:
     )
 
 
-async def _save(spec: RunSpec, stage: Stage, replica: Replica, folder: RunFolder, keeper: CheckpointKeeper) -> None:
-    """Take a last checkpoint, and write the final slow and fast weights under their names in the whole model."""
-    await keeper.save()
+def _moves_on(stays: Stays, interrupts: Interrupts) -> bool:
+    return stays.move is not None and not interrupts.asked
+
+
+def _saving(place: _Place, stay: _Stay, interrupts: Interrupts) -> Callable[[], Awaitable[None]]:
+    """What saves the last checkpoint and the final weights; those of a stage that this node only leaves for another are
+    with its fellows."""
+
+    async def save() -> None:
+        if not _moves_on(place.stays, interrupts):
+            await stay.keeper.save()
+            await _save_weights(place, stay.replica)
+
+    return save
+
+
+async def _save_weights(place: _Place, replica: Replica) -> None:
+    """Write the final slow and fast weights under their names in the whole model."""
     slow, fast = (
         {replica.full_names[local]: weight for local, weight in weights.items()}
         for weights in await replica.worker.named_weights()
@@ -286,49 +354,14 @@ async def _save(spec: RunSpec, stage: Stage, replica: Replica, folder: RunFolder
     progress = replica.worker.progress
     await asyncio.to_thread(
         save_stage,
-        folder.final,
-        run_id=spec.run_id,
-        cut=stage.cut,
+        place.folder.final,
+        run_id=place.net.spec.run_id,
+        cut=replica.cut,
         clock=progress.clock,
         outer_rounds=progress.outer_rounds,
         slow=slow,
         fast=fast,
     )
-
-
-class Interrupts:
-    """SIGINT and SIGTERM: the first asks for an orderly end, the second (or one before training) cancels at once."""
-
-    def __init__(self) -> None:
-        self._main = asyncio.current_task()
-        self._stop: asyncio.Event | None = None
-        self.cancelled_by_signal = False
-
-    def graceful(self, stop: asyncio.Event) -> None:
-        """From now on the first signal sets `stop`."""
-        self._stop = stop
-
-    def on_signal(self) -> None:
-        """A signal has come."""
-        if self._stop is not None and not self._stop.is_set():
-            logger.info("stopping: finishing what is under way; once more to leave at once")
-            self._stop.set()
-        elif self._main is not None:
-            self.cancelled_by_signal = True
-            self._main.cancel()
-
-
-@contextlib.contextmanager
-def _interruptible() -> Generator[Interrupts]:
-    loop = asyncio.get_running_loop()
-    interrupts = Interrupts()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupts.on_signal)
-    try:
-        yield interrupts
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
 
 
 @contextlib.contextmanager
@@ -365,14 +398,8 @@ async def _compute_thread() -> AsyncGenerator[ComputeThread]:
         await thread.close()
 
 
-def _started_event(
-    spec: RunSpec,
-    stage: Stage,
-    daemon: PrivateP2P,
-    metrics_address: str | None,
-    donor: PeerId | None,
-    saved: Checkpoint | None,
-) -> NodeStarted:
+def _started_event(place: _Place, stage: Stage, origin: BeginsFrom, *, resumed: bool) -> NodeStarted:
+    spec, daemon = place.net.spec, place.net.daemon
     return NodeStarted(
         peer_id=daemon.own_id,
         stage=stage.cut.index,
@@ -382,10 +409,10 @@ def _started_event(
         version=__version__,
         pid=os.getpid(),
         addresses=daemon.visible_addresses(),
-        metrics_address=metrics_address,
+        metrics_address=place.metrics_address,
         parameters=sum(parameter.numel() for parameter in stage.parameters()),
-        origin="peer" if donor is not None else "seed" if saved is None else "checkpoint",
-        resumed=saved is not None,
+        origin=origin,
+        resumed=resumed,
     )
 
 

@@ -11,26 +11,6 @@ if TYPE_CHECKING:
     from noloco_node.config.node_settings import NodeSettings
     from noloco_node.config.run_spec import RunSpec
 
-SEED_HELP = """\
-Run a seed: a light node without a stage, which needs no GPU and little memory. It holds the directory together, so that
-the nodes of a run find each other by its address and keep to it when they come back. With CONFIG, or with the address
-of a node of the run, strangers can join that run by the seed's address alone; with neither it serves any run.
-Give it a fixed port and a machine that stays on. Ctrl-C ends it.
-
-example:
-  noloco-node seed configs/tiny.yaml --host 0.0.0.0 --port 31337
-  noloco-node seed --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31338"""
-
-DOCTOR_HELP = """\
-Check this machine and its network, with pass, warn or fail and the remedy for each: open files, disk, memory, device,
-identity, port, every ADDRESS (or, where none is given, the peers seen before), whether p2pd starts, the clock against
-peers, versions, and whether others can reach this node: several peers are asked to dial back. Give the options that
-the node is to run with. It trains nothing, and uses a peer id made for the purpose.
-
-example:
-  noloco-node doctor /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31337
-  noloco-node doctor --json"""
-
 
 def set_argument(command: argparse.ArgumentParser, example: str) -> None:
     """`--set NAME=VALUE`."""
@@ -41,7 +21,8 @@ def set_argument(command: argparse.ArgumentParser, example: str) -> None:
 def node_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `run` and `join`."""
     add = command.add_argument
-    add("--stage", metavar="N|auto", help="stage to serve; auto: the one with the fewest replicas")
+    add("--stage", metavar="N|auto", help="stage to serve; auto: the one that needs this node most and fits its memory")
+    add("--devices", metavar="all|LIST", help="one node on each GPU, or on cuda:0,cuda:1; one that dies stays dead")
     add("--metrics-port", metavar="N", help="serve Prometheus metrics on this port; 0: any free one")
     add("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
     network_arguments(command)

@@ -46,12 +46,13 @@ def plan_run(run: RunSpec) -> Plan:
     Loads transformers, but allocates no weights. Raises UserError (CONFIG) as `model.cut.cut_model` does, where a
     microbatch is too large to travel, and where a stage is too small for its fragments.
     """
+    from noloco_node.footprint import footprint_of
     from noloco_node.model.cut import build_config, cut_model
     from noloco_node.training.stage_worker import check_fragments
 
     cuts = cut_model(run.model)
     check_microbatch_bytes(run, build_config(run.model).hidden_size)
-    parameters = _stage_parameters(run, [cut.end_layer for cut in cuts])
+    parameters = footprint_of(run).parameters
     inner_steps = -(-run.inner.target_tokens // run.inner.global_batch_tokens)
     for count in parameters:
         check_fragments(run, count)
@@ -85,18 +86,6 @@ def plan_lines(run: RunSpec, numbers: Plan) -> list[str]:
     ]
 
 
-def _stage_parameters(run: RunSpec, ends: list[int]) -> tuple[int, ...]:
-    import torch
-
-    from noloco_node.model.cut import build_config
-    from noloco_node.model.stage import build_on_meta
-
-    counts = [0] * len(ends)
-    for name, parameter in torch.nn.Module.named_parameters(build_on_meta(build_config(run.model))):
-        counts[_stage_of(name, ends)] += parameter.numel()
-    return tuple(counts)
-
-
 def _exchange_bytes(run: RunSpec, parameters: int) -> list[int]:
     """Bytes on the wire for each fragment of a stage."""
     from noloco_node.outer.codec import CODECS
@@ -104,13 +93,6 @@ def _exchange_bytes(run: RunSpec, parameters: int) -> list[int]:
 
     codec = CODECS[run.outer.codec]
     return [codec.wire_bytes(part.size) for part in fragments_of(parameters, run.outer.fragments)]
-
-
-def _stage_of(name: str, ends: list[int]) -> int:
-    layer = name.removeprefix("model.layers.")
-    if layer != name:
-        return next(stage for stage, end in enumerate(ends) if int(layer.partition(".")[0]) < end)
-    return 0 if name.startswith("model.embed_tokens.") else len(ends) - 1
 
 
 def _warnings(config: Config, inner_steps: int) -> list[str]:

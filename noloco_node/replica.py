@@ -17,17 +17,17 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples
 from noloco_node.data.walk import WalkPosition
-from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import Stage
 from noloco_node.swarm import microbatch
 from noloco_node.swarm.beginning import BEGINNINGS, run_has_ended, where_to_begin
 from noloco_node.swarm.books import account_of
 from noloco_node.swarm.directory import Directory, PeerState
+from noloco_node.swarm.ending import NEAR_TARGET, until_nobody_trains
 from noloco_node.swarm.exchange import Exchanger
 from noloco_node.swarm.exchange_session import caught_up_event
 from noloco_node.swarm.late_join import NoDonor, StateCopier
-from noloco_node.swarm.membership import SERVING, Membership
-from noloco_node.swarm.microbatch import HopFailed, Ledger
+from noloco_node.swarm.membership import SERVING, Membership, OwnFigures
+from noloco_node.swarm.microbatch import HopFailed, Ledger, Sample
 from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, believed_clock, decide, retry_delay
 from noloco_node.swarm.pipeline import Downstream, Origin, PipelineServer
 from noloco_node.swarm.probation import Ending, Standing
@@ -35,10 +35,11 @@ from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.state_donor import StateDonor
 from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError
+from noloco_node.swarm.waiting import MissingStages
 from noloco_node.swarm.watch import Watch, doing, facts_of
 from noloco_node.telemetry.events import AnyEvent, Evaluation, InnerStep, OuterStep, ProbationEnded
 from noloco_node.training.compute_thread import ComputeThread
-from noloco_node.training.pace import Pace
+from noloco_node.training.pace import Capacity, Pace
 from noloco_node.training.progress import Progress
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import InnerReport, StageWorker
@@ -49,9 +50,7 @@ ACCOUNT_SECONDS = 2.0
 LAG_PROBE_SECONDS = 0.1
 DRAIN_LOOK_SECONDS = 0.1
 LAST_LOOK_SECONDS = 0.3
-NEAR_TARGET = 0.9
 JOIN_LOOK_SECONDS = 10.0
-ORPHAN_GRACES = 15
 FINAL_EVALUATION_TRIES = 3
 
 
@@ -69,9 +68,12 @@ class Replica:
         *,
         samples: Samples | None,
         emit: Callable[[AnyEvent], None],
+        ledger: Ledger | None = None,
+        guards: Callable[[], int | None] = lambda: None,
     ) -> None:
         assert (samples is not None) == stage.cut.is_first, "stage 0, and only it, has the text"
         self.spec = spec
+        self.cut = stage.cut
         self.stage = stage.cut.index
         self.full_names = stage.full_names()
         """Parameter name of the stage -> name in the whole model."""
@@ -83,7 +85,7 @@ class Replica:
         self._loop = asyncio.get_running_loop()
         self._rng = random.Random(f"{settings.seed}/{transport.peer_id}")
         self._moved = Pulse()
-        self.ledger = Ledger()
+        self.ledger = ledger or Ledger()
         trainer = StageTrainer(
             stage, spec.inner, device=settings.device, wire_dtype=WIRE_DTYPES[spec.pipeline.activations]
         )
@@ -125,9 +127,11 @@ class Replica:
         self.partners: dict[str, int] = {}
         self.stop = asyncio.Event()
         self._pace = Pace()
+        self._capacity = Capacity(thread.busy_seconds)
+        self._guards = guards
+        self.missing = MissingStages()
         self._watch = Watch(emit)
         self._worst_lag = 0.0
-        self._origins_seen = False
         self._last_step_taken = False
         transport.conduct.on_ban = lambda _: self._directory_read()
 
@@ -168,15 +172,20 @@ class Replica:
         return self._moved
 
     def walk_position(self) -> WalkPosition:
-        """Where the next sample comes from."""
-        return self._samples.position() if self._samples else WalkPosition()
+        """Where the next sample comes from, also on a later stage: this node may return to stage 0."""
+        return self._samples.position() if self._samples else self.ledger.walk
+
+    @property
+    def held_samples(self) -> list[Sample]:
+        """Samples drawn and neither trained nor dropped; on a later stage those from this node's time at stage 0."""
+        return self.origin.held_samples if self.origin else list(self.ledger.waiting)
 
     async def become_current(self, own_clock: float | None = None) -> PeerId | None:
         """Copy a fellow's state where that is where to begin (`where_to_begin`); the donor, or None where the weights
         stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError (NO_DONOR)
         where a fellow's state is needed and nobody gave it."""
         self._watch.say("joining", "looking for the nodes of the run")
-        await self._look_around()
+        await self.membership.look_for_others(JOIN_LOOK_SECONDS if self._settings.initial_peers else 0.0)
         others = self.membership.others(*SERVING)
         begin = where_to_begin(own_clock, others, self.stage, self.spec.max_lag_tokens)
         if begin.source == "nowhere":
@@ -209,16 +218,6 @@ class Replica:
         await self.membership.refresh()  # a download outlives the records that were read before it
         return self.membership.fellows(*SERVING)
 
-    async def _look_around(self) -> None:
-        """Read the directory; a node that joined through others looks until it sees one, for a while: an empty view
-        would make it start from the seed beside a trained swarm."""
-        until = self._loop.time() + (JOIN_LOOK_SECONDS if self._settings.initial_peers else 0.0)
-        while True:
-            await self.membership.refresh()
-            if self.membership.others() or self._loop.time() >= until:
-                return
-            await self._moved.wait(LAST_LOOK_SECONDS)
-
     def progress(self) -> Progress:
         """Where it stands now."""
         return self.worker.progress
@@ -229,6 +228,11 @@ class Replica:
             self._transport.serve(microbatch.METHOD, self.server.admit, self.server.handle, max_concurrent_per_peer=64)
         self.exchanger.serve()
         self.donor.serve()
+
+    def close(self) -> None:
+        """Take back what `serve` and its receipts registered, so that another replica can take this one's place."""
+        self.ledger.walk = self.walk_position()
+        self._transport.withdraw("microbatch", "outer", "state", "contribution")
 
     async def run(self) -> None:
         """Train to the run's end, or until `stop` is set; then leave in order."""
@@ -281,15 +285,33 @@ class Replica:
             await self._train()
             await self._evaluate(final=True)
             await self.membership.announce(PeerState.FINISHING)
-        await self._until_nobody_trains()
+        await until_nobody_trains(
+            self.membership, self.stop, self._moved, self.spec.limits.grace_seconds, self.is_near_end
+        )
         await self._last_outer_step()
+
+    def is_near_end(self) -> bool:
+        """Whether the run was near its target when this node last knew how far it was."""
+        clock = max(self.worker.progress.clock, self.membership.origins_clock)
+        return clock > NEAR_TARGET * self.spec.inner.target_tokens
+
+    def run_goes_on(self) -> bool:
+        """False once this replica leaves or the origins have: stages that empty at the run's end are not lost."""
+        if self.membership.state is not PeerState.TRAINING:
+            return False
+        return not self.is_near_end() or bool(self.membership.live(0, PeerState.TRAINING))
 
     async def _train(self) -> None:
         assert self.origin is not None
         async with asyncio.TaskGroup() as group:
             evaluations = group.create_task(self._evaluate_now_and_then())
-            await self.origin.run(self._settings.in_flight, self._training_goes_on)
+            await self.origin.run(self._settings.in_flight, self._training_goes_on, self._way_is_open)
             evaluations.cancel()
+
+    async def _way_is_open(self) -> None:
+        """Return once every other stage has a replica, or the training is over."""
+        while (self.missing.stages or not self.missing.looked) and self._training_goes_on():
+            await self._moved.wait()
 
     def _training_goes_on(self) -> bool:
         return self.worker.progress.clock < self.spec.inner.target_tokens and not self.stop.is_set()
@@ -302,6 +324,7 @@ class Replica:
             if clock >= due:
                 every = self.spec.evaluation.every_tokens
                 due = (clock // every + 1) * every
+                await self._way_is_open()
                 await self._evaluate(final=False)
             await self._moved.wait()
 
@@ -317,33 +340,6 @@ class Replica:
             else:
                 self._emit(Evaluation(clock=progress.clock, step=progress.steps, loss=loss, tokens=tokens, final=final))
                 return
-
-    async def _until_nobody_trains(self) -> None:
-        """Serve until no live stage-0 record says `training` and one says `finishing`.
-
-        Orphans, whose origins left without that word, wait for a grace time if their own clock is near the target, and
-        else much longer (the origins may only be out of sight); then they raise UserError (PEERS_UNREACHABLE). A node
-        that never saw an origin waits for one.
-        """
-        grace = self.spec.limits.grace_seconds
-        alone_since: float | None = None
-        while not self.stop.is_set():
-            if self.membership.live(0, PeerState.TRAINING):
-                self._origins_seen, alone_since = True, None
-            elif self.membership.live(0, PeerState.FINISHING):
-                return
-            elif self._origins_seen or self.origin is not None:
-                alone_since = alone_since or time.monotonic()
-                alone = time.monotonic() - alone_since
-                if self.worker.progress.clock > NEAR_TARGET * self.spec.inner.target_tokens and alone > grace:
-                    return
-                if alone > ORPHAN_GRACES * grace:
-                    raise UserError(
-                        ExitCode.PEERS_UNREACHABLE,
-                        f"no replica of stage 0 has been seen for {alone:.0f} s, far from the run's end",
-                        "look whether the run goes on and whether this machine is connected, then start the node again",
-                    )
-            await self._moved.wait(grace / 4)
 
     async def _last_outer_step(self) -> None:
         """Average once more with whoever is still there, and stay for fellows that have not had theirs."""
@@ -442,10 +438,15 @@ class Replica:
             await asyncio.sleep(LAG_PROBE_SECONDS)
             self._worst_lag = max(self._worst_lag, self._loop.time() - due)
 
-    def _describe(self) -> tuple[float, float, int]:
-        """Clock, tokens per second and outer rounds for the directory record."""
-        progress = self.worker.progress
-        return progress.clock, self._pace.tokens_per_second, progress.outer_rounds
+    @property
+    def capacity(self) -> float:
+        """Tokens per second that this replica could train if it never had to wait; 0 before it is known."""
+        return self._capacity.look(self.worker.progress.tokens, self._thread.busy_seconds)
+
+    def _describe(self) -> OwnFigures:
+        """What the directory record says of this replica."""
+        progress, speed = self.worker.progress, self._pace.tokens_per_second
+        return OwnFigures(progress.clock, speed, progress.outer_rounds, self.capacity, self._guards())
 
     def _directory_read(self) -> None:
         """Take over what the directory says: routes, the share of the batch, and everyone's waits."""
@@ -453,6 +454,8 @@ class Replica:
         self.worker.live_replicas = self.membership.live_replicas()
         progress = self.worker.progress
         self.standing.look(self.membership.fellows(), progress.steps, outer_rounds=progress.outer_rounds)
+        if self.run_goes_on():
+            self.missing.look(self.membership.unserved(), self.spec.stages)
         self._moved.fire()
 
     def _inner_step_taken(self, report: InnerReport) -> None:
@@ -493,7 +496,8 @@ class Replica:
             self._transport,
             self.membership,
             target=self.spec.inner.target_tokens,
-            held=self.origin.held if self.origin else 0,
+            held=self.origin.held if self.origin else len(self.ledger.waiting),
+            missing_stages=self.missing.stages,
             loop_lag_seconds=lag,
             busy_seconds=self._thread.busy_seconds,
             bounded={"activations": self.server.out_of_scale, **self.worker.bounded},

@@ -168,7 +168,7 @@ async def test_samples_under_way_are_trained_first_in_the_next_life(tmp_path: Pa
     async with lone_node(spec, folder) as node:
         assert node.replica.origin is not None
         await node.train(2)
-        node.replica.origin.take_back([node.replica.origin._draw_new() for _ in range(2)])  # pyright: ignore[reportPrivateUsage]
+        node.replica.ledger.waiting.extend([node.replica.origin._draw_new() for _ in range(2)])  # pyright: ignore[reportPrivateUsage]
         await node.keeper.save()
     saved = folder.newest(spec.run_id, 0)
     assert saved is not None

@@ -20,7 +20,12 @@ class NodeSettings(Settings):
     identity: Path | None = None
     """Private key file; `run_folder/identity.key`, created when missing, where not set."""
     stage: int | Literal["auto"] = "auto"
-    """Pipeline stage to serve; `auto` takes the one with the fewest replicas."""
+    """Pipeline stage to serve; `auto` takes the one with the smallest throughput that fits this machine's memory."""
+    moves: Literal["auto", "always", "never"] = "auto"
+    """Whether this node goes to another stage when that one is poor or has lost its last replica; `auto`: only where
+    `stage` is `auto`, too."""
+    min_stay_seconds: PositiveFloat = 1200.0
+    """Shortest stay at a stage before this node moves to a poorer one. A stage that nobody serves does not wait."""
     invitation: str | None = None
     """An invitation by the run's owner, or the file that holds it; a node with one takes part in no other run."""
     initial_peers: tuple[str, ...] = ()

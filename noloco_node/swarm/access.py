@@ -136,6 +136,10 @@ class IntroducingTransport:
         """See `Transport.serve`."""
         self._transport.serve(method, admit, handle, max_concurrent_per_peer=max_concurrent_per_peer)
 
+    def withdraw(self, *families: str) -> None:
+        """See `Transport.withdraw`."""
+        self._transport.withdraw(*families)
+
     async def call(
         self,
         peer: PeerId,

@@ -19,6 +19,7 @@ def account_of(
     *,
     target: int,
     held: int,
+    missing_stages: list[int],
     loop_lag_seconds: float,
     busy_seconds: float,
     bounded: Mapping[str, int],
@@ -42,6 +43,7 @@ def account_of(
         bytes_sent=bytes_by_kind(traffic.sent),
         bytes_received=bytes_by_kind(traffic.received),
         nodes_per_stage=membership.nodes_per_stage(),
+        missing_stages=missing_stages,
         loop_lag_seconds=loop_lag_seconds,
         busy_seconds=busy_seconds,
         strangers=Strangers(

@@ -121,6 +121,10 @@ class Libp2pTransport:
         """See `Transport.serve`."""
         self._desk.serve(method, admit, handle, max_concurrent_per_peer=max_concurrent_per_peer)
 
+    def withdraw(self, *families: str) -> None:
+        """See `Transport.withdraw`."""
+        self._desk.withdraw(*families)
+
     def sign(self, statement: bytes) -> bytes:
         """See `Transport.sign`."""
         assert self._identity is not None, "a transport that signs needs an identity"

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
 
 from noloco_node import PROTOCOL_VERSION, __version__
-from noloco_node.swarm.directory import Directory, DirectoryView, PeerRecord, PeerState
+from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
 from noloco_node.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 2.0
+FIRST_LOOKS_SECONDS = 0.3
 WITHDRAWAL_MARGIN_SECONDS = 5.0
 
 SERVING = (PeerState.TRAINING, PeerState.FINISHING)
 
 
-def choose_stage(view: DirectoryView, stages: int, now: float, rng: random.Random) -> int:
-    """The stage with the fewest live replicas, joining ones included; at random among equals."""
-    counts = [len(view.live(stage, now)) for stage in range(stages)]
-    return rng.choice([stage for stage, count in enumerate(counts) if count == min(counts)])
+@dataclass(frozen=True, slots=True)
+class OwnFigures:
+    """What a node's record says besides its state."""
+
+    clock: float
+    tokens_per_second: float
+    outer_rounds: int
+    capacity: float = 0.0
+    guards: int | None = None
 
 
 class Membership:
     """Publishes this node's record and answers questions about the live records of others.
 
-    `describe` gives (clock, tokens per second, outer rounds) for the record; `on_change` is called after every look at
-    the directory.
+    `describe` gives the figures for the record; `on_change` is called after every look at the directory.
     """
 
     def __init__(
@@ -39,7 +45,7 @@ class Membership:
         stage: int,
         stages: int,
         record_seconds: float,
-        describe: Callable[[], tuple[float, float, int]],
+        describe: Callable[[], OwnFigures],
         on_change: Callable[[], None],
     ) -> None:
         self._directory = directory
@@ -51,6 +57,8 @@ class Membership:
         self._on_change = on_change
         self._sequence = int(directory.now() * 1000)
         self._announced_speed = 0.0
+        self.origins_clock = 0.0
+        """The furthest that stage 0 has been seen, as the median of its records: a stage that was restored lags it."""
         self._announced_newcomer = False
         self.state = PeerState.JOINING
         self.newcomer = False
@@ -59,11 +67,6 @@ class Membership:
     def live(self, stage: int, *states: PeerState) -> tuple[PeerRecord, ...]:
         """Live records of a stage, this node's own included if it has been read back."""
         return self._directory.view.live(stage, self._directory.now(), *states)
-
-    def others(self, *states: PeerState) -> list[PeerRecord]:
-        """Live records of all stages without this node's own, which its former life may have left there."""
-        records = [record for stage in range(self.stages) for record in self.live(stage, *states)]
-        return [record for record in records if record.peer_id != self._own]
 
     def fellows(self, *states: PeerState) -> list[PeerId]:
         """Live peers of the own stage, without this one."""
@@ -106,6 +109,18 @@ class Membership:
                 clocks.append(row.record.clock + moving * age * row.record.tokens_per_second * replicas)
         return clocks
 
+    def others(self, *states: PeerState) -> list[PeerRecord]:
+        """Live records of all stages without this node's own, which its former life may have left there."""
+        records = [record for stage in range(self.stages) for record in self.live(stage, *states)]
+        return [record for record in records if record.peer_id != self._own]
+
+    def unserved(self) -> list[int]:
+        """Stages, the own one aside, that no live replica serves."""
+        return [s for s in range(self.stages) if s != self.stage and not self._served(s)]
+
+    def _served(self, stage: int) -> bool:
+        return any(record.peer_id != self._own for record in self.live(stage, *SERVING))
+
     def nodes_per_stage(self) -> list[int]:
         """Live nodes of each stage; this one counts even where its record has not been read back."""
         counts = [len({r.peer_id for r in self.live(stage)} - {self._own}) for stage in range(self.stages)]
@@ -118,16 +133,18 @@ class Membership:
         life = self._record_seconds
         if state is PeerState.GONE:  # must outlive every earlier record, or those would come back to life
             life += WITHDRAWAL_MARGIN_SECONDS
-        clock, speed, rounds = self._describe()
+        figures = self._describe()
         self._sequence += 1
-        self._announced_speed, self._announced_newcomer = speed, self.newcomer
+        self._announced_speed, self._announced_newcomer = figures.tokens_per_second, self.newcomer
         record = PeerRecord(
             peer_id=self._own,
             stage=self.stage,
             state=state,
-            clock=clock,
-            tokens_per_second=speed,
-            outer_rounds=rounds,
+            clock=figures.clock,
+            tokens_per_second=figures.tokens_per_second,
+            capacity=figures.capacity,
+            guards=figures.guards,
+            outer_rounds=figures.outer_rounds,
             newcomer=self.newcomer,
             protocol=PROTOCOL_VERSION,
             version=__version__,
@@ -141,7 +158,21 @@ class Membership:
     async def refresh(self) -> None:
         """Look at the directory once."""
         await self._directory.refresh()
+        clocks = [record.clock for record in self.live(0, *SERVING)]
+        self.origins_clock = max(self.origins_clock, median(clocks) if clocks else 0.0)
         self._on_change()
+
+    async def look_for_others(self, seconds: float) -> None:
+        """Read the directory until it shows another node, `seconds` at most: an empty view would make a node that joins
+        others start from the seed beside a trained swarm."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while True:
+            await self.refresh()
+            if self.others() or loop.time() >= until:
+                return
+            # The directory gives no sign of a change: asking again is the only way.
+            await asyncio.sleep(FIRST_LOOKS_SECONDS)
 
     async def run(self) -> None:
         """Renew the record three times within its life, and once as soon as this node knows its speed, without which
@@ -149,7 +180,7 @@ class Membership:
         loop = asyncio.get_running_loop()
         renew_at = loop.time()
         while True:
-            speed_known = self._announced_speed == 0.0 and self._describe()[1] > 0.0
+            speed_known = self._announced_speed == 0.0 and self._describe().tokens_per_second > 0.0
             if loop.time() >= renew_at or speed_known or self._announced_newcomer != self.newcomer:
                 await self.announce(self.state)
                 renew_at = loop.time() + self._record_seconds / 3

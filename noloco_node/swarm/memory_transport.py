@@ -171,6 +171,10 @@ class MemoryTransport:
         """See `Transport.serve`."""
         self._desk.serve(method, admit, handle, max_concurrent_per_peer=max_concurrent_per_peer)
 
+    def withdraw(self, *families: str) -> None:
+        """See `Transport.withdraw`."""
+        self._desk.withdraw(*families)
+
     def sign(self, statement: bytes) -> bytes:
         """See `Transport.sign`; in memory nobody forges on purpose, so the name is the key."""
         return _seal(self._peer_id, statement)

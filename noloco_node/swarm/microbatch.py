@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION
+from noloco_node.data.walk import WalkPosition
 from noloco_node.swarm.transport import JsonObject, PeerId, ProtocolViolation, Refusal, Refused, TensorSpec
 from noloco_node.swarm.wire import (
     ProtocolVersion,
@@ -29,6 +30,8 @@ METHOD = "microbatch"
 
 INLINE_ELEMENTS = 1 << 18
 """Tensors up to this size are checked on the event loop: handing them to a thread would take longer (0.1 ms)."""
+
+COUNTS = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
 
 PEERS_COUNTED = 1024
 """Peers whose work is counted one by one; of more, those seen last."""
@@ -83,6 +86,20 @@ class HopFailed(Exception):
         self.reached = reached
 
 
+def given_up(reason: Refusal, why: str, reached: bool) -> HopFailed:
+    """What to raise when all tries are used up. Where nobody had the microbatch in hand the origin must know: it is
+    held back then, however often."""
+    return HopFailed(reason if reached else Refusal.OUT_OF_REACH, why, reached=reached)
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """Windows that make one microbatch, and how often they were put back."""
+
+    windows: Sequence[int]
+    put_backs: int = 0
+
+
 @dataclass(slots=True)
 class Done:
     """Microbatches that one peer trained for another, and their tokens."""
@@ -93,7 +110,7 @@ class Done:
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts of microbatches at one node. On stage 0, drawn = trained + dropped + held."""
+    """Counts of microbatches at one node, through all of its stays. On stage 0, drawn = trained + dropped + held."""
 
     drawn: int = 0
     trained: int = 0
@@ -102,17 +119,22 @@ class Ledger:
     retried: int = 0
     repeated: int = 0
     served: int = 0
+    waiting: deque[Sample] = field(default_factory=deque[Sample])
+    """Samples that were put back. A node that leaves stage 0 keeps them, and trains them should it return."""
+    walk: WalkPosition = field(default_factory=WalkPosition)
+    """Where the next sample of its text comes from, once it has left stage 0."""
     done_for: OrderedDict[PeerId, Done] = field(default_factory=OrderedDict[PeerId, Done])
     """What this node did for peers that have not receipted it yet."""
     done_by: OrderedDict[PeerId, Done] = field(default_factory=OrderedDict[PeerId, Done])
     """What peers did for this node, and it has not receipted yet."""
 
+    @property
     def counts(self) -> dict[str, int]:
-        """The counts by name, for a checkpoint; what waits for a receipt is not among them."""
+        """The counts alone, by name."""
         return {name: getattr(self, name) for name in COUNTS}
 
-    def go_on_from(self, counts: Mapping[str, int]) -> None:
-        """Take over the counts of an earlier life."""
+    def resume(self, counts: Mapping[str, int]) -> None:
+        """Go on from these counts, of an earlier life of this node; one that is missing there is 0."""
         for name in COUNTS:
             setattr(self, name, counts.get(name, 0))
 
@@ -124,9 +146,6 @@ class Ledger:
     def note_received(self, peer: PeerId, tokens: int) -> None:
         """`peer` trained a microbatch for this node."""
         _note(self.done_by, peer, tokens)
-
-
-COUNTS = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
 
 
 def _note(table: OrderedDict[PeerId, Done], peer: PeerId, tokens: int) -> None:

@@ -12,9 +12,9 @@ import logging
 import random
 import secrets
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,9 +27,11 @@ from noloco_node.swarm.microbatch import (
     Ledger,
     MicrobatchHeader,
     Mode,
+    Sample,
     Trained,
     all_finite,
     check_specs,
+    given_up,
     parse_answer,
     parse_header,
     scale_of,
@@ -106,6 +108,8 @@ class Downstream:
             try:
                 return await self._ask(peer, microbatch, attempt, mode, activations, labels, self._patience(remaining))
             except Refused as refusal:
+                if refusal.reason is Refusal.OUT_OF_REACH:
+                    raise HopFailed(Refusal.OUT_OF_REACH, refusal.detail, reached=reached) from None
                 if refusal.reason in _PASSED_UPWARD:
                     raise HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, refusal.detail, reached=True) from None
                 reached = True
@@ -123,13 +127,13 @@ class Downstream:
                 logger.debug("microbatch %s lost at %s: %r", microbatch[:8], peer, error)
             if failures >= self._spec.pipeline.hop_attempts:
                 why = f"{failures} failures at stage {self._stage + 1}"
-                raise HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, why, reached=reached)
+                raise given_up(Refusal.DOWNSTREAM_EXHAUSTED, why, reached)
             attempt += 1
             if mode == "train":
                 self._ledger.retried += 1
             excluded.add(peer)
         why = f"no peer of stage {self._stage + 1} answered within {budget:.1f} s"
-        raise HopFailed(Refusal.BUDGET_SPENT, why, reached=reached)
+        raise given_up(Refusal.BUDGET_SPENT, why, reached)
 
     def _patience(self, remaining: float) -> float:
         """Seconds for one attempt. The origin keeps half of what is left for a second one, so that a peer that is
@@ -350,14 +354,6 @@ def _size(message: Message) -> int:
     return sum(tensor.nbytes for tensor in message.tensors)
 
 
-@dataclass(slots=True, eq=False)
-class Sample:
-    """Windows that make one microbatch, and how often they were put back."""
-
-    windows: Sequence[int]
-    put_backs: int = 0
-
-
 class Origin:
     """Stage 0's source of microbatches: draws samples, keeps several under way, puts failed ones back.
 
@@ -382,7 +378,7 @@ class Origin:
         self._draw = draw
         self._load = load
         self._rng = rng
-        self._waiting: deque[Sample] = deque()
+        self._waiting = ledger.waiting
         self._under_way: dict[Sample, None] = {}
 
     @property
@@ -400,16 +396,20 @@ class Origin:
         """Those samples, in the order in which they are to be trained."""
         return [*self._under_way, *self._waiting]
 
-    def take_back(self, samples: Iterable[Sample]) -> None:
-        """Hold these samples, drawn in an earlier life of this node; they go before new ones."""
-        self._waiting.extend(samples)
+    async def run(
+        self, in_flight: int, training_goes_on: Callable[[], bool], way_is_open: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Keep `in_flight` microbatches under way until `training_goes_on()` is false, then finish those under way.
 
-    async def run(self, in_flight: int, training_goes_on: Callable[[], bool]) -> None:
-        """Keep `in_flight` microbatches under way until `training_goes_on()` is false, then finish those under way."""
+        `way_is_open` is awaited before each: it returns once every later stage has a replica.
+        """
 
         async def keep_drawing() -> None:
             pause = FIRST_PAUSE_SECONDS
-            while training_goes_on():
+            while True:
+                await way_is_open()
+                if not training_goes_on():
+                    return
                 if await self.train_one():
                     pause = FIRST_PAUSE_SECONDS
                 else:  # others are in trouble: come back later and later, and not all at once

@@ -101,6 +101,10 @@ class RequestDesk:
         assert max_concurrent_per_peer > 0
         self._methods[method] = _Method(admit, handle, max_concurrent_per_peer)
 
+    def withdraw(self, *families: str) -> None:
+        """No longer answer methods of these families. What is under way goes on."""
+        self._methods = {name: how for name, how in self._methods.items() if name.partition(".")[0] not in families}
+
     def count_refusal(self, peer: PeerId, refused: Refused) -> None:
         """Count a refusal that goes out to `peer`, and the offence that it answers, if it is one."""
         self._refusals[refused.reason] += 1
@@ -157,7 +161,10 @@ class RequestDesk:
         of them reaches the peer.
         """
         try:
-            answer = await self._methods[method].handle(peer, request)
+            served = self._methods.get(method)
+            if served is None:
+                raise Refused(Refusal.UNKNOWN_METHOD, method)
+            answer = await served.handle(peer, request)
             for tensor in answer.tensors:
                 tensor_bytes(tensor)
             return encode_envelope("", answer.header, answer.specs), answer

@@ -62,6 +62,7 @@ class Refusal(StrEnum):
     NOT_FINITE = "not_finite"
     BUDGET_SPENT = "budget_spent"
     DOWNSTREAM_EXHAUSTED = "downstream_exhausted"
+    OUT_OF_REACH = "out_of_reach"
     ALREADY_TRAINED = "already_trained"
     INTERNAL = "internal"
     DIVERGED = "diverged"
@@ -90,6 +91,7 @@ REFUSAL_MEANINGS: dict[Refusal, str] = {
     Refusal.NOT_FINITE: "a tensor holds NaN or infinity",
     Refusal.BUDGET_SPENT: "too little of the microbatch's time is left",
     Refusal.DOWNSTREAM_EXHAUSTED: "no peer of the next stage finished the microbatch",
+    Refusal.OUT_OF_REACH: "nobody of a later stage could be reached, which says nothing against the microbatch",
     Refusal.ALREADY_TRAINED: "this microbatch was trained here and its answer is gone",
     Refusal.INTERNAL: "the peer failed while it worked on the request",
     Refusal.DIVERGED: "with the peer's weights the microbatch has a loss or a gradient that is not finite",
@@ -219,6 +221,11 @@ class Transport(Protocol):
 
     def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> None:
         """Answer `method` from now on. More than `max_concurrent_per_peer` requests of one peer get `busy`."""
+        ...
+
+    def withdraw(self, *families: str) -> None:
+        """No longer answer methods of these families (`outer` is that of `outer.open`): their handlers are let go of,
+        requests under way go on to their end."""
         ...
 
     async def call(

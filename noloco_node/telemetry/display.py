@@ -21,6 +21,7 @@ from noloco_node.telemetry.events import (
     Doing,
     Evaluation,
     InnerStep,
+    NodeMoved,
     NodeStarted,
     NodeStopped,
     OuterStep,
@@ -81,6 +82,8 @@ class SwarmView:
                 self.gone.discard(name)
                 self._names[event.peer_id] = name
                 self.note(f"{name} is up (…{event.peer_id[-6:]})", event.time)
+            case NodeMoved():
+                self.note(f"{name} moved from stage {event.from_stage} to stage {event.stage}", event.time)
             case OuterStep(kind="paired", role="dialler"):
                 self.last_pairs.append((name, self.name_of(event.partner)))
             case OuterStep(kind="caught_up"):

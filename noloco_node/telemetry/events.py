@@ -40,10 +40,28 @@ class NodeStarted(Event):
     metrics_address: str | None
     parameters: int
     """Parameters of this stage."""
-    origin: Literal["seed", "peer", "checkpoint"]
-    """`seed`: weights from the RunSpec's seed; `peer`: copied from a fellow; `checkpoint`: this node's own."""
+    origin: Literal["seed", "peer", "guard", "checkpoint"]
+    """`seed`: weights from the RunSpec's seed; `peer`: copied from a fellow; `guard`: nobody served the stage, and they
+    are a copy that a node of another stage kept; `checkpoint`: this node's own."""
     resumed: bool = False
     """True where books and data position go on from an earlier life of this node."""
+
+
+class NodeMoved(Event):
+    """The daemon has left its stage and is about to advertise itself at another."""
+
+    event: Literal["node_moved"] = "node_moved"
+    from_stage: int
+    stage: int
+    why: Literal["poor", "lost"]
+    """`poor`: the stage had too little throughput; `lost`: nobody served it any more."""
+    origin: Literal["seed", "peer", "guard"]
+    """Where the weights are from: the RunSpec's seed, a fellow, or a copy that a node of another stage kept."""
+    clock: float
+    parameters: int
+    """Parameters of the new stage."""
+    seconds: float
+    """From the decision to the new stage's state."""
 
 
 class InnerStep(Event):
@@ -151,6 +169,8 @@ class Account(Event):
     bytes_received: dict[str, int]
     nodes_per_stage: list[int]
     """Live nodes as this one sees them."""
+    missing_stages: list[int] = []
+    """Stages that nobody serves: microbatches are held back for them."""
     loop_lag_seconds: float
     """Worst lag of the event loop since the last account."""
     busy_seconds: float
@@ -236,6 +256,7 @@ class NodeStopped(Event):
 
 AnyEvent = Annotated[
     NodeStarted
+    | NodeMoved
     | InnerStep
     | OuterStep
     | Evaluation
@@ -334,8 +355,8 @@ def read_events(path: Path) -> list[AnyEvent]:
 
 
 def bytes_by_kind(by_method: Mapping[str, int]) -> dict[str, int]:
-    """Traffic by what it carries instead of by method: microbatches, exchange, state, other."""
-    kinds = {"microbatch": "microbatches", "outer": "exchange", "state": "state"}
+    """Traffic by what it carries instead of by method: microbatches, exchange, state (copies of it too), other."""
+    kinds = {"microbatch": "microbatches", "outer": "exchange", "state": "state", "copy": "state"}
     totals: dict[str, int] = {}
     for method, count in by_method.items():
         kind = kinds.get(method.split(".")[0], "other")

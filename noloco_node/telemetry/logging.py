@@ -12,6 +12,7 @@ from noloco_node.telemetry.events import (
     DonorFailed,
     Evaluation,
     InnerStep,
+    NodeMoved,
     NodeStarted,
     NodeStopped,
     OuterStep,
@@ -20,6 +21,13 @@ from noloco_node.telemetry.events import (
 )
 
 LOGGER_NAME = "noloco_node"
+
+ORIGINS = {
+    "seed": "weights from the run's seed",
+    "peer": "weights copied from a fellow",
+    "guard": "weights from a copy that a node of another stage kept",
+    "checkpoint": "weights from its own checkpoint",
+}
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -47,6 +55,8 @@ class NodeLog:
         """Log one event of this node: INFO for what a person follows, DEBUG for the rest."""
         if isinstance(event, NodeStarted):
             self.peer_id, self.stage = event.peer_id, event.stage
+        elif isinstance(event, NodeMoved):
+            self.stage = event.stage
         elif isinstance(event, OuterStep):
             self.round = event.round
         level, line = describe(event)
@@ -81,6 +91,11 @@ def describe(event: AnyEvent) -> tuple[int, str]:
     match event:
         case NodeStarted():
             return logging.INFO, _started(event)
+        case NodeMoved():
+            return logging.INFO, (
+                f"moved from stage {event.from_stage} to stage {event.stage} in {event.seconds:.1f} s: "
+                f"{event.parameters:,} parameters, {ORIGINS[event.origin]}"
+            )
         case InnerStep(skipped=True):
             return logging.WARNING, f"inner step {event.step} skipped: its gradient was not finite"
         case InnerStep():
@@ -139,14 +154,9 @@ class _Formatter(logging.Formatter):
 
 
 def _started(event: NodeStarted) -> str:
-    origin = {
-        "seed": "weights from the run's seed",
-        "peer": "weights copied from a fellow",
-        "checkpoint": "weights from its own checkpoint",
-    }[event.origin]
     lines = [
         f"node {event.peer_id} is up: run {event.run_name} ({event.run_id}), stage {event.stage} of {event.stages}, "
-        f"{event.parameters:,} parameters, {origin}"
+        f"{event.parameters:,} parameters, {ORIGINS[event.origin]}"
     ]
     if event.metrics_address:
         lines.append(f"  metrics: http://{event.metrics_address}/metrics")

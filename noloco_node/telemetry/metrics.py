@@ -20,6 +20,7 @@ from noloco_node.telemetry.events import (
     Doing,
     Evaluation,
     InnerStep,
+    NodeMoved,
     NodeStarted,
     NodeStopped,
     OuterStep,
@@ -48,6 +49,7 @@ class Metrics:
         self._last = _Totals()
         self._resumed = False
         self._speed = _Speed()
+        self._identity: dict[str, str] = {}
         self._info = Info("noloco_node", "Version, stage and run of this node", registry=self.registry)
         self._up = self._gauge("noloco_up", "1 from the start until the node ends in order")
         self._parameters = self._gauge("noloco_stage_parameters", "Parameters of this node's stage")
@@ -93,6 +95,8 @@ class Metrics:
         self._banned = self._gauge("noloco_banned_peers", "Peers that are banned here now")
         self._bounded = self._counter("noloco_bounded_total", "What went beyond a bound on norms", "what")
         self._live = self._gauge("noloco_live_replicas", "Live nodes as this one sees them", "stage")
+        self._missing = self._gauge("noloco_stage_missing", "1 while a stage has no replica and is waited for", "stage")
+        self._moves = self._counter("noloco_moves_total", "Moves of this node to another stage", "why")
         self._lag = self._gauge("noloco_event_loop_lag_seconds", "Worst event loop lag since the last account")
         self._busy = self._counter("noloco_busy_seconds_total", "Time the compute thread has worked")
 
@@ -122,7 +126,12 @@ class Metrics:
                 self._up.set(1)
                 self._parameters.set(event.parameters)
                 self._resumed = event.resumed
-                self._info.info({"version": event.version, "stage": str(event.stage), "run_id": event.run_id})
+                self._identity = {"version": event.version, "run_id": event.run_id}
+                self._info.info({**self._identity, "stage": str(event.stage)})
+            case NodeMoved():
+                self._moves.labels(event.why).inc()
+                self._parameters.set(event.parameters)
+                self._info.info({**self._identity, "stage": str(event.stage)})
             case InnerStep():
                 self._inner_step(event)
             case OuterStep():
@@ -211,6 +220,7 @@ class Metrics:
         self._lag.set(event.loop_lag_seconds)
         for stage, count in enumerate(event.nodes_per_stage):
             self._live.labels(str(stage)).set(count)
+            self._missing.labels(str(stage)).set(stage in event.missing_stages)
         rise = self._last.rise
         if self._resumed:  # what the books held at the start was counted in an earlier life
             self._resumed = False

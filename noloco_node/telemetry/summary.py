@@ -18,6 +18,7 @@ from noloco_node.telemetry.events import (
     CheckpointTaken,
     Evaluation,
     InnerStep,
+    NodeMoved,
     NodeStarted,
     NodeStopped,
     OuterStep,
@@ -33,6 +34,8 @@ class NodeHistory:
 
     name: str
     started: NodeStarted | None = None
+    moved: NodeMoved | None = None
+    """Its last move to another stage."""
     inner: list[InnerStep] = field(default_factory=list[InnerStep])
     outer: list[OuterStep] = field(default_factory=list[OuterStep])
     """Committed outer steps only."""
@@ -58,8 +61,10 @@ class NodeHistory:
         """Take one more event in."""
         match event:
             case NodeStarted():
-                self.started, self.stopped = event, None
+                self.started, self.stopped, self.moved = event, None, None
                 self.starts.append(event.time)
+            case NodeMoved():
+                self.moved = event
             case InnerStep():
                 self.inner.append(event)
             case OuterStep(kind="aborted"):
@@ -79,7 +84,9 @@ class NodeHistory:
 
     @property
     def stage(self) -> int | None:
-        """The stage it served; None where it died before it was up."""
+        """The stage that it served last; None where it died before it was up."""
+        if self.moved is not None:
+            return self.moved.stage
         return self.started.stage if self.started else None
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SMOOTHING = 0.1
+WINDOW_SECONDS = 1.0
+"""Work of the device that is measured together: single operations are too uneven."""
 
 
 @dataclass(slots=True)
@@ -31,3 +33,24 @@ class Pace:
             self.step_seconds += weight * (took - self.step_seconds)
             self.step_tokens += weight * (tokens - self.step_tokens)
         self._last = now
+
+
+@dataclass(slots=True)
+class Capacity:
+    """How fast this replica could train if it never had to wait: tokens over the seconds that the device worked."""
+
+    busy_before: float
+    """Seconds that the device had worked when the replica began."""
+    _tokens_before: int = 0
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+
+    def look(self, tokens: int, busy_seconds: float) -> float:
+        """Tokens per second, of about the last ten seconds of work; 0 before the first. Both arguments are totals."""
+        gained, worked = tokens - self._tokens_before, busy_seconds - self.busy_before
+        if worked >= WINDOW_SECONDS and gained > 0:
+            fading = 0.0 if self._seconds == 0.0 else 1.0 - SMOOTHING
+            self._tokens = fading * self._tokens + gained
+            self._seconds = fading * self._seconds + worked
+            self._tokens_before, self.busy_before = tokens, busy_seconds
+        return self._tokens / self._seconds if self._seconds else 0.0

@@ -233,6 +233,22 @@ class StageWorker:
 
         return await self._thread.run(Priority.STEP, work)
 
+    async def slow_weights(self) -> tuple[Progress, Tensor]:
+        """A copy of the slow weights, flat fp32 on the host, and the progress that they belong to."""
+
+        def work() -> tuple[Progress, Tensor]:
+            self.outer.settle()
+            return self.progress, self.outer.slow.clone()
+
+        return await self._thread.run(Priority.STEP, work)
+
+    async def load_slow_weights(self, clock: float, outer_rounds: int, weights: Tensor) -> None:
+        """Begin anew at these slow weights (flat, host): fast weights equal to them, all momenta and moments zero."""
+        zeros = dict.fromkeys(("momentum", "exp_avg", "exp_avg_sq"), torch.zeros(weights.numel()))
+        slow = weights.to(torch.float32)
+        state = {"fast": slow, "slow": slow, **zeros, "optimizer_steps": torch.tensor(0)}
+        await self.load_full_state(clock, outer_rounds, state)
+
     async def load_full_state(self, clock: float, outer_rounds: int, state: Mapping[str, Tensor]) -> None:
         """Become a copy of a fellow: its state as `full_state()` gives it, its clock and round. Own counts start anew
         from where they are, those of the fragments staggered as at the start."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
+from collections import deque
 from collections.abc import AsyncIterator
 
 import pytest
@@ -14,11 +16,12 @@ from noloco_node.config.run_spec import OuterSpec, PipelineSpec
 from noloco_node.swarm import microbatch
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.memory_transport import Fault, FaultKind
-from noloco_node.swarm.microbatch import MicrobatchHeader
+from noloco_node.swarm.microbatch import Ledger, MicrobatchHeader, Sample
+from noloco_node.swarm.pipeline import Origin
 from noloco_node.swarm.transport import Message, Refusal, Refused
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
 from tests.support import eventually
-from tests.worlds import LENGTH, WINDOWS, World, micro_spec, peer_name, run_to_the_end, world
+from tests.worlds import LENGTH, WINDOWS, Drawn, World, micro_spec, peer_name, run_to_the_end, window_batch, world
 
 QUICK = PipelineSpec(budget_seconds=2.0, progress_seconds=1.0)
 
@@ -119,6 +122,61 @@ async def test_an_outage_drops_no_sample() -> None:
     assert made.network.fired[FaultKind.UNREACHABLE] == 20
     assert account.put_back >= 3
     assert account.dropped == account.held_at_end == 0
+
+
+async def test_an_outage_two_stages_on_drops_no_sample() -> None:
+    """The last of three stages cannot be reached for a while: the middle one says so, and the origin does not count it
+    against the samples."""
+    pipeline = PipelineSpec(budget_seconds=1.0, progress_seconds=0.2, put_backs=0, hop_attempts=2)
+    async with world(micro_spec(stages=3, steps=12, pipeline=pipeline)) as made:
+        fault = Fault(FaultKind.UNREACHABLE, target=peer_name(2, 0), method=microbatch.METHOD, times=8)
+        await run_with_faults(made, fault)
+        account = closed_account(made)
+    assert made.network.fired[FaultKind.UNREACHABLE] == 8
+    assert account.put_back >= 3
+    assert account.dropped == account.held_at_end == 0
+
+
+async def test_nothing_is_drawn_while_a_stage_has_no_replica(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody serves the last of three stages: the origin holds back, says which stage it waits for, in the log and in
+    its account, and trains on as soon as one is there."""
+    async with world(micro_spec(stages=3, steps=12, pipeline=QUICK)) as made:
+        origin, middle, last = made.replicas
+        async with asyncio.TaskGroup() as group:
+            for replica in (origin, middle):
+                group.create_task(replica.run())
+            await eventually(lambda: origin.missing.stages == [2], what="it is seen that nobody serves stage 2")
+            origin.emit_account()
+            held = [e for e in made.events[0] if isinstance(e, Account)][-1]
+            assert held.missing_stages == [2]
+            assert held.drawn == 0
+            group.create_task(last.run())
+        account = closed_account(made)
+        assert account.trained == 12
+        assert account.dropped == 0
+        assert origin.missing.stages == []
+    assert "stage 2 has no replica yet: microbatches are held back" in caplog.text
+    assert "stage 2 is served again after" in caplog.text
+
+
+async def test_a_node_that_leaves_stage_0_keeps_its_books_and_what_was_put_back() -> None:
+    """The next replica of the same node has the same ledger: the account closes through all stays, and a return to
+    stage 0 begins with the samples that waited."""
+    ledger = Ledger(drawn=5, trained=3, waiting=deque([Sample([1, 2, 3, 4]), Sample([5, 6, 7, 8])]))
+    async with world(micro_spec(stages=2)) as made:
+        later = made.replicas[1]
+        later.ledger = ledger
+        later.emit_account()
+        account = [e for e in made.events[1] if isinstance(e, Account)][-1]
+        assert (account.drawn, account.trained, account.held_at_end) == (5, 3, 2)
+    async with world(micro_spec(stages=1)) as made:
+        drawn, replica = Drawn(start=100), made.replicas[0]
+        origin = Origin(
+            replica.spec, replica.worker, None, ledger, draw=drawn.draw, load=window_batch, rng=random.Random(0)
+        )
+        assert await origin.train_one()
+        assert (ledger.drawn, ledger.trained, origin.held) == (5, 4, 1)
+        assert drawn.batches == []
 
 
 async def test_a_silent_peer_leaves_time_for_another() -> None:
@@ -229,7 +287,7 @@ async def test_a_full_node_is_busy_at_once() -> None:
         assert refused.value.reason is Refusal.BUSY
         with pytest.raises(Refused) as upward:
             await waiting
-        assert upward.value.reason is Refusal.BUDGET_SPENT
+        assert upward.value.reason is Refusal.OUT_OF_REACH
         assert middle.server.pending == 0
         assert middle.worker.live_versions == 1, "the graph of the failed microbatch is gone"
 

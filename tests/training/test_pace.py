@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_node.training.pace import Pace
+from noloco_node.training.pace import Capacity, Pace
 
 
 def test_bursts_of_steps_do_not_raise_the_speed() -> None:
@@ -26,3 +26,16 @@ def test_the_first_step_only_starts_the_watch() -> None:
     pace.step(64, 100.5)
     assert pace.tokens_per_second == pytest.approx(128.0)
     assert pace.step_seconds == pytest.approx(0.5)
+
+
+def test_capacity_leaves_out_the_time_that_a_device_waits() -> None:
+    """A slow beginning is forgotten, and work without tokens counts with the next tokens."""
+    capacity = Capacity(busy_before=100.0)
+    assert capacity.look(0, 100.0) == 0.0
+    assert capacity.look(10, 110.0) == pytest.approx(1.0), "the first steps compile"
+    assert capacity.look(10, 111.5) == pytest.approx(1.0), "an evaluation"
+    tokens, busy = 10, 111.5
+    for _ in range(200):
+        tokens, busy = tokens + 1000, busy + 2.0
+        capacity.look(tokens, busy)
+    assert capacity.look(tokens, busy) == pytest.approx(500.0, rel=0.01)

@@ -1,0 +1,181 @@
+"""Several devices of one machine: one daemon each, from one command, with an identity and a folder of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.telemetry.events import EventReader, NodeStarted
+
+POLL_SECONDS = 0.2
+"""Interval at which the first daemon's event file, which cannot be awaited, is read until it is up."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One daemon of the group: what its command line has besides what all have in common."""
+
+    name: str
+    device: str
+    folder: Path
+    identity: Path
+    port: int
+    metrics_port: int | None
+
+    @property
+    def options(self) -> list[str]:
+        """Its own options, to be put after the common ones, which they overrule."""
+        own: list[object] = ["--set", f"node.device={self.device}", "--run-folder", self.folder]
+        own += ["--identity", self.identity, "--port", self.port, "--devices", "", "--end-with-stdin"]
+        own += [] if self.metrics_port is None else ["--metrics-port", self.metrics_port]
+        return [str(part) for part in own]
+
+
+def devices_of(text: str) -> list[str]:
+    """The devices that `--devices` names: `all` GPUs, or a list with commas. Raises UserError (USAGE)."""
+    if text != "all":
+        named = [device.strip() for device in text.split(",")]
+        if not all(named):
+            raise UserError(
+                ExitCode.USAGE, f"--devices {text}: a name is missing", "for example --devices cuda:0,cuda:1"
+            )
+        return named
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise UserError(
+            ExitCode.USAGE,
+            "--devices all: torch finds no CUDA device on this machine",
+            "leave it out to train on the processor, or name devices: --devices cpu,cpu",
+        )
+    return [f"cuda:{index}" for index in range(count)]
+
+
+def members_of(devices: Sequence[str], settings: NodeSettings) -> list[Member]:
+    """One daemon for each device, with a folder and an identity of its own. Ports count up from the first one's; 0 lets
+    the system choose for each."""
+
+    def nth(first: int, index: int) -> int:
+        return first + index if first else 0
+
+    def member(index: int, device: str) -> Member:
+        name = f"{index}-{device.replace(':', '')}"
+        folder, given = settings.run_folder / name, settings.identity
+        metrics = None if settings.metrics_port is None else nth(settings.metrics_port, index)
+        identity = (
+            RunFolder(folder).identity if given is None else given.with_name(f"{given.stem}-{name}{given.suffix}")
+        )
+        return Member(name, device, folder, identity, nth(settings.port, index), metrics)
+
+    return [member(index, device) for index, device in enumerate(devices)]
+
+
+class DeviceGroup:
+    """The daemons of one machine's devices. `command` starts one of them; what they print goes to this terminal.
+
+    A daemon that dies is not started again: the others go on, and its exit code becomes the group's. They end by
+    themselves should this process vanish: their standard input is a pipe whose only writer is here.
+    """
+
+    def __init__(self, command: Sequence[str], members: Sequence[Member], *, founds: bool, say: Say) -> None:
+        self._command = tuple(command)
+        self._members = tuple(members)
+        self._founds = founds
+        self._say = say
+        self._processes: dict[str, Process] = {}
+        self._ending = False
+
+    async def run(self) -> int:
+        """Start all, wait until all have ended; the exit code of the first that ended out of order, or the last one's.
+
+        Where the group founds a swarm (no address to join was given), the first daemon does, and the others join it.
+        The first SIGINT or SIGTERM is passed on and ends all in order, a second one kills them.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        reading, writing = os.pipe()
+        try:
+            return await self._run_all(reading)
+        finally:
+            os.close(reading)
+            os.close(writing)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    async def _run_all(self, stdin: int) -> int:
+        first, *others = self._members
+        waiting = [asyncio.create_task(self._live(first, stdin, []))]
+        addresses = await self._address_of(first, waiting[0]) if self._founds and others else []
+        if not waiting[0].done() and not self._ending:
+            waiting += [asyncio.create_task(self._live(member, stdin, addresses)) for member in others]
+        codes = await asyncio.gather(*waiting)
+        bad = [code for code in codes if code not in (ExitCode.OK, ExitCode.INTERRUPTED)]
+        return bad[0] if bad else codes[0]
+
+    async def _live(self, member: Member, stdin: int, addresses: Sequence[str]) -> int:
+        """One daemon from its start to its end; its exit code."""
+        joining = ["--initial-peers", *addresses] if addresses else []
+        process = self._processes[member.name] = await asyncio.create_subprocess_exec(
+            *self._command, *member.options, *joining, stdin=stdin, start_new_session=True
+        )
+        if self._ending:
+            process.send_signal(signal.SIGTERM)
+        self._say(f"{member.device}: process {process.pid}, folder {member.folder}")
+        code = await process.wait()
+        _end_children(process.pid)
+        self._say(f"{member.device}: ended, {_meaning(code)}")
+        return code if code >= 0 else int(ExitCode.NODE_DIED)
+
+    async def _address_of(self, member: Member, living: asyncio.Task[int]) -> list[str]:
+        """The address of a daemon for others on this machine, once it is up; none where it ended before."""
+        reader = EventReader(RunFolder(member.folder).events)
+        for _ in reader.new_events():  # of its former lives
+            pass
+        while not living.done():
+            for event in reader.new_events():
+                if isinstance(event, NodeStarted):
+                    return event.addresses[:1]
+            await asyncio.wait((living,), timeout=POLL_SECONDS)
+        return []
+
+    def _on_signal(self) -> None:
+        number = signal.SIGKILL if self._ending else signal.SIGTERM
+        self._ending = True
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.send_signal(number)
+
+
+def run_devices(arguments: Sequence[str], devices: str, settings: NodeSettings, say: Say) -> int:
+    """`noloco-node` with these arguments on each of the devices; `settings` are what the arguments come to."""
+    members = members_of(devices_of(devices), settings)
+    command = (sys.executable, "-m", "noloco_node", *arguments)
+    return asyncio.run(DeviceGroup(command, members, founds=not settings.initial_peers, say=say).run())
+
+
+def _end_children(group: int) -> None:
+    """A daemon that was killed could stop no child of its own."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _meaning(code: int) -> str:
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    known = code in set(ExitCode)
+    return f"exit code {code}: {EXIT_MEANINGS[ExitCode(code)] if known else 'no exit code of noloco-node'}"

@@ -1,0 +1,129 @@
+"""What the commands say of themselves under --help."""
+
+from __future__ import annotations
+
+DESCRIPTION = """\
+Train one language model on GPUs that nobody owns together: each node serves one pipeline stage, and averages its
+weights with a random node of the same stage now and then. There is no coordinator; any node may leave at any time."""
+
+SWARM_HELP = """\
+Train on a whole swarm of nodes on this machine: stages x replicas daemons, each a process of its own. Shows the
+training while it runs. At the end the run folder holds the model (a Hugging Face directory), a sample of generated
+text, a plot of loss and spread, summary.json, and each node's events and log. A swarm that was stopped or killed goes
+on by the same command with its --run-folder.
+
+example:
+  noloco-node swarm configs/tiny.yaml
+  noloco-node swarm configs/own-text.yaml --set run.data.path=my-book.txt --run-folder runs/my-book"""
+
+RUN_HELP = """\
+Run one node. Without --initial-peers it starts a new swarm and prints the addresses under which others join it; with
+them it joins; all nodes of a run need the same `run:` part of CONFIG. `noloco-node join ADDRESS` needs no CONFIG.
+Ctrl-C leaves in order; the same command goes on from this node's last checkpoint, whatever ended it.
+
+example:
+  noloco-node run configs/tiny.yaml --stage 0 --port 31337
+  noloco-node run configs/tiny.yaml --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/Qm..."""
+
+JOIN_HELP = """\
+Join a run with nothing but the address of one of its nodes. The run's settings come from that node and are shown; then
+this node takes a stage, copies a fellow's weights if the run is under way, and trains as with `run`. Several addresses
+are tried together. Without any, or when none answers, the peers seen before are tried: they are kept in the run folder.
+Ctrl-C leaves in order; the same command goes on from this node's last checkpoint.
+
+example:
+  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm...
+  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31337 --devices all"""
+
+STATUS_HELP = """\
+Show what a node is doing or waiting for, how far it is, and what it has contributed: its own signed record, and the
+receipts that the peers it served have signed. Every line of the record is verified. RUN_FOLDER is runs/node where not
+given: the one that `run` and `join` use without --run-folder. The node may be running or not.
+
+example:
+  noloco-node status runs/node"""
+
+LAB_HELP = """\
+Compare algorithms on many replicas simulated in this process: NoLoCo, DiLoCo, data parallel, plain gossip, none. The
+`lab:` part of CONFIG says which variants, on how many replicas, for how long, with which seeds; without it the five are
+compared as they are. DIR gets results.json, table.md and plots. Every finished training is kept in DIR/runs.jsonl: the
+same command goes on where it was cut off.
+
+example:
+  noloco-node lab configs/tiny.yaml --out results/tiny
+  noloco-node lab configs/tiny.yaml --out results/tiny --set lab.seeds=[1,2,3] --set run.inner.learning_rate=1e-3"""
+
+SHOW_HELP = """\
+Print every setting with its value and meaning, defaults included, as YAML that can be used as a configuration file.
+
+example:
+  noloco-node config show configs/tiny.yaml --set run.outer.inner_steps=20"""
+
+VALIDATE_HELP = """\
+Check a configuration file: names, values, and whether model, stages and batch sizes fit each other. Prints what it
+comes to: run id, parameters, inner steps, outer rounds, bytes of an outer step.
+
+example:
+  noloco-node config validate configs/tiny.yaml"""
+
+IDENTITY_HELP = """\
+Look at a node's identity, back it up, bring it back. An identity is the private key file behind a node's peer id; one
+running node at a time may use it. Where no file is named it is runs/node/identity.key: the one that `noloco-node run`
+uses when given neither --run-folder nor --identity.
+
+example:
+  noloco-node identity show runs/node/identity.key
+  noloco-node identity export runs/node/identity.key --to node.pem
+  noloco-node identity import node.pem --to runs/other/identity.key"""
+
+IDENTITY_SHOW_HELP = """\
+Print an identity's peer id, where its file is, who may read it, and whether a node on this machine uses it now.
+FILE is runs/node/identity.key where not given: the one that `noloco-node run` uses when given neither --run-folder nor
+--identity.
+
+example:
+  noloco-node identity show"""
+
+EXPORT_HELP = """\
+Write an encrypted copy of an identity file: PKCS#8 in PEM form, which other tools read too. The passphrase (12
+characters or more) is asked for twice; for scripts it is the first line of a file. Keep the copy and the passphrase in
+different places.
+
+example:
+  noloco-node identity export runs/node/identity.key --to node.pem"""
+
+IMPORT_HELP = """\
+Bring an exported identity back as a new identity file. The passphrase is that of the export. Let only one node run
+under an identity: stop the one that it came from first.
+
+example:
+  noloco-node identity import node.pem --to runs/node/identity.key"""
+
+SEED_HELP = """\
+Run a seed: a light node without a stage, which needs no GPU and little memory. It holds the directory together, so that
+the nodes of a run find each other by its address and keep to it when they come back. With CONFIG, or with the address
+of a node of the run, strangers can join that run by the seed's address alone; with neither it serves any run.
+Give it a fixed port and a machine that stays on. Ctrl-C ends it.
+
+example:
+  noloco-node seed configs/tiny.yaml --host 0.0.0.0 --port 31337
+  noloco-node seed --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31338"""
+
+DOCTOR_HELP = """\
+Check this machine and its network, with pass, warn or fail and the remedy for each: open files, disk, memory, device,
+identity, port, every ADDRESS (or, where none is given, the peers seen before), whether p2pd starts, the clock against
+peers, versions, and whether others can reach this node: several peers are asked to dial back. Give the options that
+the node is to run with. It trains nothing, and uses a peer id made for the purpose.
+
+example:
+  noloco-node doctor /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31337
+  noloco-node doctor --json"""
+
+INVITE_HELP = """\
+Invite somebody to a run whose `run.access.owner` is your key: one node by its peer id (--peer), or whoever holds the
+invitation. It is your signature under this very configuration: a node that joins with it accepts no other run. The key
+is made where FILE is missing; back it up as with `noloco-node identity export`.
+
+example:
+  noloco-node invite run.yaml --key owner.key --hours 72 > alice.invitation
+  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm... --invitation alice.invitation"""

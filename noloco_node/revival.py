@@ -1,0 +1,65 @@
+"""Bringing a stage back that nobody serves any more: from the newest copy that is left, else from the run's seed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from typing import Literal
+
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.swarm.directory import PeerState
+from noloco_node.swarm.guard import StageCopies
+from noloco_node.swarm.membership import SERVING, Membership
+from noloco_node.swarm.transport import PeerId
+from noloco_node.training.stage_worker import StageWorker
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+
+
+async def revive_if_lost(
+    spec: RunSpec, membership: Membership, worker: StageWorker, copies: StageCopies, own: PeerId, *, confirmed: bool
+) -> Literal["guard", "seed"] | None:
+    """Load the newest copy of this replica's stage, or keep its seeded weights, where nobody serves it although others
+    train. None where a fellow serves it, and in a swarm before its first outer round.
+
+    One failed look-up must not bring forth untrained weights beside trained ones: unless the loss is `confirmed`, the
+    stage must be seen empty for the life of a record. Of several who come at once the one with the smallest peer id
+    restores it, the others wait for that one. A seeded stage's clock is 0: should a fellow appear after all, it is this
+    replica that lags and takes the other's state.
+    """
+    if not await _is_lost(spec, membership, own, confirmed):
+        return None
+    stage = membership.stage
+    copy = await copies.newest(stage, membership.others())
+    if copy is None:
+        asked = "guard_copies is 0" if spec.guard_copies == 0 else "no node that kept one is left"
+        logger.error(
+            "STAGE %d STARTS AGAIN FROM THE RUN'S SEED: all of its replicas are gone and no copy is left (%s); "
+            "what it had learnt is lost",
+            stage,
+            asked,
+        )
+        return "seed"
+    clock = min(copy.clock, max((record.clock for record in membership.others()), default=math.inf))
+    await worker.load_slow_weights(clock, copy.outer_rounds, copy.weights)
+    logger.warning("stage %d was restored from a copy at clock %.0f: all of its replicas are gone", stage, clock)
+    return "guard"
+
+
+async def _is_lost(spec: RunSpec, membership: Membership, own: PeerId, confirmed: bool) -> bool:
+    loop = asyncio.get_running_loop()
+    await membership.refresh()
+    until = loop.time() + (0.0 if confirmed else spec.limits.record_seconds)
+    while True:
+        trains = membership.others(PeerState.TRAINING)
+        if not any(record.outer_rounds for record in trains) or membership.fellows(*SERVING):
+            return False
+        first_comer = all(own < fellow for fellow in membership.fellows(PeerState.JOINING))
+        if first_comer and loop.time() >= until:
+            return True
+        # The directory gives no sign of a change: asking again is the only way.
+        await asyncio.sleep(LOOK_SECONDS)
+        await membership.refresh()

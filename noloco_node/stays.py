@@ -1,0 +1,205 @@
+"""A node's stays: which stage it serves, and when it leaves for another with identity, p2pd and directory kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator
+from typing import Literal
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.footprint import Footprint, fitting_stages, footprint_of, free_memory, memory_needed
+from noloco_node.replica import Replica
+from noloco_node.revival import revive_if_lost
+from noloco_node.swarm.arrival import Arrival
+from noloco_node.swarm.balancing import Server, servers_of, usual_strength
+from noloco_node.swarm.directory import Directory
+from noloco_node.swarm.guard import StageCopies
+from noloco_node.swarm.microbatch import Ledger
+from noloco_node.swarm.relocation import Move, Relocation, Standing
+from noloco_node.swarm.transport import Transport
+from noloco_node.telemetry.events import NodeMoved
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 2.0
+"""Interval at which a node looks whether it should move; the directory is read as often."""
+
+BeginsFrom = Literal["seed", "peer", "guard", "checkpoint"]
+
+
+class Stays:
+    """What a node keeps through all of its stays, and how one ends and the next begins. Made by `stays_of`."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        settings: NodeSettings,
+        footprint: Footprint,
+        transport: Transport,
+        directory: Directory,
+    ) -> None:
+        self._spec = spec
+        self._settings = settings
+        self._footprint = footprint
+        self._directory = directory
+        self._own = transport.peer_id
+        self._rng = random.Random(f"stays/{settings.seed}/{transport.peer_id}")
+        self._arrival = Arrival(directory, self._own, spec.limits.record_seconds)
+        self._fitting = fitting_stages(footprint.parameters, free_memory(settings.device))
+        self._began = 0.0
+        self.ledger = Ledger()
+        self.copies = StageCopies(spec, footprint.parameters, transport, self._rng)
+        if spec.guard_copies:
+            self.copies.serve()
+        self.stage = 0
+        """The stage that it serves or is on its way to."""
+        self.move: Move | None = None
+        """Why this node leaves its stage; None while it stays."""
+        self._came_from: tuple[int, Move] | None = None
+
+    async def first_stage(self, saved: int | None) -> int:
+        """The stage to begin with: the one that is set, else that of the node's checkpoint (`saved`), else the one that
+        needs this node most and fits its memory.
+
+        Raises UserError (CONFIG) where there is no such stage.
+        """
+        wanted, stages = self._settings.stage, self._spec.stages
+        if wanted == "auto" and saved is not None:
+            wanted = saved
+        if wanted == "auto":
+            if not self._fitting:
+                raise self._too_small()
+            return await self._arrival.choose(self._footprint.work, self._fitting, self._rng)
+        if not 0 <= wanted < stages:
+            raise UserError(
+                ExitCode.CONFIG,
+                f"node.stage is {wanted}, but the run has stages 0 to {stages - 1}",
+                "name one of those, or `auto`",
+            )
+        if wanted not in self._fitting:
+            logger.warning("stage %d may not fit: %s", wanted, self._shortage(wanted))
+        return wanted
+
+    @contextlib.asynccontextmanager
+    async def arriving(self, stage: int) -> AsyncGenerator[None]:
+        """Announce this node at `stage` while the block builds a replica of it and loads its state."""
+        self.stage, self._began = stage, time.monotonic()
+        async with self._arrival.announced(stage):
+            yield
+
+    async def begin(self, replica: Replica, saved_clock: float | None) -> BeginsFrom | None:
+        """Give the replica the state to begin with, and say where from. `saved_clock` is that of the checkpoint that it
+        was resumed from. None where this node has moved here and nobody gave it: `back` is the stage to return to then.
+        Raises UserError (NO_DONOR) for a node that has just started."""
+        confirmed = self._came_from is not None and self._came_from[1].why == "lost"
+        try:
+            if saved_clock is None:
+                revived = await revive_if_lost(
+                    self._spec, replica.membership, replica.worker, self.copies, self._own, confirmed=confirmed
+                )
+                if revived is not None:
+                    return revived
+            if await replica.become_current(saved_clock) is not None:
+                return "peer"
+            return "seed" if saved_clock is None else "checkpoint"
+        except UserError as error:
+            if error.exit_code is not ExitCode.NO_DONOR or self._came_from is None:
+                raise
+            logger.warning("could not move to stage %d: %s", replica.stage, error.message)
+            return None
+
+    def back(self) -> int:
+        """The stage that this node left for one whose state nobody gave it."""
+        assert self._came_from is not None
+        stage, _ = self._came_from
+        self._came_from = None
+        return stage
+
+    def arrived(self, replica: Replica, origin: BeginsFrom) -> NodeMoved | None:
+        """The event of a move that has come to its end; None where the replica is this node's first."""
+        if self._came_from is None:
+            return None
+        assert origin != "checkpoint", "who moves takes no checkpoint along"
+        (left, move), self._came_from = self._came_from, None
+        return NodeMoved(
+            from_stage=left,
+            stage=replica.stage,
+            why=move.why,
+            origin=origin,
+            clock=replica.worker.progress.clock,
+            parameters=self._footprint.parameters[replica.stage],
+            seconds=time.monotonic() - self._began,
+        )
+
+    def departs(self) -> int:
+        """The stage that `move` names; the stay at the present one is over."""
+        assert self.move is not None
+        self._came_from = self.stage, self.move
+        stage, self.move = self.move.stage, None
+        return stage
+
+    async def accompany(self, replica: Replica) -> None:
+        """Beside the training: keep and give copies, and set `move` and the replica's `stop` when it is time to go."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.copies.keep(replica.membership, replica.worker))
+            if self._may_move():
+                group.create_task(self._watch(replica))
+
+    def _may_move(self) -> bool:
+        moves = self._settings.moves
+        return moves == "always" or (moves == "auto" and self._settings.stage == "auto")
+
+    async def _watch(self, replica: Replica) -> None:
+        work = self._footprint.work
+        standing = Standing(
+            work,
+            self._fitting,
+            self._directory.now(),
+            self._settings.min_stay_seconds,
+            self._spec.limits.record_seconds,
+        )
+        relocation = Relocation(standing, self._rng)
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if replica.stop.is_set() or not replica.run_goes_on():
+                continue
+            now = self._directory.now()
+            others = servers_of(self._directory.view, work, now, without=self._own)
+            strength = replica.capacity * work[replica.stage] or usual_strength(others)
+            here = Server(self._own, replica.stage, strength, guards=self.copies.guards)
+            move = relocation.look(now, here, others)
+            if move is not None:
+                logger.warning("leaving stage %d for stage %d, which %s", replica.stage, move.stage, _why(move))
+                self.move = move
+                replica.stop.set()
+
+    def _shortage(self, stage: int) -> str:
+        free = free_memory(self._settings.device)
+        needed = memory_needed(self._footprint.parameters[stage], own_memory=free.device > 0)
+        return f"it needs {needed}; free are {free}"
+
+    def _too_small(self) -> UserError:
+        parameters = self._footprint.parameters
+        smallest = min(range(len(parameters)), key=lambda stage: parameters[stage])
+        return UserError(
+            ExitCode.CONFIG,
+            f"no stage of this run fits node.device '{self._settings.device}': the smallest is stage {smallest}, and "
+            f"{self._shortage(smallest)}",
+            "end other programs, use a machine with more memory, or name a stage with --stage to try it all the same",
+        )
+
+
+async def stays_of(spec: RunSpec, settings: NodeSettings, transport: Transport, directory: Directory) -> Stays:
+    """Count the run's stages, off the event loop, and prepare for the first stay."""
+    footprint = await asyncio.to_thread(footprint_of, spec)
+    return Stays(spec, settings, footprint, transport, directory)
+
+
+def _why(move: Move) -> str:
+    return "nobody serves any more" if move.why == "lost" else "has too little throughput for its work"

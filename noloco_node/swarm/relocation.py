@@ -1,0 +1,104 @@
+"""When a node moves to another stage: one node's standing decision, a pure function of what it sees, time and chance.
+
+Two reasons: another stage is poor for its work (rare, damped, after a long stay), or it has lost its last node (soon).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from noloco_node.swarm.balancing import (
+    Server,
+    lost_stages,
+    plan_move,
+    rescue_rank,
+    rescue_wait,
+    supply_of,
+    worth_moving,
+)
+
+LOOKS_A_STAY = 20
+"""Looks for a poorer stage within the shortest stay; a decision waits up to the time between two looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Leave for this stage: it is poor, or nobody serves it."""
+
+    stage: int
+    why: Literal["poor", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What does not change while a node stays at a stage."""
+
+    work: Sequence[float]
+    fitting: Collection[int]
+    """Stages that fit this machine's memory."""
+    since: float
+    """When the stay began, seconds."""
+    stay_seconds: float
+    """Shortest stay before a move to a poor stage: the cool-down."""
+    confirm_seconds: float
+    """How long a stage must be seen empty before it is lost: one failed look-up is not enough."""
+
+
+@dataclass(slots=True)
+class Relocation:
+    """The decision of one node during one stay; `look` is called again and again, a few times a minute or more."""
+
+    standing: Standing
+    rng: random.Random
+    _next_look: float = field(init=False)
+    _planned: tuple[int, float] | None = field(default=None, init=False)
+    _empty_since: dict[int, float] = field(default_factory=dict[int, float], init=False)
+    _rescues: dict[int, float] = field(default_factory=dict[int, float], init=False)
+
+    def __post_init__(self) -> None:
+        self._next_look = self.standing.since + self.standing.stay_seconds * self.rng.uniform(1.0, 1.0 + self._pause)
+
+    @property
+    def _pause(self) -> float:
+        """Time between two looks, in stays."""
+        return 1.0 / LOOKS_A_STAY
+
+    def look(self, now: float, here: Server, others: Sequence[Server]) -> Move | None:
+        """Move now, or None. `here` is this node, `others` are all others that count."""
+        lost = lost_stages([*others, here], len(self.standing.work))
+        return self._rescue(now, here, others, lost) or self._balance(now, here, others, lost)
+
+    def _rescue(self, now: float, here: Server, others: Sequence[Server], lost: Sequence[int]) -> Move | None:
+        self._empty_since = {stage: self._empty_since.get(stage, now) for stage in lost}
+        self._rescues = {stage: due for stage, due in self._rescues.items() if stage in lost}
+        for stage in lost:
+            if stage not in self.standing.fitting or now - self._empty_since[stage] < self.standing.confirm_seconds:
+                continue
+            rank = rescue_rank([*others, here], self.standing.work, here.peer, stage)
+            if rank is None:
+                self._rescues.pop(stage, None)
+            elif stage not in self._rescues:
+                self._rescues[stage] = now + rescue_wait(rank, self.rng)
+            elif now >= self._rescues[stage]:
+                return Move(stage, "lost")
+        return None
+
+    def _balance(self, now: float, here: Server, others: Sequence[Server], lost: Sequence[int]) -> Move | None:
+        if now < self._next_look:
+            return None
+        supply = supply_of([*others, here], self.standing.work)
+        planned, self._planned = self._planned, None
+        pause = self.standing.stay_seconds * self._pause
+        if planned is not None and worth_moving(supply, here.stage, here.strength, planned[0]):
+            return Move(planned[0], "poor")
+        fitting = [stage for stage in self.standing.fitting if stage not in lost]
+        target = plan_move(supply, here.stage, here.strength, fitting, self.rng)
+        if target is None:
+            self._next_look = now + pause * self.rng.uniform(0.5, 1.5)
+        else:
+            self._next_look = now + pause * self.rng.random()
+            self._planned = (target, self._next_look)
+        return None

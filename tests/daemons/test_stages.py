@@ -1,0 +1,142 @@
+"""Real daemons that go where they are needed: a stage without replicas comes back, a poor one gets help."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from noloco_node.config.load import Config, load_config
+from noloco_node.local_swarm import LocalSwarm, SwarmNode
+from noloco_node.telemetry.events import Account, Evaluation, InnerStep, NodeMoved, NodeStopped, OuterStep
+from tests.support import eventually, nothing_left_behind
+
+pytestmark = [pytest.mark.daemons, pytest.mark.timeout(400)]
+
+MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
+TARGET = 500_000
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Iterator[Path]:
+    """A folder for everything temporary of the swarm, empty again at the end."""
+    with nothing_left_behind() as base:
+        yield base
+
+
+def micro(*overrides: str) -> Config:
+    """Two stages of three replicas each, all of which may move."""
+    settings = ("local_swarm.replicas=3", "node.moves=always", f"run.inner.target_tokens={TARGET}")
+    return load_config(MICRO, (*settings, "run.evaluation.every_tokens=20_000", *overrides))
+
+
+@contextlib.asynccontextmanager
+async def running(config: Config, folder: Path) -> AsyncIterator[tuple[LocalSwarm, asyncio.Task[None]]]:
+    """The swarm, up, and the wait for its end."""
+    swarm = LocalSwarm(config, folder)
+    try:
+        await swarm.start()
+        waiting = asyncio.create_task(swarm.wait())
+        yield swarm, waiting
+        waiting.cancel()
+    finally:
+        await swarm.stop()
+
+
+def of_stage(swarm: LocalSwarm, stage: int) -> list[SwarmNode]:
+    """The nodes that began at a stage."""
+    return [node for node in swarm.nodes if node.stage == stage]
+
+
+def clock_of(node: SwarmNode) -> float:
+    """The node's clock at its last inner step."""
+    return next((e.clock for e in reversed(node.events) if isinstance(e, InnerStep)), 0.0)
+
+
+def moves(swarm: LocalSwarm) -> list[NodeMoved]:
+    """All moves so far."""
+    return [e for node in swarm.nodes for e in node.events if isinstance(e, NodeMoved)]
+
+
+def losses(swarm: LocalSwarm) -> list[Evaluation]:
+    """All held-out losses in the order of their time."""
+    return sorted((e for n in swarm.nodes for e in n.events if isinstance(e, Evaluation)), key=lambda e: e.time)
+
+
+async def kill_stage_1_and_wait(swarm: LocalSwarm, waiting: asyncio.Task[None]) -> tuple[NodeMoved, float, float]:
+    """kill -9 of all replicas of stage 1 once it has been trained a while, then the run's end. The move, the last
+    held-out loss before it and the first one after it. On the survivors every sample is accounted for, none dropped."""
+    await eventually(lambda: min(map(clock_of, swarm.nodes)) > 0.3 * TARGET, within=150, what="a third of the run")
+    for node in of_stage(swarm, 1):
+        swarm.kill(node)
+    await asyncio.wait_for(asyncio.shield(waiting), 250)
+    (move,) = moves(swarm)
+    assert (move.from_stage, move.stage, move.why) == (0, 1, "lost")
+    survivors = of_stage(swarm, 0)
+    for node in survivors:
+        account = [e for e in node.events if isinstance(e, Account)][-1]
+        assert account.drawn == account.trained + account.dropped + account.held_at_end > 0
+        assert account.dropped == 0
+        assert [e.reason for e in node.events if isinstance(e, NodeStopped)] == ["target_reached"], node.last_lines()
+        assert any(e.missing_stages == [1] for e in node.events if isinstance(e, Account))
+    (mover,) = [node for node in survivors if any(isinstance(e, NodeMoved) for e in node.events)]
+    stayed = [node for node in survivors if node is not mover]
+    assert all("stage 1 has lost its last replica: microbatches are held back" in n.log.read_text() for n in survivors)
+    assert all("stage 1 is served again" in node.log.read_text() for node in stayed)
+    assert any(isinstance(e, InnerStep) and e.time > move.time for e in mover.events)
+    before = [e.loss for e in losses(swarm) if e.time < move.time][-1]
+    after = next(e.loss for e in losses(swarm) if e.time > move.time)
+    return move, before, after
+
+
+async def test_a_stage_without_a_copy_starts_again_from_the_seed_and_says_so_loudly(
+    tmp_path: Path, temporary: Path
+) -> None:
+    """One node of stage 0 moves, the others hold their samples back meanwhile, and the run reaches its end."""
+    async with running(micro(), tmp_path / "run") as (swarm, waiting):
+        move, before, after = await kill_stage_1_and_wait(swarm, waiting)
+        assert move.origin == "seed"
+        assert move.clock == 0.0
+        assert after > before + 0.5, "what the stage had learnt is lost"
+        logs = "".join(node.log.read_text() for node in of_stage(swarm, 0))
+        assert logs.count("STAGE 1 STARTS AGAIN FROM THE RUN'S SEED") == 1
+
+
+async def test_a_stage_is_restored_from_the_copy_that_another_stage_kept(tmp_path: Path, temporary: Path) -> None:
+    """With guard_copies the loss goes on near where it was."""
+    config = micro("run.guard_copies=1", "run.limits.guard_seconds=2")
+    async with running(config, tmp_path / "run") as (swarm, waiting):
+        move, before, after = await kill_stage_1_and_wait(swarm, waiting)
+        assert move.origin == "guard"
+        assert move.clock > 0.15 * TARGET
+        assert after < before + 0.1
+        logs = "".join(node.log.read_text() for node in of_stage(swarm, 0))
+        assert "STARTS AGAIN" not in logs
+        assert logs.count("stage 1 was restored from a copy") == 1
+
+
+async def test_a_node_of_a_rich_stage_moves_to_a_poor_one_copies_a_fellow_and_averages_with_it(
+    tmp_path: Path, temporary: Path
+) -> None:
+    """Two of three replicas of stage 1 die: one of stage 0 drains, takes a fellow's state there and trains on."""
+    config = micro("node.min_stay_seconds=10", "run.inner.target_tokens=100_000_000")
+    async with running(config, tmp_path / "run") as (swarm, _):
+        await eventually(lambda: min(map(clock_of, swarm.nodes)) > 50_000, within=150, what="training")
+        for node in of_stage(swarm, 1)[:2]:
+            swarm.kill(node)
+        move = (await eventually(lambda: moves(swarm), within=120, what="a move"))[0]
+        assert (move.from_stage, move.stage, move.why, move.origin) == (0, 1, "poor", "peer")
+        assert move.clock > 50_000
+        (mover,) = [node for node in swarm.nodes if any(isinstance(e, NodeMoved) for e in node.events)]
+        fellow = of_stage(swarm, 1)[2]
+        assert fellow.started is not None
+
+        def averaged() -> bool:
+            steps = [e for e in mover.events if isinstance(e, OuterStep) and e.time > move.time]
+            return any(e.kind == "paired" and fellow.started and e.partner == fellow.started.peer_id for e in steps)
+
+        await eventually(averaged, within=90, what="an outer step with the new fellow")
+        assert len(moves(swarm)) == 1

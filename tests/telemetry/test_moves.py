@@ -1,0 +1,61 @@
+"""A node that has moved: what its metrics, its log and the summary say of it."""
+
+from __future__ import annotations
+
+import logging
+
+from noloco_node.telemetry.events import Account, NodeMoved
+from noloco_node.telemetry.logging import NodeLog, describe
+from noloco_node.telemetry.metrics import Metrics
+from noloco_node.telemetry.summary import NodeHistory
+from tests.telemetry.made_events import started
+
+MOVED = NodeMoved(
+    from_stage=0, stage=1, why="lost", origin="guard", clock=5e4, parameters=1_234, seconds=2.5, time=1100.0
+)
+
+
+def account(missing: list[int]) -> Account:
+    """The books of a node that waits for these stages."""
+    zeros = dict.fromkeys(("tokens", "drawn", "trained", "dropped", "held_at_end", "put_back"), 0)
+    more = {"retried": 0, "repeated": 0, "served": 0, "refused": {}, "bytes_sent": {}, "bytes_received": {}}
+    return Account.model_validate(
+        {**zeros, **more, "clock": 0.0, "target": 1, "nodes_per_stage": [3, 1], "missing_stages": missing}
+        | {"loop_lag_seconds": 0.0, "busy_seconds": 0.0}
+    )
+
+
+def test_metrics_follow_a_move_and_name_the_stage_that_is_waited_for() -> None:
+    """The gauge goes back when the stage is served again."""
+    metrics = Metrics()
+    value = metrics.registry.get_sample_value
+    metrics.observe(started("s0-r0"))
+    for missing in ([1], []):
+        metrics.observe(account(missing))
+        assert value("noloco_stage_missing", {"stage": "1"}) == float(1 in missing)
+        assert value("noloco_stage_missing", {"stage": "0"}) == 0.0
+    metrics.observe(MOVED)
+    assert value("noloco_moves_total", {"why": "lost"}) == 1.0
+    assert value("noloco_stage_parameters") == 1234.0
+    info = {"version": "0.1.0", "run_id": "0123456789abcdef0123456789abcdef", "stage": "1"}
+    assert value("noloco_node_info", info) == 1.0
+
+
+def test_the_log_says_where_it_went_and_with_which_weights() -> None:
+    """From then on its lines bear the new stage."""
+    log = NodeLog()
+    log.observe(started("s0-r0"))
+    log.observe(MOVED)
+    assert " s1 " in log.label
+    level, line = describe(MOVED)
+    assert level == logging.INFO
+    assert "from stage 0 to stage 1" in line
+    assert "a copy that a node of another stage kept" in line
+
+
+def test_the_summary_counts_a_node_where_it_served_last() -> None:
+    """Before the move it counts where it began."""
+    history = NodeHistory.of("s0-r0", [started("s0-r0")])
+    assert history.stage == 0
+    history.observe(MOVED)
+    assert history.stage == 1

@@ -1,0 +1,99 @@
+"""One daemon for each device, from one command: who gets which folder, identity and port; and real ones on two."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.device_group import devices_of, members_of
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.telemetry.events import InnerStep, NodeStarted, NodeStopped, read_events
+from tests.support import eventually, nothing_left_behind
+
+MICRO = Path(__file__).parent / "configs" / "micro.yaml"
+
+
+def test_all_means_every_gpu_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where there is none the error says what to do."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert devices_of("all") == ["cuda:0", "cuda:1", "cuda:2"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="no CUDA device") as caught:
+        devices_of("all")
+    assert "cpu" in caught.value.remedy
+    assert devices_of("cuda:1, cuda:3") == ["cuda:1", "cuda:3"]
+    with pytest.raises(UserError, match="a name is missing"):
+        devices_of("cuda:0,")
+
+
+def test_no_two_daemons_share_a_folder_an_identity_or_a_port() -> None:
+    """Also on one device twice; ports that the system chooses stay 0."""
+    plain = NodeSettings(run_folder=Path("runs/x"), port=31337, metrics_port=9100)
+    for settings in (plain, plain.model_copy(update={"identity": Path("keys/own.key")})):
+        members = members_of(["cpu", "cpu", "cuda:1"], settings)
+        for values in ([m.folder for m in members], [m.identity for m in members]):
+            assert len(set(values)) == 3
+        assert [m.port for m in members] == [31337, 31338, 31339]
+        assert [m.metrics_port for m in members] == [9100, 9101, 9102]
+    free = members_of(["cpu", "cpu"], NodeSettings())
+    assert [(m.port, m.metrics_port) for m in free] == [(0, None), (0, None)]
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Temporary files of the daemons, empty again at the end."""
+    with nothing_left_behind() as base:
+        monkeypatch.setenv("TMPDIR", str(base))
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+        yield base
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(240)
+async def test_one_command_trains_on_two_devices_and_ctrl_c_ends_both_in_order(tmp_path: Path, temporary: Path) -> None:
+    """The first founds the swarm, the second joins it and takes the other stage; each has an identity of its own."""
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "noloco_node", "run", str(MICRO), "--devices", "cpu,cpu"]
+    process = await asyncio.create_subprocess_exec(
+        *(*command, "--run-folder", str(folder), "--set", "run.inner.target_tokens=1_000_000_000"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    children: list[psutil.Process] = []
+    try:
+        files = [folder / name / "events.jsonl" for name in ("0-cpu", "1-cpu")]
+
+        def trains() -> bool:
+            return all(f.exists() and any(isinstance(e, InnerStep) for e in read_events(f)) for f in files)
+
+        await eventually(trains, within=150, what="both train")
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 4, "two daemons and their p2pd"
+        os.kill(process.pid, signal.SIGINT)
+        output, _ = await asyncio.wait_for(process.communicate(), 40)
+    finally:
+        for child in (process, *children):
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                child.kill()
+        await process.wait()
+    assert process.returncode == ExitCode.INTERRUPTED
+    started = [next(e for e in read_events(f) if isinstance(e, NodeStarted)) for f in files]
+    assert started[0].peer_id != started[1].peer_id
+    assert {e.stage for e in started} == {0, 1}
+    for file in files:
+        stopped = [e for e in read_events(file) if isinstance(e, NodeStopped)]
+        assert [(e.reason, e.final_weights) for e in stopped] == [("interrupted", "final")]
+    assert output.decode().count("ended, exit code 130") == 2

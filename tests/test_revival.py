@@ -1,0 +1,204 @@
+"""A stage that nobody serves any more: who brings it back, from what, and what must never come of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.footprint import footprint_of
+from noloco_node.replica import Replica
+from noloco_node.revival import revive_if_lost
+from noloco_node.swarm.directory import PeerState
+from noloco_node.swarm.guard import StageCopies
+from noloco_node.swarm.transport import Message, Refusal, Refused
+from tests.support import eventually
+from tests.worlds import World, micro_spec, peer_name, world
+
+LIMITS = LimitsSpec(record_seconds=1.0, grace_seconds=2, chunk_bytes=4096, guard_seconds=0.2)
+
+
+def copies_of(made: World, replica: Replica) -> StageCopies:
+    """What the node of this replica keeps and gives."""
+    transport = replica._transport  # pyright: ignore[reportPrivateUsage]
+    copies = StageCopies(replica.spec, footprint_of(replica.spec).parameters, transport, random.Random(0))
+    copies.serve()
+    return copies
+
+
+@contextlib.asynccontextmanager
+async def trained_world(guards: int) -> AsyncIterator[tuple[World, list[Replica], list[StageCopies]]]:
+    """Two stages of two replicas; all but the last are past an outer round and say that they train."""
+    spec = micro_spec(outer=OuterSpec(inner_steps=2, min_inner_steps=1), limits=LIMITS)
+    async with world(spec.model_copy(update={"guard_copies": guards}), replicas=2) as made:
+        for replica in made.replicas[:-1]:
+            replica.server.accepting = True
+        for replica in made.replicas[:-1]:
+            await replica.membership.announce(PeerState.TRAINING)
+        for replica in made.replicas[:2]:
+            await replica.membership.refresh()
+            assert replica.origin is not None
+            for _ in range(4):
+                assert await replica.origin.train_one()
+        for replica in made.replicas[:-1]:
+            await replica.exchanger.step_alone()
+            await replica.membership.announce(PeerState.TRAINING)
+        heartbeats = [asyncio.create_task(replica.membership.run()) for replica in made.replicas[:2]]
+        try:
+            yield made, made.replicas, [copies_of(made, replica) for replica in made.replicas]
+        finally:
+            for task in heartbeats:
+                task.cancel()
+            await asyncio.wait(heartbeats)
+
+
+async def keep_until_kept(made: World, keeper: int, giver: int, copies: list[StageCopies]) -> None:
+    """Let one node take its copy from another, each guarding as in a running swarm, and then vanish from the giver."""
+    tasks = [
+        asyncio.create_task(copies[n].keep(made.replicas[n].membership, made.replicas[n].worker))
+        for n in (keeper, giver)
+    ]
+    await made.replicas[keeper].membership.refresh()
+    await eventually(lambda: copies[keeper].kept is not None, what="a copy is kept")
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+async def lose(made: World, number: int) -> None:
+    """The record of a replica ends, as after its death."""
+    await made.replicas[number].membership.announce(PeerState.GONE)
+
+
+async def test_a_lost_stage_is_restored_from_the_copy_that_a_node_of_another_stage_keeps() -> None:
+    """Slow weights up to half precision, clock and round are those of the copy; fast weights equal the slow ones and
+    all momenta are zero. The node that kept it may itself be the one that restores."""
+    async with trained_world(guards=1) as (made, (head, _, lost, newcomer), copies):
+        await keep_until_kept(made, 0, 2, copies)
+        _, slow = await lost.worker.slow_weights()
+        head._guards = lambda: copies[0].guards  # pyright: ignore[reportPrivateUsage]
+        await head.membership.announce(PeerState.TRAINING)
+        await lose(made, 2)
+        origin = await revive_if_lost(
+            newcomer.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1), confirmed=False
+        )
+        assert origin == "guard"
+        progress, state = await newcomer.worker.full_state()
+        assert torch.allclose(state["slow"], slow, rtol=1e-3, atol=1e-6)
+        assert torch.equal(state["slow"], state["fast"])
+        assert not state["momentum"].any()
+        assert not state["exp_avg"].any()
+        assert (progress.clock, progress.outer_rounds) == (
+            copies[0].kept and copies[0].kept.clock,
+            lost.worker.progress.outer_rounds,
+        )
+        assert progress.clock > 0
+        assert await copies[0].newest(1, []) is copies[0].kept
+
+
+async def test_without_a_copy_the_seed_stands_and_the_loss_is_said_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    """Clock 0: should a fellow appear after all, the seeded replica lags and takes the other's state."""
+    async with trained_world(guards=0) as (made, (_, _, _, newcomer), copies):
+        before = (await newcomer.worker.full_state())[1]
+        await lose(made, 2)
+        origin = await revive_if_lost(
+            newcomer.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1), confirmed=False
+        )
+        assert origin == "seed"
+        assert "STAGE 1 STARTS AGAIN FROM THE RUN'S SEED" in caplog.text
+        progress, after = await newcomer.worker.full_state()
+        assert progress.clock == 0.0
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+async def test_nothing_is_revived_where_a_fellow_serves_or_comes_into_sight_in_time() -> None:
+    """One look that finds nobody is not enough."""
+    async with trained_world(guards=0) as (made, (_, _, fellow, newcomer), copies):
+        arguments = (newcomer.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1))
+        assert await revive_if_lost(*arguments, confirmed=False) is None
+        assert await revive_if_lost(*arguments, confirmed=True) is None
+        row = made.hub.rows[1].pop(peer_name(1, 0))
+        await newcomer.membership.refresh()
+        assert newcomer.membership.fellows() == []
+        reviving = asyncio.create_task(revive_if_lost(*arguments, confirmed=False))
+        await asyncio.sleep(0)
+        assert not reviving.done()
+        made.hub.rows[1][peer_name(1, 0)] = row
+        fellow.membership.state = PeerState.TRAINING
+        heartbeat = asyncio.create_task(fellow.membership.run())
+        assert await reviving is None
+        heartbeat.cancel()
+
+
+async def test_of_two_that_come_to_a_lost_stage_one_restores_and_the_other_waits_for_it() -> None:
+    """The one with the smaller peer id does; the other becomes its copy."""
+    async with trained_world(guards=0) as (_, (_, _, first, second), copies):
+        for replica in (first, second):
+            await replica.membership.announce(PeerState.JOINING)
+        waiting = asyncio.create_task(
+            revive_if_lost(second.spec, second.membership, second.worker, copies[3], peer_name(1, 1), confirmed=True)
+        )
+        origin = await revive_if_lost(
+            first.spec, first.membership, first.worker, copies[2], peer_name(1, 0), confirmed=True
+        )
+        assert origin == "seed"
+        assert not waiting.done()
+        first.donor.accepting = True
+        await first.membership.announce(PeerState.TRAINING)
+        assert await waiting is None
+        assert await second.become_current() == peer_name(1, 0)
+
+
+async def test_a_young_swarm_needs_no_revival() -> None:
+    """Before the first outer round the seeded weights are everybody's."""
+    async with world(micro_spec(limits=LIMITS), replicas=1) as made:
+        await made.replicas[0].membership.announce(PeerState.TRAINING)
+        later = made.replicas[1]
+        copies = copies_of(made, later)
+        assert (
+            await revive_if_lost(later.spec, later.membership, later.worker, copies, peer_name(1, 0), confirmed=True)
+            is None
+        )
+
+
+async def test_copies_are_given_to_the_run_only_and_a_poisoned_one_is_not_taken() -> None:
+    """Another run, another stage and an unknown copy are refused with their reasons; NaN is not kept."""
+    async with trained_world(guards=1) as (made, (head, _, tail, _), copies):
+        keeping = asyncio.create_task(copies[2].keep(tail.membership, tail.worker))
+        await asyncio.sleep(0)
+
+        async def ask(method: str, **header: object) -> Message:
+            request = {"run": head.spec.run_id, "stage": 1, **header}
+            return await head._transport.call(  # pyright: ignore[reportPrivateUsage]
+                peer_name(1, 0), method, Message(request), timeout=5, progress=5, max_answer_bytes=1 << 20
+            )
+
+        for method, header, reason in (
+            ("copy.open", {"run": "another"}, Refusal.WRONG_RUN),
+            ("copy.open", {"stage": 0}, Refusal.WRONG_STAGE),
+            ("copy.chunk", {"copy_name": "none such"}, Refusal.UNKNOWN_SNAPSHOT),
+        ):
+            with pytest.raises(Refused) as refused:
+                await ask(method, **header)
+            assert refused.value.reason is reason
+        name = (await ask("copy.open")).header["copy_name"]
+        with pytest.raises(Refused) as refused:
+            await ask("copy.chunk", copy_name=name, index=10**6)
+        assert refused.value.reason is Refusal.MALFORMED
+        keeping.cancel()
+        await asyncio.wait((keeping,))
+        tail.worker.outer.slow[7] = float("nan")
+        await head.membership.refresh()
+        tasks = [
+            asyncio.create_task(copies[n].keep(made.replicas[n].membership, made.replicas[n].worker)) for n in (0, 2)
+        ]
+        await eventually(lambda: made.replicas[2]._transport.traffic.sent.get("copy.chunk", 0) > 0)  # pyright: ignore
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert copies[0].kept is None
