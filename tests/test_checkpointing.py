@@ -9,6 +9,7 @@ import logging
 import resource
 import signal
 import subprocess
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +21,14 @@ from noloco_node.checkpointing import HELD_SHARE, CheckpointKeeper, is_due
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec, RunSpec
 from noloco_node.data.samples import Samples
-from noloco_node.data.walk import WindowWalk
+from noloco_node.data.walk import WalkPosition, WindowWalk
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import build_stage
 from noloco_node.replica import Replica
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder, Standing, Written, read_checkpoint
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
+from noloco_node.swarm.microbatch import Ledger, Sample
 from noloco_node.telemetry.events import Account, AnyEvent, CheckpointTaken, EventFile, InnerStep, read_events
 from noloco_node.training.compute_thread import ComputeThread
 from tests.support import eventually
@@ -159,6 +161,35 @@ def all_of(folder: CheckpointFolder, spec: RunSpec) -> Iterator[Checkpoint]:
     """Every checkpoint of a folder."""
     for path in sorted(folder.path.iterdir()):
         yield read_checkpoint(path, spec.run_id, None)
+
+
+async def test_a_checkpoint_of_a_later_stage_keeps_what_is_left_from_stage_0(tmp_path: Path) -> None:
+    """A node that moved on, and was ended there, returns to stage 0 with its samples and its place in the text."""
+    spec, settings = micro_spec(stages=2, outer=OUTER), NodeSettings()
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
+    left = Ledger(drawn=5, trained=4, waiting=deque([Sample((3, 1), 2)]), walk=WalkPosition(epoch=1, offset=2))
+    ledger = Ledger()
+    thread, transport = ComputeThread(), MemoryTransport(MemoryNetwork(), peer_name(1, 0))
+    try:
+        for books, saved in ((left, False), (ledger, True)):
+            directory, stage = MemoryDirectory(MemoryDirectoryHub(2)), build_stage(spec.model, 1)
+            events = list[AnyEvent]()
+            replica = Replica(
+                spec, settings, stage, transport, directory, thread, samples=None, emit=events.append, ledger=books
+            )
+            with CheckpointKeeper(replica, folder, events.append, settings) as keeper:
+                if saved:
+                    checkpoint = folder.newest(spec.run_id, 1)
+                    assert checkpoint is not None
+                    await keeper.resume(checkpoint)
+                else:
+                    await keeper.save()
+            replica.close()
+    finally:
+        await transport.close()
+        await thread.close()
+    assert (ledger.drawn, ledger.trained, ledger.walk) == (5, 4, left.walk)
+    assert [(tuple(sample.windows), sample.put_backs) for sample in ledger.waiting] == [((3, 1), 2)]
 
 
 async def test_samples_under_way_are_trained_first_in_the_next_life(tmp_path: Path) -> None:
