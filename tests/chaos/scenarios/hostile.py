@@ -99,14 +99,18 @@ def _place(arm: Arm | None) -> Place:
 
 def _judge(arm: Arm, evil: Node, honest: list[Node], began: float, verdict: Verdict) -> None:
     done = json.loads((evil.folder / "attacks.json").read_text())
-    for attack in arm.attacks:
-        evidence = f"carried out {done[attack]} times" if done.get(attack) else ""
-        verdict.fault(began, f"{arm.name}: {attack}", evidence)
     refused: Counter[str] = Counter()
+    bans: Counter[str] = Counter()
     for node in honest:
         account = last_account(node)
         assert account is not None
         refused.update(account.refused)
+        bans.update(account.strangers.bans)
+    shut_out = f"shut out before: banned {bans.total()} times" if bans.total() else ""
+    for attack in arm.attacks:
+        evidence = f"carried out {done[attack]} times" if done.get(attack) else shut_out
+        verdict.fault(began, f"{arm.name}: {attack}", evidence)
+    verdict.figures[f"{arm.name}: bans by the honest"] = {name: float(count) for name, count in bans.items()}
     aborted = Counter(step.reason.split(":")[0][:60] for node in honest for step in outer_steps(node, "aborted"))
     verdict.figures[f"{arm.name}: refused by the honest"] = {name: float(count) for name, count in refused.items()}
     verdict.figures[f"{arm.name}: exchanges aborted"] = {name: float(count) for name, count in aborted.items()}
@@ -114,7 +118,10 @@ def _judge(arm: Arm, evil: Node, honest: list[Node], began: float, verdict: Verd
     verdict.figures[f"{arm.name}: exchanges clipped"] = clipped
     for attack, reason in REFUSALS.items():
         if attack in arm.attacks:
-            verdict.demand(f"{attack} is refused as {reason}", refused[reason] > 0, f"{refused[reason]} times")
+            found = f"{refused[reason]} times, {bans.total()} bans"
+            verdict.demand(
+                f"{attack} is refused as {reason}, or its author banned", bool(refused[reason] or bans), found
+            )
     _judge_harm(arm.name, honest, verdict)
 
 
