@@ -74,7 +74,7 @@ async def test_a_budget_of_a_day_holds_a_place_no_longer_than_the_runs_own() -> 
         async with asyncio.timeout(4):
             with pytest.raises(Refused) as refused:
                 await ask(made, request(made, budget_ms=86_400_000))
-        assert refused.value.reason is Refusal.BUDGET_SPENT
+        assert refused.value.reason is Refusal.OUT_OF_REACH
         assert made.replicas[1].server.pending == 0
 
 

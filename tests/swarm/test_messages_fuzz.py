@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -132,7 +133,7 @@ class Target:
             recipe
         )
         if recipe.method == state_transfer.OPEN:
-            self.snapshot = answer.header["snapshot"]
+            self.snapshot = json.loads(answer.header["manifest"])["snapshot"]
         if recipe.method == microbatch.METHOD:
             assert math.isfinite(answer.header["loss_sum"])
 
