@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help swarm test chaos lint clean
+.PHONY: help swarm test test-daemons test-the-rest chaos lint clean
 
 help:
 	@echo "make swarm   train a 3 M parameter model on a local swarm of 8 nodes (configs/tiny.yaml), about 10 minutes"
@@ -31,8 +31,15 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# Daemons mostly wait for each other, so they run beside the tests that compute.
 test: lint
-	$(BIN)/pytest
+	@$(MAKE) --no-print-directory -j2 test-daemons test-the-rest
+
+test-daemons: $(STAMP)
+	$(BIN)/pytest tests/chaos tests/daemons
+
+test-the-rest: $(STAMP)
+	$(BIN)/pytest --ignore=tests/chaos --ignore=tests/daemons
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos $(CHAOS)
