@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -190,17 +191,16 @@ async def test_a_person_sees_the_error_of_the_work_and_no_group_of_groups(tmp_pa
             await Supervisor(daemon, 60.0, dict, nothing).beside(work())
 
 
-async def test_an_orphan_is_reaped_only_if_it_is_ours(tmp_path: Path) -> None:
+async def test_an_orphan_is_reaped_only_if_it_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that names the dead folder is killed with it; one whose number merely stands there is not."""
-    import tempfile
-
-    base = Path(tempfile.gettempdir())
+    base = Path(tempfile.mkdtemp(prefix="nlt-"))  # its own, so that nobody else sweeps it; and short, or it is not used
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
     for name, ours in (("noloco-ours", True), ("noloco-reused", False)):
         folder = base / name
         folder.mkdir()
         (folder / "lock").touch()
         naming = [f"-listen=/unix{folder}/d"] if ours else []
-        child = await asyncio.create_subprocess_exec("sh", "-c", "sleep 60", "sh", *naming)
+        child = await asyncio.create_subprocess_exec("sh", "-c", "sleep 60; true", "sh", *naming)
         (folder / "pid").write_text(str(child.pid))
         try:
             assert sweep_dead_folders() == 1
@@ -213,3 +213,4 @@ async def test_an_orphan_is_reaped_only_if_it_is_ours(tmp_path: Path) -> None:
             if child.returncode is None:
                 child.kill()
                 await child.wait()
+    base.rmdir()
