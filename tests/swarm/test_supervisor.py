@@ -191,12 +191,18 @@ async def test_a_person_sees_the_error_of_the_work_and_no_group_of_groups(tmp_pa
             await Supervisor(daemon, 60.0, dict, nothing).beside(work())
 
 
-async def test_an_orphan_is_reaped_only_if_it_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def own_base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for private folders that nobody else sweeps; short, or it would not be used."""
+    with tempfile.TemporaryDirectory(prefix="nlt-") as made:
+        monkeypatch.setattr(tempfile, "tempdir", made)
+        yield Path(made)
+
+
+async def test_an_orphan_is_reaped_only_if_it_is_ours(own_base: Path) -> None:
     """A process that names the dead folder is killed with it; one whose number merely stands there is not."""
-    base = Path(tempfile.mkdtemp(prefix="nlt-"))  # its own, so that nobody else sweeps it; and short, or it is not used
-    monkeypatch.setattr(tempfile, "tempdir", str(base))
     for name, ours in (("noloco-ours", True), ("noloco-reused", False)):
-        folder = base / name
+        folder = own_base / name
         folder.mkdir()
         (folder / "lock").touch()
         naming = [f"-listen=/unix{folder}/d"] if ours else []
@@ -213,4 +219,3 @@ async def test_an_orphan_is_reaped_only_if_it_is_ours(monkeypatch: pytest.Monkey
             if child.returncode is None:
                 child.kill()
                 await child.wait()
-    base.rmdir()
