@@ -96,7 +96,8 @@ async def test_an_exchange_is_the_textbook_step_on_both_sides() -> None:
         assert [replica.worker.progress.clock for replica in (left, right)] == pytest.approx([middle, middle])
         events = [outer_steps(made, index, "paired")[0] for index in (0, 1)]
     true_spread = float((before[0]["fast"] - before[1]["fast"]).square().mean() / 2)
-    assert events[0].spread == events[1].spread == pytest.approx(true_spread, rel=0.3)
+    assert events[0].spread == events[1].spread
+    assert true_spread / 3 < (events[0].spread or 0.0) < true_spread * 3, "an estimate from 1/512 of the weights"
     size = before[0]["fast"].numel()
     assert events[0].bytes_sent == pytest.approx(4 * size * (1 + 1 / 512), rel=0.002), "one tensor and the gauge"
 
