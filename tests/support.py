@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import psutil
 
@@ -57,3 +57,9 @@ def nothing_left_behind() -> Iterator[Path]:
     finally:
         tempfile.tempdir = previous
         shutil.rmtree(base, ignore_errors=True)
+
+
+def printed_file(folder: Path) -> IO[bytes]:
+    """Where a node's words go."""
+    folder.mkdir(exist_ok=True)
+    return (folder / "printed").open("wb")

@@ -7,9 +7,8 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -28,7 +27,7 @@ from noloco_node.telemetry.events import (
     NodeStarted,
     NodeStopped,
 )
-from tests.support import eventually, nothing_left_behind
+from tests.support import eventually, printed_file
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
 NOW = 1000.0
@@ -182,20 +181,6 @@ def test_a_torn_and_a_foreign_line_harm_nothing(folder: Path, identity: Identity
 
 
 # The real command on a real node
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with nothing_left_behind() as base:
-        monkeypatch.setenv("TMPDIR", str(base))
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        yield base
-
-
-def printed_file(folder: Path) -> IO[bytes]:
-    """Where a node's words go."""
-    folder.mkdir()
-    return (folder / "printed").open("wb")
 
 
 @contextlib.asynccontextmanager

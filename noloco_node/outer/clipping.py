@@ -33,7 +33,7 @@ class DifferenceBound:
         `own_motion` is the norm of what this replica itself has learnt since its last outer step
         (`OuterReplica.own_motion`). It must hold nothing that came from partners, or they would raise their own bound.
         """
-        motions = [motion for motion in (*self._motions, own_motion) if motion > 0.0]
+        motions = [*self._motions, own_motion] if own_motion > 0.0 else list(self._motions)
         if not motions:
             return 0.0
         own = median_low(motions)

@@ -16,7 +16,6 @@ import pytest
 
 from noloco_node.errors import ExitCode
 from noloco_node.telemetry.events import AnyEvent, NodeStarted, read_events
-from tests.support import nothing_left_behind
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(180)]
 
@@ -54,15 +53,6 @@ def busy_port() -> Iterator[int]:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         yield int(holder.getsockname()[1])
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Temporary files of the commands, empty again at the end: no socket is left."""
-    with nothing_left_behind() as base:
-        monkeypatch.setenv("TMPDIR", str(base))
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        yield base
 
 
 def events_of(file: Path) -> list[AnyEvent]:

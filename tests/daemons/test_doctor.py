@@ -6,28 +6,17 @@ import asyncio
 import json
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from noloco_node.errors import ExitCode
 from tests.daemons.test_seed import address_of, command
-from tests.support import nothing_left_behind
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(300)]
 
 NOBODY = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Temporary files of the commands, empty again at the end."""
-    with nothing_left_behind() as base:
-        monkeypatch.setenv("TMPDIR", str(base))
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        yield base
 
 
 async def doctor(folder: Path, *arguments: str) -> tuple[int | None, str]:

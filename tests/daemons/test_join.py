@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -16,28 +15,13 @@ from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode
 from noloco_node.local_swarm import LocalSwarm
 from noloco_node.telemetry.events import AnyEvent, EventReader, InnerStep, NodeStarted, NodeStopped, OuterStep
-from tests.support import eventually, nothing_left_behind
+from tests.support import eventually, printed_file
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(240)]
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
 ENDLESS = "run.inner.target_tokens=1_000_000_000"
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Temporary files of the daemons, empty again at the end."""
-    with nothing_left_behind() as base:
-        monkeypatch.setenv("TMPDIR", str(base))
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        yield base
-
-
-def printed_file(folder: Path) -> IO[bytes]:
-    """Where a node's words go."""
-    folder.mkdir(exist_ok=True)
-    return (folder / "printed").open("wb")
 
 
 @contextlib.asynccontextmanager

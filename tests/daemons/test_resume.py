@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +29,7 @@ from noloco_node.telemetry.events import (
     NodeStarted,
     NodeStopped,
 )
-from tests.support import eventually, nothing_left_behind
+from tests.support import eventually
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
 
@@ -38,15 +38,6 @@ OFTEN = ("node.checkpoint_rounds=1", "node.checkpoint_seconds=0.5", "run.outer.m
 ENDLESS = "run.inner.target_tokens=1_000_000_000"
 
 E = TypeVar("E", NodeStarted, InnerStep, Evaluation, Account, CheckpointTaken, NodeStopped)
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Temporary files of the daemons, empty again at the end."""
-    with nothing_left_behind() as base:
-        monkeypatch.setenv("TMPDIR", str(base))
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        yield base
 
 
 def command(folder: Path, *arguments: str, settings: tuple[str, ...]) -> list[str]:

@@ -7,35 +7,19 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import IO
 
 import psutil
 import pytest
 
 from noloco_node.errors import ExitCode
 from noloco_node.telemetry.events import Account, NodeStarted, NodeStopped, OuterStep, read_events
-from tests.support import eventually, nothing_left_behind
+from tests.support import eventually, printed_file
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Temporary files of the daemons, empty again at the end."""
-    with nothing_left_behind() as base:
-        monkeypatch.setenv("TMPDIR", str(base))
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        yield base
-
-
-def printed_file(folder: Path) -> IO[bytes]:
-    """Where a node's words go."""
-    folder.mkdir(exist_ok=True)
-    return (folder / "printed").open("wb")
 
 
 @contextlib.asynccontextmanager
