@@ -262,7 +262,7 @@ class Replica:
         course = group.create_task(self._course())
         stopped = group.create_task(self.stop.wait())
         await asyncio.wait((course, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if not course.done():
+        if self.stop.is_set():
             await self._drain(course)
         stopped.cancel()
 
@@ -281,14 +281,18 @@ class Replica:
         await asyncio.wait((course,))
 
     async def _course(self) -> None:
+        """To the run's end. Told to stop, it ends without a word: who only leaves must not tell the others that the run
+        is over."""
         if self.origin is not None:
             await self._train()
+            if self.stop.is_set():
+                return
             await self._evaluate(final=True)
             await self.membership.announce(PeerState.FINISHING)
-        await until_nobody_trains(
-            self.membership, self.stop, self._moved, self.spec.limits.grace_seconds, self.is_near_end
-        )
-        await self._last_outer_step()
+        grace = self.spec.limits.grace_seconds
+        await until_nobody_trains(self.membership, self.stop, self._moved, grace, self.is_near_end)
+        if not self.stop.is_set():
+            await self._last_outer_step()
 
     def is_near_end(self) -> bool:
         """Whether the run was near its target when this node last knew how far it was."""
@@ -297,7 +301,7 @@ class Replica:
 
     def run_goes_on(self) -> bool:
         """False once this replica leaves or the origins have: stages that empty at the run's end are not lost."""
-        if self.membership.state is not PeerState.TRAINING:
+        if self.membership.state is not PeerState.TRAINING or self.membership.run_is_over():
             return False
         return not self.is_near_end() or bool(self.membership.live(0, PeerState.TRAINING))
 

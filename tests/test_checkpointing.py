@@ -216,19 +216,24 @@ async def test_samples_under_way_are_trained_first_in_the_next_life(tmp_path: Pa
 
 async def test_checkpoints_come_by_themselves_every_few_rounds_and_the_last_ones_stay(tmp_path: Path) -> None:
     """While the replica runs; their events tell what they held up and how long the disk took."""
-    spec = micro_spec(stages=1, steps=40, outer=OUTER)
+    spec = micro_spec(stages=1, steps=1_000_000, outer=OUTER)
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
     async with lone_node(spec, folder) as node:
-        keeping = asyncio.create_task(node.keeper.run())
-        await node.replica.run()
+
+        def taken() -> list[CheckpointTaken]:
+            return [event for event in node.events if isinstance(event, CheckpointTaken)]
+
+        keeping, training = asyncio.create_task(node.keeper.run()), asyncio.create_task(node.replica.run())
+        await eventually(lambda: len(taken()) >= 3, 60, "three were taken")
+        node.replica.stop.set()
+        await training
         keeping.cancel()
         await asyncio.wait((keeping,))
-        taken = [event for event in node.events if isinstance(event, CheckpointTaken)]
+        by_itself = taken()
         await node.keeper.save()  # it comes after a write that the cancellation may have left under way
     last = node.events[-1]
-    assert len(taken) >= 3
-    assert all(not event.error and event.held_seconds < event.seconds and event.size > 10_000 for event in taken)
-    rounds = [event.round for event in taken]
+    assert all(not event.error and event.held_seconds < event.seconds and event.size > 10_000 for event in by_itself)
+    rounds = [event.round for event in by_itself]
     assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(rounds))
     kept = sorted(path.name for path in folder.path.iterdir())
     assert isinstance(last, CheckpointTaken)

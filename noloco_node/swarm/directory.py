@@ -40,6 +40,8 @@ class PeerRecord(BaseModel):
     guards: Annotated[int, Field(ge=0, lt=256)] | None = None
     """The stage of which it keeps a copy."""
     outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)] = 0
+    finished: bool = False
+    """It has trained to the run's end. It says so after it left, too: who looks every few seconds must not miss it."""
     newcomer: bool = False
     """It has just joined and is not averaged with yet: it dials others."""
     protocol: Annotated[int, Field(ge=0, le=1 << 16)]

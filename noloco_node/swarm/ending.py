@@ -19,7 +19,7 @@ ORPHAN_GRACES = 15
 async def until_nobody_trains(
     membership: Membership, stop: asyncio.Event, moved: Pulse, grace: float, is_near_end: Callable[[], bool]
 ) -> None:
-    """Return when no live stage-0 record says `training` and one says `finishing`, or when `stop` is set.
+    """Return when the run is over (`Membership.run_is_over`), or when `stop` is set.
 
     Orphans, whose origins left without that word, wait for `grace` seconds if the run's end is near, and else much
     longer (the origins may only be out of sight, or stage 0 is being restored); then they raise UserError
@@ -30,7 +30,7 @@ async def until_nobody_trains(
     while not stop.is_set():
         if membership.live(0, PeerState.TRAINING):
             origins_seen, alone_since = True, None
-        elif membership.live(0, PeerState.FINISHING):
+        elif membership.run_is_over():
             return
         elif origins_seen:
             alone_since = alone_since or time.monotonic()

@@ -61,6 +61,7 @@ class Membership:
         """The furthest that stage 0 has been seen, as the median of its records: a stage that was restored lags it."""
         self._announced_newcomer = False
         self.state = PeerState.JOINING
+        self._finished = False
         self.newcomer = False
         """Goes into the record: this node is on probation."""
 
@@ -109,6 +110,12 @@ class Membership:
                 clocks.append(row.record.clock + moving * age * row.record.tokens_per_second * replicas)
         return clocks
 
+    def run_is_over(self) -> bool:
+        """Whether no replica of stage 0 trains and one, that may have left since, has trained to the run's end."""
+        origins = self.live(0, *PeerState)
+        trains = any(record.state is PeerState.TRAINING for record in origins)
+        return not trains and any(record.finished for record in origins)
+
     def others(self, *states: PeerState) -> list[PeerRecord]:
         """Live records of all stages without this node's own, which its former life may have left there."""
         records = [record for stage in range(self.stages) for record in self.live(stage, *states)]
@@ -130,6 +137,7 @@ class Membership:
     async def announce(self, state: PeerState) -> bool:
         """Publish the own record in a new state now. False when no peer took it."""
         self.state = state
+        self._finished |= state is PeerState.FINISHING
         life = self._record_seconds
         if state is PeerState.GONE:  # must outlive every earlier record, or those would come back to life
             life += WITHDRAWAL_MARGIN_SECONDS
@@ -145,6 +153,7 @@ class Membership:
             capacity=figures.capacity,
             guards=figures.guards,
             outer_rounds=figures.outer_rounds,
+            finished=self._finished,
             newcomer=self.newcomer,
             protocol=PROTOCOL_VERSION,
             version=__version__,

@@ -120,7 +120,8 @@ def describe(event: AnyEvent) -> tuple[int, str]:
         case NodeStopped():
             level = logging.ERROR if event.reason == "failed" else logging.INFO
             detail = f": {event.detail}" if event.detail else ""
-            return level, f"stopped ({event.reason.replace('_', ' ')}{detail}) after {event.outer_rounds} outer rounds"
+            rounds = f" after {event.outer_rounds} outer rounds" if event.outer_rounds else ""
+            return level, f"stopped ({event.reason.replace('_', ' ')}{detail}){rounds}"
         case _:
             return logging.DEBUG, ""
 

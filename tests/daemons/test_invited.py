@@ -12,12 +12,10 @@ from noloco_node.errors import ExitCode
 from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.telemetry.events import InnerStep, NodeStarted, OuterStep
 from tests.daemons.test_bad_input import command, refused
-from tests.daemons.test_join import ENDLESS, MICRO, node, temporary
+from tests.daemons.test_join import ENDLESS, MICRO, node
 from tests.support import eventually
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(600)]
-
-__all__ = ["temporary"]
 
 
 async def test_a_guest_with_an_invitation_trains_and_one_without_is_told_why(tmp_path: Path, temporary: Path) -> None:
