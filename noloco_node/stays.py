@@ -8,6 +8,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Literal
 
 from noloco_node.config.node_settings import NodeSettings
@@ -174,7 +175,9 @@ class Stays:
             strength = replica.capacity * work[replica.stage] or usual_strength(others)
             here = Server(self._own, replica.stage, strength, guards=self.copies.guards)
             move = relocation.look(now, here, others)
-            if move is not None:
+            if move is not None and await self._arrival.confirmed(
+                move.stage, work, partial(relocation.still_worth, move, here)
+            ):
                 logger.warning("leaving stage %d for stage %d, which %s", replica.stage, move.stage, _why(move))
                 self.move = move
                 replica.stop.set()

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.aio import cancel_and_wait
-from noloco_node.swarm.balancing import choose_stage, servers_of, settle_among, supply_of
+from noloco_node.swarm.balancing import Server, choose_stage, servers_of, settle_among, supply_of
 from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
 from noloco_node.swarm.membership import WITHDRAWAL_MARGIN_SECONDS
 from noloco_node.swarm.transport import PeerId
@@ -40,6 +40,16 @@ class Arrival:
             await self._publish(chosen, PeerState.GONE)
             await self._publish(better, PeerState.JOINING)
         return better
+
+    async def confirmed(self, stage: int, work: Sequence[float], worth: Callable[[Sequence[Server]], bool]) -> bool:
+        """Announce this node at `stage`, look again, and keep to it if it is still `worth` it beside all others that
+        count by then: of several nodes that decide within one look of each other, only one goes, or none."""
+        await self._publish(stage, PeerState.JOINING)
+        view = await self._directory.refresh()
+        if worth(servers_of(view, work, self._directory.now(), without=self._own)):
+            return True
+        await self._publish(stage, PeerState.GONE)
+        return False
 
     @contextlib.asynccontextmanager
     async def announced(self, stage: int) -> AsyncGenerator[None]:

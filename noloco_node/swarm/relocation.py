@@ -71,6 +71,12 @@ class Relocation:
         lost = lost_stages([*others, here], len(self.standing.work))
         return self._rescue(now, here, others, lost) or self._balance(now, here, others, lost)
 
+    def still_worth(self, move: Move, here: Server, others: Sequence[Server]) -> bool:
+        """Whether a move to a poor stage gains as much beside these others; one to a lost stage waits for nobody, for
+        its candidates take turns."""
+        supply = supply_of([*others, here], self.standing.work)
+        return move.why == "lost" or worth_moving(supply, here.stage, here.strength, move.stage)
+
     def _rescue(self, now: float, here: Server, others: Sequence[Server], lost: Sequence[int]) -> Move | None:
         self._empty_since = {stage: self._empty_since.get(stage, now) for stage in lost}
         self._rescues = {stage: due for stage, due in self._rescues.items() if stage in lost}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from noloco_node.swarm.arrival import Arrival
-from noloco_node.swarm.directory import PeerState
+from noloco_node.swarm.balancing import Server, supply_of, worth_moving
+from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.transport import PeerId
 from tests.support import eventually
@@ -65,3 +67,28 @@ async def test_an_announcement_lives_while_the_node_prepares_and_is_withdrawn_wh
         await prepare_in_vain()
     assert not announced()
     assert (await directory.refresh()).live(0, hub.now()) == ()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_of_movers_that_decide_at_the_same_time_no_more_go_than_are_needed(at_once: bool) -> None:
+    """Three nodes of a stage with three see another with one. Each decides for itself that it should go there; when
+    they look again after their announcements, none goes or one, and one after another exactly one."""
+    hub = MemoryDirectoryHub(2)
+    work = (1.0, 1.0)
+    places = {f"node-{i:08d}": int(i == 3) for i in range(4)}
+    for peer, stage in places.items():
+        record = PeerRecord(
+            peer_id=peer, stage=stage, state=PeerState.TRAINING, capacity=1.0, protocol=1, version="1", sequence=1
+        )
+        await MemoryDirectory(hub).publish(record, 60.0)
+
+    def still_poor(others: Sequence[Server]) -> bool:
+        return worth_moving(supply_of([*others, Server(PeerId("self"), 0, 1.0)], work), 0, 1.0, 1)
+
+    arrivals = [Arrival(SlowDirectory(hub), PeerId(peer), 20.0) for peer, stage in places.items() if stage == 0]
+    tries = [arrival.confirmed(1, work, still_poor) for arrival in arrivals]
+    going = list(await asyncio.gather(*tries)) if at_once else [await each for each in tries]
+    assert sum(going) <= 1
+    assert at_once or going[0]
+    announced = (await MemoryDirectory(hub).refresh()).live(1, hub.now(), PeerState.JOINING)
+    assert len(announced) == sum(going), "who stays withdraws its announcement"
