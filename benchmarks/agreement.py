@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -19,11 +20,25 @@ from noloco_node.config.load import load_config
 from noloco_node.telemetry.summary import Summary
 from noloco_node.virtual.training import simulate
 
-Losses = tuple[float, float, float]
-"""Validation loss, that of the merged model, and exchanges of a replica."""
+
+class Figures(NamedTuple):
+    """What a training came to."""
+
+    loss: float
+    """Validation loss, nats a token."""
+    merged: float
+    """That of the mean of the replicas."""
+    tokens: int
+    """Tokens trained."""
+    outer_steps: float
+    """Of a replica, on average."""
 
 
-def by_swarm(config: Path, seed: int) -> Losses:
+NAMES = ("loss", "loss merged", "tokens", "outer steps a node")
+FORMS = (".4f", ".4f", ",", ".1f")
+
+
+def by_swarm(config: Path, seed: int) -> Figures:
     """Train with real daemons."""
     with tempfile.TemporaryDirectory() as folder:
         seeds = ["--set", f"run.data.seed={seed}", "--set", f"run.model.seed={seed}"]
@@ -33,10 +48,11 @@ def by_swarm(config: Path, seed: int) -> Losses:
     assert summary.validation_loss is not None
     assert summary.validation_loss_merged is not None
     assert not summary.died
-    return summary.validation_loss, summary.validation_loss_merged, statistics.mean(summary.outer_rounds.values())
+    outer_steps = statistics.mean(summary.outer_rounds.values())
+    return Figures(summary.validation_loss, summary.validation_loss_merged, summary.tokens, outer_steps)
 
 
-def by_laboratory(config: Path, seed: int, lag: int) -> Losses:
+def by_laboratory(config: Path, seed: int, lag: int) -> Figures:
     """Train in this process."""
     loaded = load_config(config)
     result = simulate(
@@ -50,7 +66,7 @@ def by_laboratory(config: Path, seed: int, lag: int) -> Losses:
     )
     assert result.validation_loss_fast is not None
     assert result.validation_loss_merged is not None
-    return result.validation_loss_fast, result.validation_loss_merged, result.outer_rounds
+    return Figures(result.validation_loss_fast, result.validation_loss_merged, result.tokens, result.outer_rounds)
 
 
 def main() -> None:
@@ -61,16 +77,16 @@ def main() -> None:
     parser.add_argument("--lag", type=int, default=0, help="inner steps that an exchange spans in the laboratory")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print("| seed | swarm | laboratory | swarm, merged | laboratory, merged | outer steps a node, swarm | laboratory |")
-    print("| --- " * 7 + "|")
-    pairs: list[tuple[Losses, Losses]] = []
+    columns = ["seed", *(f"{what}, {where}" for what in NAMES for where in ("swarm", "laboratory"))]
+    print(f"| {' | '.join(columns)} |\n{'| --- ' * len(columns)}|")
+    pairs: list[tuple[Figures, Figures]] = []
     for seed in arguments.seeds:
         swarm, laboratory = by_swarm(arguments.config, seed), by_laboratory(arguments.config, seed, arguments.lag)
         pairs.append((swarm, laboratory))
-        losses = [f"{value:.4f}" for place in (0, 1) for value in (swarm[place], laboratory[place])]
-        print(f"| {seed} | {' | '.join(losses)} | {swarm[2]:.1f} | {laboratory[2]:.1f} |", flush=True)
-    means = [statistics.mean(pair[side][0] for pair in pairs) for side in (0, 1)]
-    deviations = [statistics.stdev(pair[side][0] for pair in pairs) if len(pairs) > 1 else 0.0 for side in (0, 1)]
+        cells = [f"{figures[place]:{form}}" for place, form in enumerate(FORMS) for figures in (swarm, laboratory)]
+        print(f"| {seed} | {' | '.join(cells)} |", flush=True)
+    means = [statistics.mean(pair[side].loss for pair in pairs) for side in (0, 1)]
+    deviations = [statistics.stdev(pair[side].loss for pair in pairs) if len(pairs) > 1 else 0.0 for side in (0, 1)]
     print(f"\nswarm {means[0]:.4f} ± {deviations[0]:.4f}, laboratory {means[1]:.4f} ± {deviations[1]:.4f}", end=": ")
     agree = abs(means[0] - means[1]) <= 2 * max(deviations)
     print(f"{means[0] - means[1]:+.4f}, {'within' if agree else 'NOT within'} twice the deviation over seeds")

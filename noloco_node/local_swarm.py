@@ -323,6 +323,7 @@ def _for_daemons(config: Config) -> Config:
     node = config.node.model_copy(
         update={
             "identity": None,
+            "start_replicas": config.local_swarm.replicas,
             "initial_peers": (),
             "announce": (),
             "host": "127.0.0.1",

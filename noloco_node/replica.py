@@ -35,7 +35,7 @@ from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.state_donor import StateDonor
 from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError
-from noloco_node.swarm.waiting import MissingStages
+from noloco_node.swarm.waiting import CommonStart, MissingStages
 from noloco_node.swarm.watch import Watch, doing, facts_of
 from noloco_node.telemetry.events import AnyEvent, Evaluation, InnerStep, OuterStep, ProbationEnded
 from noloco_node.training.compute_thread import ComputeThread
@@ -130,6 +130,7 @@ class Replica:
         self._capacity = Capacity(thread.busy_seconds)
         self._guards = guards
         self.missing = MissingStages()
+        self._start = CommonStart(settings.start_replicas)
         self._watch = Watch(emit)
         self._worst_lag = 0.0
         self._last_step_taken = False
@@ -313,9 +314,15 @@ class Replica:
             evaluations.cancel()
 
     async def _way_is_open(self) -> None:
-        """Return once every other stage has a replica, or the training is over."""
-        while (self.missing.stages or not self.missing.looked) and self._training_goes_on():
+        """Return once every other stage has a replica and the run has begun, or the training is over."""
+        while not self._may_draw() and self._training_goes_on():
             await self._moved.wait()
+
+    def _may_draw(self) -> bool:
+        if self.missing.stages or not self.missing.looked:
+            return False
+        furthest = max(self.worker.progress.clock, self.membership.furthest_clock())
+        return self._start.over(self.membership.replicas_per_stage(), furthest, self._loop.time())
 
     def _training_goes_on(self) -> bool:
         return self.worker.progress.clock < self.spec.inner.target_tokens and not self.stop.is_set()

@@ -30,6 +30,9 @@ class NodeSettings(Settings):
     """An invitation by the run's owner, or the file that holds it; a node with one takes part in no other run."""
     initial_peers: tuple[str, ...] = ()
     """Addresses of peers to join (`/ip4/…/tcp/…/p2p/…`); none starts a new swarm."""
+    start_replicas: Positive = 1
+    """A run's first sample is drawn when so many replicas of every stage are up, or after a minute; a node that comes
+    to a run that has begun does not wait."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 to be reachable from other machines."""
     port: Port = 0

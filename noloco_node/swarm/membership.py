@@ -128,6 +128,16 @@ class Membership:
     def _served(self, stage: int) -> bool:
         return any(record.peer_id != self._own for record in self.live(stage, *SERVING))
 
+    def replicas_per_stage(self) -> list[int]:
+        """Live replicas of each stage that can be met, this one included."""
+        counts = [len({r.peer_id for r in self.live(stage, *SERVING)} - {self._own}) for stage in range(self.stages)]
+        counts[self.stage] += 1
+        return counts
+
+    def furthest_clock(self) -> float:
+        """The largest clock in any other node's record."""
+        return max((record.clock for record in self.others()), default=0.0)
+
     def nodes_per_stage(self) -> list[int]:
         """Live nodes of each stage; this one counts even where its record has not been read back."""
         counts = [len({r.peer_id for r in self.live(stage)} - {self._own}) for stage in range(self.stages)]

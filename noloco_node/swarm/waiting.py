@@ -1,4 +1,4 @@
-"""What the swarm lacks: the stages that nobody serves, named while microbatches are held back for them."""
+"""What a swarm waits for before microbatches flow: stages that nobody serves, and a start together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,29 @@ import time
 from collections.abc import Sequence
 
 logger = logging.getLogger(__name__)
+
+START_SECONDS = 60.0
+
+
+class CommonStart:
+    """A run begins when so many replicas of every stage are up: those who begin alone would train the first steps on
+    whole batches, and the others would begin from a copy or lag behind."""
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
+        self._since: float | None = None
+        self._over = replicas <= 1
+
+    def over(self, up: Sequence[int], furthest: float, now: float) -> bool:
+        """Whether the first sample may be drawn at `now` (seconds): `up` are the live replicas of each stage,
+        `furthest` the largest clock that anybody has. Once over, it stays over."""
+        self._since = now if self._since is None else self._since
+        if not self._over:
+            late = now - self._since >= START_SECONDS
+            self._over = furthest > 0.0 or min(up) >= self._replicas or late
+            if late and min(up) < self._replicas:
+                logger.warning("begins with %s replicas of the stages: %d of each are not up", up, self._replicas)
+        return self._over
 
 
 class MissingStages:
