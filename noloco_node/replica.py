@@ -28,8 +28,9 @@ from noloco_node.swarm.exchange_session import caught_up_event
 from noloco_node.swarm.late_join import NoDonor, StateCopier
 from noloco_node.swarm.membership import SERVING, Membership, OwnFigures
 from noloco_node.swarm.microbatch import HopFailed, Ledger, Sample
+from noloco_node.swarm.origin import Origin
 from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, believed_clock, decide, retry_delay
-from noloco_node.swarm.pipeline import Downstream, Origin, PipelineServer
+from noloco_node.swarm.pipeline import Downstream, PipelineServer
 from noloco_node.swarm.probation import Ending, Standing
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.screened_directory import ScreenedDirectory

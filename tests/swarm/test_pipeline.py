@@ -17,7 +17,7 @@ from noloco_node.swarm import microbatch
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.memory_transport import Fault, FaultKind
 from noloco_node.swarm.microbatch import Ledger, MicrobatchHeader, Sample
-from noloco_node.swarm.pipeline import Origin
+from noloco_node.swarm.origin import Origin
 from noloco_node.swarm.transport import Message, Refusal, Refused
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
 from tests.support import eventually
