@@ -25,11 +25,12 @@ from noloco_node.swarm.directory import Directory, PeerState
 from noloco_node.swarm.ending import NEAR_TARGET, until_nobody_trains
 from noloco_node.swarm.exchange import Exchanger
 from noloco_node.swarm.exchange_session import caught_up_event
+from noloco_node.swarm.fellow_clocks import FellowClocks
 from noloco_node.swarm.late_join import NoDonor, StateCopier
 from noloco_node.swarm.membership import SERVING, Membership, OwnFigures
 from noloco_node.swarm.microbatch import HopFailed, Ledger, Sample
 from noloco_node.swarm.origin import Origin
-from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, believed_clock, decide, retry_delay
+from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, decide, retry_delay
 from noloco_node.swarm.pipeline import Downstream, PipelineServer
 from noloco_node.swarm.probation import Ending, Standing
 from noloco_node.swarm.routing import RoutingBook
@@ -106,6 +107,12 @@ class Replica:
         )
         self.standing = Standing(spec.outer.inner_steps, self._probation_ended)
         self.server = self._make_server(stage)
+        self._clocks = FellowClocks(
+            spec.max_lag_tokens,
+            own=lambda: self.worker.progress.clock,
+            estimated=self.membership.fellow_clocks,
+            recorded=self.membership.recorded_clocks,
+        )
         self.exchanger = self._make_exchanger()
         self.donor = StateDonor(spec, self.stage, transport, self.worker, places=settings.donor_places)
         self._copier = StateCopier(
@@ -114,7 +121,7 @@ class Replica:
             transport,
             self.worker,
             streams=settings.exchange_streams,
-            believe=self._not_beyond_the_swarm,
+            believe=self._clocks.not_beyond,
             emit=emit,
             rng=self._rng,
         )
@@ -155,8 +162,7 @@ class Replica:
             self._transport,
             self.worker,
             streams=self._settings.exchange_streams,
-            clocks=self.membership.fellow_clocks,
-            recorded_clocks=self.membership.recorded_clocks,
+            clocks=self._clocks,
             standing=self.standing,
             on_outer_step=self._outer_step_taken,
             moved=self._moved,
@@ -416,16 +422,6 @@ class Replica:
         logger.info("caught up with %s: clock %.0f", partner, manifest.clock)
         rate, seconds = self.worker.current_learning_rate(), time.monotonic() - started
         self._emit(caught_up_event(partner, self.worker.progress, manifest, rate, seconds))
-
-    def _not_beyond_the_swarm(self, claimed: float) -> float:
-        """A donor's clock, unless it is far ahead of what the directory says: it could end this replica's run."""
-        believed = believed_clock(
-            claimed,
-            estimated=self.membership.fellow_clocks(),
-            recorded=self.membership.recorded_clocks(),
-            max_lag=self.spec.max_lag_tokens,
-        )
-        return min(claimed, believed)
 
     async def _keep_account(self) -> None:
         while True:
