@@ -156,7 +156,7 @@ class Target:
         while (session := exchanger._session) is not None:
             exchanger._give_up_if_stalled(-1.0)
             await eventually(lambda session=session: exchanger._session is not session, what="the commit is done")
-        await eventually(lambda: not self.replica._thread.waiting and not self.replica.server.pending)
+        await eventually(lambda: not self.replica.worker._thread.waiting and not self.replica.server.pending)
 
     async def try_one(self, recipe: Recipe) -> str:
         """Send one request and hold the replica to its promises."""
@@ -188,7 +188,7 @@ class Target:
             assert len(bound._latest) <= 64
             assert all(math.isfinite(norm) for norm in bound._latest.values())
         assert exchanger._ready_to_commit.empty()
-        assert self.replica._thread.waiting == 0
+        assert self.replica.worker._thread.waiting == 0
         assert set(self.transport.traffic.received) <= {*METHODS, "unknown"}
         for event in self.events:
             if isinstance(event, OuterStep) and event.kind == "paired":

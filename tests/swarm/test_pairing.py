@@ -207,8 +207,8 @@ def test_a_claim_of_the_future_makes_no_laggard(claim: float) -> None:
 
 
 def test_clocks_believed_with_fellows_and_without() -> None:
-    """A partner is met within max_lag of the directory's word, or of the own clock. A donor's clock is never raised; where
-    nobody is known it is taken as it is: who joins has nothing to hold against it."""
+    """A partner is met within max_lag of the directory's word, or of the own clock. A donor's clock is never raised;
+    where nobody is known it is taken as it is: who joins has nothing to hold against it."""
     known: list[float] = [100.0, 110.0, 120.0]
     clocks = FellowClocks(50.0, own=lambda: 20.0, estimated=lambda: known, recorded=lambda: known)
     assert [clocks.met(claim) for claim in (1e15, 0.0, 115.0)] == [160.0, 60.0, 115.0]
