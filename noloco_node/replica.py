@@ -52,7 +52,12 @@ logger = logging.getLogger(__name__)
 ACCOUNT_SECONDS = 2.0
 DRAIN_LOOK_SECONDS = 0.1
 LAST_LOOK_SECONDS = 0.3
-JOIN_LOOK_SECONDS = 10.0
+
+STARTS_ALONE = (
+    "STARTS ALONE from the first weights: peers were named to join, but the directory shows no other node of the run. "
+    "The first node of a run starts like this. If others train already, this one cannot see them, and what it learns "
+    "alone is thrown away once it does: stop it, set its clock right, and name nodes that train now as initial peers"
+)
 
 
 class Replica:
@@ -204,17 +209,23 @@ class Replica:
         """Samples drawn and neither trained nor dropped; on a later stage those from this node's time at stage 0."""
         return self.origin.held_samples if self.origin else list(self.ledger.waiting)
 
+    async def look_around(self, seconds: float) -> None:
+        """Read the directory until it shows another node, `seconds` at most."""
+        self._watch.say("joining", "looking for the nodes of the run")
+        await self.membership.look_for_others(seconds)
+
     async def become_current(self, own_clock: float | None = None) -> PeerId | None:
         """Copy a fellow's state where that is where to begin (`where_to_begin`); the donor, or None where the weights
         stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError (NO_DONOR)
         where a fellow's state is needed and nobody gave it."""
-        self._watch.say("joining", "looking for the nodes of the run")
-        await self.membership.look_for_others(JOIN_LOOK_SECONDS if self._settings.initial_peers else 0.0)
+        await self.membership.refresh()
         others = self.membership.others(*SERVING)
         begin = where_to_begin(own_clock, others, self.stage, self.spec.max_lag_tokens)
         if begin.source == "nowhere":
             raise run_has_ended(self.spec)
         logger.info("begins from %s: %s", BEGINNINGS[begin.source], begin.why)
+        if begin.source == "seed" and self._settings.initial_peers and not self.membership.others():
+            logger.warning(STARTS_ALONE)
         if begin.source != "peer":
             return None
         try:
