@@ -54,9 +54,9 @@ DRAIN_LOOK_SECONDS = 0.1
 LAST_LOOK_SECONDS = 0.3
 
 STARTS_ALONE = (
-    "STARTS ALONE from the first weights: peers were named to join, but the directory shows no other node of the run. "
-    "The first node of a run starts like this. If others train already, this one cannot see them, and what it learns "
-    "alone is thrown away once it does: stop it, set its clock right, and name nodes that train now as initial peers"
+    "STARTS ALONE from the first weights: this node has joined others, but the directory shows no node with a stage of "
+    "the run. The first node of a run starts like this. If others train already, this one cannot see them, and what it "
+    "learns alone is thrown away once it does: stop it, set its clock right, and name nodes that train as initial peers"
 )
 
 
