@@ -36,7 +36,7 @@ from noloco_node.swarm.p2p_daemon import running_p2p
 from noloco_node.swarm.serving import RequestDesk
 from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, Transport, TransportError
 from noloco_node.telemetry.events import AnyEvent, OuterStep
-from tests.support import eventually, nothing_left_behind
+from tests.support import eventually, nothing_left_behind, one_turn
 from tests.swarm.mutated_requests import METHODS, Recipe, changed_tensors, recipes
 from tests.worlds import LENGTH, VOCABULARY, WINDOWS, Swarm, libp2p_world, micro_spec, world
 
@@ -427,7 +427,7 @@ def test_bursts_of_requests_leave_nothing_behind(
 
     async def impatient(recipe: Recipe) -> None:
         task = asyncio.create_task(target.send(recipe))
-        await asyncio.sleep(0)
+        await one_turn()
         task.cancel()
         await asyncio.wait((task,))
 
