@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+LAG_PROBE_SECONDS = 0.1
+
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel `tasks` and wait until every one has ended. What they end with is not raised.
@@ -51,6 +53,26 @@ class Pulse:
             await asyncio.wait((future,), timeout=at_most)
         finally:
             self._waiting.discard(future)
+
+
+class LoopLag:
+    """How late the event loop wakes who sleeps: it must stay responsive while tensors stream."""
+
+    def __init__(self) -> None:
+        self._worst = 0.0
+
+    async def measure(self) -> None:
+        """Goes on until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_PROBE_SECONDS
+            await asyncio.sleep(LAG_PROBE_SECONDS)
+            self._worst = max(self._worst, loop.time() - due)
+
+    def take(self) -> float:
+        """The worst delay, in seconds, since the last time that it was asked for."""
+        worst, self._worst = self._worst, 0.0
+        return worst
 
 
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:

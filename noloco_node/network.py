@@ -14,7 +14,7 @@ from noloco_node import start_checks
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.swarm.access import introducing, own_access
+from noloco_node.swarm.access import Introduction, own_access
 from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
 from noloco_node.swarm.dial_back import serve_dial_back
 from noloco_node.swarm.directory import Directory
@@ -116,13 +116,15 @@ async def network(
         await asyncio.to_thread(known.save, spec.run_id)
         access = own_access(spec, settings.invitation, door.identity.peer_id)
         access.serve(door.transport)
+        if access.proof is not None:
+            door.transport.introduce_with(Introduction(door.transport, access.proof).show)
         directory = await join_directory(daemon, door.identity, spec.run_id, spec.stages)
         try:
             yield Network(
                 spec,
                 settings.model_copy(update={"initial_peers": daemon.joined_peers}),
                 daemon,
-                introducing(door.transport, access),
+                door.transport,
                 ScreenedDirectory(directory, access.deals, access.proof),
                 known,
                 supervisor(daemon, directory, known, settings),

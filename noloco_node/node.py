@@ -31,7 +31,7 @@ from noloco_node.stays import BeginsFrom, Stays, stays_of
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
-from noloco_node.swarm.directory import Directory, DirectoryView
+from noloco_node.swarm.directory import DirectoryView
 from noloco_node.swarm.hello import check_same_run, serve_hello
 from noloco_node.swarm.outlook import Outlook, outlook_of
 from noloco_node.swarm.receipts import Receipts, open_receipts
@@ -44,9 +44,6 @@ from noloco_node.telemetry.metrics import Metrics
 from noloco_node.training.compute_thread import ComputeThread
 
 logger = logging.getLogger(__name__)
-
-FIRST_LOOK_SECONDS = 10.0
-LOOK_AGAIN_SECONDS = 0.3
 
 Emit = Callable[[AnyEvent], None]
 
@@ -156,8 +153,8 @@ async def _choose(net: Network, saved: Checkpoint | None, show: Show | None) -> 
     """Look who serves what, choose and announce this node's stage, and show the run to who wants to see it."""
     stays = await stays_of(net.spec, net.settings, net.transport, net.directory)
     view: DirectoryView | None = None
-    if show is not None or saved is None:
-        view = await _look_around(net.directory, net.settings, net.daemon.own_id)
+    if show is not None or (saved is None and net.settings.stage == "auto"):
+        view = await stays.look_around()
     # Before anything is shown: that takes a while, in which the records of the view grow old.
     now = net.directory.now()
     stays.stage = await stays.first_stage(saved and saved.standing.stage)
@@ -243,19 +240,6 @@ def _open_run(
             "name another folder with --run-folder to train it anew",
         )
     return checkpoints.newest(spec.run_id, None if settings.stage == "auto" else settings.stage)
-
-
-async def _look_around(directory: Directory, settings: NodeSettings, own: PeerId) -> DirectoryView:
-    """The directory without this node's own former record; where this node joined others, as soon as it shows one of
-    them, within a few seconds."""
-    loop = asyncio.get_running_loop()
-    until = loop.time() + (FIRST_LOOK_SECONDS if settings.initial_peers else 0.0)
-    while True:
-        view, now = (await directory.refresh()).without(own), directory.now()
-        if any(view.live(stage, now) for stage in range(len(view.stages))) or loop.time() >= until:
-            return view
-        # The directory gives no sign of a change: asking again is the only way.
-        await asyncio.sleep(LOOK_AGAIN_SECONDS)
 
 
 def _prepare(spec: RunSpec, stage_index: int, own: PeerId, position: WalkPosition) -> tuple[Stage, Samples | None]:

@@ -20,16 +20,19 @@ from noloco_node.data.walk import WalkPosition
 from noloco_node.model.stage import Stage
 from noloco_node.swarm import microbatch
 from noloco_node.swarm.beginning import BEGINNINGS, run_has_ended, where_to_begin
-from noloco_node.swarm.books import account_of
+from noloco_node.swarm.books import Books
 from noloco_node.swarm.directory import Directory, PeerState
 from noloco_node.swarm.ending import NEAR_TARGET, until_nobody_trains
+from noloco_node.swarm.evaluations import Evaluations
 from noloco_node.swarm.exchange import Exchanger
 from noloco_node.swarm.exchange_session import caught_up_event
+from noloco_node.swarm.fellow_clocks import FellowClocks
 from noloco_node.swarm.late_join import NoDonor, StateCopier
 from noloco_node.swarm.membership import SERVING, Membership, OwnFigures
-from noloco_node.swarm.microbatch import HopFailed, Ledger, Sample
-from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, believed_clock, decide, retry_delay
-from noloco_node.swarm.pipeline import Downstream, Origin, PipelineServer
+from noloco_node.swarm.microbatch import Ledger, Sample
+from noloco_node.swarm.origin import Origin
+from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, decide, retry_delay
+from noloco_node.swarm.pipeline import Downstream, PipelineServer
 from noloco_node.swarm.probation import Ending, Standing
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.screened_directory import ScreenedDirectory
@@ -37,7 +40,7 @@ from noloco_node.swarm.state_donor import StateDonor
 from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError
 from noloco_node.swarm.waiting import CommonStart, MissingStages
 from noloco_node.swarm.watch import Watch, doing, facts_of
-from noloco_node.telemetry.events import AnyEvent, Evaluation, InnerStep, OuterStep, ProbationEnded
+from noloco_node.telemetry.events import AnyEvent, InnerStep, OuterStep, ProbationEnded
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.pace import Capacity, Pace
 from noloco_node.training.progress import Progress
@@ -47,11 +50,14 @@ from noloco_node.training.stage_worker import InnerReport, StageWorker
 logger = logging.getLogger(__name__)
 
 ACCOUNT_SECONDS = 2.0
-LAG_PROBE_SECONDS = 0.1
 DRAIN_LOOK_SECONDS = 0.1
 LAST_LOOK_SECONDS = 0.3
-JOIN_LOOK_SECONDS = 10.0
-FINAL_EVALUATION_TRIES = 3
+
+STARTS_ALONE = (
+    "STARTS ALONE from the first weights: this node has joined others, but the directory shows no node with a stage of "
+    "the run. The first node of a run starts like this. If others train already, this one cannot see them, and what it "
+    "learns alone is thrown away once it does: stop it, set its clock right, and name nodes that train as initial peers"
+)
 
 
 class Replica:
@@ -79,62 +85,57 @@ class Replica:
         """Parameter name of the stage -> name in the whole model."""
         self._settings = settings
         self._transport = transport
-        self._thread = thread
         self._samples = samples
         self._emit = emit
         self._loop = asyncio.get_running_loop()
         self._rng = random.Random(f"{settings.seed}/{transport.peer_id}")
         self._moved = Pulse()
         self.ledger = ledger or Ledger()
-        trainer = StageTrainer(
-            stage, spec.inner, device=settings.device, wire_dtype=WIRE_DTYPES[spec.pipeline.activations]
-        )
-        self.worker = StageWorker(spec, trainer, thread, self._inner_step_taken)
-        self.membership = Membership(
-            ScreenedDirectory(directory, lambda peer, _: not transport.conduct.banned(peer)),
-            transport.peer_id,
-            self.stage,
-            spec.stages,
-            spec.limits.record_seconds,
-            self._describe,
-            self._directory_read,
-        )
+        self.worker = self._make_worker(stage, thread)
+        self.membership = self._make_membership(directory)
         self._book = RoutingBook(spec.pipeline.routing, self._rng, time.monotonic)
         self._downstream = (
             None if stage.cut.is_last else Downstream(spec, self.stage, transport, self._book, self.ledger, self._rng)
         )
         self.standing = Standing(spec.outer.inner_steps, self._probation_ended)
         self.server = self._make_server(stage)
+        self._clocks = FellowClocks(
+            spec.max_lag_tokens,
+            own=lambda: self.worker.progress.clock,
+            estimated=self.membership.fellow_clocks,
+            recorded=self.membership.recorded_clocks,
+        )
         self.exchanger = self._make_exchanger()
         self.donor = StateDonor(spec, self.stage, transport, self.worker, places=settings.donor_places)
-        self._copier = StateCopier(
-            spec,
-            self.stage,
-            transport,
-            self.worker,
-            streams=settings.exchange_streams,
-            believe=self._not_beyond_the_swarm,
-            emit=emit,
-            rng=self._rng,
-        )
-        self.origin = (
-            Origin(
-                spec, self.worker, self._downstream, self.ledger, draw=samples.draw, load=samples.train, rng=self._rng
-            )
-            if samples
-            else None
-        )
+        self._copier = self._make_copier()
+        self.origin = self._make_origin(samples) if samples else None
         self.partners: dict[str, int] = {}
         self.stop = asyncio.Event()
         self._pace = Pace()
-        self._capacity = Capacity(thread.busy_seconds)
+        self._capacity = Capacity(self.worker.busy_seconds)
         self._guards = guards
         self.missing = MissingStages()
         self._start = CommonStart(settings.start_replicas)
         self._watch = Watch(emit)
-        self._worst_lag = 0.0
+        self.books = self._make_books()
         self._last_step_taken = False
         transport.conduct.on_ban = lambda _: self._directory_read()
+
+    def _make_worker(self, stage: Stage, thread: ComputeThread) -> StageWorker:
+        wire_dtype = WIRE_DTYPES[self.spec.pipeline.activations]
+        trainer = StageTrainer(stage, self.spec.inner, device=self._settings.device, wire_dtype=wire_dtype)
+        return StageWorker(self.spec, trainer, thread, self._inner_step_taken)
+
+    def _make_membership(self, directory: Directory) -> Membership:
+        return Membership(
+            ScreenedDirectory(directory, lambda peer, _: not self._transport.conduct.banned(peer)),
+            self._transport.peer_id,
+            self.stage,
+            self.spec.stages,
+            self.spec.limits.record_seconds,
+            self._describe,
+            self._directory_read,
+        )
 
     def _make_server(self, stage: Stage) -> PipelineServer:
         return PipelineServer(
@@ -155,11 +156,39 @@ class Replica:
             self._transport,
             self.worker,
             streams=self._settings.exchange_streams,
-            clocks=self.membership.fellow_clocks,
-            recorded_clocks=self.membership.recorded_clocks,
+            clocks=self._clocks,
             standing=self.standing,
             on_outer_step=self._outer_step_taken,
             moved=self._moved,
+        )
+
+    def _make_copier(self) -> StateCopier:
+        return StateCopier(
+            self.spec,
+            self.stage,
+            self._transport,
+            self.worker,
+            streams=self._settings.exchange_streams,
+            believe=self._clocks.not_beyond,
+            emit=self._emit,
+            rng=self._rng,
+        )
+
+    def _make_origin(self, samples: Samples) -> Origin:
+        draw, load = samples.draw, samples.train
+        return Origin(self.spec, self.worker, self._downstream, self.ledger, draw=draw, load=load, rng=self._rng)
+
+    def _make_books(self) -> Books:
+        return Books(
+            self.spec,
+            self._transport,
+            self.membership,
+            self.worker,
+            self.server,
+            self.ledger,
+            self.missing,
+            origin=self.origin,
+            emit=self._emit,
         )
 
     @property
@@ -181,17 +210,23 @@ class Replica:
         """Samples drawn and neither trained nor dropped; on a later stage those from this node's time at stage 0."""
         return self.origin.held_samples if self.origin else list(self.ledger.waiting)
 
+    async def look_around(self, seconds: float) -> None:
+        """Read the directory until it shows another node, `seconds` at most."""
+        self._watch.say("joining", "looking for the nodes of the run")
+        await self.membership.look_for_others(seconds)
+
     async def become_current(self, own_clock: float | None = None) -> PeerId | None:
         """Copy a fellow's state where that is where to begin (`where_to_begin`); the donor, or None where the weights
         stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError (NO_DONOR)
         where a fellow's state is needed and nobody gave it."""
-        self._watch.say("joining", "looking for the nodes of the run")
-        await self.membership.look_for_others(JOIN_LOOK_SECONDS if self._settings.initial_peers else 0.0)
+        await self.membership.refresh()
         others = self.membership.others(*SERVING)
         begin = where_to_begin(own_clock, others, self.stage, self.spec.max_lag_tokens)
         if begin.source == "nowhere":
             raise run_has_ended(self.spec)
         logger.info("begins from %s: %s", BEGINNINGS[begin.source], begin.why)
+        if begin.source == "seed" and self._settings.initial_peers and not self.membership.others():
+            logger.warning(STARTS_ALONE)
         if begin.source != "peer":
             return None
         try:
@@ -238,7 +273,7 @@ class Replica:
     async def run(self) -> None:
         """Train to the run's end, or until `stop` is set; then leave in order."""
         self.server.accepting = self.exchanger.accepting = self.donor.accepting = True
-        self.emit_account()
+        self.books.write()
         async with asyncio.TaskGroup() as group:
             await self.membership.announce(PeerState.TRAINING)
             background = [
@@ -248,11 +283,11 @@ class Replica:
                     self.exchanger.run(),
                     self._pair(),
                     self._keep_account(),
-                    self._watch_loop(),
+                    self.books.lag.measure(),
                 )
             ]
             await self._live_through_the_run(group)
-            self.emit_account()
+            self.books.write()
             self.server.accepting = self.exchanger.accepting = self.donor.accepting = False
             for task in background:
                 task.cancel()
@@ -284,11 +319,13 @@ class Replica:
     async def _course(self) -> None:
         """To the run's end. Told to stop, it ends without a word: who only leaves must not tell the others that the run
         is over."""
-        if self.origin is not None:
-            await self._train()
+        if self.origin is not None and self._samples is not None:
+            every = self.spec.evaluation.every_tokens
+            evaluations = Evaluations(self.origin, self._samples, self.worker, every, self._emit)
+            await self._train(self.origin, evaluations)
             if self.stop.is_set():
                 return
-            await self._evaluate(final=True)
+            await evaluations.last()
             await self.membership.announce(PeerState.FINISHING)
         grace = self.spec.limits.grace_seconds
         await until_nobody_trains(self.membership, self.stop, self._moved, grace, self.is_near_end)
@@ -306,12 +343,11 @@ class Replica:
             return False
         return not self.is_near_end() or bool(self.membership.live(0, PeerState.TRAINING))
 
-    async def _train(self) -> None:
-        assert self.origin is not None
+    async def _train(self, origin: Origin, evaluations: Evaluations) -> None:
         async with asyncio.TaskGroup() as group:
-            evaluations = group.create_task(self._evaluate_now_and_then())
-            await self.origin.run(self._settings.in_flight, self._training_goes_on, self._way_is_open)
-            evaluations.cancel()
+            evaluating = group.create_task(evaluations.now_and_then(self._moved, self._way_is_open))
+            await origin.run(self._settings.in_flight, self._training_goes_on, self._way_is_open)
+            evaluating.cancel()
 
     async def _way_is_open(self) -> None:
         """Return once every other stage has a replica and the run has begun, or the training is over."""
@@ -326,31 +362,6 @@ class Replica:
 
     def _training_goes_on(self) -> bool:
         return self.worker.progress.clock < self.spec.inner.target_tokens and not self.stop.is_set()
-
-    async def _evaluate_now_and_then(self) -> None:
-        """At the start, and whenever the clock has gone `evaluation.every_tokens` further."""
-        due = 0.0
-        while True:
-            clock = self.worker.progress.clock
-            if clock >= due:
-                every = self.spec.evaluation.every_tokens
-                due = (clock // every + 1) * every
-                await self._way_is_open()
-                await self._evaluate(final=False)
-            await self._moved.wait()
-
-    async def _evaluate(self, *, final: bool) -> None:
-        assert self.origin is not None
-        assert self._samples is not None
-        progress = self.worker.progress
-        for _ in range(FINAL_EVALUATION_TRIES if final else 1):
-            try:
-                loss, tokens = await self.origin.evaluate(self._samples.held_out, self._samples.validation)
-            except HopFailed as failure:
-                logger.warning("evaluation at clock %.0f came to nothing: %s", progress.clock, failure)
-            else:
-                self._emit(Evaluation(clock=progress.clock, step=progress.steps, loss=loss, tokens=tokens, final=final))
-                return
 
     async def _last_outer_step(self) -> None:
         """Average once more with whoever is still there, and stay for fellows that have not had theirs."""
@@ -423,36 +434,18 @@ class Replica:
         rate, seconds = self.worker.current_learning_rate(), time.monotonic() - started
         self._emit(caught_up_event(partner, self.worker.progress, manifest, rate, seconds))
 
-    def _not_beyond_the_swarm(self, claimed: float) -> float:
-        """A donor's clock, unless it is far ahead of what the directory says: it could end this replica's run."""
-        believed = believed_clock(
-            claimed,
-            estimated=self.membership.fellow_clocks(),
-            recorded=self.membership.recorded_clocks(),
-            max_lag=self.spec.max_lag_tokens,
-        )
-        return min(claimed, believed)
-
     async def _keep_account(self) -> None:
         while True:
             await asyncio.sleep(ACCOUNT_SECONDS)
-            self.emit_account()
+            self.books.write()
             self.donor.tend()
-            in_hand = self.server.pending if self.origin is None else self.origin.under_way
             idle = self._watch.idle_seconds(self.worker.trained_tokens)
-            self._watch.say(*doing(facts_of(self.membership, idle, self._pace.step_seconds, in_hand)))
-
-    async def _watch_loop(self) -> None:
-        """Measure how late the event loop wakes us: it must stay responsive while tensors stream."""
-        while True:
-            due = self._loop.time() + LAG_PROBE_SECONDS
-            await asyncio.sleep(LAG_PROBE_SECONDS)
-            self._worst_lag = max(self._worst_lag, self._loop.time() - due)
+            self._watch.say(*doing(facts_of(self.membership, idle, self._pace.step_seconds, self.books.in_hand)))
 
     @property
     def capacity(self) -> float:
         """Tokens per second that this replica could train if it never had to wait; 0 before it is known."""
-        return self._capacity.look(self.worker.progress.tokens, self._thread.busy_seconds)
+        return self._capacity.look(self.worker.progress.tokens, self.worker.busy_seconds)
 
     def _describe(self) -> OwnFigures:
         """What the directory record says of this replica."""
@@ -497,20 +490,3 @@ class Replica:
         if event.kind == "paired" and event.partner is not None:
             self.partners[event.partner] = self.partners.get(event.partner, 0) + 1
         self._emit(event)
-
-    def emit_account(self) -> None:
-        """Write the books so far as an event."""
-        lag, self._worst_lag = self._worst_lag, 0.0
-        account = account_of(
-            self.worker.progress,
-            self.ledger,
-            self._transport,
-            self.membership,
-            target=self.spec.inner.target_tokens,
-            held=self.origin.held if self.origin else len(self.ledger.waiting),
-            missing_stages=self.missing.stages,
-            loop_lag_seconds=lag,
-            busy_seconds=self._thread.busy_seconds,
-            bounded={"activations": self.server.out_of_scale, **self.worker.bounded},
-        )
-        self._emit(account)

@@ -19,7 +19,8 @@ from noloco_node.replica import Replica
 from noloco_node.revival import revive_if_lost
 from noloco_node.swarm.arrival import Arrival
 from noloco_node.swarm.balancing import Server, servers_of, usual_strength
-from noloco_node.swarm.directory import Directory
+from noloco_node.swarm.directory import Directory, DirectoryView
+from noloco_node.swarm.first_look import FIRST_LOOK_SECONDS, look_for_others
 from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.microbatch import Ledger
 from noloco_node.swarm.relocation import Move, Relocation, Standing
@@ -54,6 +55,7 @@ class Stays:
         self._arrival = Arrival(directory, self._own, spec.limits.record_seconds)
         self._fitting = fitting_stages(footprint.parameters, free_memory(settings.device))
         self._began = 0.0
+        self._looked_in_vain = False
         self.ledger = Ledger()
         self.copies = StageCopies(spec, footprint.parameters, transport, self._rng)
         if spec.guard_copies:
@@ -63,6 +65,17 @@ class Stays:
         self.move: Move | None = None
         """Why this node leaves its stage; None while it stays."""
         self._came_from: tuple[int, Move] | None = None
+
+    async def look_around(self) -> DirectoryView:
+        """The directory before a stage is chosen, without this node's own former record; where this node joined others,
+        as soon as it shows one of them, within a few seconds."""
+        view = await look_for_others(self._directory, self._own, self._patience())
+        self._looked_in_vain = not view.anyone(self._directory.now())
+        return view
+
+    def _patience(self) -> float:
+        """Seconds to look for others: none where this node joined nobody, or has just looked in vain."""
+        return FIRST_LOOK_SECONDS if self._settings.initial_peers and not self._looked_in_vain else 0.0
 
     async def first_stage(self, saved: int | None) -> int:
         """The stage to begin with: the one that is set, else that of the node's checkpoint (`saved`), else the one that
@@ -98,6 +111,8 @@ class Stays:
         """Give the replica the state to begin with, and say where from. `saved_clock` is that of the checkpoint that it
         was resumed from. None where this node has moved here and nobody gave it: `back` is the stage to return to then.
         Raises UserError (NO_DONOR) for a node that has just started."""
+        await replica.look_around(self._patience())
+        self._looked_in_vain = False
         confirmed = self._came_from is not None and self._came_from[1].why == "lost"
         try:
             if saved_clock is None:

@@ -29,6 +29,11 @@ async def eventually(check: Callable[[], T], within: float = 10.0, what: str = "
     return result
 
 
+async def one_turn() -> None:
+    """Let every task that can go on do so once."""
+    await asyncio.sleep(0)
+
+
 def p2pd_children() -> list[int]:
     """Process ids of the p2pd processes that this process, or one it started, has running."""
     found: list[int] = []

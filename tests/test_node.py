@@ -15,6 +15,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.network import out_of_reach
 from noloco_node.node import check_device, run_and_save
 from noloco_node.preflight import plan
+from tests.support import one_turn
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
 
@@ -123,7 +124,7 @@ async def test_a_cancelled_run_saves_nothing_and_a_finished_one_saves_once() -> 
         saves.append("saved")
 
     task = asyncio.create_task(run_and_save(asyncio.Event().wait(), save))  # pyright: ignore[reportArgumentType]
-    await asyncio.sleep(0)
+    await one_turn()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -17,7 +17,7 @@ from noloco_node.revival import revive_if_lost
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.transport import Message, Refusal, Refused
-from tests.support import eventually
+from tests.support import eventually, one_turn
 from tests.worlds import World, micro_spec, peer_name, world
 
 LIMITS = LimitsSpec(record_seconds=1.0, grace_seconds=2, chunk_bytes=4096, guard_seconds=0.2)
@@ -126,7 +126,7 @@ async def test_nothing_is_revived_where_a_fellow_serves_or_comes_into_sight_in_t
         await newcomer.membership.refresh()
         assert newcomer.membership.fellows() == []
         reviving = asyncio.create_task(revive_if_lost(*arguments, confirmed=False))
-        await asyncio.sleep(0)
+        await one_turn()
         assert not reviving.done()
         made.hub.rows[1][peer_name(1, 0)] = row
         fellow.membership.state = PeerState.TRAINING
@@ -170,7 +170,7 @@ async def test_copies_are_given_to_the_run_only_and_a_poisoned_one_is_not_taken(
     """Another run, another stage and an unknown copy are refused with their reasons; NaN is not kept."""
     async with trained_world(guards=1) as (made, (head, _, tail, _), copies):
         keeping = asyncio.create_task(copies[2].keep(tail.membership, tail.worker))
-        await asyncio.sleep(0)
+        await one_turn()
 
         async def ask(method: str, **header: object) -> Message:
             request = {"run": head.spec.run_id, "stage": 1, **header}

@@ -10,23 +10,18 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm.conduct import Conduct
 from noloco_node.swarm.directory import LiveRecord
 from noloco_node.swarm.invitation import PREFIX, BadInvitation, Invitation, Proof, read_invitation
 from noloco_node.swarm.transport import (
-    Admit,
-    Gate,
-    Handle,
     Message,
     PeerId,
     Refusal,
     Refused,
-    TrafficCount,
     Transport,
 )
 from noloco_node.swarm.wire import WireModel, no_tensors, parse
@@ -100,85 +95,18 @@ class Access:
         transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=4)
 
 
-class IntroducingTransport:
-    """Implements `Transport`: another one, whose calls show this node's proof to peers that ask for it."""
+class Introduction:
+    """Shows this node's proof to peers that ask for it."""
 
     def __init__(self, transport: Transport, proof: Proof) -> None:
         self._transport = transport
         self._proof = proof
         self._warn_again_at = 0.0
 
-    @property
-    def peer_id(self) -> PeerId:
-        """See `Transport.peer_id`."""
-        return self._transport.peer_id
-
-    @property
-    def traffic(self) -> TrafficCount:
-        """See `Transport.traffic`."""
-        return self._transport.traffic
-
-    @property
-    def refusals_given(self) -> Mapping[Refusal, int]:
-        """See `Transport.refusals_given`."""
-        return self._transport.refusals_given
-
-    @property
-    def conduct(self) -> Conduct:
-        """See `Transport.conduct`."""
-        return self._transport.conduct
-
-    def guard(self, gate: Gate) -> None:
-        """See `Transport.guard`."""
-        self._transport.guard(gate)
-
-    def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> None:
-        """See `Transport.serve`."""
-        self._transport.serve(method, admit, handle, max_concurrent_per_peer=max_concurrent_per_peer)
-
-    def withdraw(self, *families: str) -> None:
-        """See `Transport.withdraw`."""
-        self._transport.withdraw(*families)
-
-    async def call(
-        self,
-        peer: PeerId,
-        method: str,
-        request: Message,
-        *,
-        timeout: float,
-        progress: float,
-        max_answer_bytes: int,
-    ) -> Message:
-        """See `Transport.call`. A peer that refuses as `not_admitted` did nothing, so the request goes once more."""
-
-        async def ask() -> Message:
-            return await self._transport.call(
-                peer, method, request, timeout=timeout, progress=progress, max_answer_bytes=max_answer_bytes
-            )
-
-        try:
-            return await ask()
-        except Refused as refused:
-            if refused.reason is not Refusal.NOT_ADMITTED:
-                raise
-        await self._show(peer, min(timeout, SHOW_SECONDS))
-        return await ask()
-
-    def sign(self, statement: bytes) -> bytes:
-        """See `Transport.sign`."""
-        return self._transport.sign(statement)
-
-    def signed_by(self, peer: PeerId, seal: bytes, statement: bytes) -> bool:
-        """See `Transport.signed_by`."""
-        return self._transport.signed_by(peer, seal, statement)
-
-    async def close(self) -> None:
-        """See `Transport.close`."""
-        await self._transport.close()
-
-    async def _show(self, peer: PeerId, limit: float) -> None:
+    async def show(self, peer: PeerId, seconds: float) -> None:
+        """Show it to `peer` within `seconds`. Raises like `Transport.call`; that it has expired is also logged."""
         header = ShownProof(proof=self._proof).model_dump(mode="json", exclude_none=True)
+        limit = min(seconds, SHOW_SECONDS)
         try:
             await self._transport.call(peer, METHOD, Message(header), timeout=limit, progress=limit, max_answer_bytes=0)
         except Refused as refused:
@@ -187,11 +115,6 @@ class IntroducingTransport:
                 ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(self._proof.grant.expires))
                 logger.warning("peers refuse this node: its invitation ended on %s. Ask the owner for a new one", ended)
             raise
-
-
-def introducing(transport: Transport, access: Access) -> Transport:
-    """The transport to call members with: one that shows this node's proof, if it has any."""
-    return transport if access.proof is None else IntroducingTransport(transport, access.proof)
 
 
 def own_access(spec: RunSpec, setting: str | None, own: PeerId) -> Access:

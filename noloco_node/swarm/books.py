@@ -2,54 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
+from noloco_node.aio import LoopLag
+from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.microbatch import Ledger
+from noloco_node.swarm.origin import Origin
+from noloco_node.swarm.pipeline import PipelineServer
 from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.waiting import MissingStages
 from noloco_node.telemetry.events import Account, Strangers, bytes_by_kind
-from noloco_node.training.progress import Progress
+from noloco_node.training.stage_worker import StageWorker
 
 
-def account_of(
-    progress: Progress,
-    ledger: Ledger,
-    transport: Transport,
-    membership: Membership,
-    *,
-    target: int,
-    held: int,
-    missing_stages: list[int],
-    loop_lag_seconds: float,
-    busy_seconds: float,
-    bounded: Mapping[str, int],
-) -> Account:
-    """The account of this moment; `held` are samples drawn and neither trained nor dropped, `bounded` counts what
-    strangers sent too large, by kind."""
-    traffic, conduct = transport.traffic, transport.conduct
-    return Account(
-        clock=progress.clock,
-        target=target,
-        tokens=progress.tokens,
-        drawn=ledger.drawn,
-        trained=ledger.trained,
-        dropped=ledger.dropped,
-        held_at_end=held,
-        put_back=ledger.put_back,
-        retried=ledger.retried,
-        repeated=ledger.repeated,
-        served=ledger.served,
-        refused={reason.value: count for reason, count in transport.refusals_given.items()},
-        bytes_sent=bytes_by_kind(traffic.sent),
-        bytes_received=bytes_by_kind(traffic.received),
-        nodes_per_stage=membership.nodes_per_stage(),
-        missing_stages=missing_stages,
-        loop_lag_seconds=loop_lag_seconds,
-        busy_seconds=busy_seconds,
-        strangers=Strangers(
-            offences=dict(conduct.offences),
-            bans=dict(conduct.bans),
-            banned_now=conduct.banned_now,
-            bounded=dict(bounded),
-        ),
-    )
+class Books:
+    """What a replica's parts have counted, brought together. `origin` is that of stage 0."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        transport: Transport,
+        membership: Membership,
+        worker: StageWorker,
+        server: PipelineServer,
+        ledger: Ledger,
+        missing: MissingStages,
+        *,
+        origin: Origin | None,
+        emit: Callable[[Account], None],
+    ) -> None:
+        self._target = spec.inner.target_tokens
+        self._transport = transport
+        self._membership = membership
+        self._worker = worker
+        self._server = server
+        self._ledger = ledger
+        self._missing = missing
+        self._origin = origin
+        self._emit = emit
+        self.lag = LoopLag()
+
+    @property
+    def in_hand(self) -> int:
+        """Microbatches that this node holds: its own under way on stage 0, else those of others."""
+        return self._server.pending if self._origin is None else self._origin.under_way
+
+    def write(self) -> None:
+        """The account of this moment, as an event."""
+        progress, ledger, traffic = self._worker.progress, self._ledger, self._transport.traffic
+        conduct = self._transport.conduct
+        self._emit(
+            Account(
+                clock=progress.clock,
+                target=self._target,
+                tokens=progress.tokens,
+                drawn=ledger.drawn,
+                trained=ledger.trained,
+                dropped=ledger.dropped,
+                held_at_end=self._origin.held if self._origin else len(ledger.waiting),
+                put_back=ledger.put_back,
+                retried=ledger.retried,
+                repeated=ledger.repeated,
+                served=ledger.served,
+                refused={reason.value: count for reason, count in self._transport.refusals_given.items()},
+                bytes_sent=bytes_by_kind(traffic.sent),
+                bytes_received=bytes_by_kind(traffic.received),
+                nodes_per_stage=self._membership.nodes_per_stage(),
+                missing_stages=self._missing.stages,
+                loop_lag_seconds=self.lag.take(),
+                busy_seconds=self._worker.busy_seconds,
+                strangers=Strangers(
+                    offences=dict(conduct.offences),
+                    bans=dict(conduct.bans),
+                    banned_now=conduct.banned_now,
+                    bounded={"activations": self._server.out_of_scale, **self._worker.bounded},
+                ),
+            )
+        )

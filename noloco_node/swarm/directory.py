@@ -75,6 +75,10 @@ class DirectoryView:
             rows[peer].record for peer in sorted(rows) if rows[peer].expires > now and rows[peer].record.state in wanted
         )
 
+    def anyone(self, now: float) -> bool:
+        """Whether anybody lives at DHT time `now`, at whatever stage."""
+        return any(self.live(stage, now) for stage in range(len(self.stages)))
+
     def without(self, peer: PeerId) -> DirectoryView:
         """The same without one peer: a node that comes back finds its former life's record still there, and must not
         take itself for somebody else."""

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from noloco_node.aio import Pulse
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.outer.clipping import DifferenceBound
-from noloco_node.outer.gauge import gauge_coordinates, spread
 from noloco_node.outer.replica import NotFinite, Part
 from noloco_node.outer.update import token_weights
 from noloco_node.swarm.exchange_messages import (
@@ -34,10 +33,22 @@ from noloco_node.swarm.exchange_messages import (
     Leave,
     Opening,
     Proposal,
+    check_proposal,
 )
-from noloco_node.swarm.exchange_session import Session, abort_event, commit_event, overdue, say_goodbye
+from noloco_node.swarm.exchange_session import (
+    Session,
+    abort_event,
+    begin,
+    commit_event,
+    opening_message,
+    opening_specs,
+    overdue,
+    say_goodbye,
+    streams_for,
+)
+from noloco_node.swarm.fellow_clocks import FellowClocks
 from noloco_node.swarm.microbatch import all_finite
-from noloco_node.swarm.pairing import Window, answer_proposal, believed_clock, laggard, lags
+from noloco_node.swarm.pairing import Window, answer_proposal
 from noloco_node.swarm.patience import Patience
 from noloco_node.swarm.probation import Meeting, Standing
 from noloco_node.swarm.transport import (
@@ -52,9 +63,9 @@ from noloco_node.swarm.transport import (
     Transport,
     TransportError,
 )
-from noloco_node.swarm.wire import check_addressed, no_tensors, parse
+from noloco_node.swarm.wire import no_tensors, parse
 from noloco_node.telemetry.events import OuterStep
-from noloco_node.training.stage_worker import Commit, Snapshot, StageWorker
+from noloco_node.training.stage_worker import Commit, StageWorker
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +76,8 @@ class Exchanger:
     """This replica's outer steps: dials, answers, and steps alone; at most one exchange at a time.
 
     `run()` must be running in the owner's task group. `on_outer_step` receives an event for every commit and every try
-    that came to nothing. `clocks` estimates the present clocks of live fellows, `recorded_clocks` gives those of their
-    records. `moved` fires when an exchange has ended or a catch-up is due. A fragment is named by its index; None is
-    the whole stage, also where it is cut into one.
+    that came to nothing. `moved` fires when an exchange has ended or a catch-up is due. A fragment is named by its
+    index; None is the whole stage, also where it is cut into one.
     """
 
     def __init__(
@@ -78,8 +88,7 @@ class Exchanger:
         worker: StageWorker,
         *,
         streams: int,
-        clocks: Callable[[], Sequence[float]],
-        recorded_clocks: Callable[[], Sequence[float]],
+        clocks: FellowClocks,
         standing: Standing,
         on_outer_step: Callable[[OuterStep], None],
         moved: Pulse,
@@ -90,7 +99,6 @@ class Exchanger:
         self._worker = worker
         self._streams = streams
         self._clocks = clocks
-        self._recorded_clocks = recorded_clocks
         self._standing = standing
         self._on_outer_step = on_outer_step
         parts = (*worker.outer.fragments, worker.outer.whole)
@@ -211,7 +219,7 @@ class Exchanger:
         snapshot = session.snapshot = await self._worker.snapshot(session.fragment)
         own = await self._compute(lambda: self._begin(session))
         size = sum(tensor.nbytes for tensor in own)
-        answer = await self._call(session.partner, OPEN, _opening(session, snapshot, own), size)
+        answer = await self._call(session.partner, OPEN, opening_message(session, snapshot, own), size)
         if answer.specs != self._opening_specs(session.part):
             raise ProtocolViolation("the gauge or the sketch does not have the agreed size")
         if not await all_finite(answer.tensors[0]):
@@ -220,7 +228,7 @@ class Exchanger:
         session.bound = opening.bound
         self._refuse_laggards(session.partner, opening.clock)
         await self._compute(lambda: self._worker.outer.agree(answer.tensors[1:]))
-        self._meet(session, opening, own, answer.tensors)
+        session.meet(self._clocks.met(opening.clock), own, answer.tensors)
         pending = list(reversed(range(self._worker.outer.chunks)))
 
         async def stripe() -> None:
@@ -262,18 +270,7 @@ class Exchanger:
         proposal = parse(Proposal, message.header)
         if not self.accepting:
             raise Refused(Refusal.DRAINING)
-        check_addressed(
-            run=proposal.run,
-            stage=proposal.stage,
-            own_run=self._spec.run_id,
-            own_stage=self._stage,
-            protocol=proposal.protocol,
-        )
-        if proposal.contract != self._contract:
-            raise Refused(Refusal.WRONG_CONTRACT, "the stages differ in shapes, order, codec, fragments or chunk size")
-        fragments = self._spec.outer.fragments
-        if proposal.fragment is not None and proposal.fragment >= fragments:
-            raise Refused(Refusal.MALFORMED, f"fragment {proposal.fragment} of {fragments}")
+        check_proposal(proposal, self._spec, self._stage, self._contract)
         if self._session is not None or self.catching_up:
             raise Refused(Refusal.BUSY)
         if self.patience.resting(peer, time.monotonic()):
@@ -313,13 +310,7 @@ class Exchanger:
         return True
 
     def _refuse_laggards(self, peer: PeerId, claimed: float) -> None:
-        lagging = laggard(
-            self._worker.progress.clock,
-            claimed,
-            estimated=self._clocks(),
-            recorded=self._recorded_clocks(),
-            max_lag=self._spec.max_lag_tokens,
-        )
+        lagging = self._clocks.laggard(claimed)
         if lagging == "own":
             self.catch_up_from = peer
             self._moved.fire()
@@ -356,9 +347,9 @@ class Exchanger:
         except NotFinite as error:
             raise self._broken_off(session, str(error)) from None
         self._check_still_open(session)
-        self._meet(session, opening, own, message.tensors)
+        session.meet(self._clocks.met(opening.clock), own, message.tensors)
         session.snapshot = snapshot
-        return _opening(session, snapshot, own)
+        return opening_message(session, snapshot, own)
 
     def _check_still_open(self, session: Session) -> None:
         """Refuse to go on where the exchange was given up: another outer step may own the buffers by now."""
@@ -402,25 +393,10 @@ class Exchanger:
         return Message({}, (own,))
 
     def _begin(self, session: Session) -> tuple[Tensor, ...]:
-        """On the arithmetic's thread: open the outer step on the snapshot; the gauge and, if any, the sketch."""
-        outer, part = self._worker.outer, session.part
-        outer.open(part, members=2, weight=session.weight, exchange=session.exchange)
-        places = gauge_coordinates(session.exchange, part.size, self._spec.outer.gauge_coordinates)
-        gauge, sketch = outer.snapshot[part.slice][places], outer.sketch()
-        return (gauge, sketch) if sketch.numel() else (gauge,)
+        return begin(self._worker.outer, session, self._spec.outer.gauge_coordinates)
 
     def _opening_specs(self, part: Part) -> tuple[TensorSpec, ...]:
-        gauge = gauge_coordinates("", part.size, self._spec.outer.gauge_coordinates).numel()
-        sketch = self._worker.outer.codec.sketch_elements(part.size)
-        return tuple(TensorSpec("fp32", (size,)) for size in (gauge, sketch) if size)
-
-    def _meet(self, session: Session, other: Opening, own: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        """Both headers are known: the partner's clock, the spread, and the bytes so far."""
-        session.partner_clock = self._believed(other.clock)
-        session.spread = spread(own[0], others[0])
-        session.sent += sum(tensor.nbytes for tensor in own)
-        session.received += sum(tensor.nbytes for tensor in others)
-        session.last_progress = time.monotonic()
+        return opening_specs(self._worker.outer.codec, part.size, self._spec.outer.gauge_coordinates)
 
     async def _commit(self, session: Session) -> None:
         """Clip, apply between two device operations, and report. Once begun it is carried to its end."""
@@ -457,19 +433,9 @@ class Exchanger:
 
     def _note_refusal(self, partner: PeerId, error: Refused | TransportError) -> None:
         told_to_catch_up = isinstance(error, Refused) and error.reason is Refusal.LAGGING and error.detail == "yours"
-        if told_to_catch_up and lags(self._worker.progress.clock, self._recorded_clocks(), self._spec.max_lag_tokens):
+        if told_to_catch_up and self._clocks.own_lags():
             self.catch_up_from = partner
         logger.debug("proposal to %s came to nothing: %r", partner, error)
-
-    def _believed(self, claimed: float) -> float:
-        """A partner's clock within bounds; where the directory knows no fellow, around the own clock."""
-        own = (self._worker.progress.clock,)
-        return believed_clock(
-            claimed,
-            estimated=self._clocks() or own,
-            recorded=self._recorded_clocks() or own,
-            max_lag=self._spec.max_lag_tokens,
-        )
 
     def _give_up_if_stalled(self, limit: float) -> None:
         session = self._session
@@ -518,16 +484,3 @@ class Exchanger:
         """Arithmetic of the open step, one piece after another on its own thread: what a closed session left there is
         done before the next session clears the buffers."""
         return await asyncio.get_running_loop().run_in_executor(self._arithmetic, work)
-
-
-def streams_for(chunk_seconds: float, limit: float, most: int) -> int:
-    """Chunks to have in flight, 1 to `most`, where the first one alone took `chunk_seconds`.
-
-    On a slow link they share its bandwidth, and each must be there within `limit` seconds: half of that is used.
-    """
-    return max(1, min(most, int(limit / 2 / max(chunk_seconds, 1e-3))))
-
-
-def _opening(session: Session, snapshot: Snapshot, tensors: tuple[Tensor, ...]) -> Message:
-    opening = Opening(exchange=session.exchange, clock=snapshot.progress.clock, bound=session.bound)
-    return Message(opening.model_dump(mode="json"), tensors)

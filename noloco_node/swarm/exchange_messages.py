@@ -7,7 +7,17 @@ from typing import Annotated
 from pydantic import Field
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.swarm.wire import ClockValue, ProtocolVersion, RandomId, RunName, StageIndex, WireModel
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.swarm.transport import Refusal, Refused
+from noloco_node.swarm.wire import (
+    ClockValue,
+    ProtocolVersion,
+    RandomId,
+    RunName,
+    StageIndex,
+    WireModel,
+    check_addressed,
+)
 
 PROPOSE = "outer.propose"
 OPEN = "outer.open"
@@ -33,6 +43,22 @@ class Proposal(WireModel):
     """Index of the fragment to be averaged; None is the whole stage."""
     newcomer: bool = False
     """The dialler is on probation: it asks to be pulled, and not to be counted."""
+
+
+def check_proposal(proposal: Proposal, spec: RunSpec, stage: int, contract: str) -> None:
+    """Raise Refused where it is for another run or stage, or the two sides' tensors would not fit together."""
+    check_addressed(
+        run=proposal.run,
+        stage=proposal.stage,
+        own_run=spec.run_id,
+        own_stage=stage,
+        protocol=proposal.protocol,
+    )
+    if proposal.contract != contract:
+        raise Refused(Refusal.WRONG_CONTRACT, "the stages differ in shapes, order, codec, fragments or chunk size")
+    fragments = spec.outer.fragments
+    if proposal.fragment is not None and proposal.fragment >= fragments:
+        raise Refused(Refusal.MALFORMED, f"fragment {proposal.fragment} of {fragments}")
 
 
 class Acceptance(WireModel):

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from noloco_node.outer.replica import Part
-from noloco_node.swarm.exchange_messages import LEAVE, Leave
+from torch import Tensor
+
+from noloco_node.outer.codec import Codec
+from noloco_node.outer.gauge import gauge_coordinates, spread
+from noloco_node.outer.replica import OuterReplica, Part
+from noloco_node.swarm.exchange_messages import LEAVE, Leave, Opening
 from noloco_node.swarm.state_messages import StateManifest
-from noloco_node.swarm.transport import Message, PeerId, Refused, Transport, TransportError
+from noloco_node.swarm.transport import Message, PeerId, Refused, TensorSpec, Transport, TransportError
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.progress import Progress
 from noloco_node.training.stage_worker import Commit, Snapshot
@@ -54,6 +59,43 @@ class Session:
     """The partner's training loss, as it says."""
     sent: int = 0
     received: int = 0
+
+    def meet(self, partner_clock: float, own: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Both openings are known: the partner's clock as it is believed, the spread, and the bytes so far."""
+        self.partner_clock = partner_clock
+        self.spread = spread(own[0], others[0])
+        self.sent += sum(tensor.nbytes for tensor in own)
+        self.received += sum(tensor.nbytes for tensor in others)
+        self.last_progress = time.monotonic()
+
+
+def begin(outer: OuterReplica, session: Session, coordinates: int) -> tuple[Tensor, ...]:
+    """On the arithmetic's thread: open the outer step on the snapshot; the gauge and, if any, the sketch."""
+    part = session.part
+    outer.open(part, members=2, weight=session.weight, exchange=session.exchange)
+    places = gauge_coordinates(session.exchange, part.size, coordinates)
+    gauge, sketch = outer.snapshot[part.slice][places], outer.sketch()
+    return (gauge, sketch) if sketch.numel() else (gauge,)
+
+
+def opening_specs(codec: Codec, size: int, coordinates: int) -> tuple[TensorSpec, ...]:
+    """What must travel at the opening of an exchange of `size` weights: what `begin` gives."""
+    gauge, sketch = gauge_coordinates("", size, coordinates).numel(), codec.sketch_elements(size)
+    return tuple(TensorSpec("fp32", (elements,)) for elements in (gauge, sketch) if elements)
+
+
+def opening_message(session: Session, snapshot: Snapshot, tensors: tuple[Tensor, ...]) -> Message:
+    """What a side says of its snapshot before any chunk, with the gauge and, if any, the sketch."""
+    opening = Opening(exchange=session.exchange, clock=snapshot.progress.clock, bound=session.bound)
+    return Message(opening.model_dump(mode="json"), tensors)
+
+
+def streams_for(chunk_seconds: float, limit: float, most: int) -> int:
+    """Chunks to have in flight, 1 to `most`, where the first one alone took `chunk_seconds`.
+
+    On a slow link they share its bandwidth, and each must be there within `limit` seconds: half of that is used.
+    """
+    return max(1, min(most, int(limit / 2 / max(chunk_seconds, 1e-3))))
 
 
 def overdue(session: Session, now: float, limit: float, chunks: int) -> str | None:

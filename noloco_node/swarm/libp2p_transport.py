@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 from noloco_node.aio import cancel_and_wait
-from noloco_node.swarm.conduct import Conduct
+from noloco_node.swarm.common_transport import CommonTransport
 from noloco_node.swarm.framed_stream import FramedStream, StreamEnded, StreamStalled
 from noloco_node.swarm.frames import (
     Envelope,
@@ -28,21 +28,17 @@ from noloco_node.swarm.frames import (
     tensor_bytes,
 )
 from noloco_node.swarm.identity import Identity
-from noloco_node.swarm.serving import RequestDesk, TransportLimits
+from noloco_node.swarm.serving import TransportLimits
 from noloco_node.swarm.signing import sign_statement, signed_by
 from noloco_node.swarm.stream_pool import Lease, StreamHost, StreamPool
 from noloco_node.swarm.transport import (
-    Admit,
     BrokenStream,
     DeadlinePassed,
-    Gate,
-    Handle,
     Message,
     PeerId,
     ProtocolViolation,
     Refusal,
     Refused,
-    TrafficCount,
 )
 
 logger = logging.getLogger(__name__)
@@ -65,17 +61,17 @@ class _RequestNotSent(Exception):
     """A stream from the pool turned out dead before the request was complete: it cannot have been carried out."""
 
 
-class Libp2pTransport:
+class Libp2pTransport(CommonTransport):
     """Implements `Transport` on a `StreamHost`. `start` must be awaited before peers can be served. It signs with
     `identity`, which must be the one behind the host's peer id; a node that signs nothing needs none."""
 
     def __init__(
         self, host: StreamHost, limits: TransportLimits | None = None, identity: Identity | None = None
     ) -> None:
+        super().__init__(limits)
         self._host = host
         self._identity = identity
-        self._limits = limits or TransportLimits()
-        self._desk = RequestDesk(self._limits)
+        self._limits = self._desk.limits
         self._pool = StreamPool(
             host, STREAM_PROTOCOL, self._limits.max_streams_per_peer // 2, self._limits.idle_seconds / 2
         )
@@ -89,25 +85,6 @@ class Libp2pTransport:
         return self._host.own_id
 
     @property
-    def traffic(self) -> TrafficCount:
-        """Bytes so far, by method."""
-        return self._desk.traffic
-
-    @property
-    def refusals_given(self) -> Mapping[Refusal, int]:
-        """Refusals this node gave so far, by reason."""
-        return self._desk.refusals_given
-
-    @property
-    def conduct(self) -> Conduct:
-        """See `Transport.conduct`."""
-        return self._desk.conduct
-
-    def guard(self, gate: Gate) -> None:
-        """See `Transport.guard`."""
-        self._desk.gate = gate
-
-    @property
     def incoming_streams(self) -> int:
         """Streams that peers hold open to this node."""
         return self._incoming.total()
@@ -116,14 +93,6 @@ class Libp2pTransport:
     def idle_streams(self) -> int:
         """Own streams that wait in the pool."""
         return self._pool.idle_count
-
-    def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> None:
-        """See `Transport.serve`."""
-        self._desk.serve(method, admit, handle, max_concurrent_per_peer=max_concurrent_per_peer)
-
-    def withdraw(self, *families: str) -> None:
-        """See `Transport.withdraw`."""
-        self._desk.withdraw(*families)
 
     def sign(self, statement: bytes) -> bytes:
         """See `Transport.sign`."""
@@ -145,17 +114,9 @@ class Libp2pTransport:
         await cancel_and_wait(list(self._serving))
         await self._pool.close()
 
-    async def call(
-        self,
-        peer: PeerId,
-        method: str,
-        request: Message,
-        *,
-        timeout: float,
-        progress: float,
-        max_answer_bytes: int,
+    async def _call(
+        self, peer: PeerId, method: str, request: Message, timeout: float, progress: float, max_answer_bytes: int
     ) -> Message:
-        """See `Transport.call`. The request's tensors must stay unchanged until the call returns."""
         for tensor in request.tensors:
             tensor_bytes(tensor)
         payload = encode_envelope(method, request.header, request.specs)

@@ -10,12 +10,12 @@ from statistics import median
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
+from noloco_node.swarm.first_look import look_for_others
 from noloco_node.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 2.0
-FIRST_LOOKS_SECONDS = 0.3
 WITHDRAWAL_MARGIN_SECONDS = 5.0
 
 SERVING = (PeerState.TRAINING, PeerState.FINISHING)
@@ -177,21 +177,17 @@ class Membership:
     async def refresh(self) -> None:
         """Look at the directory once."""
         await self._directory.refresh()
+        self._take_in()
+
+    async def look_for_others(self, seconds: float) -> None:
+        """Look until another node is seen, `seconds` at most (`first_look`)."""
+        await look_for_others(self._directory, self._own, seconds)
+        self._take_in()
+
+    def _take_in(self) -> None:
         clocks = [record.clock for record in self.live(0, *SERVING)]
         self.origins_clock = max(self.origins_clock, median(clocks) if clocks else 0.0)
         self._on_change()
-
-    async def look_for_others(self, seconds: float) -> None:
-        """Read the directory until it shows another node, `seconds` at most: an empty view would make a node that joins
-        others start from the seed beside a trained swarm."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
-        while True:
-            await self.refresh()
-            if self.others() or loop.time() >= until:
-                return
-            # The directory gives no sign of a change: asking again is the only way.
-            await asyncio.sleep(FIRST_LOOKS_SECONDS)
 
     async def run(self) -> None:
         """Renew the record three times within its life, and once as soon as this node knows its speed, without which

@@ -9,20 +9,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from noloco_node.aio import cancel_and_wait
-from noloco_node.swarm.conduct import Conduct
+from noloco_node.swarm.common_transport import CommonTransport
 from noloco_node.swarm.frames import Envelope, decode_envelope, encode_envelope, tensor_bytes
-from noloco_node.swarm.serving import RequestDesk, TransportLimits
+from noloco_node.swarm.serving import TransportLimits
 from noloco_node.swarm.transport import (
-    Admit,
     BrokenStream,
     DeadlinePassed,
-    Gate,
-    Handle,
     Message,
     PeerId,
     PeerUnreachable,
@@ -131,13 +128,13 @@ class MemoryNetwork:
         return None
 
 
-class MemoryTransport:
+class MemoryTransport(CommonTransport):
     """Implements `Transport` among the transports of one `MemoryNetwork`."""
 
     def __init__(self, network: MemoryNetwork, peer_id: PeerId, limits: TransportLimits | None = None) -> None:
+        super().__init__(limits)
         self._network = network
         self._peer_id = peer_id
-        self._desk = RequestDesk(limits or TransportLimits())
         self._calls: dict[asyncio.Future[Message], PeerId] = {}
         self._handlers: set[asyncio.Task[Message]] = set()
         self._closed = False
@@ -148,33 +145,6 @@ class MemoryTransport:
         """This node's own id."""
         return self._peer_id
 
-    @property
-    def traffic(self) -> TrafficCount:
-        """Bytes so far, by method."""
-        return self._desk.traffic
-
-    @property
-    def refusals_given(self) -> Mapping[Refusal, int]:
-        """Refusals this node gave so far, by reason."""
-        return self._desk.refusals_given
-
-    @property
-    def conduct(self) -> Conduct:
-        """See `Transport.conduct`."""
-        return self._desk.conduct
-
-    def guard(self, gate: Gate) -> None:
-        """See `Transport.guard`."""
-        self._desk.gate = gate
-
-    def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> None:
-        """See `Transport.serve`."""
-        self._desk.serve(method, admit, handle, max_concurrent_per_peer=max_concurrent_per_peer)
-
-    def withdraw(self, *families: str) -> None:
-        """See `Transport.withdraw`."""
-        self._desk.withdraw(*families)
-
     def sign(self, statement: bytes) -> bytes:
         """See `Transport.sign`; in memory nobody forges on purpose, so the name is the key."""
         return _seal(self._peer_id, statement)
@@ -183,18 +153,10 @@ class MemoryTransport:
         """See `Transport.signed_by`."""
         return seal == _seal(peer, statement)
 
-    async def call(
-        self,
-        peer: PeerId,
-        method: str,
-        request: Message,
-        *,
-        timeout: float,
-        progress: float,
-        max_answer_bytes: int,
+    async def _call(
+        self, peer: PeerId, method: str, request: Message, timeout: float, progress: float, max_answer_bytes: int
     ) -> Message:
-        """See `Transport.call`. Bytes always move in memory, so `progress` never passes before `timeout`."""
-        del progress
+        del progress  # bytes always move in memory, so it never passes before `timeout`
         for tensor in request.tensors:
             tensor_bytes(tensor)
         payload = encode_envelope(method, request.header, request.specs)

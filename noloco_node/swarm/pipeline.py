@@ -1,8 +1,8 @@
 """A microbatch's way there and back.
 
 Each hop has one owner: the sender keeps the activations until the gradient is back, and on a refusal, a time-out or a
-broken stream it picks another peer. `Downstream` is that owner, `PipelineServer` answers for a stage, `Origin` draws
-the samples on stage 0 and keeps the account that must close.
+broken stream it picks another peer. `Downstream` is that owner, `PipelineServer` answers for a stage; `Origin` stands
+where the way begins (`origin.py`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from noloco_node.aio import run_to_end
@@ -27,7 +24,6 @@ from noloco_node.swarm.microbatch import (
     Ledger,
     MicrobatchHeader,
     Mode,
-    Sample,
     Trained,
     all_finite,
     check_specs,
@@ -64,10 +60,7 @@ ANSWERS_KEPT = 32
 IDS_KEPT = 4096
 BUSY_BACKOFF_SECONDS = (0.02, 0.2)
 NOBODY_WARNING_SECONDS = 30.0
-FIRST_PAUSE_SECONDS = 0.05
-LONGEST_PAUSE_SECONDS = 5.0
 KEPT_ANSWER_BYTES = 64 << 20
-EVALUATED_AT_ONCE = 2
 SCALE_MULTIPLE = 16.0
 """Activations whose root mean square is this many times the usual one are refused."""
 
@@ -352,165 +345,3 @@ class PipelineServer:
 
 def _size(message: Message) -> int:
     return sum(tensor.nbytes for tensor in message.tensors)
-
-
-class Origin:
-    """Stage 0's source of microbatches: draws samples, keeps several under way, puts failed ones back.
-
-    The account closes at every moment: drawn = trained + dropped + held.
-    """
-
-    def __init__(
-        self,
-        spec: RunSpec,
-        worker: StageWorker,
-        downstream: Downstream | None,
-        ledger: Ledger,
-        *,
-        draw: Callable[[], Sequence[int]],
-        load: Callable[[Sequence[int]], tuple[Tensor, Tensor]],
-        rng: random.Random,
-    ) -> None:
-        self._spec = spec
-        self._worker = worker
-        self._downstream = downstream
-        self._ledger = ledger
-        self._draw = draw
-        self._load = load
-        self._rng = rng
-        self._waiting = ledger.waiting
-        self._under_way: dict[Sample, None] = {}
-
-    @property
-    def under_way(self) -> int:
-        """Samples being carried through now."""
-        return len(self._under_way)
-
-    @property
-    def held(self) -> int:
-        """Samples drawn and neither trained nor dropped."""
-        return len(self._waiting) + len(self._under_way)
-
-    @property
-    def held_samples(self) -> list[Sample]:
-        """Those samples, in the order in which they are to be trained."""
-        return [*self._under_way, *self._waiting]
-
-    async def run(
-        self, in_flight: int, training_goes_on: Callable[[], bool], way_is_open: Callable[[], Awaitable[None]]
-    ) -> None:
-        """Keep `in_flight` microbatches under way until `training_goes_on()` is false, then finish those under way.
-
-        `way_is_open` is awaited before each: it returns once every later stage has a replica.
-        """
-
-        async def keep_drawing() -> None:
-            pause = FIRST_PAUSE_SECONDS
-            while True:
-                await way_is_open()
-                if not training_goes_on():
-                    return
-                if await self.train_one():
-                    pause = FIRST_PAUSE_SECONDS
-                else:  # others are in trouble: come back later and later, and not all at once
-                    await asyncio.sleep(pause * self._rng.uniform(0.5, 1.5))
-                    pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(in_flight):
-                group.create_task(keep_drawing())
-
-    async def train_one(self) -> bool:
-        """Draw one sample (one that was put back, if there is any) and carry it to its end or back into the queue.
-
-        True where it was trained.
-        """
-        sample = self._waiting.popleft() if self._waiting else self._draw_new()
-        self._under_way[sample] = None
-        try:
-            await self._carry_through(sample)
-        except HopFailed as failure:
-            del self._under_way[sample]
-            self._put_back(sample, failure)
-            return False
-        except MicrobatchNotFinite as error:
-            del self._under_way[sample]
-            self._put_back(sample, HopFailed(Refusal.NOT_FINITE, str(error), reached=True))
-            return False
-        except asyncio.CancelledError:
-            del self._under_way[sample]
-            self._waiting.appendleft(sample)
-            raise
-        else:
-            del self._under_way[sample]
-            self._ledger.trained += 1
-            return True
-
-    async def evaluate(
-        self, windows: Sequence[int], load: Callable[[Sequence[int]], tuple[Tensor, Tensor]]
-    ) -> tuple[float, int]:
-        """Mean loss (nats per token) of held-out windows through the swarm, and their tokens. Raises HopFailed."""
-        size = self._spec.inner.microbatch_windows
-        parts = [windows[start : start + size] for start in range(0, len(windows), size)]
-        results: list[tuple[float, int]] = []
-
-        async def work_off() -> None:
-            while parts:
-                results.append(await self._evaluate_part(parts.pop(), load))
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(EVALUATED_AT_ONCE, len(parts))):
-                    group.create_task(work_off())
-        except* HopFailed as failures:
-            raise failures.exceptions[0] from None
-        tokens = sum(count for _, count in results)
-        return sum(loss for loss, _ in results) / tokens, tokens
-
-    async def _carry_through(self, sample: Sample) -> None:
-        inputs, labels = self._load(sample.windows)
-        if self._downstream is None:
-            await self._worker.loss(inputs, labels, draw=True)
-            return
-        passage = Passage()
-        try:
-            outputs = await self._worker.forward(inputs, passage, draw=True)
-            trained = await self._downstream.send(
-                secrets.token_hex(16), "train", outputs, labels.to(torch.int32), self._spec.pipeline.budget_seconds
-            )
-            assert trained.gradient is not None
-            await self._worker.backward(
-                passage, trained.gradient, trained.loss_sum, trained.tokens, source=trained.peer
-            )
-        except BaseException:
-            await run_to_end(self._worker.discard(passage))
-            raise
-
-    async def _evaluate_part(
-        self, windows: Sequence[int], load: Callable[[Sequence[int]], tuple[Tensor, Tensor]]
-    ) -> tuple[float, int]:
-        inputs, labels = load(windows)
-        if self._downstream is None:
-            try:
-                return await self._worker.evaluate_loss(inputs, labels), labels.numel()
-            except MicrobatchNotFinite as error:
-                raise HopFailed(Refusal.NOT_FINITE, str(error), reached=True) from None
-        outputs = await self._worker.evaluate(inputs)
-        result = await self._downstream.send(
-            secrets.token_hex(16), "evaluate", outputs, labels.to(torch.int32), self._spec.pipeline.budget_seconds
-        )
-        return result.loss_sum, result.tokens
-
-    def _draw_new(self) -> Sample:
-        self._ledger.drawn += 1
-        return Sample(self._draw())
-
-    def _put_back(self, sample: Sample, failure: HopFailed) -> None:
-        if failure.reached:  # where nobody had it in hand, an outage says nothing against the sample
-            if sample.put_backs >= self._spec.pipeline.put_backs:
-                self._ledger.dropped += 1
-                logger.warning("a sample was dropped after %d put-backs: %s", sample.put_backs, failure)
-                return
-            sample.put_backs += 1
-        self._ledger.put_back += 1
-        self._waiting.append(sample)

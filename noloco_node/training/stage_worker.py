@@ -133,6 +133,11 @@ class StageWorker:
         return self.progress.tokens + self._trainer.tokens_accumulated
 
     @property
+    def busy_seconds(self) -> float:
+        """Time that the device has worked, for this worker and those before it on its thread."""
+        return self._thread.busy_seconds
+
+    @property
     def bounded(self) -> dict[str, int]:
         """Gradients scaled down so far: those that the next stage `returned`, and those that microbatches `caused`."""
         return {"returned": self._trainer.returned_bound.exceeded, "caused": self._trainer.caused_bound.exceeded}

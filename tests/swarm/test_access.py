@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from noloco_node.config.run_spec import AccessSpec, RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.invite_commands import make_invitation
-from noloco_node.swarm.access import METHOD, Access, IntroducingTransport, own_access
+from noloco_node.swarm.access import METHOD, Access, Introduction, own_access
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.identity import Identity, load_or_create_identity
 from noloco_node.swarm.invitation import Invitation, Proof, invite, read_invitation
@@ -169,8 +169,8 @@ class Pair:
 
     async def ask(self, method: str, *, proof: Proof | None) -> Message:
         """The guest's call."""
-        transport = self.guest if proof is None else IntroducingTransport(self.guest, proof)
-        return await transport.call(self.member.peer_id, method, Message(), timeout=5, progress=5, max_answer_bytes=0)
+        self.guest.introduce_with(None if proof is None else Introduction(self.guest, proof).show)
+        return await self.guest.call(self.member.peer_id, method, Message(), timeout=5, progress=5, max_answer_bytes=0)
 
 
 @contextlib.asynccontextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,6 +26,7 @@ from noloco_node.swarm.receipts import METHOD, Receipts, open_receipts
 from noloco_node.swarm.signing import sign_statement, signed_by
 from noloco_node.swarm.transport import Message, PeerId, Refused
 from noloco_node.training.progress import Progress
+from tests.support import one_turn
 from tests.worlds import micro_spec, run_to_the_end, world
 
 RUN = "r" * 32
@@ -281,7 +281,7 @@ async def test_a_training_swarm_counts_the_same_on_both_sides() -> None:
     """What stage 0 says that stage 1 did for it is what stage 1 counted, peer by peer, to the token."""
     async with world(micro_spec(stages=2, steps=12), replicas=2) as made:
         await run_to_the_end(made, within=120)
-        await asyncio.sleep(0)
+        await one_turn()
         by_server = {
             (server._transport.peer_id, peer): (done.microbatches, done.tokens)
             for server in made.of_stage(1)

@@ -14,7 +14,7 @@ from noloco_node.swarm.ending import ORPHAN_GRACES, until_nobody_trains
 from noloco_node.swarm.membership import Membership, OwnFigures
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.transport import PeerId
-from tests.support import eventually
+from tests.support import eventually, one_turn
 from tests.worlds import micro_spec, peer_name, world
 
 GRACE = 0.02
@@ -74,7 +74,7 @@ async def test_a_node_that_saw_an_origin_train_and_then_gone_ends_with_it() -> N
     await swarm.a.announce(PeerState.TRAINING)
     await swarm.watcher.refresh()
     ending = swarm.ended()
-    await asyncio.sleep(0)
+    await one_turn()
     assert not ending.done()
     for state in FINISHED[1:]:
         await swarm.a.announce(state)
@@ -88,7 +88,7 @@ async def test_orphans_end_near_the_target_and_complain_far_from_it() -> None:
     await swarm.a.announce(PeerState.TRAINING)
     await swarm.watcher.refresh()
     near, far = swarm.ended(lambda: True), swarm.ended()
-    await asyncio.sleep(0)
+    await one_turn()
     for state in STOPPED[1:]:
         await swarm.a.announce(state)
     await swarm.watcher.refresh()

@@ -16,7 +16,7 @@ from torch import Tensor
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.outer.update import OuterRule, contribution, step_, token_weights
 from noloco_node.replica import Replica
-from noloco_node.swarm import exchange
+from noloco_node.swarm import exchange, exchange_session
 from noloco_node.swarm.memory_transport import Fault, FaultKind
 from noloco_node.swarm.transport import Message, Refusal, Refused
 from noloco_node.telemetry.events import OuterStep
@@ -410,9 +410,9 @@ async def test_no_exchange_opens_while_a_state_is_taken_over_and_none_is_disturb
 def test_on_a_slow_link_chunks_go_one_by_one() -> None:
     """Each must arrive within the deadline, so they must not share too little bandwidth; on a quick link all streams
     are used."""
-    assert exchange.streams_for(0.02, 20.0, 4) == 4
-    assert exchange.streams_for(3.0, 20.0, 4) == 3
-    assert exchange.streams_for(16.0, 20.0, 4) == exchange.streams_for(1000.0, 20.0, 4) == 1
-    assert exchange.streams_for(0.0, 20.0, 64) == 64
+    assert exchange_session.streams_for(0.02, 20.0, 4) == 4
+    assert exchange_session.streams_for(3.0, 20.0, 4) == 3
+    assert exchange_session.streams_for(16.0, 20.0, 4) == exchange_session.streams_for(1000.0, 20.0, 4) == 1
+    assert exchange_session.streams_for(0.0, 20.0, 64) == 64
     for seconds in (0.1, 1.0, 2.5, 4.0, 9.9):
-        assert exchange.streams_for(seconds, 20.0, 64) * seconds <= 10.0, "together they take half the deadline"
+        assert exchange_session.streams_for(seconds, 20.0, 64) * seconds <= 10.0, "together they take half the deadline"

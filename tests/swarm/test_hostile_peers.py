@@ -13,7 +13,7 @@ from noloco_node.replica import Replica
 from noloco_node.swarm import exchange
 from noloco_node.swarm.microbatch import parse_answer
 from noloco_node.swarm.transport import Message, PeerId, ProtocolViolation, Refusal, Refused
-from tests.support import eventually
+from tests.support import eventually, one_turn
 from tests.swarm.test_exchange import outer_steps, state_of, two_replicas, unchanged
 from tests.swarm.test_pipeline import ask, request, serving_world
 from tests.worlds import LENGTH, WINDOWS, micro_spec, world
@@ -149,7 +149,7 @@ async def test_an_opening_that_was_given_up_meanwhile_touches_no_buffer() -> Non
     async with two_replicas() as (_, _, right):
         await propose(right)
         handling = asyncio.create_task(right.exchanger._handle_open(STRANGER, opening(right)))
-        await asyncio.sleep(0)
+        await one_turn()
         right.exchanger._give_up_if_stalled(-1.0)
         right.worker.outer._difference.fill_(7.0)
         with pytest.raises(Refused) as refused:
@@ -166,7 +166,7 @@ async def test_a_chunk_whose_caller_left_during_the_arithmetic_counts_when_it_co
         session = right.exchanger._session
         assert session is not None
         abandoned = asyncio.create_task(right.exchanger._handle_chunk(STRANGER, chunk(right, 0)))
-        await asyncio.sleep(0)
+        await one_turn()
         right.exchanger._arithmetic.submit(int).result(5)  # behind the chunk's; the loop does not turn meanwhile
         abandoned.cancel()
         await asyncio.wait((abandoned,))

@@ -36,7 +36,7 @@ from noloco_node.swarm.p2p_daemon import running_p2p
 from noloco_node.swarm.serving import RequestDesk
 from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, Transport, TransportError
 from noloco_node.telemetry.events import AnyEvent, OuterStep
-from tests.support import eventually, nothing_left_behind
+from tests.support import eventually, nothing_left_behind, one_turn
 from tests.swarm.mutated_requests import METHODS, Recipe, changed_tensors, recipes
 from tests.worlds import LENGTH, VOCABULARY, WINDOWS, Swarm, libp2p_world, micro_spec, world
 
@@ -156,7 +156,7 @@ class Target:
         while (session := exchanger._session) is not None:
             exchanger._give_up_if_stalled(-1.0)
             await eventually(lambda session=session: exchanger._session is not session, what="the commit is done")
-        await eventually(lambda: not self.replica._thread.waiting and not self.replica.server.pending)
+        await eventually(lambda: not self.replica.worker._thread.waiting and not self.replica.server.pending)
 
     async def try_one(self, recipe: Recipe) -> str:
         """Send one request and hold the replica to its promises."""
@@ -188,7 +188,7 @@ class Target:
             assert len(bound._latest) <= 64
             assert all(math.isfinite(norm) for norm in bound._latest.values())
         assert exchanger._ready_to_commit.empty()
-        assert self.replica._thread.waiting == 0
+        assert self.replica.worker._thread.waiting == 0
         assert set(self.transport.traffic.received) <= {*METHODS, "unknown"}
         for event in self.events:
             if isinstance(event, OuterStep) and event.kind == "paired":
@@ -427,7 +427,7 @@ def test_bursts_of_requests_leave_nothing_behind(
 
     async def impatient(recipe: Recipe) -> None:
         task = asyncio.create_task(target.send(recipe))
-        await asyncio.sleep(0)
+        await one_turn()
         task.cancel()
         await asyncio.wait((task,))
 

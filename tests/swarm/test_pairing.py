@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from noloco_node.swarm.fellow_clocks import FellowClocks
 from noloco_node.swarm.pairing import (
     WAIT,
     Dial,
@@ -203,6 +204,23 @@ def test_a_claim_of_the_future_makes_no_laggard(claim: float) -> None:
     """A replica a little below the median is not made to take the state of a peer that claims a huge clock."""
     fellows = [1000.0, 1000.0, 1010.0]
     assert laggard(999.0, claim, estimated=fellows, recorded=fellows, max_lag=100.0) is None
+
+
+def test_clocks_believed_with_fellows_and_without() -> None:
+    """A partner is met within max_lag of the directory's word, or of the own clock. A donor's clock is never raised;
+    where nobody is known it is taken as it is: who joins has nothing to hold against it."""
+    known: list[float] = [100.0, 110.0, 120.0]
+    clocks = FellowClocks(50.0, own=lambda: 20.0, estimated=lambda: known, recorded=lambda: known)
+    assert [clocks.met(claim) for claim in (1e15, 0.0, 115.0)] == [160.0, 60.0, 115.0]
+    assert [clocks.not_beyond(claim) for claim in (1e15, 0.0, 115.0)] == [160.0, 0.0, 115.0]
+    assert clocks.own_lags()
+    assert clocks.laggard(1e15) == "own"
+    known.clear()
+    assert [clocks.met(claim) for claim in (1e15, -1e15, 30.0)] == [70.0, -30.0, 30.0]
+    assert clocks.not_beyond(1e15) == 1e15
+    assert not clocks.own_lags()
+    assert clocks.laggard(1e15) is None
+    assert clocks.laggard(-31.0) == "other"
 
 
 def test_retries_are_jittered_and_bounded() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections import deque
 from collections.abc import AsyncIterator
 
 import pytest
@@ -16,8 +15,8 @@ from noloco_node.config.run_spec import OuterSpec, PipelineSpec
 from noloco_node.swarm import microbatch
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.memory_transport import Fault, FaultKind
-from noloco_node.swarm.microbatch import Ledger, MicrobatchHeader, Sample
-from noloco_node.swarm.pipeline import Origin
+from noloco_node.swarm.microbatch import MicrobatchHeader, Sample
+from noloco_node.swarm.origin import Origin
 from noloco_node.swarm.transport import Message, Refusal, Refused
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
 from tests.support import eventually
@@ -146,7 +145,7 @@ async def test_nothing_is_drawn_while_a_stage_has_no_replica(caplog: pytest.LogC
             for replica in (origin, middle):
                 group.create_task(replica.run())
             await eventually(lambda: origin.missing.stages == [2], what="it is seen that nobody serves stage 2")
-            origin.emit_account()
+            origin.books.write()
             held = [e for e in made.events[0] if isinstance(e, Account)][-1]
             assert held.missing_stages == [2]
             assert held.drawn == 0
@@ -162,11 +161,12 @@ async def test_nothing_is_drawn_while_a_stage_has_no_replica(caplog: pytest.LogC
 async def test_a_node_that_leaves_stage_0_keeps_its_books_and_what_was_put_back() -> None:
     """The next replica of the same node has the same ledger: the account closes through all stays, and a return to
     stage 0 begins with the samples that waited."""
-    ledger = Ledger(drawn=5, trained=3, waiting=deque([Sample([1, 2, 3, 4]), Sample([5, 6, 7, 8])]))
     async with world(micro_spec(stages=2)) as made:
         later = made.replicas[1]
-        later.ledger = ledger
-        later.emit_account()
+        ledger = later.ledger
+        ledger.drawn, ledger.trained = 5, 3
+        ledger.waiting.extend((Sample([1, 2, 3, 4]), Sample([5, 6, 7, 8])))
+        later.books.write()
         account = [e for e in made.events[1] if isinstance(e, Account)][-1]
         assert (account.drawn, account.trained, account.held_at_end) == (5, 3, 2)
     async with world(micro_spec(stages=1)) as made:

@@ -18,7 +18,7 @@ from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.probation import LOSS_TOLERANCE, PEERS_REMEMBERED, Meeting, RecentLoss, Standing, in_line
 from noloco_node.swarm.transport import PeerId, Refusal
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
-from tests.support import eventually
+from tests.support import eventually, one_turn
 from tests.worlds import World, micro_spec, peer_name, world
 
 OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, codec="fp32")
@@ -170,7 +170,7 @@ async def veterans_and_newcomer(veterans: int = 1) -> AsyncIterator[tuple[World,
             assert replica.origin is not None
             for _ in range(4):
                 await replica.origin.train_one()
-        await asyncio.sleep(0)  # inner steps are reported to the loop from another thread
+        await one_turn()  # inner steps are reported to the loop from another thread
         for replica in made.replicas[:-1]:
             replica.standing.look([r._transport.peer_id for r in made.replicas[:-1]], 4, outer_rounds=1)
         made.replicas[-1].standing.begin(4)

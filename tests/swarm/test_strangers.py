@@ -136,7 +136,7 @@ async def test_activations_out_of_all_scale_are_refused_before_the_model_and_are
         after = await tail.worker.full_state()
         assert all(torch.equal(before[1][name], after[1][name]) for name in before[1])
         assert tail._transport.conduct.offences.total() == 0
-        tail.emit_account()
+        tail.books.write()
         account = [e for e in made.events[1] if isinstance(e, Account)][-1]
         assert account.strangers.bounded["activations"] == 1
 

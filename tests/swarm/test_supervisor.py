@@ -23,7 +23,7 @@ from noloco_node.swarm.p2pd_supervisor import MOST_DEATHS, WINDOW_SECONDS, Super
 from noloco_node.swarm.private_folder import sweep_dead_folders
 from noloco_node.swarm.transport import Message, PeerId, PeerUnreachable
 from noloco_node.swarm.wire import no_tensors
-from tests.support import eventually, nothing_left_behind
+from tests.support import eventually, nothing_left_behind, one_turn
 
 RUN = "ab" * 32
 
@@ -163,7 +163,7 @@ async def test_the_work_ends_first_and_its_companions_with_it(tmp_path: Path) ->
         return None
 
     async def work() -> int:
-        await asyncio.sleep(0)
+        await one_turn()
         return 7
 
     async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "key")) as daemon:

@@ -1,0 +1,43 @@
+"""What a replica believes of other clocks: the directory's word on its fellows against one peer's claim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from noloco_node.swarm.pairing import believed_clock, laggard, lags
+
+
+@dataclass(frozen=True, slots=True)
+class FellowClocks:
+    """This replica's clock and its fellows', read anew for every question; all in tokens."""
+
+    max_lag: float
+    own: Callable[[], float]
+    estimated: Callable[[], Sequence[float]]
+    """Present clocks of the live fellows as estimated from their records."""
+    recorded: Callable[[], Sequence[float]]
+    """Clocks of the same fellows as they stand in their records."""
+
+    def met(self, claimed: float) -> float:
+        """The clock of a partner to meet half-way, within bounds; where the directory knows no fellow, around the own
+        clock."""
+        around = (self.own(),)
+        return believed_clock(
+            claimed, estimated=self.estimated() or around, recorded=self.recorded() or around, max_lag=self.max_lag
+        )
+
+    def not_beyond(self, claimed: float) -> float:
+        """A donor's clock, unless it is far ahead of what the directory says: it could end this replica's run. Where
+        the directory knows no fellow, as it is claimed: who comes has no clock to hold it against."""
+        believed = believed_clock(claimed, estimated=self.estimated(), recorded=self.recorded(), max_lag=self.max_lag)
+        return min(claimed, believed)
+
+    def laggard(self, claimed: float) -> Literal["own", "other"] | None:
+        """Which of this replica and a partner lags the other too far, if one does (`pairing.laggard`)."""
+        return laggard(self.own(), claimed, estimated=self.estimated(), recorded=self.recorded(), max_lag=self.max_lag)
+
+    def own_lags(self) -> bool:
+        """Whether the directory agrees that this replica is behind (`pairing.lags`)."""
+        return lags(self.own(), self.recorded(), self.max_lag)
