@@ -122,7 +122,7 @@ async def test_a_node_of_a_rich_stage_moves_to_a_poor_one_copies_a_fellow_and_av
     tmp_path: Path, temporary: Path
 ) -> None:
     """Two of three replicas of stage 1 die: one of stage 0 drains, takes a fellow's state there and trains on."""
-    config = micro("node.min_stay_seconds=10", "run.inner.target_tokens=100_000_000")
+    config = micro("node.min_stay_seconds=30", "run.inner.target_tokens=100_000_000")  # nobody moves before the kills
     async with running(config, tmp_path / "run") as (swarm, _):
         await eventually(lambda: min(map(clock_of, swarm.nodes)) > 50_000, within=150, what="training")
         for node in of_stage(swarm, 1)[:2]:
