@@ -30,6 +30,7 @@ from noloco_node.swarm.dial_back import MAX_PORTS, Dialled, Reached, ask_dial_ba
 from noloco_node.swarm.hello import measure_hello
 from noloco_node.swarm.identity import holder_of, load_identity
 from noloco_node.swarm.known_peers import KnownPeers
+from noloco_node.swarm.p2p_daemon import reached_by_a_stranger
 from noloco_node.swarm.p2pd_arguments import check_port_free, node_arguments
 from noloco_node.swarm.peer_addresses import PeerAddress, parse_address
 from noloco_node.swarm.transport import PeerId, Refused, TransportError
@@ -133,7 +134,7 @@ async def _address(text: str) -> Check:
         return Check(name, Outcome.FAIL, f"{text}: {error}", "copy the whole line that the node printed")
     except NoAnswer as error:
         return Check(name, Outcome.FAIL, f"{text}: {error}", "see that it runs, and look for firewalls between")
-    if found != address.peer:
+    if found != address.dialled:
         remedy = "ask its owner for the address that it prints now"
         return Check(name, Outcome.FAIL, f"{text}: another peer answers there ({found})", remedy)
     return Check(name, Outcome.PASS, f"{text} answers")
@@ -157,11 +158,23 @@ async def _among_peers(settings: NodeSettings, door: Entrance) -> list[Check]:
     joined = door.daemon.joined_peers
     answers = await asyncio.gather(*(measure_hello(door.transport, parse_address(text).peer) for text in joined))
     told = {text: answer for text, answer in zip(joined, answers, strict=True) if answer is not None}
+    if settings.relay:
+        return [*judge_peers(told), await _through_relays(settings, door)]
     ports = _ports([parse_address(text) for text in door.daemon.visible_addresses()])
     asked = list(dict.fromkeys([parse_address(text).peer for text in joined] + list(await door.daemon.connections())))
     results = await asyncio.gather(*(_ask(door, peer, ports) for peer in asked[:MOST_ASKED]))
     answered = {peer: result for peer, result in zip(asked, results, strict=False) if result is not None}
     return [*judge_peers(told), check_reached(answered, ports, local_only=out_of_reach(settings, joined))]
+
+
+async def _through_relays(settings: NodeSettings, door: Entrance) -> Check:
+    """Whether a stranger reaches this node by the addresses that it tells others."""
+    hosts = ", ".join(relay.host for relay in door.daemon.relays)
+    found = f"through a relay only ({hosts}): no state is copied to or from nodes that this one cannot dial"
+    failure = await reached_by_a_stranger(settings, door.daemon)
+    if failure is None:
+        return Check("reachable", Outcome.PASS, found)
+    return Check("reachable", Outcome.FAIL, f"not even {found}; {failure[:200]}", "try another relay")
 
 
 def _ports(visible: Sequence[PeerAddress]) -> list[int]:
@@ -195,7 +208,8 @@ def check_reached(answers: Mapping[PeerId, Dialled], ports: Sequence[int], *, lo
         return Check(name, Outcome.FAIL, found, "give each node behind one router a port of its own, and forward each")
     remedy = (
         f"open port {listed} in the firewall and forward it in the router (docker run -p {listed}:{listed}), and where "
-        "others use another port tell them with --announce HOST:PORT"
+        "others use another port tell them with --announce HOST:PORT; where no port can be forwarded, --relay lets "
+        "others reach this node through a seed that relays"
     )
     return Check(name, Outcome.WARN if yes else Outcome.FAIL, found, remedy)
 

@@ -15,6 +15,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.access import introducing, own_access
+from noloco_node.swarm.circuit_relay import CircuitRelay
 from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
 from noloco_node.swarm.dial_back import serve_dial_back
 from noloco_node.swarm.directory import Directory
@@ -24,6 +25,7 @@ from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.p2p_daemon import Doors, PrivateP2P, running_p2p
 from noloco_node.swarm.p2pd_supervisor import Supervisor
 from noloco_node.swarm.peer_addresses import Reach, parse_address, reach_of
+from noloco_node.swarm.relay_places import connected_by_relay
 from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.transport import PeerId, Transport
 
@@ -55,6 +57,10 @@ class Network:
         `companions` run, which are cancelled at its end."""
         keeping = self.known.keep(self.daemon, self.spec.run_id, self.live_peers)
         return await self.supervisor.beside(work, keeping, *companions)
+
+    async def relayed(self, peer: PeerId) -> bool:
+        """Whether this node is connected to a peer through relays only."""
+        return await connected_by_relay(self.daemon, peer)
 
     def live_peers(self) -> list[PeerId]:
         """Who lives, as this node's last look at the directory says."""
@@ -95,6 +101,12 @@ async def entrance(
         await transport.start()
         stack.push_async_callback(transport.close)
         serve_dial_back(transport, daemon.connections)
+        if settings.relay_for_others:
+            relay = CircuitRelay(daemon)
+            await relay.start()
+            stack.push_async_callback(relay.close)
+        for circuit in daemon.relays:
+            logger.info("others reach this node through the relay at %s only", circuit.text)
         yield Entrance(identity, daemon, transport, known)
 
 
