@@ -101,10 +101,9 @@ async def entrance(
         await transport.start()
         stack.push_async_callback(transport.close)
         serve_dial_back(transport, daemon.connections)
-        if settings.relay_for_others:
-            relay = CircuitRelay(daemon)
-            await relay.start()
-            stack.push_async_callback(relay.close)
+        relay = CircuitRelay(daemon, carry=settings.relay_for_others)
+        await relay.start()
+        stack.push_async_callback(relay.close)
         for circuit in daemon.relays:
             logger.info("others reach this node through the relay at %s only", circuit.text)
         yield Entrance(identity, daemon, transport, known)
@@ -155,7 +154,7 @@ def seen_before(known: KnownPeers, run: str | None, named: Sequence[str]) -> tup
 def out_of_reach(settings: NodeSettings, joined: Sequence[str]) -> bool:
     """Whether this node joined others elsewhere and listens where only its own machine reaches it."""
     elsewhere = any(reach_of(parse_address(address).host) is not Reach.LOOPBACK for address in joined)
-    return elsewhere and not settings.announce and reach_of(settings.host) is Reach.LOOPBACK
+    return elsewhere and not (settings.announce or settings.relay) and reach_of(settings.host) is Reach.LOOPBACK
 
 
 def supervisor(daemon: PrivateP2P, directory: DhtDirectory, known: KnownPeers, settings: NodeSettings) -> Supervisor:

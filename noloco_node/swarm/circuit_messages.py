@@ -77,6 +77,11 @@ def hop_status(fields: Fields) -> int:
     return status if isinstance(status, int) and fields.get(1) == HOP_ANSWER else Status.MALFORMED_MESSAGE
 
 
+def is_limited(fields: Fields) -> bool:
+    """Whether a relay says that it ends connections after some time or bytes."""
+    return 4 in fields
+
+
 def stop_status(fields: Fields) -> int:
     """How a peer answered a relay that announced a caller."""
     status = fields.get(4)

@@ -1,8 +1,8 @@
-"""A relay: carries encrypted connections to peers that nobody can dial, for as long as its owner lets it.
+"""A relay: carries encrypted connections to peers that nobody can dial, where its owner wants that.
 
-libp2p's circuit relay v2, served by this node and not by its p2pd: that one's relay would serve every stranger as soon
-as circuits are allowed at all, and end each connection after 128 KiB (decision 150). The two ends run TLS with each
-other through the relay, so it sees neither what they say nor can it change that.
+libp2p's circuit relay v2, served by this node in the place of its p2pd: that one's relay cannot be turned off, serves
+every stranger, and ends each connection after 128 KiB (decision 150). So every node runs this one, most of them to say
+no. The two ends run TLS with each other through the relay, which can neither read nor change what they say.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class CircuitRelay:
-    """Serves circuits on a host between `start` and `close`."""
+    """Serves circuits on a host between `start` and `close`, or refuses them all where it does not `carry`."""
 
-    def __init__(self, host: StreamHost) -> None:
+    def __init__(self, host: StreamHost, *, carry: bool) -> None:
         self._host = host
+        self._carry_for_others = carry
         self._places: dict[PeerId, float] = {}
         self._circuits: Counter[PeerId] = Counter()
         self._serving: set[asyncio.Task[None]] = set()
@@ -97,7 +98,9 @@ class CircuitRelay:
             except ValueError:
                 await _send_and_close(writer, hop_answer(Status.MALFORMED_MESSAGE))
                 return
-        if kind == RESERVE:
+        if not self._carry_for_others:
+            await _send_and_close(writer, hop_answer(Status.PERMISSION_DENIED))
+        elif kind == RESERVE:
             await _send_and_close(writer, self._reserve(peer))
         elif wanted is not None:
             await self._connect(peer, wanted, stream)

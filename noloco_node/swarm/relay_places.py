@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn, Protocol
 
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm.circuit_messages import HOP, Status, hop_status, read_fields, reserve_request, write_message
+from noloco_node.swarm.circuit_messages import (
+    HOP,
+    Status,
+    hop_status,
+    is_limited,
+    read_fields,
+    reserve_request,
+    write_message,
+)
 from noloco_node.swarm.known_peers import dialable
 from noloco_node.swarm.peer_addresses import CIRCUIT, PeerAddress, parse_address
 from noloco_node.swarm.stream_pool import StreamHost
@@ -26,6 +34,7 @@ LOOK_SECONDS = 2.0
 ASK_SECONDS = 10.0
 DIAL_SECONDS = 3.0
 MOST_RELAYS = 3
+NOT_A_RELAY = "it relays for nobody"
 DIRECT_AGAIN_SECONDS = 300.0
 """Between two attempts at a direct connection to one peer."""
 
@@ -53,16 +62,21 @@ async def ask_for_place(host: StreamHost, relay: PeerId) -> str | None:
             reader, writer = await host.open_stream(relay, HOP)
             try:
                 await write_message(writer, reserve_request())
-                status = hop_status(await read_fields(reader))
+                answer = await read_fields(reader)
             finally:
                 writer.transport.abort()
     except TimeoutError:
         return f"no answer within {ASK_SECONDS:g} s"
     except PeerUnreachable as error:
-        return "it relays for nobody" if "protocols not supported" in str(error) else str(error)[:200]
+        return NOT_A_RELAY if "protocols not supported" in str(error) else str(error)[:200]
     except (OSError, ValueError, asyncio.IncompleteReadError) as error:
         return f"it broke off ({error!r})"
-    return None if status == Status.OK else f"it refused with status {status}"
+    status = hop_status(answer)
+    if status == Status.PERMISSION_DENIED:
+        return NOT_A_RELAY
+    if status != Status.OK:
+        return f"it refused with status {status}"
+    return "it ends connections after little time or few bytes" if is_limited(answer) else None
 
 
 async def willing_relays(host: StreamHost, peers: Sequence[PeerAddress]) -> tuple[PeerAddress, ...]:
@@ -114,17 +128,20 @@ async def _go_direct(host: RelayedHost, tried: dict[PeerId, float]) -> None:
     except (OSError, TimeoutError):
         return
     relayed = [peer for peer, ends in connected.items() if only_relayed(ends) and peer not in tried]
-    tried.update(dict.fromkeys(relayed, now))
-    await asyncio.gather(*(_dial_directly(host, peer) for peer in relayed))
+    dialled = await asyncio.gather(*(_dial_directly(host, peer) for peer in relayed))
+    tried.update((peer, now) for peer, done in zip(relayed, dialled, strict=True) if done)
 
 
-async def _dial_directly(host: RelayedHost, peer: PeerId) -> None:
+async def _dial_directly(host: RelayedHost, peer: PeerId) -> bool:
+    """Whether it has an address that could be tried: p2pd hears of one a moment after the peer has dialled."""
     known = [parse_address(text) for text in dialable(await host.addresses_of(peer))]
-    for address in known:
-        if address.relay is None and await _answers(address):
+    direct = [address for address in known if address.relay is None]
+    for address in direct:
+        if await _answers(address):
             failure = await host.connect_anew(peer, [address.text])
             logger.debug("connected to %s without a relay: %s", peer, failure or "done")
-            return
+            break
+    return bool(direct)
 
 
 async def _answers(address: PeerAddress) -> bool:
