@@ -56,7 +56,19 @@ class Network:
         """The result of `work`; meanwhile p2pd is started again where it dies, the peers met are written down, and
         `companions` run, which are cancelled at its end."""
         keeping = self.known.keep(self.daemon, self.spec.run_id, self.live_peers)
-        return await self.supervisor.beside(work, keeping, *companions)
+        return await self.supervisor.beside(work, keeping, self._say_whether_reached(), *companions)
+
+    async def _say_whether_reached(self) -> None:
+        """Ask one of the peers that it joined to dial this node, and say what came of it. A node that listens on its
+        own machine only, or relies on relays, has been told already."""
+        ports = start_checks.own_ports(self.daemon.visible_addresses())
+        joined = self.daemon.joined_peers
+        if not ports or not joined or self.settings.relay or out_of_reach(self.settings, joined):
+            return
+        asked = parse_address(joined[0]).peer
+        answer = await start_checks.dialled_back(self.transport, asked, ports)
+        if answer is not None and answer.seen_at:
+            start_checks.say(start_checks.check_reached({asked: answer}, ports, local_only=False))
 
     async def relayed(self, peer: PeerId) -> bool:
         """Whether this node is connected to a peer through relays only."""
