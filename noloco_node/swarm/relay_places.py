@@ -50,6 +50,10 @@ class RelayedHost(StreamHost, Protocol):
         """Where a peer listens; empty where nobody knows."""
         ...
 
+    async def connect(self, peer: PeerId, addresses: Sequence[str] = ()) -> str | None:
+        """Be connected to a peer; None, or why that failed."""
+        ...
+
     async def connect_anew(self, peer: PeerId, addresses: Sequence[str]) -> str | None:
         """Drop all connections to a peer and connect to it at these addresses; None, or why it failed."""
         ...
@@ -104,7 +108,7 @@ async def keep_places(host: RelayedHost, relays: Sequence[PeerAddress]) -> NoRet
     lost: set[PeerId] = set()
     tried: dict[PeerId, float] = {}
     while True:
-        reasons = await asyncio.gather(*(ask_for_place(host, relay.peer) for relay in relays))
+        reasons = await asyncio.gather(*(_ask_again(host, relay) for relay in relays))
         for relay, reason in zip(relays, reasons, strict=True):
             if reason is not None and relay.peer not in lost:
                 logger.warning("the relay at %s does not relay for this node: %s", relay.text, reason)
@@ -118,6 +122,16 @@ async def keep_places(host: RelayedHost, relays: Sequence[PeerAddress]) -> NoRet
             await asyncio.sleep(LOOK_SECONDS)
 
 
+async def _ask_again(host: RelayedHost, relay: PeerAddress) -> str | None:
+    """`ask_for_place` of a relay that p2pd may have lost, or never known if it is a new one."""
+    try:
+        async with asyncio.timeout(ASK_SECONDS):
+            failure = await host.connect(relay.peer, [relay.text])
+    except TimeoutError:
+        return f"no connection within {ASK_SECONDS:g} s"
+    return failure[:200] if failure else await ask_for_place(host, relay.peer)
+
+
 async def _go_direct(host: RelayedHost, tried: dict[PeerId, float]) -> None:
     """Replace relayed connections to peers that this node can dial itself: they may have dialled first."""
     now = asyncio.get_running_loop().time()
@@ -125,7 +139,7 @@ async def _go_direct(host: RelayedHost, tried: dict[PeerId, float]) -> None:
         del tried[peer]
     try:
         connected = await host.connections()
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, EOFError):
         return
     relayed = [peer for peer, ends in connected.items() if only_relayed(ends) and peer not in tried]
     dialled = await asyncio.gather(*(_dial_directly(host, peer) for peer in relayed))
@@ -160,5 +174,5 @@ async def connected_by_relay(host: RelayedHost, peer: PeerId) -> bool:
     """Whether all connections to a peer go through a relay; where p2pd does not say, none does."""
     try:
         return only_relayed((await host.connections()).get(peer, ()))
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, EOFError):
         return False

@@ -9,22 +9,31 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from noloco_node.errors import ExitCode
-from noloco_node.telemetry.events import Account, NodeStarted, NodeStopped, OuterStep, read_events
+from noloco_node.telemetry.events import (
+    Account,
+    AnyEvent,
+    DonorFailed,
+    NodeStarted,
+    NodeStopped,
+    OuterStep,
+    StateDownload,
+    read_events,
+)
 from tests.chaos.namespaces import ip, why_impossible
 from tests.support import eventually, printed_file
 
-pytestmark = [
-    pytest.mark.daemons,
-    pytest.mark.timeout(420),
-    pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible"),
-]
+pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
+E = TypeVar("E", bound=AnyEvent)
+
 RELAY = "10.78.0.1"
 PORT = 31337
 
@@ -67,12 +76,11 @@ async def answer_of(house: str, host: str, port: int) -> int:
 
 
 @contextlib.asynccontextmanager
-async def node(place: str, folder: Path, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`noloco-node` there; ended with the block."""
+async def node(place: Sequence[str], folder: Path, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`noloco-node`, started there; ended with the block."""
     with printed_file(folder) as printed:
         process = await asyncio.create_subprocess_exec(
-            *(*inside(place), sys.executable, "-m", "noloco_node", *arguments),
-            *("--run-folder", str(folder), "--host", "0.0.0.0"),
+            *(*place, sys.executable, "-m", "noloco_node", *arguments, "--run-folder", str(folder)),
             stdout=printed,
             stderr=printed,
         )
@@ -85,15 +93,16 @@ async def node(place: str, folder: Path, *arguments: str) -> AsyncIterator[async
                 await asyncio.wait_for(process.wait(), 20)
 
 
-async def has_started(folder: Path) -> NodeStarted:
-    """Wait for a node's first event."""
+def events_of(folder: Path, kind: type[E]) -> list[E]:
+    """A node's events of this kind so far."""
+    path = folder / "events.jsonl"
+    return [event for event in read_events(path) if isinstance(event, kind)] if path.exists() else []
 
-    def first() -> NodeStarted | None:
-        path = folder / "events.jsonl"
-        events = read_events(path) if path.exists() else []
-        return next((event for event in events if isinstance(event, NodeStarted)), None)
 
-    return await eventually(first, 120, f"{folder.name} is up") or pytest.fail("unreachable")
+async def seed_address(folder: Path) -> str:
+    """What the seed prints for others."""
+    said = folder / "printed"
+    return (await eventually(lambda: said.read_text().partition(" is up\n")[2], 120, "the seed is up")).split()[-1]
 
 
 def printed(folders: Sequence[Path]) -> str:
@@ -101,6 +110,7 @@ def printed(folders: Sequence[Path]) -> str:
     return "\n".join(f"--- {folder.name}\n{(folder / 'printed').read_text()[-2000:]}" for folder in folders)
 
 
+@pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible")
 async def test_nodes_that_cannot_dial_each_other_train_and_average_through_a_relay(
     tmp_path: Path, temporary: Path
 ) -> None:
@@ -110,18 +120,19 @@ async def test_nodes_that_cannot_dial_each_other_train_and_average_through_a_rel
     try:
         async with two_houses_and_a_relay() as (one, other, middle), contextlib.AsyncExitStack() as stack:
             serving = ("seed", str(MICRO), "--port", str(PORT), "--announce", RELAY, "--relay-for-others")
-            seed = await stack.enter_async_context(node(middle, tmp_path / "seed", *serving))
-            said = tmp_path / "seed" / "printed"
-            words = await eventually(lambda: said.read_text().partition(" is up\n")[2], 120, "the seed is up")
-            joining = ("run", str(MICRO), "--initial-peers", words.split()[-1], "--relay", "--stage")
+            seed = await stack.enter_async_context(
+                node(inside(middle), tmp_path / "seed", *serving, "--host", "0.0.0.0")
+            )
+            address = await seed_address(tmp_path / "seed")
+            joining = ("run", str(MICRO), "--initial-peers", address, "--relay", "--host", "0.0.0.0", "--stage")
             assert await answer_of(one, RELAY, PORT) == 0
             assert await answer_of(one, "10.78.2.2", PORT) == errno.ENETUNREACH
             assert await answer_of(other, "10.78.1.2", PORT) == errno.ENETUNREACH
             nodes: list[asyncio.subprocess.Process] = []
             started: list[NodeStarted] = []
             for house, folder, stage in zip((one, other, other), folders, "001", strict=True):
-                nodes.append(await stack.enter_async_context(node(house, folder, *joining, stage)))
-                started.append(await has_started(folder))
+                nodes.append(await stack.enter_async_context(node(inside(house), folder, *joining, stage)))
+                started += await eventually(partial(events_of, folder, NodeStarted), 120, f"{folder.name} is up")
             assert [await asyncio.wait_for(each.wait(), 240) for each in nodes] == [ExitCode.OK] * 3
             assert seed.returncode is None
     except AssertionError:
@@ -134,3 +145,34 @@ async def test_nodes_that_cannot_dial_each_other_train_and_average_through_a_rel
     paired = {e.partner for each in events for e in each if isinstance(e, OuterStep) and e.partner}
     assert paired == {started[0].peer_id, started[1].peer_id}, "the replicas of stage 0 have averaged"
     assert max(e.nodes_per_stage for e in events[0] if isinstance(e, Account)) == [2, 1]
+
+
+async def test_a_hidden_node_that_comes_late_copies_the_state_over_a_connection_of_its_own(
+    tmp_path: Path, temporary: Path
+) -> None:
+    """It tells others nothing but its address at the relay, and can dial them: no state crosses a relay, so it has made
+    a direct connection to the donor, whoever dialled first. Then it averages with it."""
+    folders = [tmp_path / name for name in ("veteran", "last", "hidden")]
+    endless = ("--set", "run.inner.target_tokens=100_000_000")
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(
+                node((), tmp_path / "seed", "seed", str(MICRO), *endless, "--relay-for-others")
+            )
+            joining = ("run", str(MICRO), *endless, "--initial-peers", await seed_address(tmp_path / "seed"), "--stage")
+            for folder, stage in zip(folders, "01", strict=False):
+                await stack.enter_async_context(node((), folder, *joining, stage))
+            await eventually(partial(events_of, folders[0], OuterStep), 120, "the run is under way")
+            await stack.enter_async_context(node((), folders[2], *joining, "0", "--relay"))
+            veteran = events_of(folders[0], NodeStarted)[0].peer_id
+            await eventually(
+                lambda: any(step.partner == veteran for step in events_of(folders[2], OuterStep)), 120, "an average"
+            )
+    except AssertionError:
+        print(printed([*folders, tmp_path / "seed"]))
+        raise
+    [own] = events_of(folders[2], NodeStarted)
+    assert all("/p2p-circuit/p2p/" in address for address in own.addresses)
+    last = events_of(folders[2], StateDownload)[-1]
+    assert (last.donor, last.received) == (veteran, last.total)
+    assert not events_of(folders[2], DonorFailed)

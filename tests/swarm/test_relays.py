@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -131,6 +133,9 @@ async def test_what_crosses_a_relay_arrives_as_it_was_sent(tmp_path: Path) -> No
                 return Message({}, (message.tensors[0] * 2,))
 
             serving.serve("double", lambda *_: None, doubled, max_concurrent_per_peer=1)
+            async with asyncio.timeout(30):
+                while not await one.addresses_of(other.own_id):
+                    await asyncio.sleep(0.05)  # the relay hears of it a moment after it has connected
             sent = torch.randn(1 << 22)
             answer = await calling.call(
                 other.own_id, "double", Message({}, (sent,)), timeout=60, progress=20, max_answer_bytes=1 << 24
@@ -181,6 +186,27 @@ async def test_a_relay_that_comes_back_is_asked_again(tmp_path: Path, monkeypatc
         async with relay_node(keys[0], port) as (_, relay):
             await eventually(lambda: relay.places == 1, 30, "the node has asked for a place again")
             assert await reached_by_a_stranger(NodeSettings(), hidden) is None
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(90)
+async def test_a_hidden_node_whose_p2pd_was_started_again_is_reached_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for its place while p2pd is dead, in vain, and with the new one."""
+    monkeypatch.setattr(relay_places, "RENEW_SECONDS", 0.2)
+    monkeypatch.setattr(relay_places, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(circuit_relay, "PLACE_SECONDS", 1.0)
+    keys = [load_or_create_identity(tmp_path / name) for name in "rb"]
+    async with relay_node(keys[0]) as (middle, relay), running_p2p(entering(middle, relay=True), keys[1]) as hidden:
+        await eventually(lambda: hidden.own_id in relay._places, what="its place")
+        os.kill(hidden.pid, signal.SIGKILL)
+        await hidden.wait_until_dead()
+        await eventually(lambda: relay.places == 0, what="the place has lapsed")
+        await hidden.restart(60)
+        hidden.back()
+        await eventually(lambda: relay.places == 1, 30, "it has asked again")
+        assert await reached_by_a_stranger(NodeSettings(), hidden) is None
 
 
 @pytest.mark.daemons
