@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -92,3 +95,16 @@ async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         task.exception()
         raise cancellation
     return task.result()
+
+
+async def end_process(child: asyncio.subprocess.Process, patience: float) -> None:
+    """SIGTERM, and SIGKILL to one that still runs after `patience` seconds; returns when it is gone."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if child.returncode is not None:
+            return
+        # Not child.terminate(): it polls, and may take the exit status away from asyncio's watcher.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, number)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await child.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,15 +24,14 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import UserError
 from noloco_node.network import Entrance, entrance, out_of_reach
 from noloco_node.node import check_device
-from noloco_node.start_checks import judge_peers
+from noloco_node.start_checks import check_reached, dialled_back, judge_peers, own_ports
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.swarm.dial_back import MAX_PORTS, Dialled, Reached, ask_dial_back
 from noloco_node.swarm.hello import measure_hello
 from noloco_node.swarm.identity import holder_of, load_identity
 from noloco_node.swarm.known_peers import KnownPeers
+from noloco_node.swarm.p2p_daemon import reached_by_a_stranger
 from noloco_node.swarm.p2pd_arguments import check_port_free, node_arguments
-from noloco_node.swarm.peer_addresses import PeerAddress, parse_address
-from noloco_node.swarm.transport import PeerId, Refused, TransportError
+from noloco_node.swarm.peer_addresses import parse_address
 from noloco_node.swarm.who_answers import NoAnswer, who_answers
 
 ADDRESS_SECONDS = 5.0
@@ -133,7 +132,7 @@ async def _address(text: str) -> Check:
         return Check(name, Outcome.FAIL, f"{text}: {error}", "copy the whole line that the node printed")
     except NoAnswer as error:
         return Check(name, Outcome.FAIL, f"{text}: {error}", "see that it runs, and look for firewalls between")
-    if found != address.peer:
+    if found != address.dialled:
         remedy = "ask its owner for the address that it prints now"
         return Check(name, Outcome.FAIL, f"{text}: another peer answers there ({found})", remedy)
     return Check(name, Outcome.PASS, f"{text} answers")
@@ -157,47 +156,23 @@ async def _among_peers(settings: NodeSettings, door: Entrance) -> list[Check]:
     joined = door.daemon.joined_peers
     answers = await asyncio.gather(*(measure_hello(door.transport, parse_address(text).peer) for text in joined))
     told = {text: answer for text, answer in zip(joined, answers, strict=True) if answer is not None}
-    ports = _ports([parse_address(text) for text in door.daemon.visible_addresses()])
+    if settings.relay:
+        return [*judge_peers(told), await _through_relays(settings, door)]
+    ports = own_ports(door.daemon.visible_addresses())
     asked = list(dict.fromkeys([parse_address(text).peer for text in joined] + list(await door.daemon.connections())))
-    results = await asyncio.gather(*(_ask(door, peer, ports) for peer in asked[:MOST_ASKED]))
+    results = await asyncio.gather(*(dialled_back(door.transport, peer, ports) for peer in asked[:MOST_ASKED]))
     answered = {peer: result for peer, result in zip(asked, results, strict=False) if result is not None}
     return [*judge_peers(told), check_reached(answered, ports, local_only=out_of_reach(settings, joined))]
 
 
-def _ports(visible: Sequence[PeerAddress]) -> list[int]:
-    """The TCP ports that others would dial: announced ones, else the one that p2pd listens on."""
-    return list(dict.fromkeys(address.port for address in visible if address.port))[:MAX_PORTS]
-
-
-async def _ask(door: Entrance, peer: PeerId, ports: Sequence[int]) -> Dialled | None:
-    try:
-        return await ask_dial_back(door.transport, peer, ports)
-    except (Refused, TransportError):
-        return None
-
-
-def check_reached(answers: Mapping[PeerId, Dialled], ports: Sequence[int], *, local_only: bool) -> Check:
-    """Whether others reach this node, by the word of the peers that dialled back."""
-    name, listed = "reachable", ", ".join(map(str, ports))
-    if not answers:
-        remedy = "name the address of a node or seed: noloco-node doctor ADDRESS"
-        return Check(name, Outcome.WARN, "not known: no peer could be asked to dial back", remedy)
-    seen = sorted({host for answer in answers.values() for host in answer.seen_at})
-    yes = sum(Reached.YES in answer.results.values() for answer in answers.values())
-    another = any(Reached.ANOTHER in answer.results.values() for answer in answers.values())
-    found = f"{yes} of {len(answers)} peers reached port {listed} at {', '.join(seen) or 'no direct address'}"
-    if yes == len(answers):
-        return Check(name, Outcome.PASS, found)
-    if local_only:
-        return Check(name, Outcome.FAIL, found, "listen on all networks: --host 0.0.0.0 --port N")
-    if another:
-        found += "; another node answers there"
-        return Check(name, Outcome.FAIL, found, "give each node behind one router a port of its own, and forward each")
-    remedy = (
-        f"open port {listed} in the firewall and forward it in the router (docker run -p {listed}:{listed}), and where "
-        "others use another port tell them with --announce HOST:PORT"
-    )
-    return Check(name, Outcome.WARN if yes else Outcome.FAIL, found, remedy)
+async def _through_relays(settings: NodeSettings, door: Entrance) -> Check:
+    """Whether a stranger reaches this node by the addresses that it tells others."""
+    hosts = ", ".join(relay.host for relay in door.daemon.relays)
+    found = f"through a relay only ({hosts}): no state is copied to or from nodes that this one cannot dial"
+    failure = await reached_by_a_stranger(settings, door.daemon)
+    if failure is None:
+        return Check("reachable", Outcome.PASS, found)
+    return Check("reachable", Outcome.FAIL, f"not even {found}; {failure[:200]}", "try another relay")
 
 
 def _failed(name: str, error: UserError) -> Check:

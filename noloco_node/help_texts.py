@@ -103,7 +103,8 @@ SEED_HELP = """\
 Run a seed: a light node without a stage, which needs no GPU and little memory. It holds the directory together, so that
 the nodes of a run find each other by its address and keep to it when they come back. With CONFIG, or with the address
 of a node of the run, strangers can join that run by the seed's address alone; with neither it serves any run.
-Give it a fixed port and a machine that stays on. Ctrl-C ends it.
+Give it a fixed port and a machine that stays on. With --relay-for-others it carries the connections of nodes that
+nobody can dial. Ctrl-C ends it.
 
 example:
   noloco-node seed configs/tiny.yaml --host 0.0.0.0 --port 31337

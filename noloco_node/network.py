@@ -15,6 +15,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.access import Introduction, own_access
+from noloco_node.swarm.circuit_relay import CircuitRelay
 from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
 from noloco_node.swarm.dial_back import serve_dial_back
 from noloco_node.swarm.directory import Directory
@@ -24,6 +25,7 @@ from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.p2p_daemon import Doors, PrivateP2P, running_p2p
 from noloco_node.swarm.p2pd_supervisor import Supervisor
 from noloco_node.swarm.peer_addresses import Reach, parse_address, reach_of
+from noloco_node.swarm.relay_places import connected_by_relay
 from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.transport import PeerId, Transport
 
@@ -54,7 +56,23 @@ class Network:
         """The result of `work`; meanwhile p2pd is started again where it dies, the peers met are written down, and
         `companions` run, which are cancelled at its end."""
         keeping = self.known.keep(self.daemon, self.spec.run_id, self.live_peers)
-        return await self.supervisor.beside(work, keeping, *companions)
+        return await self.supervisor.beside(work, keeping, self._say_whether_reached(), *companions)
+
+    async def _say_whether_reached(self) -> None:
+        """Ask one of the peers that it joined to dial this node, and say what came of it. A node that listens on its
+        own machine only, or relies on relays, has been told already."""
+        ports = start_checks.own_ports(self.daemon.visible_addresses())
+        joined = self.daemon.joined_peers
+        if not ports or not joined or self.settings.relay or out_of_reach(self.settings, joined):
+            return
+        asked = parse_address(joined[0]).peer
+        answer = await start_checks.dialled_back(self.transport, asked, ports)
+        if answer is not None and answer.seen_at:
+            start_checks.say(start_checks.check_reached({asked: answer}, ports, local_only=False))
+
+    async def relayed(self, peer: PeerId) -> bool:
+        """Whether this node is connected to a peer through relays only."""
+        return await connected_by_relay(self.daemon, peer)
 
     def live_peers(self) -> list[PeerId]:
         """Who lives, as this node's last look at the directory says."""
@@ -95,6 +113,11 @@ async def entrance(
         await transport.start()
         stack.push_async_callback(transport.close)
         serve_dial_back(transport, daemon.connections)
+        relay = CircuitRelay(daemon, carry=settings.relay_for_others)
+        await relay.start()
+        stack.push_async_callback(relay.close)
+        for circuit in daemon.relays:
+            logger.info("others reach this node through the relay at %s only", circuit.text)
         yield Entrance(identity, daemon, transport, known)
 
 
@@ -145,7 +168,7 @@ def seen_before(known: KnownPeers, run: str | None, named: Sequence[str]) -> tup
 def out_of_reach(settings: NodeSettings, joined: Sequence[str]) -> bool:
     """Whether this node joined others elsewhere and listens where only its own machine reaches it."""
     elsewhere = any(reach_of(parse_address(address).host) is not Reach.LOOPBACK for address in joined)
-    return elsewhere and not settings.announce and reach_of(settings.host) is Reach.LOOPBACK
+    return elsewhere and not (settings.announce or settings.relay) and reach_of(settings.host) is Reach.LOOPBACK
 
 
 def supervisor(daemon: PrivateP2P, directory: DhtDirectory, known: KnownPeers, settings: NodeSettings) -> Supervisor:

@@ -183,6 +183,7 @@ async def _stay(place: _Place, stage_index: int) -> AsyncGenerator[_Stay | None]
                 emit=place.emit,
                 ledger=stays.ledger,
                 guards=lambda: stays.copies.guards,
+                relayed=net.relayed,
             )
             stack.callback(replica.close)
             keeper = stack.enter_context(CheckpointKeeper(replica, place.checkpoints, place.emit, net.settings))

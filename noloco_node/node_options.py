@@ -35,6 +35,9 @@ def network_arguments(command: argparse.ArgumentParser) -> None:
     add("--host", metavar="ADDR", help="address to listen on; 0.0.0.0 to be reachable from other machines")
     add("--port", metavar="N", help="TCP port to listen on; 0: any free one")
     add("--announce", metavar="ADDR", nargs="+", help="addresses under which others reach this node, behind a NAT")
+    add("--relay", action=argparse.BooleanOptionalAction, help="be reached through initial peers that relay for others")
+    relaying = "carry connections of nodes that nobody can dial, at this one's expense"
+    add("--relay-for-others", action=argparse.BooleanOptionalAction, help=relaying)
     add("--identity", metavar="FILE", help="private key of this node, made when missing")
     add("--invitation", metavar="TEXT|FILE", help="invitation by the run's owner; no other run is accepted with it")
 
@@ -82,6 +85,8 @@ NODE_OPTIONS = (
     "host",
     "port",
     "announce",
+    "relay",
+    "relay_for_others",
     "metrics_port",
     "identity",
     "invitation",

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from noloco_node.aio import Pulse
 from noloco_node.config.node_settings import NodeSettings
@@ -36,7 +36,7 @@ from noloco_node.swarm.pipeline import Downstream, PipelineServer
 from noloco_node.swarm.probation import Ending, Standing
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.screened_directory import ScreenedDirectory
-from noloco_node.swarm.state_donor import StateDonor
+from noloco_node.swarm.state_donor import StateDonor, nobody_relayed
 from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError
 from noloco_node.swarm.waiting import CommonStart, MissingStages
 from noloco_node.swarm.watch import Watch, doing, facts_of
@@ -76,6 +76,7 @@ class Replica:
         emit: Callable[[AnyEvent], None],
         ledger: Ledger | None = None,
         guards: Callable[[], int | None] = lambda: None,
+        relayed: Callable[[PeerId], Awaitable[bool]] = nobody_relayed,
     ) -> None:
         assert (samples is not None) == stage.cut.is_first, "stage 0, and only it, has the text"
         self.spec = spec
@@ -106,7 +107,7 @@ class Replica:
             recorded=self.membership.recorded_clocks,
         )
         self.exchanger = self._make_exchanger()
-        self.donor = StateDonor(spec, self.stage, transport, self.worker, places=settings.donor_places)
+        self.donor = StateDonor(spec, self.stage, transport, self.worker, places=settings.donor_places, relayed=relayed)
         self._copier = self._make_copier()
         self.origin = self._make_origin(samples) if samples else None
         self.partners: dict[str, int] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.checks import (
@@ -23,9 +23,10 @@ from noloco_node.checks import (
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.preflight import plan_run
 from noloco_node.storage.run_folder import RunFolder
+from noloco_node.swarm.dial_back import MAX_PORTS, Dialled, Reached, ask_dial_back
 from noloco_node.swarm.hello import Measured, measure_hello
 from noloco_node.swarm.peer_addresses import parse_address
-from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport import PeerId, Refused, Transport, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,45 @@ def judge_peers(answers: dict[str, Measured]) -> list[Check]:
     return [check_clock(skews), check_versions((PROTOCOL_VERSION, __version__), versions)]
 
 
+def own_ports(visible: Sequence[str]) -> list[int]:
+    """The TCP ports of a node that others would dial: announced ones, else the one that p2pd listens on."""
+    direct = [address for address in map(parse_address, visible) if address.relay is None]
+    return list(dict.fromkeys(address.port for address in direct if address.port))[:MAX_PORTS]
+
+
+async def dialled_back(transport: Transport, peer: PeerId, ports: Sequence[int]) -> Dialled | None:
+    """What a peer found that was asked to dial this node; None where it says nothing of use."""
+    try:
+        return await ask_dial_back(transport, peer, ports)
+    except (Refused, TransportError):
+        return None
+
+
+def check_reached(answers: Mapping[PeerId, Dialled], ports: Sequence[int], *, local_only: bool) -> Check:
+    """Whether others reach this node, by the word of the peers that dialled back."""
+    name, listed = "reachable", ", ".join(map(str, ports))
+    if not answers:
+        remedy = "name the address of a node or seed: noloco-node doctor ADDRESS"
+        return Check(name, Outcome.WARN, "not known: no peer could be asked to dial back", remedy)
+    seen = sorted({host for answer in answers.values() for host in answer.seen_at})
+    yes = sum(Reached.YES in answer.results.values() for answer in answers.values())
+    another = any(Reached.ANOTHER in answer.results.values() for answer in answers.values())
+    found = f"{yes} of {len(answers)} peers reached port {listed} at {', '.join(seen) or 'no direct address'}"
+    if yes == len(answers):
+        return Check(name, Outcome.PASS, found)
+    if local_only:
+        return Check(name, Outcome.FAIL, found, "listen on all networks: --host 0.0.0.0 --port N")
+    if another:
+        found += "; another node answers there"
+        return Check(name, Outcome.FAIL, found, "give each node behind one router a port of its own, and forward each")
+    remedy = (
+        f"open port {listed} in the firewall and forward it in the router (docker run -p {listed}:{listed}), and where "
+        "others use another port tell them with --announce HOST:PORT; where no port can be forwarded, --relay lets "
+        "others reach this node through a seed that relays"
+    )
+    return Check(name, Outcome.WARN if yes else Outcome.FAIL, found, remedy)
+
+
 def for_a_stage(spec: RunSpec, stage: int, folder: RunFolder) -> list[Check]:
     """Of the machine, for the stage that it will serve: disk and memory. Loads transformers."""
     parameters = plan_run(spec).stage_parameters[stage]
@@ -61,10 +101,16 @@ def for_a_stage(spec: RunSpec, stage: int, folder: RunFolder) -> list[Check]:
 def report(checks: Sequence[Check]) -> None:
     """Log what was found. UserError (CHECK_FAILED) where a check failed."""
     for check in checks:
-        if check.outcome is Outcome.WARN:
-            logger.warning("%s: %s; %s", check.name, check.found, check.remedy)
-        else:
-            logger.info("checked %s: %s", check.name, check.found)
+        if check.outcome is not Outcome.FAIL:
+            say(check)
     failure = first_failure(checks)
     if failure is not None:
         raise failure
+
+
+def say(check: Check) -> None:
+    """One line in the log: a warning with the remedy where the check did not pass."""
+    if check.outcome is Outcome.PASS:
+        logger.info("checked %s: %s", check.name, check.found)
+    else:
+        logger.warning("%s: %s; %s", check.name, check.found, check.remedy)

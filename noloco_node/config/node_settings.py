@@ -40,6 +40,10 @@ class NodeSettings(Settings):
     announce: tuple[str, ...] = ()
     """Addresses under which others reach this node, where they differ from the one it listens on: `203.0.113.7:31337`,
     `/ip4/203.0.113.7/tcp/31337`, or a host alone, with the port that it listens on."""
+    relay: bool = False
+    """For a node that nobody can dial: be reached through those initial peers that relay for others."""
+    relay_for_others: bool = False
+    """Carry the encrypted connections of nodes that nobody can dial, at this node's expense."""
     metrics_host: str = "127.0.0.1"
     metrics_port: Port | None = None
     """Port of `/metrics`; 0 lets the system choose, not set serves none."""

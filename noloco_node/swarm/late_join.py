@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -40,6 +41,8 @@ RESUMES = 2
 RESUME_PAUSE_SECONDS = 0.5
 BUSY_PAUSE_SECONDS = (1.0, 4.0)
 BUSY_PATIENCE_SECONDS = 1800.0
+RELAYED_TRIES = 4
+"""Times that a donor is asked to which there is only a relayed connection: a direct one may be under way."""
 PROGRESS_SECONDS = 1.0
 """Between two progress events."""
 
@@ -86,6 +89,8 @@ class _Search:
 
     failed: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
     busy: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
+    relayed: Counter[PeerId] = field(default_factory=Counter[PeerId])
+    """How often a donor refused since it is connected through a relay."""
 
 
 class StateCopier:
@@ -166,7 +171,10 @@ class StateCopier:
 
     def _note(self, search: _Search, donor: PeerId, error: Refused | TransportError) -> None:
         reason = str(error) or repr(error)
-        if isinstance(error, Refused) and error.reason is Refusal.BUSY:
+        relayed = isinstance(error, Refused) and error.reason is Refusal.RELAYED
+        search.relayed[donor] += relayed
+        again = relayed and search.relayed[donor] < RELAYED_TRIES
+        if again or (isinstance(error, Refused) and error.reason is Refusal.BUSY):
             search.busy[donor] = reason
             logger.debug("donor %s is busy: %s", donor, reason)
             return

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Generator, Sequence
@@ -23,13 +22,13 @@ import psutil
 from hivemind.p2p import P2P, PeerID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.proto import p2pd_pb2  # pyright: ignore[reportMissingTypeStubs]
-from hivemind.utils.multiaddr import Multiaddr  # pyright: ignore[reportMissingTypeStubs]
 
-from noloco_node.aio import Pulse, cancel_and_wait, run_to_end
+from noloco_node.aio import Pulse, cancel_and_wait, end_process, run_to_end
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import UserError
 from noloco_node.swarm.hivemind_link import connect_hivemind, disconnect_hivemind, reconnect_hivemind
 from noloco_node.swarm.identity import Identity, identity_taken
+from noloco_node.swarm.multiaddrs import as_texts, to_dial
 from noloco_node.swarm.p2pd_arguments import ALWAYS, check_port_free, node_arguments
 from noloco_node.swarm.p2pd_failures import NOT_THIS_PEER, FailedStart, explain
 from noloco_node.swarm.peer_addresses import (
@@ -42,6 +41,7 @@ from noloco_node.swarm.peer_addresses import (
     widest_first,
 )
 from noloco_node.swarm.private_folder import PrivateFolder, sweep_dead_folders
+from noloco_node.swarm.relay_places import circuit_address, keep_places, willing_relays
 from noloco_node.swarm.stream_pool import StreamHandler
 from noloco_node.swarm.transport import PeerId, PeerUnreachable
 
@@ -54,7 +54,6 @@ AWAY_LOOK_SECONDS = 0.2
 FIND_SECONDS = 3.0
 LAST_LINES = 20
 STREAM_BUFFER_BYTES = 256 * 1024
-MOST_ADDRESSES = 16
 
 _pb: Any = p2pd_pb2
 
@@ -85,6 +84,8 @@ class PrivateP2P:
         self._back = Pulse()
         self.joined_peers: tuple[str, ...] = ()
         """Initial peers that this node is connected to."""
+        self.relays: tuple[PeerAddress, ...] = ()
+        """Relays through which others reach this node, where its owner wants that."""
 
     @property
     def own_id(self) -> PeerId:
@@ -190,12 +191,18 @@ class PrivateP2P:
 
     async def connect(self, peer: PeerId, addresses: Sequence[str] = ()) -> str | None:
         """Connect to a peer, at these addresses or wherever it can be found; None, or why it failed."""
-        maddrs = [Multiaddr(text.rpartition("/p2p/")[0]) for text in addresses]
+        maddrs = [to_dial(text) for text in addresses]
         try:
             await cast("Any", self.hivemind_p2p)._client.connect(PeerID.from_base58(peer), maddrs)
         except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as error:
             return str(error)
         return None
+
+    async def connect_anew(self, peer: PeerId, addresses: Sequence[str]) -> str | None:
+        """Drop all connections to a peer and connect to it at these addresses; None, or why it failed."""
+        with contextlib.suppress(P2PDaemonError, OSError, asyncio.IncompleteReadError):
+            await cast("Any", self.hivemind_p2p)._client.disconnect(PeerID.from_base58(peer))
+        return await self.connect(peer, addresses)
 
     async def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
         """Where a peer listens, as it told this p2pd or as others know; empty where nobody does."""
@@ -206,7 +213,7 @@ class PrivateP2P:
         except (_DaemonAway, OSError):
             return ()
         writer.transport.abort()
-        return tuple(f"{address}/p2p/{peer}" for address in _texts(response.dht.peer.addrs))
+        return tuple(f"{address}/p2p/{peer}" for address in as_texts(response.dht.peer.addrs))
 
     async def connections(self) -> dict[PeerId, list[str]]:
         """The peers that this p2pd is connected to, and the other ends of these connections. OSError, TimeoutError."""
@@ -268,12 +275,12 @@ class PrivateP2P:
 
     async def _end_child(self) -> None:
         if self._reading is not None:
-            await _end_process(self._child)
+            await end_process(self._child, STOP_SECONDS)
             await cancel_and_wait((self._reading,))
 
     def _with_the_same_port(self) -> tuple[str, ...]:
         """The arguments, with the port that the system chose at the first start where it was left to choose."""
-        port = parse_address(self._addresses[0]).port if self._addresses else 0
+        port = next((own.port for own in map(parse_address, self._addresses) if own.relay is None), 0)
         return tuple(
             f"{argument.rpartition('/')[0]}/{port}"
             if argument.startswith("-hostAddrs=") and argument.endswith("/tcp/0")
@@ -362,16 +369,20 @@ class Doors:
 async def start_p2p(settings: NodeSettings, identity: Identity, doors: Doors | None = None) -> PrivateP2P:
     """Start p2pd as the settings say and connect it to the initial peers that answer.
 
-    Raises UserError: PORT_IN_USE, PEERS_UNREACHABLE, IDENTITY_TAKEN (another live node has this peer id), P2P_DAEMON,
-    or CONFIG (a host or announced address that is none). Leaves nothing behind when it raises or is cancelled.
+    Raises UserError: PORT_IN_USE, PEERS_UNREACHABLE (also where none relays that should), IDENTITY_TAKEN (another live
+    node has this peer id), P2P_DAEMON, or CONFIG (a host or announced address that is none). Leaves nothing behind when
+    it raises or is cancelled.
     """
-    arguments = node_arguments(settings, identity.path)
+    node_arguments(settings, identity.path)
     check_port_free(settings.host, settings.port)
     sweep_dead_folders()
     peers = await _open_doors(settings.initial_peers, doors or Doors())
     if peers:
         await _check_identity_free(settings, identity, peers)
+    relays = await _find_relays(settings, peers) if settings.relay else ()
+    arguments = node_arguments(settings, identity.path, [circuit_address(relay) for relay in relays])
     daemon = await _launch(arguments, peers, settings.p2pd_start_seconds)
+    daemon.relays = relays
     try:
         await _connect_to_some(daemon, peers)
     except BaseException:
@@ -386,9 +397,11 @@ async def running_p2p(
 ) -> AsyncGenerator[PrivateP2P]:
     """`start_p2p`, closed at the end of the block."""
     daemon = await start_p2p(settings, identity, doors)
+    keeping = [asyncio.create_task(keep_places(daemon, daemon.relays))] if daemon.relays else []
     try:
         yield daemon
     finally:
+        await cancel_and_wait(keeping)
         await daemon.close()
 
 
@@ -440,6 +453,28 @@ async def _check_identity_free(settings: NodeSettings, identity: Identity, peers
         raise identity_taken(identity.path, f"a live node of the swarm (peer id {identity.peer_id})")
 
 
+async def _find_relays(settings: NodeSettings, peers: Sequence[PeerAddress]) -> tuple[PeerAddress, ...]:
+    """Initial peers that relay for this node, asked through a short-lived nameless p2pd: what a p2pd announces must be
+    known when it starts."""
+    probe = await _launch([*ALWAYS, "-dhtClient=1", "-noListenAddrs=1"], peers, settings.p2pd_start_seconds)
+    try:
+        return await willing_relays(probe, peers)
+    finally:
+        await probe.close()
+
+
+async def reached_by_a_stranger(settings: NodeSettings, node: PrivateP2P) -> str | None:
+    """None where another p2pd, which knows nothing else, reaches a node by the addresses that it tells; or why not."""
+    stranger = await _launch([*ALWAYS, "-dhtClient=1", "-noListenAddrs=1"], (), settings.p2pd_start_seconds)
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            return await stranger.connect(node.own_id, node.visible_addresses())
+    except TimeoutError:
+        return f"no connection within {PROBE_SECONDS:g} s"
+    finally:
+        await stranger.close()
+
+
 async def _connect_to_some(daemon: PrivateP2P, peers: Sequence[PeerAddress]) -> None:
     """A port that answers may belong to anything: go on only with the peers that are who their address says."""
     failures = await asyncio.gather(*(daemon.connect(peer.peer, [peer.text]) for peer in peers))
@@ -449,24 +484,3 @@ async def _connect_to_some(daemon: PrivateP2P, peers: Sequence[PeerAddress]) -> 
     if peers and not daemon.joined_peers:
         raise peers_unreachable(reasons)
     log_passed_over(reasons)
-
-
-def _texts(addresses: Sequence[bytes]) -> list[str]:
-    """Those addresses that can be dialled from elsewhere, as text; a stranger's bytes may be anything."""
-    texts: list[str] = []
-    for raw in list(addresses)[:MOST_ADDRESSES]:
-        with contextlib.suppress(ValueError, LookupError):
-            texts.append(str(Multiaddr(raw)))
-    return texts
-
-
-async def _end_process(child: asyncio.subprocess.Process) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if child.returncode is not None:
-            return
-        # Not child.terminate(): it polls, and may take the exit status away from asyncio's watcher.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.pid, number)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_SECONDS):
-                await child.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from noloco_node.config.node_settings import NodeSettings
@@ -26,13 +27,14 @@ _SHORT = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.]+)\]|(?P<host>[^:/\s\[\]]+))(?::
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
 
 
-def node_arguments(settings: NodeSettings, identity: Path) -> tuple[str, ...]:
-    """p2pd's arguments for a node. UserError (CONFIG) for a host or an announced address that is none."""
+def node_arguments(settings: NodeSettings, identity: Path, circuits: Sequence[str] = ()) -> tuple[str, ...]:
+    """p2pd's arguments for a node. With `circuits`, addresses through relays, it tells others no address that it merely
+    listens on. UserError (CONFIG) for a host or an announced address that is none."""
     arguments = [*ALWAYS, f"-id={identity.resolve()}", "-dhtServer=1"]
     arguments.append(f"-hostAddrs={listen_address(settings.host, settings.port)}")
-    if settings.announce:
-        announced = (announced_address(text, settings.host, settings.port) for text in settings.announce)
-        arguments.append(f"-announceAddrs={','.join(announced)}")
+    announced = [announced_address(text, settings.host, settings.port) for text in settings.announce]
+    if announced or circuits:
+        arguments.append(f"-announceAddrs={','.join((*announced, *circuits))}")
     return tuple(arguments)
 
 

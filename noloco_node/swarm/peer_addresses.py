@@ -17,7 +17,12 @@ from noloco_node.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-_ADDRESS = re.compile(r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<port>\d{1,5})/p2p/(?P<peer>[^/]+)/?")
+CIRCUIT = "/p2p-circuit"
+"""In an address: behind it comes a peer that is reached through the one before it."""
+_ADDRESS = re.compile(
+    r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<port>\d{1,5})"
+    rf"(?:/p2p/(?P<relay>[^/]+){CIRCUIT})?/p2p/(?P<peer>[^/]+)/?"
+)
 RETRY_SECONDS = 0.25
 CONNECT_SECONDS = 3.0
 MAX_SHOWN = 300
@@ -31,6 +36,13 @@ class PeerAddress:
     host: str
     port: int
     peer: PeerId
+    relay: PeerId | None = None
+    """Whoever listens at host and port, where the peer is reached through it."""
+
+    @property
+    def dialled(self) -> PeerId:
+        """Who listens at host and port."""
+        return self.relay or self.peer
 
 
 class Reach(IntEnum):
@@ -61,20 +73,26 @@ def widest_first(texts: Sequence[str]) -> list[str]:
 
 
 def parse_address(text: str) -> PeerAddress:
-    """Parse `/ip4/HOST/tcp/PORT/p2p/PEER_ID` (or ip6, dns, dns4, dns6). ValueError saying what is wrong."""
+    """Parse `/ip4/HOST/tcp/PORT/p2p/PEER_ID` (or ip6, dns, dns4, dns6), or `.../p2p/RELAY/p2p-circuit/p2p/PEER_ID`.
+    ValueError saying what is wrong."""
     match = _ADDRESS.fullmatch(text)
     if match is None:
         raise ValueError("malformed: it must look like /ip4/203.0.113.7/tcp/31337/p2p/12D3Koo...")
     port = int(match["port"])
     if not 0 < port < 65536:
         raise ValueError(f"malformed: {port} is no TCP port")
+    relay = match["relay"]
+    return PeerAddress(text, match["host"], port, _peer_id(match["peer"]), None if relay is None else _peer_id(relay))
+
+
+def _peer_id(text: str) -> PeerId:
     try:
-        known = base58.b58decode(match["peer"])[:2]
+        known = base58.b58decode(text)[:2]
     except ValueError:
         known = b""
     if known not in (b"\x00\x24", b"\x12\x20"):
-        raise ValueError(f"malformed: {match['peer'][:60]} is no peer id")
-    return PeerAddress(text, match["host"], port, PeerId(match["peer"]))
+        raise ValueError(f"malformed: {text[:60]} is no peer id")
+    return PeerId(text)
 
 
 async def answering_peers(texts: Sequence[str], within: float) -> list[PeerAddress]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -51,15 +52,30 @@ class _Held:
     readers: dict[PeerId, _Reader] = field(default_factory=dict[PeerId, _Reader])
 
 
+async def nobody_relayed(_peer: PeerId) -> bool:
+    """Stands for the look at a peer's connections where there are no relays."""
+    return False
+
+
 class StateDonor:
     """Gives this replica's state to fellows: one snapshot at a time, shared by those who ask at the same time.
 
-    At most `places` read at once; others are told `busy`, which is no offence. `tend` must be called every second or
-    two.
+    At most `places` read at once; others are told `busy`, which is no offence, and peers that `relayed` says are
+    connected through a relay only are refused. `tend` must be called every second or two.
     """
 
-    def __init__(self, spec: RunSpec, stage: int, transport: Transport, worker: StageWorker, *, places: int) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        stage: int,
+        transport: Transport,
+        worker: StageWorker,
+        *,
+        places: int,
+        relayed: Callable[[PeerId], Awaitable[bool]] = nobody_relayed,
+    ) -> None:
         self._spec = spec
+        self._relayed = relayed
         self._stage = stage
         self._transport = transport
         self._worker = worker
@@ -111,7 +127,12 @@ class StateDonor:
         if request.contract != self._worker.contract:
             raise Refused(Refusal.WRONG_CONTRACT)
 
-    async def _handle_offer(self, _peer: PeerId, _message: Message) -> Message:
+    async def _refuse_relayed(self, peer: PeerId) -> None:
+        if await self._relayed(peer):
+            raise Refused(Refusal.RELAYED, "a state is not sent through a relay: one side must dial the other")
+
+    async def _handle_offer(self, peer: PeerId, _message: Message) -> Message:
+        await self._refuse_relayed(peer)
         progress = self._worker.progress
         offer = StateOffer(
             clock=progress.clock, outer_rounds=progress.outer_rounds, readers=self.readers, places=self._places
@@ -120,6 +141,7 @@ class StateDonor:
 
     async def _handle_open(self, peer: PeerId, message: Message) -> Message:
         request = StateRequest.model_validate(message.header)
+        await self._refuse_relayed(peer)
         async with self._taking:
             readers = self._readers()
             if peer not in readers and len(readers) >= self._places:

@@ -69,6 +69,7 @@ class Refusal(StrEnum):
     OUT_OF_SCALE = "out_of_scale"
     FORGED = "forged"
     NOT_ADMITTED = "not_admitted"
+    RELAYED = "relayed"
     BANNED = "banned"
 
 
@@ -98,6 +99,7 @@ REFUSAL_MEANINGS: dict[Refusal, str] = {
     Refusal.OUT_OF_SCALE: "the activations are much larger than all that the peer has seen",
     Refusal.FORGED: "a signature does not hold",
     Refusal.NOT_ADMITTED: "the run admits only peers that its owner has listed or invited",
+    Refusal.RELAYED: "what is asked for is not sent through a relay; no offence",
     Refusal.BANNED: "the peer has banned this node for offences, until the time that it names is over",
 }
 

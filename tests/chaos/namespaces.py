@@ -47,11 +47,11 @@ class Halves:
 
     async def cut(self) -> None:
         """From now on nothing passes."""
-        await _ip("-n", self.middle, "link", "set", "bridge", "down")
+        await ip("-n", self.middle, "link", "set", "bridge", "down")
 
     async def heal(self) -> None:
         """It passes again."""
-        await _ip("-n", self.middle, "link", "set", "bridge", "up")
+        await ip("-n", self.middle, "link", "set", "bridge", "up")
 
     async def reaches(self) -> bool:
         """Whether a packet of the first half comes to the second: asks the kernel for a connection to a closed port,
@@ -62,26 +62,27 @@ class Halves:
 
     async def make(self) -> None:
         """Create namespaces, bridge and cables."""
-        await _ip("netns", "add", self.middle)
-        await _ip("-n", self.middle, "link", "add", "bridge", "type", "bridge")
-        await _ip("-n", self.middle, "link", "set", "bridge", "up")
+        await ip("netns", "add", self.middle)
+        await ip("-n", self.middle, "link", "add", "bridge", "type", "bridge")
+        await ip("-n", self.middle, "link", "set", "bridge", "up")
         for half, name in enumerate(self.names):
-            await _ip("netns", "add", name)
-            await _ip("-n", name, "link", "set", "lo", "up")
+            await ip("netns", "add", name)
+            await ip("-n", name, "link", "set", "lo", "up")
             port = f"port{half}"
-            await _ip("-n", self.middle, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-            await _ip("-n", self.middle, "link", "set", port, "master", "bridge", "up")
-            await _ip("-n", name, "addr", "add", f"{self.address(half)}/24", "dev", "eth0")
-            await _ip("-n", name, "link", "set", "eth0", "up")
+            await ip("-n", self.middle, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+            await ip("-n", self.middle, "link", "set", port, "master", "bridge", "up")
+            await ip("-n", name, "addr", "add", f"{self.address(half)}/24", "dev", "eth0")
+            await ip("-n", name, "link", "set", "eth0", "up")
 
     async def remove(self) -> None:
         """Delete all of it; what was never made is passed over."""
         for name in (*self.names, self.middle):
             with contextlib.suppress(OSError):
-                await _ip("netns", "del", name)
+                await ip("netns", "del", name)
 
 
-async def _ip(*arguments: str) -> None:
+async def ip(*arguments: str) -> None:
+    """Run `ip` with these arguments. OSError with its complaint."""
     process = await asyncio.create_subprocess_exec("ip", *arguments, stderr=asyncio.subprocess.PIPE)
     _, complaint = await process.communicate()
     if process.returncode:

@@ -47,6 +47,24 @@ async def test_a_sound_machine_passes_and_others_reach_it(tmp_path: Path, tempor
     assert not (tmp_path / "node").exists(), "it leaves nothing in the run folder"
 
 
+async def test_a_node_behind_a_relay_is_told_that_it_is_reached_there_only(tmp_path: Path, temporary: Path) -> None:
+    """By a stranger's connection through the seed; a seed that was not told to relay is named with the remedy."""
+    async with command(tmp_path / "seed", "seed", str(MICRO), "--relay-for-others"):
+        address = await address_of(tmp_path / "seed")
+        code, words = await doctor(tmp_path / "node", address, "--relay", "--json")
+    checks = {row["check"]: row for row in json.loads(words)}
+    assert code == ExitCode.OK, words
+    assert checks["reachable"]["outcome"] == "pass"
+    assert "through a relay only (127.0.0.1)" in checks["reachable"]["found"]
+    async with command(tmp_path / "other", "seed", str(MICRO)):
+        address = await address_of(tmp_path / "other")
+        code, words = await doctor(tmp_path / "node", address, "--relay", "--json")
+    [failed] = [row for row in json.loads(words) if row["outcome"] == "fail"]
+    assert code == ExitCode.CHECK_FAILED
+    assert "it relays for nobody" in failed["found"]
+    assert "--relay-for-others" in failed["remedy"]
+
+
 async def test_what_is_wrong_is_named_with_its_remedy_and_an_exit_code(tmp_path: Path, temporary: Path) -> None:
     """A port that is taken, a dead peer, an address that is none, and a device that is not there: all of them at once,
     and the rest is checked all the same."""

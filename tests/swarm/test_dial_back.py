@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from noloco_node.checks import Outcome
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.doctor import check_reached
+from noloco_node.start_checks import check_reached
 from noloco_node.swarm.dial_back import (
     AT_ONCE,
     MAX_PORTS,

@@ -158,6 +158,35 @@ async def test_when_nobody_gives_its_state_each_donor_is_named_with_its_reason()
         assert "wrong_contract" in lines[peer_name(0, 2)]
 
 
+@pytest.mark.parametrize("relayed_looks", [2, 1000])
+async def test_no_state_crosses_a_relay(monkeypatch: pytest.MonkeyPatch, relayed_looks: int) -> None:
+    """A donor that is connected by relay only refuses with the reason. The joiner asks a few times more, since it may
+    be making a direct connection: where that comes the donor gives, where it does not the reason is told."""
+    monkeypatch.setattr(late_join, "BUSY_PAUSE_SECONDS", (0.01, 0.02))
+    looks = 0
+
+    async def relayed(peer: PeerId) -> bool:
+        nonlocal looks
+        assert peer == joiner._transport.peer_id
+        looks += 1
+        return looks <= relayed_looks
+
+    async with donors_and_joiner(1) as (made, joiner):
+        made.replicas[0].donor._relayed = relayed
+        if relayed_looks < late_join.RELAYED_TRIES:
+            assert await joiner.become_current() == FIRST
+            return
+        with pytest.raises(UserError) as error:
+            await joiner.become_current()
+        assert error.value.exit_code is ExitCode.NO_DONOR
+        assert "a state is not sent through a relay" in error.value.message
+        assert looks == late_join.RELAYED_TRIES
+        with pytest.raises(Refused, match="through a relay"):
+            await joiner._transport.call(
+                FIRST, state_messages.OPEN, request_of(joiner), timeout=5, progress=5, max_answer_bytes=1 << 20
+            )
+
+
 def count_chunks(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[PeerId, int]]:
     """How often each chunk of each donor has come."""
     came: Counter[tuple[PeerId, int]] = Counter()

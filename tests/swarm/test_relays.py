@@ -1,0 +1,284 @@
+"""Circuits: who gets a place with a relay, what crosses it, what it refuses, and what outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.swarm import circuit_relay, relay_places
+from noloco_node.swarm.circuit_messages import (
+    HOP,
+    Status,
+    hop_answer,
+    hop_status,
+    read_fields,
+    reserve_answer,
+    reserve_request,
+    stop_request,
+    wanted_peer,
+    write_message,
+)
+from noloco_node.swarm.circuit_relay import CircuitRelay
+from noloco_node.swarm.identity import Identity, load_or_create_identity
+from noloco_node.swarm.libp2p_transport import Libp2pTransport
+from noloco_node.swarm.multiaddrs import to_dial
+from noloco_node.swarm.p2p_daemon import PrivateP2P, reached_by_a_stranger, running_p2p, start_p2p
+from noloco_node.swarm.peer_addresses import parse_address
+from noloco_node.swarm.relay_places import ask_for_place, connected_by_relay, only_relayed
+from noloco_node.swarm.transport import Message, PeerId
+from noloco_node.swarm.wire import no_tensors
+from tests.support import eventually, nothing_left_behind
+
+ONE = PeerId("12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9")
+OTHER = PeerId("12D3KooWFWEkWNrcf5ddYVUkSwFZ244QyVXmGQx4dezxX5qXpKVh")
+CIRCUIT = f"/ip4/203.0.113.7/tcp/4001/p2p/{ONE}/p2p-circuit/p2p/{OTHER}"
+
+
+@pytest.fixture(autouse=True)
+def _clean(tmp_path: Path) -> Iterator[None]:
+    with nothing_left_behind():
+        yield
+
+
+def fed(data: bytes) -> asyncio.StreamReader:
+    """A stream that brings these bytes and ends."""
+    reader = asyncio.StreamReader()
+    reader.feed_data(data)
+    reader.feed_eof()
+    return reader
+
+
+async def test_messages_are_those_of_the_specification() -> None:
+    """Field by field, as protobuf writes them; a peer is named by the bytes of its id."""
+    assert reserve_request().hex() == "0800"
+    assert hop_answer(Status.NO_RESERVATION).hex() == "080228cc01"
+    assert reserve_answer(300).hex() == "08021a0308ac022864"
+    assert stop_request(ONE)[:6].hex() == "080012280a26"
+    connect = bytes((1 << 3, 1)) + stop_request(ONE)[2:]
+    assert wanted_peer(await read_fields(fed(bytes((len(connect),)) + connect))) == ONE
+    answer = hop_answer(Status.OK)
+    assert hop_status(await read_fields(fed(bytes((len(answer),)) + answer))) == Status.OK
+
+
+@given(st.binary(max_size=64))
+def test_bytes_that_are_no_message_are_refused_and_nothing_else(data: bytes) -> None:
+    """A stranger's bytes end in a value, in ValueError, or where the stream ends."""
+
+    async def read() -> None:
+        with contextlib.suppress(ValueError, asyncio.IncompleteReadError):
+            fields = await read_fields(fed(data))
+            hop_status(fields)
+            wanted_peer(fields)
+
+    asyncio.run(read())
+
+
+def test_an_address_through_a_relay_says_who_is_dialled_and_who_is_meant() -> None:
+    """And its bytes for p2pd name the relay by the bytes of its id, not as hivemind writes it."""
+    address = parse_address(CIRCUIT)
+    assert (address.host, address.port, address.dialled, address.peer) == ("203.0.113.7", 4001, ONE, OTHER)
+    raw = to_dial(CIRCUIT).to_bytes().hex()
+    assert raw.startswith("04cb007107060fa1a503260024080112")
+    assert raw.endswith("a202")
+    assert to_dial(CIRCUIT.partition("/p2p-circuit")[0]).to_bytes().hex() == "04cb007107060fa1"
+    with pytest.raises(ValueError, match="is no peer id"):
+        parse_address(CIRCUIT.replace(ONE, "nobody"))
+    assert only_relayed([CIRCUIT])
+    assert not only_relayed([CIRCUIT, "/ip4/203.0.113.7/tcp/1"])
+    assert not only_relayed([])
+
+
+@contextlib.asynccontextmanager
+async def relay_node(identity: Identity, port: int = 0) -> AsyncIterator[tuple[PrivateP2P, CircuitRelay]]:
+    """A node that relays for others."""
+    async with running_p2p(NodeSettings(port=port), identity) as daemon:
+        relay = CircuitRelay(daemon, carry=True)
+        await relay.start()
+        try:
+            yield daemon, relay
+        finally:
+            await relay.close()
+
+
+def entering(daemon: PrivateP2P, *, relay: bool) -> NodeSettings:
+    """Settings of a node that joins through this one."""
+    return NodeSettings(initial_peers=tuple(daemon.visible_addresses()), relay=relay)
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(90)
+async def test_what_crosses_a_relay_arrives_as_it_was_sent(tmp_path: Path) -> None:
+    """Two nodes that tell others no address of their own: 16 MB there and back, in one connection that the relay
+    carries. libp2p alone would have ended it after 128 KiB."""
+    keys = [load_or_create_identity(tmp_path / name) for name in "rab"]
+    async with relay_node(keys[0]) as (middle, relay):
+        settings = entering(middle, relay=True)
+        async with running_p2p(settings, keys[1]) as one, running_p2p(settings, keys[2]) as other:
+            assert all("/p2p-circuit/p2p/" in text for text in [*one.visible_addresses(), *other.visible_addresses()])
+            calling, serving = Libp2pTransport(one), Libp2pTransport(other)
+            await asyncio.gather(calling.start(), serving.start())
+
+            async def doubled(_peer: PeerId, message: Message) -> Message:
+                return Message({}, (message.tensors[0] * 2,))
+
+            serving.serve("double", lambda *_: None, doubled, max_concurrent_per_peer=1)
+            async with asyncio.timeout(30):
+                while not await one.addresses_of(other.own_id):  # noqa: ASYNC110 - p2pd gives no sign of it
+                    await asyncio.sleep(0.05)
+            sent = torch.randn(1 << 22)
+            answer = await calling.call(
+                other.own_id, "double", Message({}, (sent,)), timeout=60, progress=20, max_answer_bytes=1 << 24
+            )
+            assert torch.equal(answer.tensors[0], sent * 2)
+            assert relay.circuits >= 1, "both may have dialled"
+            assert relay.carried_bytes > 2 * sent.nbytes
+            assert await connected_by_relay(one, other.own_id)
+            assert not await connected_by_relay(one, middle.own_id)
+            await asyncio.gather(calling.close(), serving.close())
+        await eventually(lambda: relay.circuits == 0, what="a circuit ends with its ends")
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(60)
+async def test_a_node_relays_for_nobody_unless_it_is_told_to(tmp_path: Path) -> None:
+    """Who asks it is told so, and a start that needs a relay ends with the reason for each peer and a remedy. p2pd by
+    itself would relay, whatever its arguments say; such a relay is none to build on."""
+    keys = [load_or_create_identity(tmp_path / name) for name in "pq"]
+    async with running_p2p(NodeSettings(), keys[0]) as plain:
+        async with running_p2p(entering(plain, relay=False), keys[1]) as asker:
+            assert "few bytes" in str(await ask_for_place(asker, plain.own_id))
+        refusing = CircuitRelay(plain, carry=False)
+        await refusing.start()
+        with pytest.raises(UserError) as caught:
+            await start_p2p(entering(plain, relay=True), keys[1])
+        assert caught.value.exit_code is ExitCode.PEERS_UNREACHABLE
+        assert f"{plain.own_id}: it relays for nobody" in caught.value.message
+        assert "--relay-for-others" in caught.value.remedy
+        assert refusing.places == 0
+        await refusing.close()
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(90)
+async def test_a_relay_that_comes_back_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started anew at the same address it knows nobody; the node has its place again after the next request, without a
+    restart of its own."""
+    monkeypatch.setattr(relay_places, "RENEW_SECONDS", 0.5)
+    monkeypatch.setattr(relay_places, "LOOK_SECONDS", 0.1)
+    keys = [load_or_create_identity(tmp_path / name) for name in "rb"]
+    async with contextlib.AsyncExitStack() as stack:
+        async with relay_node(keys[0]) as (middle, _):
+            port = parse_address(middle.visible_addresses()[0]).port
+            hidden = await stack.enter_async_context(running_p2p(entering(middle, relay=True), keys[1]))
+            assert await reached_by_a_stranger(NodeSettings(), hidden) is None
+        assert await reached_by_a_stranger(NodeSettings(), hidden) is not None
+        async with relay_node(keys[0], port) as (_, relay):
+            await eventually(lambda: relay.places == 1, 30, "the node has asked for a place again")
+            assert await reached_by_a_stranger(NodeSettings(), hidden) is None
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(90)
+async def test_a_hidden_node_whose_p2pd_was_started_again_is_reached_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for its place while p2pd is dead, in vain, and with the new one."""
+    monkeypatch.setattr(relay_places, "RENEW_SECONDS", 0.2)
+    monkeypatch.setattr(relay_places, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(circuit_relay, "PLACE_SECONDS", 1.0)
+    keys = [load_or_create_identity(tmp_path / name) for name in "rb"]
+    async with relay_node(keys[0]) as (middle, relay), running_p2p(entering(middle, relay=True), keys[1]) as hidden:
+        await eventually(lambda: hidden.own_id in relay._places, what="its place")
+        os.kill(hidden.pid, signal.SIGKILL)
+        await hidden.wait_until_dead()
+        await eventually(lambda: relay.places == 0, what="the place has lapsed")
+        await hidden.restart(60)
+        hidden.back()
+        await eventually(lambda: relay.places == 1, 30, "it has asked again")
+        assert await reached_by_a_stranger(NodeSettings(), hidden) is None
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(90)
+async def test_places_and_circuits_are_bounded_and_a_place_lapses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One more than there is room for is refused, a place that is not asked for again is forgotten, and a request that
+    is none is answered as such."""
+    monkeypatch.setattr(circuit_relay, "MOST_PLACES", 1)
+    monkeypatch.setattr(circuit_relay, "MOST_CIRCUITS_OF_ONE", 0)
+    keys = [load_or_create_identity(tmp_path / name) for name in "rab"]
+    async with relay_node(keys[0]) as (middle, relay):
+        nowhere = entering(middle, relay=False).model_copy(update={"announce": ("127.0.0.1:9",)})
+        async with running_p2p(nowhere, keys[1]) as one, running_p2p(nowhere, keys[2]) as other:
+            circuit = f"{middle.visible_addresses()[0]}/p2p-circuit/p2p/{other.own_id}"
+            assert await ask_for_place(other, middle.own_id) is None
+            assert await ask_for_place(other, middle.own_id) is None, "who has a place keeps it"
+            assert "status 201" in str(await ask_for_place(one, middle.own_id))
+            async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "c")) as far:
+                assert "RESOURCE_LIMIT_EXCEEDED" in str(await far.connect(other.own_id, [circuit]))
+            monkeypatch.setattr(circuit_relay, "PLACE_SECONDS", 0.0)
+            assert await ask_for_place(other, middle.own_id) is None
+            assert relay.places == 0
+            async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "d")) as far:
+                assert "NO_RESERVATION" in str(await far.connect(other.own_id, [circuit]))
+            for nonsense in (b"\xff" * 8, b"\x08\x01", b"\x08\x07", b"\x08\x01\x12\x02\x0a\x00"):
+                reader, writer = await one.open_stream(middle.own_id, HOP)
+                await write_message(writer, nonsense)
+                assert hop_status(await read_fields(reader)) == Status.MALFORMED_MESSAGE, nonsense
+                writer.transport.abort()
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(90)
+async def test_a_relayed_connection_gives_way_to_one_that_the_hidden_node_can_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer with an address of its own was first to dial: the hidden node dials it, and only then is it connected
+    without the relay."""
+    keys = [load_or_create_identity(tmp_path / name) for name in "rbc"]
+    async with relay_node(keys[0]) as (middle, relay):
+        monkeypatch.setattr(relay_places, "LOOK_SECONDS", 3600.0)
+        async with (
+            running_p2p(entering(middle, relay=True), keys[1]) as hidden,
+            running_p2p(entering(middle, relay=False), keys[2]) as open_one,
+        ):
+            assert await open_one.connect(hidden.own_id, hidden.visible_addresses()) is None
+            assert await connected_by_relay(hidden, open_one.own_id)
+            assert relay.circuits == 1
+            async with asyncio.timeout(30):
+                while await connected_by_relay(hidden, open_one.own_id):
+                    await relay_places._go_direct(hidden, {})
+            asked = Libp2pTransport(open_one)
+            asking = Libp2pTransport(hidden)
+            await asyncio.gather(asked.start(), asking.start())
+
+            async def there(_peer: PeerId, _message: Message) -> Message:
+                return Message()
+
+            asked.serve("there", no_tensors, there, max_concurrent_per_peer=1)
+            await asking.call(open_one.own_id, "there", Message(), timeout=20, progress=20, max_answer_bytes=0)
+            await asyncio.gather(asked.close(), asking.close())
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(90)
+async def test_a_hidden_node_comes_straight_back_under_its_identity(tmp_path: Path) -> None:
+    """The relay still keeps a place for it, which must not pass for the node itself."""
+    keys = [load_or_create_identity(tmp_path / name) for name in "rb"]
+    async with relay_node(keys[0]) as (middle, relay):
+        for _ in range(2):
+            async with running_p2p(entering(middle, relay=True), load_or_create_identity(tmp_path / "b")) as hidden:
+                assert hidden.own_id == keys[1].peer_id
+                await eventually(lambda: hidden.own_id in relay._places, what="its place")
