@@ -38,7 +38,7 @@ from noloco_node.swarm.receipts import Receipts, open_receipts
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.swarm.transport import PeerId, Transport
 from noloco_node.telemetry.display import DownloadBar
-from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped
+from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped, P2pdRestarted
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.metrics import Metrics
 from noloco_node.training.compute_thread import ComputeThread
@@ -110,6 +110,7 @@ async def _live(
         saved = await asyncio.to_thread(_open_run, folder, checkpoints, spec, net.settings)
         stays = await _choose(net, saved, show)
         start_checks.report(await asyncio.to_thread(start_checks.for_a_stage, spec, stays.stage, folder))
+        net.supervisor.on_restart = lambda cause: emit(P2pdRestarted(cause=cause, restarts=net.supervisor.restarts))
         serve_hello(net.transport, spec, lambda: stays.stage)
         serve_spec(net.transport, spec)
         place = _Place(net, folder, checkpoints, thread, stays, emit, metrics_address, saved)

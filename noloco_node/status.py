@@ -25,6 +25,7 @@ from noloco_node.telemetry.events import (
     InnerStep,
     NodeStarted,
     NodeStopped,
+    P2pdRestarted,
     StateDownload,
     parse_event,
 )
@@ -34,7 +35,9 @@ SHOWN_PEERS = 8
 SILENT_SECONDS = 15.0
 """A running node writes its account every two seconds; one that is silent for longer is stuck or frozen."""
 
-_KIND = re.compile(rb'"event":"([a-z_]+)"')
+_KIND = re.compile(rb'"event":"([a-z0-9_]+)"')
+
+_CAUSES = {"died": "died", "frozen": "had frozen"}
 
 E = TypeVar("E", bound=Event)
 
@@ -115,8 +118,17 @@ def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: fl
         return
     silent = now - events.time
     yield f"now                 {_activity(events, doing, now)}"
+    yield from _p2pd(events, started, now)
     if silent > SILENT_SECONDS:
         yield f"  silent            for {_ago(silent)}: the process is stuck or frozen"
+
+
+def _p2pd(events: Events, started: NodeStarted | None, now: float) -> Iterator[str]:
+    """How often p2pd had to be started again in this life of the node."""
+    last = events.last(P2pdRestarted)
+    if last is not None and (started is None or last.time >= started.time):
+        often, ago = "once" if last.restarts == 1 else f"{last.restarts} times", _ago(now - last.time)
+        yield f"  p2pd              started again {often}, last {ago} ago: it {_CAUSES[last.cause]}"
 
 
 def _activity(events: Events, doing: Doing | None, now: float) -> str:

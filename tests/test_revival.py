@@ -197,7 +197,8 @@ async def test_copies_are_given_to_the_run_only_and_a_poisoned_one_is_not_taken(
         tasks = [
             asyncio.create_task(copies[n].keep(made.replicas[n].membership, made.replicas[n].worker)) for n in (0, 2)
         ]
-        await eventually(lambda: made.replicas[2]._transport.traffic.sent.get("copy.chunk", 0) > 0)  # pyright: ignore
+        conduct = head._transport.conduct  # pyright: ignore[reportPrivateUsage]
+        await eventually(lambda: conduct.offences["bad_answer"] > 0, what="who gave NaN has offended")
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)

@@ -26,6 +26,7 @@ from noloco_node.telemetry.events import (
     InnerStep,
     NodeStarted,
     NodeStopped,
+    P2pdRestarted,
 )
 from tests.support import eventually, printed_file
 
@@ -124,6 +125,18 @@ def test_a_running_node_names_what_it_waits_for_and_for_how_long(folder: Path, i
         assert any("silent            for 60 s" in line for line in status_lines(folder, NOW + 50))
         write(folder, Doing(time=991.0, what="training", detail="training", since=991.0))
         assert now_line(folder) == "training, for 9 s"
+
+
+def test_restarts_of_p2pd_are_shown_for_this_life_of_the_node(folder: Path, identity: Identity) -> None:
+    """How often, and why the last time; those of an earlier life are over."""
+    training = Doing(time=940.0, what="training", detail="training", since=940.0)
+    earlier = P2pdRestarted(time=90.0, cause="died", restarts=7)
+    with IdentityLock(folder / "identity.key"):
+        write(folder, earlier, started(identity), training)
+        assert not any(line.startswith("  p2pd") for line in status_lines(folder, NOW))
+        write(folder, P2pdRestarted(time=960.0, cause="frozen", restarts=2))
+        shown = next(line for line in status_lines(folder, NOW) if line.startswith("  p2pd"))
+    assert shown.split(maxsplit=1)[1] == "started again 2 times, last 40 s ago: it had frozen"
 
 
 def test_a_stopped_node_says_when_and_why_and_a_new_life_counts(folder: Path, identity: Identity) -> None:

@@ -131,6 +131,7 @@ class StageCopies:
             try:
                 return await self._fetch(peer, stage, idle_share=0.0)
             except (Refused, TransportError) as error:
+                self._transport.conduct.judge(peer, error)
                 logger.warning("could not take the copy of stage %d from %s: %s", stage, peer, error or repr(error))
         return kept
 
@@ -147,6 +148,7 @@ class StageCopies:
         try:
             self.kept = await self._fetch(giver, stage, idle_share=IDLE_SHARE)
         except (Refused, TransportError) as error:
+            self._transport.conduct.judge(giver, error)
             logger.debug("could not copy stage %d from %s: %r", stage, giver, error)
             return False
         logger.debug("keeps a copy of stage %d at clock %.0f", stage, self.kept.clock)
@@ -156,6 +158,7 @@ class StageCopies:
         try:
             return await self._open(peer, CopyRequest(run=self._spec.run_id, stage=stage))
         except (Refused, TransportError) as error:
+            self._transport.conduct.judge(peer, error)
             logger.warning("%s does not give its copy of stage %d: %s", peer, stage, error or repr(error))
             return None
 

@@ -120,6 +120,21 @@ class PrivateP2P:
         """Return p2pd's exit status once it has ended, whatever the reason."""
         return await self._child.wait()
 
+    async def answers(self, within: float) -> bool:
+        """Whether p2pd answers a request for its own id within so many seconds."""
+        try:
+            async with asyncio.timeout(within):
+                _, writer, _ = await self._request(_pb.Request(type=_pb.Request.IDENTIFY))
+        except (TimeoutError, _DaemonAway, OSError):
+            return False
+        writer.transport.abort()
+        return True
+
+    def kill(self) -> None:
+        """End a p2pd that does not listen to anything milder any more; `wait_until_dead` sees it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._child.pid, signal.SIGKILL)
+
     @contextlib.contextmanager
     def supervised(self) -> Generator[None]:
         """While the block runs somebody restarts p2pd where it dies."""

@@ -240,6 +240,16 @@ class Doing(Event):
     """Wall time at which it began."""
 
 
+class P2pdRestarted(Event):
+    """hivemind's p2pd was started again under this node."""
+
+    event: Literal["p2pd_restarted"] = "p2pd_restarted"
+    cause: Literal["died", "frozen"]
+    """`died`: its process ended; `frozen`: it answered nothing any more, and was killed."""
+    restarts: int
+    """So far in this life of the node, this one included."""
+
+
 class NodeStopped(Event):
     """The last event of a node that ends in order."""
 
@@ -266,6 +276,7 @@ AnyEvent = Annotated[
     | DonorFailed
     | ProbationEnded
     | Doing
+    | P2pdRestarted
     | NodeStopped,
     Field(discriminator="event"),
 ]

@@ -83,12 +83,14 @@ def forge(replica: Replica, monkeypatch: pytest.MonkeyPatch, change: Callable[[J
     monkeypatch.setattr(method, "handle", forged)
 
 
-async def join_until_the_first_has_failed(made: World, joiner: Replica) -> str:
-    """Join from the second donor again and again, until chance has led to the first one before; why that one failed."""
+async def join_until_the_first_has_failed(made: World, joiner: Replica, *, honest: bool = False) -> str:
+    """Join from the second donor again and again, until chance has led to the first one before; why that one failed.
+    What no honest node gives is held against it once."""
     made.events[-1].clear()
     while FIRST not in failures(made):
         assert await joiner.become_current() == SECOND
     assert await is_copy_of(joiner, made.replicas[1])
+    assert joiner._transport.conduct.offences == ({} if honest else {"bad_answer": 1})
     return failures(made)[FIRST]
 
 
@@ -140,6 +142,29 @@ async def test_an_altered_chunk_is_refused_and_the_next_donor_gives(monkeypatch:
 
         monkeypatch.setattr(method, "handle", altered)
         assert "chunk 3 of its state does not match" in await join_until_the_first_has_failed(made, joiner)
+
+
+async def test_an_offer_that_is_none_is_an_offence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first donor claims to have fewer than no readers; the second one gives."""
+    async with donors_and_joiner() as (made, joiner):
+        method = made.replicas[0]._transport._desk._methods[state_messages.OFFER]  # type: ignore[attr-defined]
+        honest = method.handle
+
+        async def altered(peer: PeerId, message: Message) -> Message:
+            answer = await honest(peer, message)
+            return Message({**answer.header, "readers": -1})
+
+        monkeypatch.setattr(method, "handle", altered)
+        assert "bad offer of a state: readers" in await join_until_the_first_has_failed(made, joiner)
+
+
+async def test_a_donor_that_is_slow_full_or_away_offends_nobody() -> None:
+    """Refusals and silence are ordinary life."""
+    async with donors_and_joiner(3) as (made, joiner):
+        made.network.inject(Fault(FaultKind.UNREACHABLE, target=FIRST))
+        made.network.inject(Fault(FaultKind.REFUSE, target=SECOND, reason=Refusal.DRAINING))
+        assert await joiner.become_current() == peer_name(0, 2)
+        assert not joiner._transport.conduct.offences
 
 
 async def test_when_nobody_gives_its_state_each_donor_is_named_with_its_reason() -> None:
@@ -230,7 +255,7 @@ async def test_a_donor_that_falls_silent_is_left_after_the_progress_deadline() -
         never = asyncio.Event()
         made.network.inject(Fault(FaultKind.DELAY, target=FIRST, method=state_messages.CHUNK, wait=never.wait))
         async with asyncio.timeout(30):
-            reason = await join_until_the_first_has_failed(made, joiner)
+            reason = await join_until_the_first_has_failed(made, joiner, honest=True)
         assert "no part of its state came for 2 s" in reason
 
 
