@@ -1,4 +1,4 @@
-"""p2pd may die or freeze; the node lives on. Started again under the same identity and port, a bounded number of times."""
+"""p2pd may die or freeze; the node lives on. Started again under the same identity and port, but not for ever."""
 
 from __future__ import annotations
 

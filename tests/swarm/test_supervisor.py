@@ -233,7 +233,7 @@ async def test_a_person_sees_the_error_of_the_work_and_no_group_of_groups(tmp_pa
     async def work() -> None:
         async with asyncio.TaskGroup() as outer, asyncio.TaskGroup() as inner:
             inner.create_task(fails())
-            outer.create_task(asyncio.Event().wait())[reportArgumentType]
+            outer.create_task(asyncio.Event().wait())  # pyright: ignore[reportArgumentType]
 
     async def nothing() -> None:
         return None
