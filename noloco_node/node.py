@@ -200,7 +200,7 @@ async def _stay(place: _Place, stage_index: int) -> AsyncGenerator[_Stay | None]
                 lambda: replica.worker.progress,
             )
             replica.serve()
-            origin = await net.beside(stays.begin(replica, clock))
+            origin = await net.beside(stays.begin(replica, clock, place.checkpoints))
         if origin is not None:
             place.emit(stays.arrived(replica, origin) or _started_event(place, stage, origin, resumed=resumed))
         yield None if origin is None else _Stay(replica, keeper, receipts)

@@ -117,14 +117,17 @@ class StageCopies:
         finally:
             self._own = self._given = None
 
-    async def newest(self, stage: int, records: Sequence[PeerRecord]) -> StageCopy | None:
-        """The copy of `stage` that was trained furthest, of those that this node and the owners of `records` keep."""
+    async def newest(self, stage: int, records: Sequence[PeerRecord], beyond: float = -1.0) -> StageCopy | None:
+        """The copy of `stage` that was trained furthest, of those that this node and the owners of `records` keep; none
+        where no clock is `beyond` that one."""
         offers: list[tuple[float, PeerId]] = []
         for record in records:
             peer = PeerId(record.peer_id)
-            if record.guards == stage and (offer := await self._ask(peer, stage)) is not None:
+            if record.guards == stage and (offer := await self._ask(peer, stage)) is not None and offer.clock > beyond:
                 offers.append((offer.clock, peer))
-        kept = self.kept if self.kept is not None and self.kept.stage == stage else None
+        kept = self.kept
+        if kept is not None and (kept.stage != stage or kept.clock <= beyond):
+            kept = None
         for clock, peer in sorted(offers, reverse=True):
             if kept is not None and kept.clock >= clock:
                 break

@@ -55,8 +55,9 @@ class NodeMoved(Event):
     stage: int
     why: Literal["poor", "lost"]
     """`poor`: the stage had too little throughput; `lost`: nobody served it any more."""
-    origin: Literal["seed", "peer", "guard"]
-    """Where the weights are from: the RunSpec's seed, a fellow, or a copy that a node of another stage kept."""
+    origin: Literal["seed", "peer", "guard", "checkpoint"]
+    """Where the weights are from: the RunSpec's seed, a fellow, a copy that a node of another stage kept, or a
+    checkpoint of an earlier stay of this node."""
     clock: float
     parameters: int
     """Parameters of the new stage."""
