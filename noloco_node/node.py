@@ -108,6 +108,7 @@ async def _live(
     async with network(agree, settings, folder, run=run) as net, _compute_thread() as thread:
         spec = net.spec
         saved = await asyncio.to_thread(_open_run, folder, checkpoints, spec, net.settings)
+        await asyncio.to_thread(net.known.save, spec.run_id)  # the folder is this run's now
         stays = await _choose(net, saved, show)
         start_checks.report(await asyncio.to_thread(start_checks.for_a_stage, spec, stays.stage, folder))
         net.supervisor.on_restart = lambda cause: emit(P2pdRestarted(cause=cause, restarts=net.supervisor.restarts))
