@@ -31,7 +31,7 @@ from noloco_node.stays import BeginsFrom, Stays, stays_of
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
-from noloco_node.swarm.directory import DirectoryView
+from noloco_node.swarm.directory import DirectoryView, PeerState
 from noloco_node.swarm.hello import check_same_run, serve_hello
 from noloco_node.swarm.outlook import Outlook, outlook_of
 from noloco_node.swarm.receipts import Receipts, open_receipts
@@ -211,7 +211,8 @@ async def _train(place: _Place, stay: _Stay, interrupts: Interrupts, started: fl
     """One stay, to its end: None where the node moves on."""
     replica, folder, spec = stay.replica, place.folder, place.net.spec
     interrupts.graceful(replica.stop)
-    work = stay.receipts.beside(replica.run())
+    leaving = (PeerState.FINISHING, PeerState.DRAINING)
+    work = stay.receipts.beside(replica.run(), replica.moved, lambda: replica.membership.state in leaving)
     life = place.net.beside(work, stay.keeper.run(), place.stays.accompany(replica))
     await run_and_save(life, _saving(place, stay, interrupts))
     if _moves_on(place.stays, interrupts):
