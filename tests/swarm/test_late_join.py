@@ -29,7 +29,7 @@ from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryTransport
 from noloco_node.swarm.state_messages import StateOffer
 from noloco_node.swarm.state_transfer import Download
 from noloco_node.swarm.transport import JsonObject, Message, PeerId, Refusal, Refused, Transport
-from noloco_node.telemetry.events import DonorFailed, StateDownload
+from noloco_node.telemetry.events import DonorFailed, OuterStep, StateDownload
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import Swarm, World, libp2p_world, micro_spec, peer_name, world
 
@@ -165,6 +165,52 @@ async def test_a_donor_that_is_slow_full_or_away_offends_nobody() -> None:
         made.network.inject(Fault(FaultKind.REFUSE, target=SECOND, reason=Refusal.DRAINING))
         assert await joiner.become_current() == peer_name(0, 2)
         assert not joiner._transport.conduct.offences
+
+
+@pytest.mark.timeout(120)
+async def test_a_joiner_whose_download_outlasts_max_lag_is_drawn_in_and_does_not_copy_for_ever() -> None:
+    """Over a slow link, while two veterans train on: what it has copied is behind by several times max_lag when it
+    begins. Its first exchange takes over the swarm's clock, its probation ends, and it counts."""
+    limits = LIMITS.model_copy(update={"exchange_progress_seconds": 30.0, "record_seconds": 3.0})
+    spec = micro_spec(stages=1, steps=10**6, outer=OUTER, limits=limits)
+    async with world(spec, 3, NodeSettings(in_flight=1, drain_seconds=1)) as made:
+        *veterans, joiner = made.replicas
+
+        async def slow_link() -> None:
+            """No chunk comes before the swarm has trained a few more tokens."""
+            before = veterans[0].worker.progress.clock
+            await eventually(lambda: veterans[0].worker.progress.clock > before, 30)
+
+        made.network.inject(Fault(FaultKind.DELAY, method=state_messages.CHUNK, wait=slow_link))
+        for veteran in veterans:
+            await make_veteran(veteran)
+        async with running(*veterans):
+            assert await joiner.become_current() is not None
+            behind = min(v.worker.progress.clock for v in veterans) - joiner.worker.progress.clock
+            assert behind > 2 * spec.max_lag_tokens, "or this proves nothing"
+            async with running(joiner):
+                await eventually(lambda: not joiner.standing.newcomer, 60, "its probation ends")
+                rounds = joiner.worker.progress.outer_rounds
+                await eventually(lambda: joiner.worker.progress.outer_rounds > rounds + 3, 60, "it averages on")
+        assert not caught_up(made)
+        assert abs(joiner.worker.progress.clock - veterans[0].worker.progress.clock) < spec.max_lag_tokens
+
+
+@asynccontextmanager
+async def running(*replicas: Replica) -> AsyncIterator[None]:
+    """They train while the block lasts."""
+    tasks = [asyncio.create_task(replica.run()) for replica in replicas]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def caught_up(made: Swarm) -> list[OuterStep]:
+    """How often the last replica copied a fellow's state again."""
+    return [event for event in made.events[-1] if isinstance(event, OuterStep) and event.kind == "caught_up"]
 
 
 async def test_when_nobody_gives_its_state_each_donor_is_named_with_its_reason() -> None:
