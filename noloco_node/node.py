@@ -77,7 +77,7 @@ async def join_node(own: OwnData, settings: NodeSettings, show: Show) -> NodeSto
 async def _run(agree: Agree, settings: NodeSettings, show: Show | None, run: str | None) -> NodeStopped:
     started = time.monotonic()
     folder = RunFolder.create(settings.run_folder)
-    with _telemetry(folder, settings) as (emit, metrics_address), interruptible() as interrupts:
+    with folder.lock(), _telemetry(folder, settings) as (emit, metrics_address), interruptible() as interrupts:
         try:
             stopped = await _live(agree, settings, folder, emit, metrics_address, interrupts, started, show, run)
         except asyncio.CancelledError:

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import psutil
 from pydantic import ValidationError
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.contribution import Contribution, read_contribution
-from noloco_node.swarm.identity import holder_of, load_identity
+from noloco_node.swarm.identity import load_identity
 from noloco_node.swarm.transport import PeerId
 from noloco_node.telemetry.events import (
     Account,
@@ -107,7 +106,7 @@ def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: fl
     stopped, doing = events.last(NodeStopped), events.last(Doing)
     begun = max((event.time for event in (started, doing) if event is not None), default=0.0)
     ended = stopped is not None and stopped.time >= begun
-    if not ended and not _runs(folder, started):
+    if not ended and not folder.in_use:
         gone = _ago(now - events.time)
         yield f"now                 gone without a last word {gone} ago: killed, or the machine went down"
         return
@@ -142,18 +141,6 @@ def _activity(events: Events, doing: Doing | None, now: float) -> str:
         share = 100.0 * download.received / download.total
         return f"copying the state of {download.donor}: {share:.0f} % of {download.total / 1e6:,.1f} MB, for {since}"
     return f"{doing.detail}, for {since}"
-
-
-def _runs(folder: RunFolder, started: NodeStarted | None) -> bool:
-    """Whether a process holds the node's identity, or where that lies elsewhere, has its process id and age."""
-    if folder.identity.exists():
-        return holder_of(folder.identity) is not None
-    if started is None:
-        return False
-    try:
-        return psutil.Process(started.pid).create_time() <= started.time
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _training(events: Events) -> Iterator[str]:

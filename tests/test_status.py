@@ -14,8 +14,9 @@ import pytest
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.status import status_lines
+from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.contribution import ContributionFile, Receipt, Work, statement_text
-from noloco_node.swarm.identity import Identity, IdentityLock, load_or_create_identity
+from noloco_node.swarm.identity import Identity, load_or_create_identity
 from noloco_node.swarm.signing import sign_statement
 from noloco_node.telemetry.events import (
     Account,
@@ -113,11 +114,11 @@ def now_line(folder: Path) -> str:
 
 
 def test_a_running_node_names_what_it_waits_for_and_for_how_long(folder: Path, identity: Identity) -> None:
-    """Whoever holds the identity's lock runs."""
+    """Whoever holds the run folder's lock runs."""
     wait = Doing(time=940.0, what="waiting_for_peers", detail="a replica of stage 0: none is known", since=940.0)
     write(folder, started(identity), account(), wait)
     assert now_line(folder).startswith("gone without a last word 10 s ago")
-    with IdentityLock(folder / "identity.key"):
+    with RunFolder(folder).lock():
         assert now_line(folder) == "waiting for 60 s for a replica of stage 0: none is known"
         lines = status_lines(folder, NOW)
         assert "progress            50,000 of 200,000 tokens (25 %)" in lines
@@ -131,7 +132,7 @@ def test_restarts_of_p2pd_are_shown_for_this_life_of_the_node(folder: Path, iden
     """How often, and why the last time; those of an earlier life are over."""
     training = Doing(time=940.0, what="training", detail="training", since=940.0)
     earlier = P2pdRestarted(time=90.0, cause="died", restarts=7)
-    with IdentityLock(folder / "identity.key"):
+    with RunFolder(folder).lock():
         write(folder, earlier, started(identity), training)
         assert not any(line.startswith("  p2pd") for line in status_lines(folder, NOW))
         write(folder, P2pdRestarted(time=960.0, cause="frozen", restarts=2))
@@ -144,7 +145,7 @@ def test_a_stopped_node_says_when_and_why_and_a_new_life_counts(folder: Path, id
     write(folder, started(identity), account(), stopped())
     assert now_line(folder) == "stopped 5 s ago (target reached)"
     write(folder, Doing(time=999.0, what="joining", detail="looking for the nodes of the run", since=999.0))
-    with IdentityLock(folder / "identity.key"):
+    with RunFolder(folder).lock():
         assert now_line(folder) == "looking for the nodes of the run, for 1 s"
 
 

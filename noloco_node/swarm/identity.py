@@ -7,7 +7,6 @@ takes 64 bytes); RSA files written by hivemind load as well.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -27,6 +26,7 @@ from hivemind.proto import crypto_pb2  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage import atomic
+from noloco_node.storage.file_lock import FileLock, LockHeld, lock_holder
 from noloco_node.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -182,24 +182,9 @@ def lock_path_of(path: Path) -> Path:
 def holder_of(path: Path) -> str | None:
     """Who on this machine runs under the identity file now, in words; None: nobody. OSError if it cannot be told.
 
-    Looks by taking the lock for an instant, shared, and never makes the lock file.
+    Never makes the lock file.
     """
-    try:
-        file = os.open(lock_path_of(path), os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _holder_in(file)
-    finally:
-        os.close(file)
-    return None
-
-
-def _holder_in(file: int) -> str:
-    pid = os.read(file, 32).decode("ascii", "replace").strip() or "unknown"
-    return f"the process with pid {pid} on this machine"
+    return lock_holder(lock_path_of(path))
 
 
 class IdentityLock:
@@ -210,34 +195,25 @@ class IdentityLock:
 
     def __init__(self, path: Path) -> None:
         self._path = path.resolve()
-        self._file: int | None = None
+        self._lock = FileLock(lock_path_of(self._path))
 
     def __enter__(self) -> IdentityLock:
         lock_path = lock_path_of(self._path)
         try:
             lock_path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock.__enter__()
         except OSError as error:
             raise UserError(
                 ExitCode.RUN_FOLDER,
                 f"identity: {lock_path} cannot be written ({error.strerror})",
                 "put the identity into a folder that this user may write",
             ) from None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = _holder_in(file)
-            os.close(file)
-            raise identity_taken(self._path, holder) from None
-        os.ftruncate(file, 0)
-        os.write(file, str(os.getpid()).encode())
-        self._file = file
+        except LockHeld as held:
+            raise identity_taken(self._path, str(held)) from None
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._lock.__exit__()
 
 
 def identity_taken(path: Path, holder: str) -> UserError:
