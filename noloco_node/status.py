@@ -14,7 +14,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.contribution import Contribution, read_contribution
 from noloco_node.swarm.identity import load_identity
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.telemetry.events import (
     Account,
     AnyEvent,

@@ -178,6 +178,17 @@ def test_the_contribution_is_shown_with_what_could_not_be_verified(folder: Path,
     assert sum(line.startswith("  refused           1 lines of") for line in lines) == 1
 
 
+def test_to_ask_for_the_status_loads_no_heavy_library(folder: Path, identity: Identity) -> None:
+    """Each of them takes a second or two, and a person may look every few seconds."""
+    write(folder, started(identity), account())
+    script = (
+        "import sys; from noloco_node.cli import main; code = main(['status', sys.argv[1]]); "
+        "print('loaded', sorted({'torch', 'numpy', 'hivemind', 'transformers'} & set(sys.modules)), code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "loaded [] 0", done.stdout + done.stderr
+
+
 def test_a_folder_without_a_node_is_refused(tmp_path: Path) -> None:
     """With the name of the folder and the remedy."""
     with pytest.raises(UserError) as error:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 from torch import Tensor
 
 from noloco_node import __version__
-from noloco_node.config.run_spec import canonical_json
+from noloco_node.config.canonical import canonical_json
 from noloco_node.data.walk import WalkPosition
 from noloco_node.storage import atomic
 from noloco_node.storage.weights import MANIFEST, Sha256, file_sha256

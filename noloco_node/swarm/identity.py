@@ -13,7 +13,6 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import base58
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -21,13 +20,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.padding import PKCS1v15
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPublicKey
-from google.protobuf.message import DecodeError
-from hivemind.proto import crypto_pb2  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage import atomic
 from noloco_node.storage.file_lock import FileLock, LockHeld, lock_holder
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +39,12 @@ BACKUP_OWNER = b"noloco-node identity "
 NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 """What a file system says that has none, as on most memory sticks."""
 
-_pb: Any = crypto_pb2
 _RSA = 0
 _ED25519 = 1
+_TYPE_TAG, _DATA_TAG = 0x08, 0x12
+"""Field 1 as a varint, field 2 as bytes."""
+_SHORTEST_HEAD, _LONGEST_HEAD = 4, 6
+"""Bytes before the content: two tags, the type, and the length in one byte to three."""
 
 
 class BadKey(Exception):
@@ -272,7 +272,7 @@ def _link_unless_taken(draft: Path, path: Path) -> bool:
 
 
 def _parse_private(data: bytes) -> Ed25519PrivateKey | RSAPrivateKey:
-    key_type, content = _unpack(_pb.PrivateKey, data)
+    key_type, content = _unpack(data)
     if key_type == _ED25519:
         seed, public = content[:ED25519_BYTES], content[ED25519_BYTES:]
         if len(public) != ED25519_BYTES:
@@ -293,7 +293,7 @@ def _parse_private(data: bytes) -> Ed25519PrivateKey | RSAPrivateKey:
 def _parse_public(data: bytes) -> Ed25519PublicKey | RSAPublicKey:
     if len(data) > MAX_PUBLIC_KEY_BYTES:
         raise BadKey("a public key of unreasonable length")
-    key_type, content = _unpack(_pb.PublicKey, data)
+    key_type, content = _unpack(data)
     try:
         if key_type == _ED25519:
             return Ed25519PublicKey.from_public_bytes(content)
@@ -305,12 +305,26 @@ def _parse_public(data: bytes) -> Ed25519PublicKey | RSAPublicKey:
     return loaded
 
 
-def _unpack(message: Any, data: bytes) -> tuple[int, bytes]:
-    try:
-        parsed = message.FromString(data)
-    except DecodeError:
-        raise BadKey("not a protobuf key") from None
-    return int(parsed.key_type), bytes(parsed.data)
+def _pack(key_type: int, content: bytes) -> bytes:
+    """libp2p's protobuf message of a key, `PublicKey` and `PrivateKey` alike: an enumeration and bytes.
+
+    By hand, because importing hivemind's takes seconds. libp2p's peer id specification admits this encoding only.
+    """
+    length, left = bytearray(), len(content)
+    while left >= 0x80:
+        length.append(left & 0x7F | 0x80)
+        left >>= 7
+    length.append(left)
+    return bytes((_TYPE_TAG, key_type, _DATA_TAG)) + length + content
+
+
+def _unpack(data: bytes) -> tuple[int, bytes]:
+    """Type and content of what `_pack` made. Raises BadKey."""
+    for head in range(_SHORTEST_HEAD, min(len(data), _LONGEST_HEAD) + 1):
+        key_type, content = data[1], data[head:]
+        if key_type in (_RSA, _ED25519) and _pack(key_type, content) == data:
+            return key_type, content
+    raise BadKey("not a protobuf key")
 
 
 def _encode_public(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
@@ -319,7 +333,7 @@ def _encode_public(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
     else:
         encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
         key_type, data = _RSA, private.public_key().public_bytes(encoding, form)
-    return cast("bytes", _pb.PublicKey(key_type=key_type, data=data).SerializeToString())
+    return _pack(key_type, data)
 
 
 def _encode_private(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
@@ -331,7 +345,7 @@ def _encode_private(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
     else:
         encoding, form = serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL
         key_type, data = _RSA, private.private_bytes(encoding, form, nothing)
-    return cast("bytes", _pb.PrivateKey(key_type=key_type, data=data).SerializeToString())
+    return _pack(key_type, data)
 
 
 def _raw_public(key: Ed25519PublicKey) -> bytes:
