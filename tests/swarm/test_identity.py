@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hivemind.p2p import P2P, PeerID
 from hivemind.proto import crypto_pb2
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from noloco_node.config.node_settings import NodeSettings
@@ -59,6 +59,9 @@ def test_a_new_identity_is_private_and_is_found_again(tmp_path: Path) -> None:
 
 
 @given(st.sampled_from([0, 1]), st.binary(max_size=400))
+@example(0, bytes(127))
+@example(0, bytes(128))
+@example(0, bytes(20_000))
 def test_keys_are_encoded_as_protobuf_does(key_type: int, content: bytes) -> None:
     """By hand here, by hivemind's generated code there: byte for byte, both ways; what was cut off is no key."""
     for kind in (crypto_pb2.PublicKey, crypto_pb2.PrivateKey):
