@@ -98,6 +98,8 @@ async def test_a_killed_or_frozen_p2pd_comes_back_as_if_nothing_had_been(
             async def work() -> None:
                 assert await ask(caller, first.own_id)
                 killed = kill(first, number)
+                if number == signal.SIGSTOP:  # what it takes on before it stands still is lost with it
+                    await eventually(lambda: psutil.Process(killed).status() == psutil.STATUS_STOPPED)
                 assert await ask(server, second.own_id), "it waited for the restart, and then went through"
                 await eventually(lambda: supervisor.restarts == 1, 30, "it is back")
                 assert first.pid != killed
