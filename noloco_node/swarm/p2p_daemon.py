@@ -130,11 +130,6 @@ class PrivateP2P:
         writer.transport.abort()
         return True
 
-    def kill(self) -> None:
-        """End a p2pd that does not listen to anything milder any more; `wait_until_dead` sees it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._child.pid, signal.SIGKILL)
-
     @contextlib.contextmanager
     def supervised(self) -> Generator[None]:
         """While the block runs somebody restarts p2pd where it dies."""

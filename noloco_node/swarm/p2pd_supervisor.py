@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import signal
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeVar
@@ -116,7 +119,8 @@ class Supervisor:
             nonlocal cause
             await self.until_frozen()
             cause = "frozen"
-            self._daemon.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._daemon.pid, signal.SIGKILL)  # it listens to nothing milder
 
         async with asyncio.TaskGroup() as group:
             probing = group.create_task(kill_if_frozen())
