@@ -34,7 +34,7 @@ EXIT_MEANINGS: dict[ExitCode, str] = {
     ExitCode.PEERS_UNREACHABLE: "no initial peer answered",
     ExitCode.PORT_IN_USE: "a port that the node must listen on is taken",
     ExitCode.IDENTITY_TAKEN: "another running node uses the same identity file",
-    ExitCode.RUN_FOLDER: "the run folder cannot be written, or holds another run",
+    ExitCode.RUN_FOLDER: "the run folder cannot be written, holds another run, or is in use by another node",
     ExitCode.P2P_DAEMON: "hivemind's p2pd did not start, or died",
     ExitCode.NO_DONOR: "the run is under way and no replica of the stage could give its state",
     ExitCode.WRONG_RUN: "the peer serves another run (its RunSpec differs) or speaks another protocol version",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
@@ -20,7 +19,7 @@ from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
 from noloco_node.swarm.dial_back import serve_dial_back
 from noloco_node.swarm.directory import Directory
 from noloco_node.swarm.identity import Identity, IdentityLock, load_or_create_identity
-from noloco_node.swarm.known_peers import KnownPeers, live_peers
+from noloco_node.swarm.known_peers import KnownPeers, live_peers, peers_met
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.p2p_daemon import Doors, PrivateP2P, running_p2p
 from noloco_node.swarm.p2pd_supervisor import Supervisor
@@ -136,7 +135,6 @@ async def network(
         start_checks.report(await start_checks.among_peers(door.transport, daemon.joined_peers))
         for text in daemon.joined_peers:
             known.learn(parse_address(text).peer, [text])
-        await asyncio.to_thread(known.save, spec.run_id)
         access = own_access(spec, settings.invitation, door.identity.peer_id)
         access.serve(door.transport)
         if access.proof is not None:
@@ -152,6 +150,7 @@ async def network(
                 known,
                 supervisor(daemon, directory, known, settings),
             )
+            await known.last_look(daemon, spec.run_id, peers_met(directory.view, daemon.own_id))
         finally:
             await directory.close()
 

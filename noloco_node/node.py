@@ -31,14 +31,14 @@ from noloco_node.stays import BeginsFrom, Stays, stays_of
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
-from noloco_node.swarm.directory import DirectoryView
+from noloco_node.swarm.directory import DirectoryView, PeerState
 from noloco_node.swarm.hello import check_same_run, serve_hello
 from noloco_node.swarm.outlook import Outlook, outlook_of
 from noloco_node.swarm.receipts import Receipts, open_receipts
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.swarm.transport import PeerId, Transport
 from noloco_node.telemetry.display import DownloadBar
-from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped
+from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped, P2pdRestarted
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.metrics import Metrics
 from noloco_node.training.compute_thread import ComputeThread
@@ -77,7 +77,7 @@ async def join_node(own: OwnData, settings: NodeSettings, show: Show) -> NodeSto
 async def _run(agree: Agree, settings: NodeSettings, show: Show | None, run: str | None) -> NodeStopped:
     started = time.monotonic()
     folder = RunFolder.create(settings.run_folder)
-    with _telemetry(folder, settings) as (emit, metrics_address), interruptible() as interrupts:
+    with folder.lock(), _telemetry(folder, settings) as (emit, metrics_address), interruptible() as interrupts:
         try:
             stopped = await _live(agree, settings, folder, emit, metrics_address, interrupts, started, show, run)
         except asyncio.CancelledError:
@@ -108,8 +108,10 @@ async def _live(
     async with network(agree, settings, folder, run=run) as net, _compute_thread() as thread:
         spec = net.spec
         saved = await asyncio.to_thread(_open_run, folder, checkpoints, spec, net.settings)
+        await asyncio.to_thread(net.known.save, spec.run_id)  # the folder is this run's now
         stays = await _choose(net, saved, show)
         start_checks.report(await asyncio.to_thread(start_checks.for_a_stage, spec, stays.stage, folder))
+        net.supervisor.on_restart = lambda cause: emit(P2pdRestarted(cause=cause, restarts=net.supervisor.restarts))
         serve_hello(net.transport, spec, lambda: stays.stage)
         serve_spec(net.transport, spec)
         place = _Place(net, folder, checkpoints, thread, stays, emit, metrics_address, saved)
@@ -199,7 +201,7 @@ async def _stay(place: _Place, stage_index: int) -> AsyncGenerator[_Stay | None]
                 lambda: replica.worker.progress,
             )
             replica.serve()
-            origin = await net.beside(stays.begin(replica, clock))
+            origin = await net.beside(stays.begin(replica, clock, place.checkpoints))
         if origin is not None:
             place.emit(stays.arrived(replica, origin) or _started_event(place, stage, origin, resumed=resumed))
         yield None if origin is None else _Stay(replica, keeper, receipts)
@@ -209,7 +211,8 @@ async def _train(place: _Place, stay: _Stay, interrupts: Interrupts, started: fl
     """One stay, to its end: None where the node moves on."""
     replica, folder, spec = stay.replica, place.folder, place.net.spec
     interrupts.graceful(replica.stop)
-    work = stay.receipts.beside(replica.run())
+    leaving = (PeerState.FINISHING, PeerState.DRAINING)
+    work = stay.receipts.beside(replica.run(), replica.moved, lambda: replica.membership.state in leaving)
     life = place.net.beside(work, stay.keeper.run(), place.stays.accompany(replica))
     await run_and_save(life, _saving(place, stay, interrupts))
     if _moves_on(place.stays, interrupts):

@@ -243,9 +243,12 @@ class Replica:
         """Become a copy of a fellow and begin on probation. Raises NoDonor."""
         self._watch.say("downloading", f"a fellow's state of stage {self.stage}")
         donor, _ = await self._copier.copy_best(self._possible_donors)
+        self._begin_on_probation()
+        return donor
+
+    def _begin_on_probation(self) -> None:
         self.standing.begin(self.worker.progress.steps)
         self.membership.newcomer = True
-        return donor
 
     def _probation_ended(self, reason: Ending, steps: int) -> None:
         self.membership.newcomer = False
@@ -431,6 +434,7 @@ class Replica:
             return
         finally:
             self.exchanger.catching_up = False
+        self._begin_on_probation()
         logger.info("caught up with %s: clock %.0f", partner, manifest.clock)
         rate, seconds = self.worker.current_learning_rate(), time.monotonic() - started
         self._emit(caught_up_event(partner, self.worker.progress, manifest, rate, seconds))

@@ -1,13 +1,16 @@
-"""Bringing a stage back that nobody serves any more: from the newest copy that is left, else from the run's seed."""
+"""Bringing a stage back that nobody serves any more: from the newest copy or own checkpoint that is left, else from the
+run's seed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 from typing import Literal
 
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.membership import SERVING, Membership
@@ -20,33 +23,66 @@ LOOK_SECONDS = 1.0
 
 
 async def revive_if_lost(
-    spec: RunSpec, membership: Membership, worker: StageWorker, copies: StageCopies, own: PeerId, *, confirmed: bool
-) -> Literal["guard", "seed"] | None:
-    """Load the newest copy of this replica's stage, or keep its seeded weights, where nobody serves it although others
-    train. None where a fellow serves it, and in a swarm before its first outer round.
+    spec: RunSpec,
+    membership: Membership,
+    worker: StageWorker,
+    copies: StageCopies,
+    own: PeerId,
+    *,
+    confirmed: bool,
+    saved: Callable[[], Checkpoint | None] = lambda: None,
+) -> Literal["guard", "checkpoint", "seed"] | None:
+    """Load the state of this replica's stage that was trained furthest, or keep its seeded weights, where nobody serves
+    it although others train. None where a fellow serves it, and in a swarm before its first outer round.
 
-    One failed look-up must not bring forth untrained weights beside trained ones: unless the loss is `confirmed`, the
-    stage must be seen empty for the life of a record. Of several who come at once the one with the smallest peer id
-    restores it, the others wait for that one. A seeded stage's clock is 0: should a fellow appear after all, it is this
-    replica that lags and takes the other's state.
+    States that are left are the copies that nodes keep, and this node's own checkpoint of an earlier stay (`saved`,
+    called off the event loop). One failed look-up must not bring forth untrained weights beside trained ones: unless
+    the loss is `confirmed`, the stage must be seen empty for the life of a record. Of several who come at once the one
+    with the smallest peer id restores it, the others wait for that one. A seeded stage's clock is 0: should a fellow
+    appear after all, it is this replica that lags and takes the other's state.
     """
     if not await _is_lost(spec, membership, own, confirmed):
         return None
     stage = membership.stage
-    copy = await copies.newest(stage, membership.others())
-    if copy is None:
-        asked = "guard_copies is 0" if spec.guard_copies == 0 else "no node that kept one is left"
-        logger.error(
-            "STAGE %d STARTS AGAIN FROM THE RUN'S SEED: all of its replicas are gone and no copy is left (%s); "
-            "what it had learnt is lost",
+    checkpoint = _that_fits(await asyncio.to_thread(saved), worker)
+    beyond = -1.0 if checkpoint is None else checkpoint.standing.progress.clock
+    copy = await copies.newest(stage, membership.others(), beyond)
+    if copy is None and checkpoint is not None:
+        await worker.load_full_state(beyond, checkpoint.standing.progress.outer_rounds, checkpoint.tensors)
+        logger.warning(
+            "stage %d was restored from this node's own checkpoint %s at clock %.0f: all of its replicas are gone",
             stage,
-            asked,
+            checkpoint.path,
+            beyond,
         )
+        return "checkpoint"
+    if copy is None:
+        _say_that_it_is_lost(spec, stage)
         return "seed"
     clock = min(copy.clock, max((record.clock for record in membership.others()), default=math.inf))
     await worker.load_slow_weights(clock, copy.outer_rounds, copy.weights)
     logger.warning("stage %d was restored from a copy at clock %.0f: all of its replicas are gone", stage, clock)
     return "guard"
+
+
+def _that_fits(checkpoint: Checkpoint | None, worker: StageWorker) -> Checkpoint | None:
+    if checkpoint is None:
+        return None
+    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in checkpoint.tensors.items()}
+    if all(found.get(name) == size for name, size in worker.state_sizes().items()):
+        return checkpoint
+    logger.warning("checkpoint %s is not used: its tensors are not those of this stage", checkpoint.path)
+    return None
+
+
+def _say_that_it_is_lost(spec: RunSpec, stage: int) -> None:
+    asked = "guard_copies is 0" if spec.guard_copies == 0 else "no node that kept one is left"
+    logger.error(
+        "STAGE %d STARTS AGAIN FROM THE RUN'S SEED: all of its replicas are gone and no copy is left (%s); "
+        "what it had learnt is lost",
+        stage,
+        asked,
+    )
 
 
 async def _is_lost(spec: RunSpec, membership: Membership, own: PeerId, confirmed: bool) -> bool:

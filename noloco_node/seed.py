@@ -34,6 +34,11 @@ async def run_seed(spec: RunSpec | None, settings: NodeSettings, tell: Tell) -> 
     the seed's address alone; without, it serves whatever runs come by. Raises UserError as a node does.
     """
     folder = RunFolder.create(settings.run_folder)
+    with folder.lock():
+        await _run(spec, settings, folder, tell)
+
+
+async def _run(spec: RunSpec | None, settings: NodeSettings, folder: RunFolder, tell: Tell) -> None:
     configure_logging(settings.log_level, NodeLog())
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import psutil
 from pydantic import ValidationError
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.contribution import Contribution, read_contribution
-from noloco_node.swarm.identity import holder_of, load_identity
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.identity import load_identity
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
@@ -25,6 +24,7 @@ from noloco_node.telemetry.events import (
     InnerStep,
     NodeStarted,
     NodeStopped,
+    P2pdRestarted,
     StateDownload,
     parse_event,
 )
@@ -34,7 +34,9 @@ SHOWN_PEERS = 8
 SILENT_SECONDS = 15.0
 """A running node writes its account every two seconds; one that is silent for longer is stuck or frozen."""
 
-_KIND = re.compile(rb'"event":"([a-z_]+)"')
+_KIND = re.compile(rb'"event":"([a-z0-9_]+)"')
+
+_CAUSES = {"died": "died", "frozen": "had frozen"}
 
 E = TypeVar("E", bound=Event)
 
@@ -104,7 +106,7 @@ def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: fl
     stopped, doing = events.last(NodeStopped), events.last(Doing)
     begun = max((event.time for event in (started, doing) if event is not None), default=0.0)
     ended = stopped is not None and stopped.time >= begun
-    if not ended and not _runs(folder, started):
+    if not ended and not folder.in_use:
         gone = _ago(now - events.time)
         yield f"now                 gone without a last word {gone} ago: killed, or the machine went down"
         return
@@ -115,8 +117,17 @@ def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: fl
         return
     silent = now - events.time
     yield f"now                 {_activity(events, doing, now)}"
+    yield from _p2pd(events, started, now)
     if silent > SILENT_SECONDS:
         yield f"  silent            for {_ago(silent)}: the process is stuck or frozen"
+
+
+def _p2pd(events: Events, started: NodeStarted | None, now: float) -> Iterator[str]:
+    """How often p2pd had to be started again in this life of the node."""
+    last = events.last(P2pdRestarted)
+    if last is not None and (started is None or last.time >= started.time):
+        often, ago = "once" if last.restarts == 1 else f"{last.restarts} times", _ago(now - last.time)
+        yield f"  p2pd              started again {often}, last {ago} ago: it {_CAUSES[last.cause]}"
 
 
 def _activity(events: Events, doing: Doing | None, now: float) -> str:
@@ -130,18 +141,6 @@ def _activity(events: Events, doing: Doing | None, now: float) -> str:
         share = 100.0 * download.received / download.total
         return f"copying the state of {download.donor}: {share:.0f} % of {download.total / 1e6:,.1f} MB, for {since}"
     return f"{doing.detail}, for {since}"
-
-
-def _runs(folder: RunFolder, started: NodeStarted | None) -> bool:
-    """Whether a process holds the node's identity, or where that lies elsewhere, has its process id and age."""
-    if folder.identity.exists():
-        return holder_of(folder.identity) is not None
-    if started is None:
-        return False
-    try:
-        return psutil.Process(started.pid).create_time() <= started.time
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _training(events: Events) -> Iterator[str]:

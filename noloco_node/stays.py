@@ -17,6 +17,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.footprint import Footprint, fitting_stages, footprint_of, free_memory, memory_needed
 from noloco_node.replica import Replica
 from noloco_node.revival import revive_if_lost
+from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.swarm.arrival import Arrival
 from noloco_node.swarm.balancing import Server, servers_of, usual_strength
 from noloco_node.swarm.directory import Directory, DirectoryView
@@ -107,17 +108,26 @@ class Stays:
         async with self._arrival.announced(stage):
             yield
 
-    async def begin(self, replica: Replica, saved_clock: float | None) -> BeginsFrom | None:
+    async def begin(
+        self, replica: Replica, saved_clock: float | None, checkpoints: CheckpointFolder
+    ) -> BeginsFrom | None:
         """Give the replica the state to begin with, and say where from. `saved_clock` is that of the checkpoint that it
-        was resumed from. None where this node has moved here and nobody gave it: `back` is the stage to return to then.
-        Raises UserError (NO_DONOR) for a node that has just started."""
+        was resumed from; one of `checkpoints` may be what is left of a lost stage. None where this node has moved here
+        and nobody gave it: `back` is the stage to return to then. Raises UserError (NO_DONOR) for a node that has just
+        started."""
         await replica.look_around(self._patience())
         self._looked_in_vain = False
         confirmed = self._came_from is not None and self._came_from[1].why == "lost"
         try:
             if saved_clock is None:
                 revived = await revive_if_lost(
-                    self._spec, replica.membership, replica.worker, self.copies, self._own, confirmed=confirmed
+                    self._spec,
+                    replica.membership,
+                    replica.worker,
+                    self.copies,
+                    self._own,
+                    confirmed=confirmed,
+                    saved=lambda: checkpoints.newest(self._spec.run_id, replica.stage),
                 )
                 if revived is not None:
                     return revived
@@ -141,7 +151,6 @@ class Stays:
         """The event of a move that has come to its end; None where the replica is this node's first."""
         if self._came_from is None:
             return None
-        assert origin != "checkpoint", "who moves takes no checkpoint along"
         (left, move), self._came_from = self._came_from, None
         return NodeMoved(
             from_stage=left,

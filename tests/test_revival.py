@@ -6,14 +6,18 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from noloco_node.checkpointing import CheckpointKeeper
+from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.footprint import footprint_of
 from noloco_node.replica import Replica
 from noloco_node.revival import revive_if_lost
+from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.transport import Message, Refusal, Refused
@@ -101,6 +105,71 @@ async def test_a_lost_stage_is_restored_from_the_copy_that_a_node_of_another_sta
         assert await copies[0].newest(1, []) is copies[0].kept
 
 
+@pytest.mark.parametrize("copy_is_newer", [False, True])
+async def test_a_lost_stage_is_restored_from_the_newer_of_own_checkpoint_and_copy(
+    tmp_path: Path, copy_is_newer: bool
+) -> None:
+    """The node that comes has served the stage before, and its checkpoint is on its disk: all momenta come back with
+    it. A copy that is newer wins, an older one is not even fetched."""
+    async with trained_world(guards=1) as (made, (head, _, lost, newcomer), copies):
+        folder = CheckpointFolder(tmp_path, keep=1)
+
+        async def save() -> None:
+            with CheckpointKeeper(lost, folder, lambda _: None, NodeSettings()) as keeper:
+                await keeper.save()
+
+        async def train() -> None:
+            assert head.origin is not None
+            for _ in range(4):
+                assert await head.origin.train_one()
+
+        if copy_is_newer:
+            await save()
+            await train()
+        await keep_until_kept(made, 0, 2, copies)
+        if not copy_is_newer:
+            await train()
+            await save()
+        head._guards = lambda: copies[0].guards  # pyright: ignore[reportPrivateUsage]
+        await head.membership.announce(PeerState.TRAINING)
+        await lose(made, 2)
+        sent = made.replicas[0]._transport.traffic.sent["copy.chunk"]  # pyright: ignore[reportPrivateUsage]
+        origin = await revive_if_lost(
+            newcomer.spec,
+            newcomer.membership,
+            newcomer.worker,
+            copies[3],
+            peer_name(1, 1),
+            confirmed=True,
+            saved=lambda: folder.newest(newcomer.spec.run_id, 1),
+        )
+        assert origin == ("guard" if copy_is_newer else "checkpoint")
+        again = made.replicas[0]._transport.traffic.sent["copy.chunk"]  # pyright: ignore[reportPrivateUsage]
+        assert (again > sent) == copy_is_newer
+        if not copy_is_newer:
+            before, after = await lost.worker.full_state(), await newcomer.worker.full_state()
+            assert all(torch.equal(before[1][name], after[1][name]) for name in before[1])
+            assert after[1]["exp_avg"].any()
+            assert newcomer.worker.progress.clock == lost.worker.progress.clock > 0
+
+
+async def test_a_checkpoint_of_other_sizes_is_no_copy_of_the_stage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is passed over, and said so; the seed stands."""
+    async with trained_world(guards=0) as (made, (_, _, lost, newcomer), copies):
+        folder = CheckpointFolder(tmp_path, keep=1)
+        with CheckpointKeeper(lost, folder, lambda _: None, NodeSettings()) as keeper:
+            await keeper.save()
+        found = folder.newest(lost.spec.run_id, 1)
+        assert found is not None
+        found.tensors["slow"] = found.tensors["slow"][:-1]
+        await lose(made, 2)
+        arguments = (newcomer.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1))
+        assert await revive_if_lost(*arguments, confirmed=True, saved=lambda: found) == "seed"
+        assert "is not used: its tensors are not those of this stage" in caplog.text
+
+
 async def test_without_a_copy_the_seed_stands_and_the_loss_is_said_loudly(caplog: pytest.LogCaptureFixture) -> None:
     """Clock 0: should a fellow appear after all, the seeded replica lags and takes the other's state."""
     async with trained_world(guards=0) as (made, (_, _, _, newcomer), copies):
@@ -150,8 +219,11 @@ async def test_of_two_that_come_to_a_lost_stage_one_restores_and_the_other_waits
         assert not waiting.done()
         first.donor.accepting = True
         await first.membership.announce(PeerState.TRAINING)
+        heartbeat = asyncio.create_task(first.membership.run())
         assert await waiting is None
         assert await second.become_current() == peer_name(1, 0)
+        heartbeat.cancel()
+        await asyncio.wait((heartbeat,))
 
 
 async def test_a_young_swarm_needs_no_revival() -> None:
@@ -197,7 +269,8 @@ async def test_copies_are_given_to_the_run_only_and_a_poisoned_one_is_not_taken(
         tasks = [
             asyncio.create_task(copies[n].keep(made.replicas[n].membership, made.replicas[n].worker)) for n in (0, 2)
         ]
-        await eventually(lambda: made.replicas[2]._transport.traffic.sent.get("copy.chunk", 0) > 0)  # pyright: ignore
+        conduct = head._transport.conduct  # pyright: ignore[reportPrivateUsage]
+        await eventually(lambda: conduct.offences["bad_answer"] > 0, what="who gave NaN has offended")
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)

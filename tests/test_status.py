@@ -14,8 +14,9 @@ import pytest
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.status import status_lines
+from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.contribution import ContributionFile, Receipt, Work, statement_text
-from noloco_node.swarm.identity import Identity, IdentityLock, load_or_create_identity
+from noloco_node.swarm.identity import Identity, load_or_create_identity
 from noloco_node.swarm.signing import sign_statement
 from noloco_node.telemetry.events import (
     Account,
@@ -26,6 +27,7 @@ from noloco_node.telemetry.events import (
     InnerStep,
     NodeStarted,
     NodeStopped,
+    P2pdRestarted,
 )
 from tests.support import eventually, printed_file
 
@@ -112,11 +114,11 @@ def now_line(folder: Path) -> str:
 
 
 def test_a_running_node_names_what_it_waits_for_and_for_how_long(folder: Path, identity: Identity) -> None:
-    """Whoever holds the identity's lock runs."""
+    """Whoever holds the run folder's lock runs."""
     wait = Doing(time=940.0, what="waiting_for_peers", detail="a replica of stage 0: none is known", since=940.0)
     write(folder, started(identity), account(), wait)
     assert now_line(folder).startswith("gone without a last word 10 s ago")
-    with IdentityLock(folder / "identity.key"):
+    with RunFolder(folder).lock():
         assert now_line(folder) == "waiting for 60 s for a replica of stage 0: none is known"
         lines = status_lines(folder, NOW)
         assert "progress            50,000 of 200,000 tokens (25 %)" in lines
@@ -126,12 +128,24 @@ def test_a_running_node_names_what_it_waits_for_and_for_how_long(folder: Path, i
         assert now_line(folder) == "training, for 9 s"
 
 
+def test_restarts_of_p2pd_are_shown_for_this_life_of_the_node(folder: Path, identity: Identity) -> None:
+    """How often, and why the last time; those of an earlier life are over."""
+    training = Doing(time=940.0, what="training", detail="training", since=940.0)
+    earlier = P2pdRestarted(time=90.0, cause="died", restarts=7)
+    with RunFolder(folder).lock():
+        write(folder, earlier, started(identity), training)
+        assert not any(line.startswith("  p2pd") for line in status_lines(folder, NOW))
+        write(folder, P2pdRestarted(time=960.0, cause="frozen", restarts=2))
+        shown = next(line for line in status_lines(folder, NOW) if line.startswith("  p2pd"))
+    assert shown.split(maxsplit=1)[1] == "started again 2 times, last 40 s ago: it had frozen"
+
+
 def test_a_stopped_node_says_when_and_why_and_a_new_life_counts(folder: Path, identity: Identity) -> None:
     """The last of start, word and end decides; a joining node has a present before it is up."""
     write(folder, started(identity), account(), stopped())
     assert now_line(folder) == "stopped 5 s ago (target reached)"
     write(folder, Doing(time=999.0, what="joining", detail="looking for the nodes of the run", since=999.0))
-    with IdentityLock(folder / "identity.key"):
+    with RunFolder(folder).lock():
         assert now_line(folder) == "looking for the nodes of the run, for 1 s"
 
 
@@ -162,6 +176,17 @@ def test_the_contribution_is_shown_with_what_could_not_be_verified(folder: Path,
     assert "  receipts          38 microbatches, 4,800 tokens, signed by 1 peers" in lines
     assert f"    {peer.peer_id}  38 microbatches, 4,800 tokens" in lines
     assert sum(line.startswith("  refused           1 lines of") for line in lines) == 1
+
+
+def test_to_ask_for_the_status_loads_no_heavy_library(folder: Path, identity: Identity) -> None:
+    """Each of them takes a second or two, and a person may look every few seconds."""
+    write(folder, started(identity), account())
+    script = (
+        "import sys; from noloco_node.cli import main; code = main(['status', sys.argv[1]]); "
+        "print('loaded', sorted({'torch', 'numpy', 'hivemind', 'transformers'} & set(sys.modules)), code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "loaded [] 0", done.stdout + done.stderr
 
 
 def test_a_folder_without_a_node_is_refused(tmp_path: Path) -> None:

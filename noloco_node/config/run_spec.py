@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, model_validator
 
+from noloco_node.config.canonical import canonical_json
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.stability import admissible_gamma, safe_gamma
 
@@ -326,8 +326,3 @@ def check_microbatch_bytes(run: RunSpec, hidden: int) -> None:
         if windows
         else "lower data.sequence_length: one window is too large",
     )
-
-
-def canonical_json(value: Any) -> str:
-    """JSON with sorted keys and no spaces: equal values give equal bytes on every machine."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

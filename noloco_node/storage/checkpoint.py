@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 from torch import Tensor
 
 from noloco_node import __version__
-from noloco_node.config.run_spec import canonical_json
+from noloco_node.config.canonical import canonical_json
 from noloco_node.data.walk import WalkPosition
 from noloco_node.storage import atomic
 from noloco_node.storage.weights import MANIFEST, Sha256, file_sha256
@@ -109,8 +109,13 @@ class Unusable(Exception):
     """Why a checkpoint cannot be gone on from."""
 
 
+class OfAnotherStage(Unusable):
+    """It is whole, as far as its manifest says, but of another stage than the one wanted."""
+
+
 class CheckpointFolder:
-    """The checkpoints of one node, by rising number; the last `keep` stay. Used by one thread at a time."""
+    """The checkpoints of one node, by rising number. The last `keep` stay, and the newest of each stage that the node
+    has served: it may be all that is left of that stage one day. Used by one thread at a time."""
 
     def __init__(self, path: Path, keep: int) -> None:
         self.path = path
@@ -125,8 +130,7 @@ class CheckpointFolder:
                 save_file(dict(tensors), partial / STATE)
                 manifest = _sealed(standing, {STATE: file_sha256(partial / STATE)})
                 atomic.write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
-            for number in self._numbers()[: -self._keep]:
-                shutil.rmtree(self.path / f"{number:08d}", ignore_errors=True)
+            self._prune()
         except OSError as error:
             raise CheckpointFailed(error.strerror or str(error)) from error
         except SafetensorError as error:
@@ -141,8 +145,19 @@ class CheckpointFolder:
             try:
                 return read_checkpoint(path, run_id, stage)
             except Unusable as reason:
-                logger.warning("checkpoint %s is not used: %s", path, reason)
+                level = logging.INFO if isinstance(reason, OfAnotherStage) else logging.WARNING
+                logger.log(level, "checkpoint %s is not used: %s", path, reason)
         return None
+
+    def _prune(self) -> None:
+        stages: set[int] = set()
+        for age, number in enumerate(reversed(self._numbers())):
+            path = self.path / f"{number:08d}"
+            stage = _stage_of(path)
+            if age >= self._keep and (stage is None or stage in stages):
+                shutil.rmtree(path, ignore_errors=True)
+            if stage is not None:
+                stages.add(stage)
 
     def _numbers(self) -> list[int]:
         """Rising."""
@@ -161,12 +176,20 @@ def read_checkpoint(path: Path, run_id: str, stage: int | None) -> Checkpoint:
         if standing.run_id != run_id:
             raise Unusable(f"it is of run {standing.run_id}, not {run_id}")
         if stage is not None and standing.stage != stage:
-            raise Unusable(f"it is of stage {standing.stage}, and this node serves stage {stage}")
+            raise OfAnotherStage(f"it is of stage {standing.stage}, and this node serves stage {stage}")
         if file_sha256(path / STATE) != manifest.files[STATE]:
             raise Unusable(f"{STATE} does not match the hash in its {MANIFEST}")
         return Checkpoint(path, standing, load_file(path / STATE))
     except (OSError, KeyError, ValidationError, SafetensorError) as error:
         raise Unusable(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+
+
+def _stage_of(path: Path) -> int | None:
+    """The stage that a checkpoint's manifest names; None where there is no sound manifest."""
+    try:
+        return CheckpointManifest.model_validate_json((path / MANIFEST).read_bytes()).standing.stage
+    except (OSError, ValidationError):
+        return None
 
 
 def _sealed(standing: Standing, files: dict[Literal["state.safetensors"], str]) -> CheckpointManifest:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage import atomic
+from noloco_node.storage.file_lock import FileLock, LockHeld, lock_holder
 
 MARK = "run.json"
 
@@ -43,6 +46,34 @@ class RunFolder:
         except OSError as error:
             raise _unwritable(path, error) from error
         return cls(path)
+
+    @contextlib.contextmanager
+    def lock(self) -> Generator[None]:
+        """Hold the folder for this process: two nodes in one would write each other's files.
+
+        Raises UserError (RUN_FOLDER) where another process holds it.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(FileLock(self._lock_file))
+            except LockHeld as held:
+                raise UserError(
+                    ExitCode.RUN_FOLDER,
+                    f"run_folder '{self.path}' is in use by {held}",
+                    "give each node a folder of its own (--run-folder), or stop the other node first",
+                ) from None
+            except OSError as error:
+                raise _unwritable(self.path, error) from error
+            yield
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a process holds it. OSError if it cannot be told."""
+        return lock_holder(self._lock_file) is not None
+
+    @property
+    def _lock_file(self) -> Path:
+        return self.path / "node.lock"
 
     def claim(self, run_id: str, run_name: str) -> bool:
         """Say that this folder belongs to a run. Returns whether the run has come to its end here.

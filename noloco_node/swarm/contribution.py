@@ -16,9 +16,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from noloco_node.config.run_spec import canonical_json
+from noloco_node.config.canonical import canonical_json
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.signing import signed_by
-from noloco_node.swarm.transport import PeerId
 
 Count = Annotated[int, Field(ge=0, le=1 << 60)]
 Name = Annotated[str, Field(max_length=128)]

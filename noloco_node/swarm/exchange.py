@@ -275,7 +275,7 @@ class Exchanger:
             raise Refused(Refusal.BUSY)
         if self.patience.resting(peer, time.monotonic()):
             raise Refused(Refusal.BUSY, "the last exchanges with you came to nothing")
-        self._refuse_laggards(peer, proposal.clock)
+        self._refuse_laggards(peer, proposal.clock, newcomer=proposal.newcomer)
         progress = self._worker.progress
         weightless = self._weightless(peer, proposal, progress.steps)
         refusal = answer_proposal(
@@ -309,7 +309,11 @@ class Exchanger:
             raise Refused(Refusal.TOO_EARLY, "another newcomer was here just now")
         return True
 
-    def _refuse_laggards(self, peer: PeerId, claimed: float) -> None:
+    def _refuse_laggards(self, peer: PeerId, claimed: float, *, newcomer: bool = False) -> None:
+        """Refused where one of the two lags. A newcomer does not: what it has copied grew old on the way, another copy
+        would again, and it moves nobody while each exchange draws it nearer."""
+        if newcomer or self._standing.newcomer:
+            return
         lagging = self._clocks.laggard(claimed)
         if lagging == "own":
             self.catch_up_from = peer
@@ -408,7 +412,9 @@ class Exchanger:
         paired = bool(session.partner)
         largest = bound.bound(motion)
         scale = bound.scale(norm, motion) if paired else 1.0
-        shift = (session.partner_clock - snapshot.progress.clock) / 2 if paired else 0.0
+        # A newcomer's clock is that of its copy, however long that was on its way; what time it is, the fellow knows.
+        share = 1.0 if self._standing.newcomer else 0.5
+        shift = share * (session.partner_clock - snapshot.progress.clock) if paired else 0.0
         self._applying = asyncio.ensure_future(
             self._worker.commit(snapshot, scale=scale, clock_shift=shift, on_host=self._compute)
         )
@@ -433,7 +439,7 @@ class Exchanger:
 
     def _note_refusal(self, partner: PeerId, error: Refused | TransportError) -> None:
         told_to_catch_up = isinstance(error, Refused) and error.reason is Refusal.LAGGING and error.detail == "yours"
-        if told_to_catch_up and self._clocks.own_lags():
+        if told_to_catch_up and not self._standing.newcomer and self._clocks.own_lags():
             self.catch_up_from = partner
         logger.debug("proposal to %s came to nothing: %r", partner, error)
 

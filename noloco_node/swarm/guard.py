@@ -117,20 +117,24 @@ class StageCopies:
         finally:
             self._own = self._given = None
 
-    async def newest(self, stage: int, records: Sequence[PeerRecord]) -> StageCopy | None:
-        """The copy of `stage` that was trained furthest, of those that this node and the owners of `records` keep."""
+    async def newest(self, stage: int, records: Sequence[PeerRecord], beyond: float = -1.0) -> StageCopy | None:
+        """The copy of `stage` that was trained furthest, of those that this node and the owners of `records` keep; none
+        where no clock is `beyond` that one."""
         offers: list[tuple[float, PeerId]] = []
         for record in records:
             peer = PeerId(record.peer_id)
-            if record.guards == stage and (offer := await self._ask(peer, stage)) is not None:
+            if record.guards == stage and (offer := await self._ask(peer, stage)) is not None and offer.clock > beyond:
                 offers.append((offer.clock, peer))
-        kept = self.kept if self.kept is not None and self.kept.stage == stage else None
+        kept = self.kept
+        if kept is not None and (kept.stage != stage or kept.clock <= beyond):
+            kept = None
         for clock, peer in sorted(offers, reverse=True):
             if kept is not None and kept.clock >= clock:
                 break
             try:
                 return await self._fetch(peer, stage, idle_share=0.0)
             except (Refused, TransportError) as error:
+                self._transport.conduct.judge(peer, error)
                 logger.warning("could not take the copy of stage %d from %s: %s", stage, peer, error or repr(error))
         return kept
 
@@ -147,6 +151,7 @@ class StageCopies:
         try:
             self.kept = await self._fetch(giver, stage, idle_share=IDLE_SHARE)
         except (Refused, TransportError) as error:
+            self._transport.conduct.judge(giver, error)
             logger.debug("could not copy stage %d from %s: %r", stage, giver, error)
             return False
         logger.debug("keeps a copy of stage %d at clock %.0f", stage, self.kept.clock)
@@ -156,6 +161,7 @@ class StageCopies:
         try:
             return await self._open(peer, CopyRequest(run=self._spec.run_id, stage=stage))
         except (Refused, TransportError) as error:
+            self._transport.conduct.judge(peer, error)
             logger.warning("%s does not give its copy of stage %d: %s", peer, stage, error or repr(error))
             return None
 

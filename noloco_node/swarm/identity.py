@@ -7,14 +7,12 @@ takes 64 bytes); RSA files written by hivemind load as well.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import logging
 import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import base58
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -22,12 +20,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.padding import PKCS1v15
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPublicKey
-from google.protobuf.message import DecodeError
-from hivemind.proto import crypto_pb2  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage import atomic
-from noloco_node.swarm.transport import PeerId
+from noloco_node.storage.file_lock import FileLock, LockHeld, lock_holder
+from noloco_node.swarm.peer_id import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +39,12 @@ BACKUP_OWNER = b"noloco-node identity "
 NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 """What a file system says that has none, as on most memory sticks."""
 
-_pb: Any = crypto_pb2
 _RSA = 0
 _ED25519 = 1
+_TYPE_TAG, _DATA_TAG = 0x08, 0x12
+"""Field 1 as a varint, field 2 as bytes."""
+_SHORTEST_HEAD, _LONGEST_HEAD = 4, 6
+"""Bytes before the content: two tags, the type, and the length in one byte to three."""
 
 
 class BadKey(Exception):
@@ -182,24 +182,9 @@ def lock_path_of(path: Path) -> Path:
 def holder_of(path: Path) -> str | None:
     """Who on this machine runs under the identity file now, in words; None: nobody. OSError if it cannot be told.
 
-    Looks by taking the lock for an instant, shared, and never makes the lock file.
+    Never makes the lock file.
     """
-    try:
-        file = os.open(lock_path_of(path), os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _holder_in(file)
-    finally:
-        os.close(file)
-    return None
-
-
-def _holder_in(file: int) -> str:
-    pid = os.read(file, 32).decode("ascii", "replace").strip() or "unknown"
-    return f"the process with pid {pid} on this machine"
+    return lock_holder(lock_path_of(path))
 
 
 class IdentityLock:
@@ -210,34 +195,25 @@ class IdentityLock:
 
     def __init__(self, path: Path) -> None:
         self._path = path.resolve()
-        self._file: int | None = None
+        self._lock = FileLock(lock_path_of(self._path))
 
     def __enter__(self) -> IdentityLock:
         lock_path = lock_path_of(self._path)
         try:
             lock_path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock.__enter__()
         except OSError as error:
             raise UserError(
                 ExitCode.RUN_FOLDER,
                 f"identity: {lock_path} cannot be written ({error.strerror})",
                 "put the identity into a folder that this user may write",
             ) from None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = _holder_in(file)
-            os.close(file)
-            raise identity_taken(self._path, holder) from None
-        os.ftruncate(file, 0)
-        os.write(file, str(os.getpid()).encode())
-        self._file = file
+        except LockHeld as held:
+            raise identity_taken(self._path, str(held)) from None
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._lock.__exit__()
 
 
 def identity_taken(path: Path, holder: str) -> UserError:
@@ -296,7 +272,7 @@ def _link_unless_taken(draft: Path, path: Path) -> bool:
 
 
 def _parse_private(data: bytes) -> Ed25519PrivateKey | RSAPrivateKey:
-    key_type, content = _unpack(_pb.PrivateKey, data)
+    key_type, content = _unpack(data)
     if key_type == _ED25519:
         seed, public = content[:ED25519_BYTES], content[ED25519_BYTES:]
         if len(public) != ED25519_BYTES:
@@ -317,7 +293,7 @@ def _parse_private(data: bytes) -> Ed25519PrivateKey | RSAPrivateKey:
 def _parse_public(data: bytes) -> Ed25519PublicKey | RSAPublicKey:
     if len(data) > MAX_PUBLIC_KEY_BYTES:
         raise BadKey("a public key of unreasonable length")
-    key_type, content = _unpack(_pb.PublicKey, data)
+    key_type, content = _unpack(data)
     try:
         if key_type == _ED25519:
             return Ed25519PublicKey.from_public_bytes(content)
@@ -329,12 +305,26 @@ def _parse_public(data: bytes) -> Ed25519PublicKey | RSAPublicKey:
     return loaded
 
 
-def _unpack(message: Any, data: bytes) -> tuple[int, bytes]:
-    try:
-        parsed = message.FromString(data)
-    except DecodeError:
-        raise BadKey("not a protobuf key") from None
-    return int(parsed.key_type), bytes(parsed.data)
+def _pack(key_type: int, content: bytes) -> bytes:
+    """libp2p's protobuf message of a key, `PublicKey` and `PrivateKey` alike: an enumeration and bytes.
+
+    By hand, because importing hivemind's takes seconds. libp2p's peer id specification admits this encoding only.
+    """
+    length, left = bytearray(), len(content)
+    while left >= 0x80:
+        length.append(left & 0x7F | 0x80)
+        left >>= 7
+    length.append(left)
+    return bytes((_TYPE_TAG, key_type, _DATA_TAG)) + length + content
+
+
+def _unpack(data: bytes) -> tuple[int, bytes]:
+    """Type and content of what `_pack` made. Raises BadKey."""
+    for head in range(_SHORTEST_HEAD, min(len(data), _LONGEST_HEAD) + 1):
+        key_type, content = data[1], data[head:]
+        if key_type in (_RSA, _ED25519) and _pack(key_type, content) == data:
+            return key_type, content
+    raise BadKey("not a protobuf key")
 
 
 def _encode_public(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
@@ -343,7 +333,7 @@ def _encode_public(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
     else:
         encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
         key_type, data = _RSA, private.public_key().public_bytes(encoding, form)
-    return cast("bytes", _pb.PublicKey(key_type=key_type, data=data).SerializeToString())
+    return _pack(key_type, data)
 
 
 def _encode_private(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
@@ -355,7 +345,7 @@ def _encode_private(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
     else:
         encoding, form = serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL
         key_type, data = _RSA, private.private_bytes(encoding, form, nothing)
-    return cast("bytes", _pb.PrivateKey(key_type=key_type, data=data).SerializeToString())
+    return _pack(key_type, data)
 
 
 def _raw_public(key: Ed25519PublicKey) -> bytes:

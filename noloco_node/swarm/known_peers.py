@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ MOST_ADDRESSES = 4
 """Addresses kept of one peer."""
 FIRST_LOOK_SECONDS = 3.0
 LOOK_SECONDS = 30.0
+LAST_LOOK_SECONDS = 3.0
 ASKED_AT_ONCE = 4
 MAX_FILE_BYTES = 256 * 1024
 
@@ -86,12 +88,23 @@ class KnownPeers:
             before = dict(self.addresses)
             peers = list(live())[:MOST_PEERS]
             for first in range(0, len(peers), ASKED_AT_ONCE):
-                asked = peers[first : first + ASKED_AT_ONCE]
-                for peer, found in zip(asked, await asyncio.gather(*map(book.addresses_of, asked)), strict=True):
-                    self.learn(peer, found)
+                await asyncio.gather(*(self._ask(book, peer) for peer in peers[first : first + ASKED_AT_ONCE]))
             if self.addresses != before or self.run != run:
                 await asyncio.to_thread(self.save, run)
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def last_look(self, book: Book, run: str, met: Iterable[PeerId]) -> None:
+        """At a node's end: learn where those of the peers met listen that came too late for `keep`, as far as there is
+        room and it can be told within seconds, and write the file."""
+        unknown = [peer for peer in met if peer not in self.addresses]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_LOOK_SECONDS):
+                room = MOST_PEERS - len(self.addresses)
+                await asyncio.gather(*(self._ask(book, peer) for peer in unknown[:room]))
+        await asyncio.to_thread(self.save, run)
+
+    async def _ask(self, book: Book, peer: PeerId) -> None:
+        self.learn(peer, await book.addresses_of(peer))
 
     def _load(self) -> None:
         try:
@@ -126,3 +139,8 @@ def live_peers(view: DirectoryView, now: float, own: PeerId) -> list[PeerId]:
     """All peers that live at DHT time `now`, whatever their stage, without this one."""
     stages: Sequence[int] = range(len(view.stages))
     return sorted({PeerId(record.peer_id) for stage in stages for record in view.live(stage, now)} - {own})
+
+
+def peers_met(view: DirectoryView, own: PeerId) -> list[PeerId]:
+    """All peers in the view without this one, those that have just left among them."""
+    return sorted({peer for rows in view.stages for peer in rows} - {own})

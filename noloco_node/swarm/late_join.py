@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from pydantic import ValidationError
+
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.state_messages import OFFER, StateManifest, StateOffer, StateRequest
@@ -28,7 +30,7 @@ from noloco_node.swarm.transport import (
     Transport,
     TransportError,
 )
-from noloco_node.swarm.wire import parse
+from noloco_node.swarm.wire import first_problem
 from noloco_node.telemetry.events import AnyEvent, DonorFailed, StateDownload
 from noloco_node.training.stage_worker import StageWorker
 
@@ -160,8 +162,9 @@ class StateCopier:
                 answer = await self._transport.call(
                     donor, OFFER, message, timeout=OFFER_SECONDS, progress=OFFER_SECONDS, max_answer_bytes=0
                 )
-                offers[donor] = parse(StateOffer, answer.header)
+                offers[donor] = _offer(answer)
             except (Refused, TransportError) as error:
+                self._transport.conduct.judge(donor, error)
                 self._note(search, donor, error)
 
         async with asyncio.TaskGroup() as group:
@@ -197,7 +200,8 @@ class StateCopier:
                     on_progress=progress,
                 )
                 return await load_download(self._worker, download, manifest, self._believe)
-            except ProtocolViolation:
+            except ProtocolViolation as error:
+                self._transport.conduct.judge(donor, error)
                 raise
             except TransportError as error:
                 if resumes == RESUMES:
@@ -205,6 +209,14 @@ class StateCopier:
                 logger.debug("the transfer from %s broke off, resuming: %r", donor, error)
                 await asyncio.sleep(RESUME_PAUSE_SECONDS * self._rng.uniform(0.5, 1.5))
         raise AssertionError("unreachable")
+
+
+def _offer(answer: Message) -> StateOffer:
+    """What an answer says. Raises ProtocolViolation."""
+    try:
+        return StateOffer.model_validate(answer.header)
+    except ValidationError as error:
+        raise ProtocolViolation(f"bad offer of a state: {first_problem(error)}") from None
 
 
 class _Progress:

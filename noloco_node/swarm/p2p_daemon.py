@@ -120,6 +120,16 @@ class PrivateP2P:
         """Return p2pd's exit status once it has ended, whatever the reason."""
         return await self._child.wait()
 
+    async def answers(self, within: float) -> bool:
+        """Whether p2pd answers a request for its own id within so many seconds."""
+        try:
+            async with asyncio.timeout(within):
+                _, writer, _ = await self._request(_pb.Request(type=_pb.Request.IDENTIFY))
+        except (TimeoutError, _DaemonAway, OSError):
+            return False
+        writer.transport.abort()
+        return True
+
     @contextlib.contextmanager
     def supervised(self) -> Generator[None]:
         """While the block runs somebody restarts p2pd where it dies."""

@@ -1,11 +1,15 @@
-"""p2pd may die; the node lives on. Started again under the same identity and port, a bounded number of times."""
+"""p2pd may die or freeze; the node lives on. Started again under the same identity and port, but not for ever."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import signal
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, TypeVar
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.p2p_daemon import PrivateP2P
@@ -19,6 +23,21 @@ MOST_DEATHS = 5
 CONNECT_SECONDS = 5.0
 
 T = TypeVar("T")
+
+Cause = Literal["died", "frozen"]
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """How p2pd is asked whether it still answers. A busy machine must not pass for a frozen p2pd: that takes more
+    than a minute without one answer."""
+
+    every: float = 10.0
+    """Seconds from an answer to the next question."""
+    within: float = 15.0
+    """Seconds that an answer may take."""
+    misses: int = 5
+    """Questions in a row without an answer after which it is frozen."""
 
 
 def restart_delay(deaths: Sequence[float], now: float) -> float | None:
@@ -51,14 +70,18 @@ class Supervisor:
         start_seconds: float,
         known: Callable[[], Mapping[PeerId, Sequence[str]]],
         rejoin: Callable[[], Awaitable[None]],
+        probes: Probes | None = None,
     ) -> None:
         self._daemon = daemon
         self._start_seconds = start_seconds
         self._known = known
         self._rejoin = rejoin
+        self._probes = probes or Probes()
         self._deaths: list[float] = []
         self.restarts = 0
         """Deaths that were mended so far."""
+        self.on_restart: Callable[[Cause], None] | None = None
+        """Told after each restart why it was needed."""
 
     async def beside(self, work: Awaitable[T], *companions: Coroutine[Any, Any, None]) -> T:
         """The result of `work`, with p2pd watched and `companions` running meanwhile; they are cancelled at its end.
@@ -79,16 +102,44 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         with self._daemon.supervised():
             while True:
-                status = await self._daemon.wait_until_dead()
+                cause, status = await self._its_end()
                 self._deaths.append(loop.time())
                 delay = restart_delay(self._deaths, loop.time())
                 if delay is None:
                     raise self._given_up(status)
-                logger.warning("p2pd died (status %d); starting it again", status)
+                logger.warning("p2pd %s (status %d); starting it again", cause, status)
                 await asyncio.sleep(delay)
-                await self._start_again()
+                await self._start_again(cause)
 
-    async def _start_again(self) -> None:
+    async def _its_end(self) -> tuple[Cause, int]:
+        """Why p2pd has ended, and its exit status. One that is frozen is killed."""
+        cause: Cause = "died"
+
+        async def kill_if_frozen() -> None:
+            nonlocal cause
+            await self.until_frozen()
+            cause = "frozen"
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._daemon.pid, signal.SIGKILL)  # it listens to nothing milder
+
+        async with asyncio.TaskGroup() as group:
+            probing = group.create_task(kill_if_frozen())
+            status = await self._daemon.wait_until_dead()
+            probing.cancel()
+        return cause, status
+
+    async def until_frozen(self) -> None:
+        """Return once p2pd has left so many questions in a row unanswered."""
+        misses = 0
+        while misses < self._probes.misses:
+            if await self._daemon.answers(self._probes.within):
+                misses = 0
+                await asyncio.sleep(self._probes.every)
+            else:
+                misses += 1
+                logger.debug("p2pd did not answer within %g s, %d times in a row", self._probes.within, misses)
+
+    async def _start_again(self, cause: Cause) -> None:
         try:
             await self._daemon.restart(self._start_seconds)
         except UserError as error:
@@ -102,6 +153,8 @@ class Supervisor:
             "p2pd is back under the same identity and port; %d of %d peers reached", sum(reached), len(known)
         )
         self._daemon.back()
+        if self.on_restart is not None:
+            self.on_restart(cause)
 
     async def _connect(self, peer: PeerId, addresses: Sequence[str]) -> bool:
         try:

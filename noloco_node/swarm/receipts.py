@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from noloco_node.aio import cancel_and_wait
+from noloco_node.aio import Pulse, cancel_and_wait
 from noloco_node.swarm.contribution import (
     ContributionFile,
     Entry,
@@ -24,7 +24,15 @@ from noloco_node.swarm.contribution import (
     statement_text,
 )
 from noloco_node.swarm.microbatch import Ledger
-from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, Transport, TransportError
+from noloco_node.swarm.transport import (
+    Message,
+    PeerId,
+    PeerUnreachable,
+    Refusal,
+    Refused,
+    Transport,
+    TransportError,
+)
 from noloco_node.swarm.wire import WireModel, no_tensors, parse
 from noloco_node.training.progress import Progress
 
@@ -34,9 +42,11 @@ METHOD = "contribution.receipt"
 
 EVERY_SECONDS = 60.0
 LEAST_SECONDS = 5.0
-"""Between two receipts of one peer; more often than this is `busy`."""
+"""Between two receipts of one peer in the long run; two may come at once, and what comes more often is `busy`."""
 CALL_SECONDS = 5.0
-LAST_SECONDS = 1.0
+LAST_SECONDS = 4.0
+"""For the last ones at a node's end; most have been sent when it began to leave."""
+LAST_PAUSE_SECONDS = 0.5
 TRIES = 10
 
 
@@ -78,7 +88,9 @@ class Receipts:
         self._serials: dict[PeerId, int] = {}
         self._pending: dict[PeerId, _Pending] = {}
         self._filed: dict[tuple[PeerId, str], int] = {}
-        self._last_from: dict[PeerId, float] = {}
+        self._settled: dict[PeerId, float] = {}
+        """When each peer would have sent as many receipts as it has, one in `LEAST_SECONDS`."""
+        self._last = False
         self._writing = asyncio.Lock()
         self._since = time.time()
         self._counted = (0, 0, 0, 0)
@@ -95,22 +107,34 @@ class Receipts:
         self._counted = self._counts()
         self._transport.serve(METHOD, no_tensors, self._handle, max_concurrent_per_peer=1)
 
-    async def beside(self, work: Awaitable[None]) -> None:
-        """Await `work` while the file is kept, and settle a last time at its end."""
-        keeping = asyncio.create_task(self.run(), name="receipts")
+    async def beside(self, work: Awaitable[None], moved: Pulse, leaving: Callable[[], bool]) -> None:
+        """Await `work` while the file is kept, and settle a last time at its end; not where it is cancelled, since that
+        means to leave at once. `leaving()`, asked whenever `moved` fires, says that little or nothing more comes."""
+        keeping = asyncio.create_task(self._keep(moved, leaving), name="receipts")
+        at_once = False
         try:
             await work
+        except asyncio.CancelledError:
+            at_once = True
+            raise
         finally:
             await cancel_and_wait((keeping,))
             if not keeping.cancelled():
                 logger.warning("the contribution file was no longer kept: %r", keeping.exception())
-            await self.finish()
+            if not at_once:
+                await self.finish()
 
-    async def run(self) -> None:
-        """Send receipts and write down the own work, once a minute."""
+    async def _keep(self, moved: Pulse, leaving: Callable[[], bool]) -> None:
+        """Send receipts and write down the own work, once a minute, and as soon as this node is leaving: its peers may
+        leave, too, before it has come to its end."""
+        loop, told = asyncio.get_running_loop(), False
+        due = loop.time() + EVERY_SECONDS
         while True:
-            await asyncio.sleep(EVERY_SECONDS)
-            await self.settle()
+            await moved.wait(max(0.0, due - loop.time()))
+            leaves = leaving() and not told
+            if leaves or loop.time() >= due:
+                told, due = told or leaves, loop.time() + EVERY_SECONDS
+                await self.settle()
 
     async def settle(self) -> None:
         """Send what is due and write down the own work now."""
@@ -121,12 +145,17 @@ class Receipts:
                 group.create_task(self._send(peer))
 
     async def finish(self) -> None:
-        """Settle a last time, within a second: peers may be gone already."""
+        """Settle a last time, within seconds; peers that are gone are not waited for."""
+        self._last = True
         try:
             async with asyncio.timeout(LAST_SECONDS):
                 await self.settle()
+                while self._pending:
+                    # Nothing tells that a peer would take it now: asking again is the only way.
+                    await asyncio.sleep(LAST_PAUSE_SECONDS)
+                    await self.settle()
         except TimeoutError:
-            logger.debug("not all peers took their last receipt")
+            logger.info("%d peers did not take their last receipt", len(self._pending))
 
     def _counts(self) -> tuple[int, int, int, int]:
         progress = self._progress()
@@ -182,6 +211,7 @@ class Receipts:
         except (Refused, TransportError) as error:
             logger.debug("receipt for %s came to nothing: %r", peer, error)
             final = isinstance(error, Refused) and error.reason is not Refusal.BUSY
+            final = final or (self._last and isinstance(error, PeerUnreachable))
             if not final and pending.tries < TRIES:
                 return
         del self._pending[peer]
@@ -193,7 +223,8 @@ class Receipts:
         if receipt.serial <= self._filed.get(name, -1):
             return Message()
         now = time.monotonic()
-        if now - self._last_from.get(peer, -LEAST_SECONDS) < LEAST_SECONDS:
+        settled = max(now, self._settled.get(peer, now))
+        if settled - now > LEAST_SECONDS:
             raise Refused(Refusal.BUSY, f"one receipt in {LEAST_SECONDS:g} s")
         done = self._ledger.done_for.get(peer)
         if done is None or receipt.microbatches > done.microbatches or receipt.tokens > done.tokens:
@@ -202,7 +233,7 @@ class Receipts:
         done.tokens -= receipt.tokens
         if not done.microbatches:
             del self._ledger.done_for[peer]
-        self._last_from[peer], self._filed[name] = now, receipt.serial
+        self._settled[peer], self._filed[name] = settled + LEAST_SECONDS, receipt.serial
         await self._append(peer, header.statement, bytes.fromhex(header.seal))
         return Message()
 

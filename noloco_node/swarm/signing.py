@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 from noloco_node.swarm.identity import MAX_PUBLIC_KEY_BYTES, Identity, peer_id_of, verify
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 _DOMAIN = b"noloco statement 1\0"
 _LENGTH = struct.Struct(">H")

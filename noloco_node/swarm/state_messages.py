@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor
 
-from noloco_node.config.run_spec import canonical_json
+from noloco_node.config.canonical import canonical_json
 from noloco_node.swarm.transport import Message, PeerId, ProtocolViolation, TensorSpec, Transport
 from noloco_node.swarm.wire import ClockValue, RunName, StageIndex, WireModel
 

@@ -12,15 +12,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
-from typing import TYPE_CHECKING, Any, NewType, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from noloco_node.swarm.peer_id import PeerId
+
 if TYPE_CHECKING:
     from noloco_node.swarm.conduct import Conduct
-
-PeerId = NewType("PeerId", str)
-"""A peer's name: base58 of the multihash of its public key, authenticated by the transport."""
 
 JsonObject = Mapping[str, Any]
 

@@ -55,8 +55,9 @@ class NodeMoved(Event):
     stage: int
     why: Literal["poor", "lost"]
     """`poor`: the stage had too little throughput; `lost`: nobody served it any more."""
-    origin: Literal["seed", "peer", "guard"]
-    """Where the weights are from: the RunSpec's seed, a fellow, or a copy that a node of another stage kept."""
+    origin: Literal["seed", "peer", "guard", "checkpoint"]
+    """Where the weights are from: the RunSpec's seed, a fellow, a copy that a node of another stage kept, or a
+    checkpoint of an earlier stay of this node."""
     clock: float
     parameters: int
     """Parameters of the new stage."""
@@ -240,6 +241,16 @@ class Doing(Event):
     """Wall time at which it began."""
 
 
+class P2pdRestarted(Event):
+    """hivemind's p2pd was started again under this node."""
+
+    event: Literal["p2pd_restarted"] = "p2pd_restarted"
+    cause: Literal["died", "frozen"]
+    """`died`: its process ended; `frozen`: it answered nothing any more, and was killed."""
+    restarts: int
+    """So far in this life of the node, this one included."""
+
+
 class NodeStopped(Event):
     """The last event of a node that ends in order."""
 
@@ -266,6 +277,7 @@ AnyEvent = Annotated[
     | DonorFailed
     | ProbationEnded
     | Doing
+    | P2pdRestarted
     | NodeStopped,
     Field(discriminator="event"),
 ]

@@ -24,6 +24,7 @@ from noloco_node.telemetry.events import (
     NodeStarted,
     NodeStopped,
     OuterStep,
+    P2pdRestarted,
     StateDownload,
 )
 
@@ -97,6 +98,7 @@ class Metrics:
         self._live = self._gauge("noloco_live_replicas", "Live nodes as this one sees them", "stage")
         self._missing = self._gauge("noloco_stage_missing", "1 while a stage has no replica and is waited for", "stage")
         self._moves = self._counter("noloco_moves_total", "Moves of this node to another stage", "why")
+        self._p2pd_restarts = self._counter("noloco_p2pd_restarts_total", "Restarts of p2pd by cause", "cause")
         self._lag = self._gauge("noloco_event_loop_lag_seconds", "Worst event loop lag since the last account")
         self._busy = self._counter("noloco_busy_seconds_total", "Time the compute thread has worked")
 
@@ -146,6 +148,8 @@ class Metrics:
                 self._up.set(0)
             case Doing():
                 self._doing_now(event)
+            case P2pdRestarted():
+                self._p2pd_restarts.labels(event.cause).inc()
             case StateDownload():
                 self._downloaded.set(event.received / event.total)
             case _:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node.errors import ExitCode
+from noloco_node.status import status_lines
 from noloco_node.telemetry.events import AnyEvent, NodeStarted, read_events
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(180)]
@@ -126,6 +127,11 @@ def test_a_taken_identity_and_another_run(tmp_path: Path, temporary: Path) -> No
         code, complaint = refused("run", MICRO, "--run-folder", tmp_path / "second", "--identity", key)
         assert code == ExitCode.IDENTITY_TAKEN
         assert str(first.pid) in complaint
+        other_key = ["--identity", tmp_path / "other.key"]
+        code, complaint = refused("run", MICRO, "--run-folder", tmp_path / "first", *other_key)
+        assert code == ExitCode.RUN_FOLDER
+        assert str(first.pid) in complaint
+        assert not any("stopped" in line for line in status_lines(tmp_path / "first")), "it has left no word there"
         copied = tmp_path / "copied.key"
         copied.write_bytes(key.read_bytes())
         copied.chmod(0o600)

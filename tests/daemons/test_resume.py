@@ -118,11 +118,14 @@ async def test_a_node_that_is_told_to_leave_saves_itself_and_the_same_command_go
     account = of(Account, events)[-1]
     assert account.drawn == account.trained + account.dropped + account.held_at_end > ledger["drawn"]
 
+    peers = (folder / "peers.json").read_text()
+    assert first.run_id in peers
     other = command(folder, settings=("run.model.stages=1", ENDLESS, *OFTEN, "run.inner.learning_rate=0.5"))
     refused = await asyncio.to_thread(subprocess.run, other, capture_output=True, text=True, timeout=120)
     assert refused.returncode == ExitCode.RUN_FOLDER
     assert "holds run 'micro'" in refused.stderr
     assert "remedy: name another folder with --run-folder" in refused.stderr
+    assert (folder / "peers.json").read_text() == peers, "who is refused overwrites nothing of the other run"
 
 
 async def test_a_swarm_killed_as_a_whole_resumes_and_so_does_one_node_of_it(tmp_path: Path, temporary: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode
 from noloco_node.local_swarm import LocalSwarm, SwarmNode
-from noloco_node.telemetry.events import Account, InnerStep
+from noloco_node.telemetry.events import Account, InnerStep, P2pdRestarted
 from tests.support import eventually, nothing_left_behind
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(300)]
@@ -66,6 +66,9 @@ async def test_a_swarm_outlives_the_p2pd_of_one_of_its_nodes(tmp_path: Path, tem
         await swarm.stop()
     assert [node.exit_code for node in swarm.nodes] == [ExitCode.OK, ExitCode.OK]
     assert "p2pd is back" in victim.log.read_text()
+    assert [(event.cause, event.restarts) for event in victim.events if isinstance(event, P2pdRestarted)] == [
+        ("died", 1)
+    ]
     assert victim.stopped is not None
     assert victim.stopped.reason == "target_reached"
     books = [event for event in swarm.node("s0-r0").events if isinstance(event, Account)][-1]

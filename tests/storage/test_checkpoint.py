@@ -65,6 +65,19 @@ def test_the_last_few_stay_and_numbers_never_come_twice(folder: CheckpointFolder
     assert sorted(path.name for path in folder.path.iterdir()) == ["00000003", "00000004", "00000005"]
 
 
+def test_the_newest_of_a_stage_that_was_left_stays(folder: CheckpointFolder) -> None:
+    """However many come of the stage after it; its older ones go."""
+    for clock in (3.0, 4.0, 5.0, 6.0):
+        folder.write(standing(clock, stage=0), tensors(clock))
+    assert sorted(path.name for path in folder.path.iterdir()) == ["00000002", "00000004", "00000005", "00000006"]
+    found = folder.newest(RUN, 1)
+    assert found is not None
+    assert found.standing.progress.clock == 2.0
+    newest = folder.newest(RUN, None)
+    assert newest is not None
+    assert newest.standing.stage == 0
+
+
 def cut_in_half(path: Path) -> None:
     """As a crash of the machine may leave a file."""
     state = path / STATE
@@ -143,6 +156,7 @@ def test_one_of_another_run_or_stage_is_refused(
     folder: CheckpointFolder, foreign: Standing, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """However whole it is. Where any stage will do, another stage's is as good."""
+    caplog.set_level(logging.INFO, "noloco_node")
     folder.write(foreign, tensors(3.0))
     found = folder.newest(RUN, 1)
     assert found is not None

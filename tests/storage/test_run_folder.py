@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,41 @@ def test_a_folder_that_cannot_be_written_is_refused(place: str, tmp_path: Path) 
     assert caught.value.exit_code is ExitCode.RUN_FOLDER
     assert str(path) in caught.value.message
     assert (tmp_path / "file").read_text() == "in the way"
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from noloco_node.storage.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1])).lock():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_is_held_by_one_process_and_free_once_that_is_killed(tmp_path: Path) -> None:
+    """The second is told the first one's pid and what to do; whoever looks sees that it is in use, and is in nobody's
+    way; `kill -9` frees it at once."""
+    folder = RunFolder.create(tmp_path / "run")
+    assert not folder.in_use
+    assert not list(folder.path.iterdir()), "to look makes no file"
+    command = [sys.executable, "-c", HOLDER, str(folder.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"held\n"
+            assert folder.in_use
+            with pytest.raises(UserError, match="is in use by") as caught, folder.lock():
+                pass
+            assert caught.value.exit_code is ExitCode.RUN_FOLDER
+            assert f"pid {holder.pid}" in caught.value.message
+            assert "--run-folder" in caught.value.remedy
+        finally:
+            holder.kill()
+    assert not folder.in_use
+    with folder.lock():
+        assert folder.in_use
+    assert not folder.in_use
 
 
 def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from noloco_node.aio import Pulse
 from noloco_node.swarm import receipts as receipts_module
 from noloco_node.swarm.contribution import (
     ContributionFile,
@@ -24,9 +26,9 @@ from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryNetwork, 
 from noloco_node.swarm.microbatch import PEERS_COUNTED, Ledger
 from noloco_node.swarm.receipts import METHOD, Receipts, open_receipts
 from noloco_node.swarm.signing import sign_statement, signed_by
-from noloco_node.swarm.transport import Message, PeerId, Refused
+from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
 from noloco_node.training.progress import Progress
-from tests.support import one_turn
+from tests.support import eventually, one_turn
 from tests.worlds import micro_spec, run_to_the_end, world
 
 RUN = "r" * 32
@@ -222,9 +224,74 @@ async def test_forged_and_exaggerated_receipts_are_refused(tmp_path: Path) -> No
                 await send(sender, signer, text)
         assert filed(tmp_path) == []
         await send(peer, peer, statement_text(good))
+        serve(at_server, Ledger(), 9)
+        await send(peer, peer, statement_text(good.model_copy(update={"serial": 1})))
         with pytest.raises(Refused, match="busy"):
-            await send(peer, peer, statement_text(good.model_copy(update={"serial": 1})))
+            await send(peer, peer, statement_text(good.model_copy(update={"serial": 2})))
+    assert filed(tmp_path) == [(0, 3, 60), (1, 3, 60)]
+
+
+def slow_server(server: Receipts, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Its answers take a while, as over a slow link."""
+    method = server._transport._desk._methods[METHOD]  # type: ignore[attr-defined]
+    handle = method.handle
+
+    async def slowly(peer: PeerId, message: Message) -> Message:
+        await asyncio.sleep(seconds)
+        return await handle(peer, message)
+
+    monkeypatch.setattr(method, "handle", slowly)
+
+
+async def test_the_last_receipt_has_time_on_a_slow_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a first try is lost on its way."""
+    async with two_nodes(tmp_path) as (network, server, served, at_server, at_served):
+        slow_server(server, monkeypatch, 1.5)
+        network.inject(Fault(FaultKind.REFUSE, method=METHOD, times=1, reason=Refusal.BUSY))
+        serve(at_server, at_served, 3)
+        await served.finish()
+        assert network.fired == {FaultKind.REFUSE: 1}
     assert filed(tmp_path) == [(0, 3, 60)]
+
+
+async def test_a_peer_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    """The others may all have ended before."""
+    async with two_nodes(tmp_path) as (network, _, served, at_server, at_served):
+        network.inject(Fault(FaultKind.UNREACHABLE, target=SERVER))
+        serve(at_server, at_served, 3)
+        async with asyncio.timeout(receipts_module.LAST_PAUSE_SECONDS):
+            await served.finish()
+
+
+async def test_who_begins_to_leave_settles_at_once_and_who_leaves_at_once_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the work still goes on, and its peers are there; a second signal waits for no receipt."""
+    async with two_nodes(tmp_path) as (_, server, served, at_server, at_served):
+        moved, leaving = Pulse(), asyncio.Event()
+        beside = asyncio.create_task(served.beside(_for_ever(), moved, leaving.is_set))
+        serve(at_server, at_served, 3)
+        await one_turn()
+        moved.fire()
+        await one_turn()
+        assert filed(tmp_path) == []
+        leaving.set()
+
+        def settled() -> bool:
+            moved.fire()
+            return filed(tmp_path) == [(0, 3, 60)]
+
+        await eventually(settled, what="it settles when it begins to leave")
+        serve(at_server, at_served, 1)
+        slow_server(server, monkeypatch, 3600.0)
+        beside.cancel()
+        async with asyncio.timeout(1):
+            with pytest.raises(asyncio.CancelledError):
+                await beside
+
+
+async def _for_ever() -> None:
+    await asyncio.Event().wait()
 
 
 async def test_a_restart_forgets_no_receipt_and_files_none_twice(tmp_path: Path) -> None:

@@ -16,11 +16,13 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hivemind.p2p import P2P, PeerID
-from hypothesis import given
+from hivemind.proto import crypto_pb2
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.swarm import identity
 from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.identity import (
@@ -54,6 +56,21 @@ def test_a_new_identity_is_private_and_is_found_again(tmp_path: Path) -> None:
     assert first.peer_id.startswith("12D3KooW")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(path.parent) == ["identity.key"]
+
+
+@given(st.sampled_from([0, 1]), st.binary(max_size=400))
+@example(0, bytes(127))
+@example(0, bytes(128))
+@example(0, bytes(20_000))
+def test_keys_are_encoded_as_protobuf_does(key_type: int, content: bytes) -> None:
+    """By hand here, by hivemind's generated code there: byte for byte, both ways; what was cut off is no key."""
+    for kind in (crypto_pb2.PublicKey, crypto_pb2.PrivateKey):
+        packed = kind(key_type=key_type, data=content).SerializeToString()
+        assert identity._pack(key_type, content) == packed
+        assert identity._unpack(packed) == (key_type, content)
+        for damaged in (packed[:-1], packed + b"x", b"", packed[2:] + packed[:2]):
+            with pytest.raises(identity.BadKey):
+                identity._unpack(damaged)
 
 
 def test_a_key_written_by_hivemind_loads(tmp_path: Path) -> None:

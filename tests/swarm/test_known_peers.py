@@ -11,7 +11,7 @@ import pytest
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.network import seen_before
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
-from noloco_node.swarm.known_peers import MOST_ADDRESSES, MOST_PEERS, KnownPeers, dialable, live_peers
+from noloco_node.swarm.known_peers import MOST_ADDRESSES, MOST_PEERS, KnownPeers, dialable, live_peers, peers_met
 from noloco_node.swarm.p2pd_arguments import announced_address
 from noloco_node.swarm.p2pd_failures import FailedStart, explain
 from noloco_node.swarm.transport import PeerId
@@ -104,6 +104,34 @@ async def test_the_file_follows_the_live_peers(tmp_path: Path, monkeypatch: pyte
     assert KnownPeers(tmp_path / "peers.json").addresses[PeerId(OTHER)] == (at("203.0.114.8", OTHER),)
 
 
+async def test_at_its_end_a_node_learns_where_those_listen_that_it_met_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short its life was. Who is known already is not asked for, nobody is asked for whom there is no room, and
+    one that cannot be found holds nothing up for long."""
+    monkeypatch.setattr("noloco_node.swarm.known_peers.LAST_LOOK_SECONDS", 0.2)
+    asked: list[PeerId] = []
+
+    class Book:
+        async def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+            asked.append(peer)
+            if peer == lost:
+                await asyncio.Event().wait()
+            return (at("203.0.114.9"),)
+
+    lost = PeerId(f"{ID[:-3]}999")
+    late = [PeerId(f"{ID[:-3]}{number:03d}") for number in range(2 * MOST_PEERS)]
+    known = KnownPeers(tmp_path / "peers.json")
+    known.learn(PeerId(OTHER), [at("203.0.114.8", OTHER)])
+    async with asyncio.timeout(5):
+        await known.last_look(Book(), "run-a", [PeerId(OTHER), lost, late[0]])
+    assert KnownPeers(tmp_path / "peers.json").addresses.keys() == {PeerId(OTHER), late[0]}
+    asked.clear()
+    await known.last_look(Book(), "run-a", [PeerId(OTHER), *late])
+    assert PeerId(OTHER) in KnownPeers(tmp_path / "peers.json").addresses
+    assert len(asked) == MOST_PEERS - 2
+
+
 def test_live_peers_are_all_but_this_one_and_the_dead() -> None:
     """Of all stages, each once."""
 
@@ -120,6 +148,7 @@ def test_live_peers_are_all_but_this_one_and_the_dead() -> None:
         )
     )
     assert live_peers(view, 5.0, own) == [one, two]
+    assert peers_met(view, own) == [one, two, dead]
 
 
 @pytest.mark.parametrize(

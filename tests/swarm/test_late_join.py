@@ -29,7 +29,7 @@ from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryTransport
 from noloco_node.swarm.state_messages import StateOffer
 from noloco_node.swarm.state_transfer import Download
 from noloco_node.swarm.transport import JsonObject, Message, PeerId, Refusal, Refused, Transport
-from noloco_node.telemetry.events import DonorFailed, StateDownload
+from noloco_node.telemetry.events import DonorFailed, OuterStep, StateDownload
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import Swarm, World, libp2p_world, micro_spec, peer_name, world
 
@@ -83,12 +83,14 @@ def forge(replica: Replica, monkeypatch: pytest.MonkeyPatch, change: Callable[[J
     monkeypatch.setattr(method, "handle", forged)
 
 
-async def join_until_the_first_has_failed(made: World, joiner: Replica) -> str:
-    """Join from the second donor again and again, until chance has led to the first one before; why that one failed."""
+async def join_until_the_first_has_failed(made: World, joiner: Replica, *, honest: bool = False) -> str:
+    """Join from the second donor again and again, until chance has led to the first one before; why that one failed.
+    What no honest node gives is held against it once."""
     made.events[-1].clear()
     while FIRST not in failures(made):
         assert await joiner.become_current() == SECOND
     assert await is_copy_of(joiner, made.replicas[1])
+    assert joiner._transport.conduct.offences == ({} if honest else {"bad_answer": 1})
     return failures(made)[FIRST]
 
 
@@ -140,6 +142,75 @@ async def test_an_altered_chunk_is_refused_and_the_next_donor_gives(monkeypatch:
 
         monkeypatch.setattr(method, "handle", altered)
         assert "chunk 3 of its state does not match" in await join_until_the_first_has_failed(made, joiner)
+
+
+async def test_an_offer_that_is_none_is_an_offence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first donor claims to have fewer than no readers; the second one gives."""
+    async with donors_and_joiner() as (made, joiner):
+        method = made.replicas[0]._transport._desk._methods[state_messages.OFFER]  # type: ignore[attr-defined]
+        honest = method.handle
+
+        async def altered(peer: PeerId, message: Message) -> Message:
+            answer = await honest(peer, message)
+            return Message({**answer.header, "readers": -1})
+
+        monkeypatch.setattr(method, "handle", altered)
+        assert "bad offer of a state: readers" in await join_until_the_first_has_failed(made, joiner)
+
+
+async def test_a_donor_that_is_slow_full_or_away_offends_nobody() -> None:
+    """Refusals and silence are ordinary life."""
+    async with donors_and_joiner(3) as (made, joiner):
+        made.network.inject(Fault(FaultKind.UNREACHABLE, target=FIRST))
+        made.network.inject(Fault(FaultKind.REFUSE, target=SECOND, reason=Refusal.DRAINING))
+        assert await joiner.become_current() == peer_name(0, 2)
+        assert not joiner._transport.conduct.offences
+
+
+@pytest.mark.timeout(120)
+async def test_a_joiner_whose_download_outlasts_max_lag_is_drawn_in_and_does_not_copy_for_ever() -> None:
+    """Over a slow link, while two veterans train on: what it has copied is behind by several times max_lag when it
+    begins. Its first exchange takes over the swarm's clock, its probation ends, and it counts."""
+    limits = LIMITS.model_copy(update={"exchange_progress_seconds": 30.0, "record_seconds": 3.0})
+    spec = micro_spec(stages=1, steps=10**6, outer=OUTER, limits=limits)
+    async with world(spec, 3, NodeSettings(in_flight=1, drain_seconds=1)) as made:
+        *veterans, joiner = made.replicas
+
+        async def slow_link() -> None:
+            """No chunk comes before the swarm has trained a few more tokens."""
+            before = veterans[0].worker.progress.clock
+            await eventually(lambda: veterans[0].worker.progress.clock > before, 30)
+
+        made.network.inject(Fault(FaultKind.DELAY, method=state_messages.CHUNK, wait=slow_link))
+        for veteran in veterans:
+            await make_veteran(veteran)
+        async with running(*veterans):
+            assert await joiner.become_current() is not None
+            behind = min(v.worker.progress.clock for v in veterans) - joiner.worker.progress.clock
+            assert behind > 2 * spec.max_lag_tokens, "or this proves nothing"
+            async with running(joiner):
+                await eventually(lambda: not joiner.standing.newcomer, 60, "its probation ends")
+                rounds = joiner.worker.progress.outer_rounds
+                await eventually(lambda: joiner.worker.progress.outer_rounds > rounds + 3, 60, "it averages on")
+        assert not caught_up(made)
+        assert abs(joiner.worker.progress.clock - veterans[0].worker.progress.clock) < spec.max_lag_tokens
+
+
+@asynccontextmanager
+async def running(*replicas: Replica) -> AsyncIterator[None]:
+    """They train while the block lasts."""
+    tasks = [asyncio.create_task(replica.run()) for replica in replicas]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def caught_up(made: Swarm) -> list[OuterStep]:
+    """How often the last replica copied a fellow's state again."""
+    return [event for event in made.events[-1] if isinstance(event, OuterStep) and event.kind == "caught_up"]
 
 
 async def test_when_nobody_gives_its_state_each_donor_is_named_with_its_reason() -> None:
@@ -230,7 +301,7 @@ async def test_a_donor_that_falls_silent_is_left_after_the_progress_deadline() -
         never = asyncio.Event()
         made.network.inject(Fault(FaultKind.DELAY, target=FIRST, method=state_messages.CHUNK, wait=never.wait))
         async with asyncio.timeout(30):
-            reason = await join_until_the_first_has_failed(made, joiner)
+            reason = await join_until_the_first_has_failed(made, joiner, honest=True)
         assert "no part of its state came for 2 s" in reason
 
 

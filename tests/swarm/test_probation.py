@@ -209,6 +209,25 @@ async def test_a_newcomer_is_pulled_half_way_and_the_veteran_stays_as_it_is() ->
         assert (own["fast"] - expected).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("on_probation", [True, False])
+async def test_a_newcomer_is_told_the_time_where_another_is_told_that_it_lags(on_probation: bool) -> None:
+    """What it copied was long on its way: ten times max_lag. The exchange is weightless, so this harms nobody, and it
+    takes over the veteran's clock whole. Who is no newcomer is sent to copy a state."""
+    async with veterans_and_newcomer() as (_, (veteran, other)):
+        shift = 10.0 * veteran.spec.max_lag_tokens
+        await veteran.worker.commit(await veteran.worker.snapshot(), scale=0.0, clock_shift=shift)
+        for replica in (veteran, other):
+            await replica.membership.announce(PeerState.TRAINING)
+        for replica in (veteran, other):
+            await replica.membership.refresh()
+        if not on_probation:
+            other.standing.met(NEAR, 4)
+        assert await other.exchanger.dial(peer_name(0, 0)) == on_probation
+        own, ahead = other.worker.progress.clock, veteran.worker.progress.clock
+        assert own == ahead if on_probation else own == ahead - shift
+        assert other.exchanger.catch_up_from == (None if on_probation else peer_name(0, 0))
+
+
 async def test_a_newcomer_in_line_counts_in_the_next_exchange() -> None:
     """Its own probation ends, which it says in an event; the veteran has measured it too, and now both move."""
     async with veterans_and_newcomer() as (made, (veteran, newcomer)):

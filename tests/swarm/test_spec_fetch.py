@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from noloco_node import PROTOCOL_VERSION
+from noloco_node.config.canonical import canonical_json
 from noloco_node.config.load import OwnData, load_config
-from noloco_node.config.run_spec import RunSpec, canonical_json
+from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm import hello, spec_fetch
 from noloco_node.swarm.hello import Hello, serve_hello

@@ -20,7 +20,7 @@ from noloco_node.swarm.memory_transport import Fault, FaultKind
 from noloco_node.swarm.state_donor import StateDonor
 from noloco_node.swarm.state_messages import PackedState, digest, packed_size, unpack
 from noloco_node.swarm.transport import Message, PeerId, ProtocolViolation
-from noloco_node.telemetry.events import OuterStep
+from noloco_node.telemetry.events import OuterStep, ProbationEnded
 from tests.support import eventually
 from tests.worlds import World, micro_spec, peer_name, world
 
@@ -130,6 +130,7 @@ async def test_a_laggard_takes_its_partners_state() -> None:
             await asyncio.wait((running,))
         assert caught[0].partner == peer_name(0, 0)
         assert caught[0].clock >= 50_000
+        assert laggard.standing.newcomer or any(isinstance(e, ProbationEnded) for e in made.events[1])
 
 
 async def test_a_busy_donor_serves_one_snapshot_to_many() -> None:

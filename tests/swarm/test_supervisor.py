@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
-from noloco_node.swarm.p2pd_supervisor import MOST_DEATHS, WINDOW_SECONDS, Supervisor, restart_delay
+from noloco_node.swarm.p2pd_supervisor import MOST_DEATHS, WINDOW_SECONDS, Probes, Supervisor, restart_delay
 from noloco_node.swarm.private_folder import sweep_dead_folders
 from noloco_node.swarm.transport import Message, PeerId, PeerUnreachable
 from noloco_node.swarm.wire import no_tensors
@@ -46,9 +47,9 @@ def test_the_first_restart_is_at_once_the_next_ones_wait_and_then_it_is_enough()
     assert restart_delay([*deaths, later], later) == 0.0
 
 
-def kill(daemon: PrivateP2P) -> int:
-    """kill -9 of its p2pd; the process id."""
-    os.kill(daemon.pid, signal.SIGKILL)
+def kill(daemon: PrivateP2P, number: int = signal.SIGKILL) -> int:
+    """kill -9 of its p2pd, or another signal; the process id."""
+    os.kill(daemon.pid, number)
     return daemon.pid
 
 
@@ -70,9 +71,12 @@ def record(peer: PeerId, stage: int) -> PeerRecord:
 
 @pytest.mark.daemons
 @pytest.mark.timeout(120)
-async def test_a_killed_p2pd_comes_back_as_if_nothing_had_been(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "cause"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "frozen")])
+async def test_a_killed_or_frozen_p2pd_comes_back_as_if_nothing_had_been(
+    tmp_path: Path, number: int, cause: str
+) -> None:
     """Same peer id, addresses, folder. The request that comes in the middle waits; others reach the node again; its
-    directory still takes and gives records; nothing is left of the first p2pd."""
+    directory still takes and gives records; nothing is left of the first p2pd. Its restart is told with its cause."""
     one, two = (load_or_create_identity(tmp_path / name) for name in ("one", "two"))
     async with running_p2p(NodeSettings(), one) as first:
         addresses = first.visible_addresses()
@@ -87,11 +91,15 @@ async def test_a_killed_p2pd_comes_back_as_if_nothing_had_been(tmp_path: Path) -
             async def rejoin() -> None:
                 assert await here.rejoin([second.own_id]) == 1
 
-            supervisor = Supervisor(first, 60.0, lambda: known, rejoin)
+            supervisor = Supervisor(first, 60.0, lambda: known, rejoin, Probes(every=0.2, within=1.0, misses=3))
+            causes: list[str] = []
+            supervisor.on_restart = causes.append
 
             async def work() -> None:
                 assert await ask(caller, first.own_id)
-                killed = kill(first)
+                killed = kill(first, number)
+                if number == signal.SIGSTOP:  # what it takes on before it stands still is lost with it
+                    await eventually(lambda: psutil.Process(killed).status() == psutil.STATUS_STOPPED)
                 assert await ask(server, second.own_id), "it waited for the restart, and then went through"
                 await eventually(lambda: supervisor.restarts == 1, 30, "it is back")
                 assert first.pid != killed
@@ -106,6 +114,7 @@ async def test_a_killed_p2pd_comes_back_as_if_nothing_had_been(tmp_path: Path) -
                     assert len((await directory.refresh()).live(0, directory.now())) == 2
 
             await supervisor.beside(work())
+            assert causes == [cause]
             for directory in (here, there):
                 await directory.close()
             for transport in (server, caller):
@@ -120,6 +129,51 @@ async def eventually_reached(caller: Libp2pTransport, peer: PeerId) -> bool:
         except PeerUnreachable:
             await asyncio.sleep(0.5)
     return False
+
+
+@pytest.mark.daemons
+async def test_a_node_that_ends_does_not_wait_for_a_frozen_p2pd(tmp_path: Path) -> None:
+    """It is gone within seconds, with its folder."""
+    async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "key")) as daemon:
+        transport = Libp2pTransport(daemon)
+        transport.serve("echo", no_tensors, echo, max_concurrent_per_peer=1)
+        await transport.start()
+        kill(daemon, signal.SIGSTOP)
+        async with asyncio.timeout(20):
+            await transport.close()
+            await daemon.close()
+        assert not psutil.pid_exists(daemon.pid)
+        assert not daemon.folder.exists()
+
+
+class Hesitant:
+    """Stands for a p2pd that answers some questions and not others; real ones freeze in the test above."""
+
+    def __init__(self, answers: list[bool]) -> None:
+        self.left = answers
+
+    async def answers(self, _within: float) -> bool:
+        return self.left.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "frozen"),
+    [([False, False, True] * 20, False), ([True, False, False, False], True)],
+    ids=["busy", "frozen"],
+)
+async def test_only_misses_in_a_row_mean_frozen(answers: list[bool], frozen: bool) -> None:
+    """A busy p2pd that leaves two questions of three unanswered goes on for ever."""
+
+    async def nothing() -> None:
+        return None
+
+    daemon = cast("PrivateP2P", Hesitant(list(answers)))
+    supervisor = Supervisor(daemon, 60.0, dict, nothing, Probes(every=0.0, within=1.0, misses=3))
+    if frozen:
+        await supervisor.until_frozen()
+    else:
+        with pytest.raises(IndexError, match="pop from empty"):
+            await supervisor.until_frozen()
 
 
 @pytest.mark.daemons

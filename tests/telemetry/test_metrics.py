@@ -10,7 +10,7 @@ from urllib.request import urlopen
 import pytest
 
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.telemetry.events import Evaluation
+from noloco_node.telemetry.events import Evaluation, P2pdRestarted
 from noloco_node.telemetry.metrics import Metrics
 from tests.telemetry import made_events as made
 
@@ -89,6 +89,15 @@ def test_checkpoints_are_counted_by_outcome() -> None:
     assert value(metrics, "noloco_checkpoints_total", outcome="failed") == 1
     assert value(metrics, "noloco_checkpoint_held_seconds_total") == pytest.approx(0.03)
     assert value(metrics, "noloco_checkpoint_seconds_since_1970") == 1000.0
+
+
+def test_restarts_of_p2pd_are_counted_by_cause() -> None:
+    """Deaths and freezes apart."""
+    metrics = Metrics()
+    for number, cause in enumerate(("died", "frozen", "died"), start=1):
+        metrics.observe(P2pdRestarted.model_validate({"cause": cause, "restarts": number}))
+    assert value(metrics, "noloco_p2pd_restarts_total", cause="died") == 2
+    assert value(metrics, "noloco_p2pd_restarts_total", cause="frozen") == 1
 
 
 def test_no_free_text_and_no_peer_id_becomes_a_label() -> None:

@@ -1,0 +1,63 @@
+"""A file that one process holds. The system lets go of it when that process dies, whatever the reason."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+
+class LockHeld(Exception):
+    """Somebody else holds the file; the message says who, in words."""
+
+
+class FileLock:
+    """Holds `path`, which is made where missing, for this process. A context manager.
+
+    Raises LockHeld, and OSError as the file system says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+
+    def __enter__(self) -> FileLock:
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = _holder_in(file)
+            os.close(file)
+            raise LockHeld(holder) from None
+        os.ftruncate(file, 0)
+        os.write(file, str(os.getpid()).encode())
+        self._file = file
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def lock_holder(path: Path) -> str | None:
+    """Who on this machine holds the file now, in words; None: nobody. OSError if it cannot be told.
+
+    Looks by taking the lock for an instant, shared, and never makes the file.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder_in(file)
+    finally:
+        os.close(file)
+    return None
+
+
+def _holder_in(file: int) -> str:
+    pid = os.read(file, 32).decode("ascii", "replace").strip() or "unknown"
+    return f"the process with pid {pid} on this machine"
