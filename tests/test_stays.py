@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.footprint import footprint_of
 from noloco_node.replica import STARTS_ALONE
 from noloco_node.stays import Stays
+from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.swarm import first_look, membership
 from noloco_node.swarm.directory import Directory, DirectoryView, PeerState
 from noloco_node.swarm.first_look import look_for_others
@@ -39,6 +41,12 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> CheckpointFolder:
+    """An empty folder of them."""
+    return CheckpointFolder(tmp_path / "checkpoints", keep=1)
+
+
 def stays_in(made: World, settings: NodeSettings) -> Stays:
     """Those of the world's first replica."""
     replica = made.replicas[0]
@@ -46,38 +54,42 @@ def stays_in(made: World, settings: NodeSettings) -> Stays:
     return Stays(replica.spec, settings, footprint_of(replica.spec), transport, MemoryDirectory(made.hub))
 
 
-async def test_who_is_alone_waits_for_others_once(looks: list[float], caplog: pytest.LogCaptureFixture) -> None:
+async def test_who_is_alone_waits_for_others_once(
+    looks: list[float], caplog: pytest.LogCaptureFixture, checkpoints: CheckpointFolder
+) -> None:
     """Before a stage is chosen, or else before the state is; then it starts from the seed with a warning."""
     async with world(micro_spec(stages=1), settings=JOINS) as made:
-        assert await stays_in(made, JOINS).begin(made.replicas[0], None) == "seed"
+        assert await stays_in(made, JOINS).begin(made.replicas[0], None, checkpoints) == "seed"
         assert looks == [SECONDS]
         assert [r.levelno for r in caplog.records if r.getMessage() == STARTS_ALONE] == [logging.WARNING]
         looks.clear()
         stays = stays_in(made, JOINS)
         await stays.look_around()
-        assert await stays.begin(made.replicas[0], None) == "seed"
+        assert await stays.begin(made.replicas[0], None, checkpoints) == "seed"
         assert looks == [SECONDS, 0.0]
-        assert await stays.begin(made.replicas[0], None) == "seed"
+        assert await stays.begin(made.replicas[0], None, checkpoints) == "seed"
         assert looks == [SECONDS, 0.0, SECONDS], "a later stay looks anew"
 
 
-async def test_who_saw_others_looks_for_them_again(looks: list[float], caplog: pytest.LogCaptureFixture) -> None:
+async def test_who_saw_others_looks_for_them_again(
+    looks: list[float], caplog: pytest.LogCaptureFixture, checkpoints: CheckpointFolder
+) -> None:
     """One failed look-up after a long build must not make it start alone; and nobody is warned of company."""
     async with world(micro_spec(stages=1), replicas=2, settings=JOINS) as made:
         await made.replicas[1].membership.announce(PeerState.JOINING)
         stays = stays_in(made, JOINS)
         await stays.look_around()
-        assert await stays.begin(made.replicas[0], None) == "seed"
+        assert await stays.begin(made.replicas[0], None, checkpoints) == "seed"
         assert looks == [SECONDS, SECONDS]
         assert STARTS_ALONE not in caplog.text
 
 
 async def test_who_joins_nobody_waits_for_nobody_and_is_not_warned(
-    looks: list[float], caplog: pytest.LogCaptureFixture
+    looks: list[float], caplog: pytest.LogCaptureFixture, checkpoints: CheckpointFolder
 ) -> None:
     """The first node of a run."""
     async with world(micro_spec(stages=1)) as made:
-        assert await stays_in(made, NodeSettings()).begin(made.replicas[0], None) == "seed"
+        assert await stays_in(made, NodeSettings()).begin(made.replicas[0], None, checkpoints) == "seed"
     assert looks == [0.0]
     assert STARTS_ALONE not in caplog.text
 
