@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.access import Introduction, own_access
 from noloco_node.swarm.circuit_relay import CircuitRelay
 from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
-from noloco_node.swarm.dial_back import serve_dial_back
+from noloco_node.swarm.dial_back import PEER_SECONDS, serve_dial_back
 from noloco_node.swarm.directory import Directory
 from noloco_node.swarm.identity import Identity, IdentityLock, load_or_create_identity
 from noloco_node.swarm.known_peers import KnownPeers, live_peers, peers_met
@@ -31,6 +33,9 @@ from noloco_node.swarm.transport import PeerId, Transport
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+REACH_QUESTIONS = 4
+"""Peers asked at a node's start whether they can dial it, until one answers."""
 
 Agree = Callable[[Transport, tuple[str, ...]], Awaitable[RunSpec]]
 """How a node and the peers at the addresses that it joined come to the same RunSpec."""
@@ -55,19 +60,22 @@ class Network:
         """The result of `work`; meanwhile p2pd is started again where it dies, the peers met are written down, and
         `companions` run, which are cancelled at its end."""
         keeping = self.known.keep(self.daemon, self.spec.run_id, self.live_peers)
-        return await self.supervisor.beside(work, keeping, self._say_whether_reached(), *companions)
+        return await self.supervisor.beside(work, keeping, *companions)
 
-    async def _say_whether_reached(self) -> None:
-        """Ask one of the peers that it joined to dial this node, and say what came of it. A node that listens on its
-        own machine only, or relies on relays, has been told already."""
+    async def say_whether_reached(self) -> None:
+        """Ask the peers that it joined, one after another, to dial this node, and say what the first answer is. A node
+        that listens on its own machine only, or relies on relays, has been told already."""
         ports = start_checks.own_ports(self.daemon.visible_addresses())
         joined = self.daemon.joined_peers
         if not ports or not joined or self.settings.relay or out_of_reach(self.settings, joined):
             return
-        asked = parse_address(joined[0]).peer
-        answer = await start_checks.dialled_back(self.transport, asked, ports)
-        if answer is not None and answer.seen_at:
-            start_checks.say(start_checks.check_reached({asked: answer}, ports, local_only=False))
+        for address in itertools.islice(itertools.cycle(joined), REACH_QUESTIONS):
+            asked = parse_address(address).peer
+            answer = await start_checks.dialled_back(self.transport, asked, ports)
+            if answer is not None and answer.seen_at:
+                start_checks.say(start_checks.check_reached({asked: answer}, ports, local_only=False))
+                return
+            await asyncio.sleep(PEER_SECONDS)  # who was busy with another's question takes the next one after that
 
     async def relayed(self, peer: PeerId) -> bool:
         """Whether this node is connected to a peer through relays only."""

@@ -140,6 +140,7 @@ class _Place:
     metrics_address: str | None
     saved: Checkpoint | None
     """What the first stay goes on from."""
+    first_stay: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +214,13 @@ async def _train(place: _Place, stay: _Stay, interrupts: Interrupts, started: fl
     interrupts.graceful(replica.stop)
     leaving = (PeerState.FINISHING, PeerState.DRAINING)
     work = stay.receipts.beside(replica.run(), replica.moved, lambda: replica.membership.state in leaving)
-    life = place.net.beside(work, stay.keeper.run(), place.stays.accompany(replica))
+    once = (place.net.say_whether_reached(),) if place.first_stay else ()
+    place.first_stay = False
+    life = place.net.beside(work, stay.keeper.run(), place.stays.accompany(replica), *once)
     await run_and_save(life, _saving(place, stay, interrupts))
     if _moves_on(place.stays, interrupts):
         return None
+    await place.stays.give_up_move()
     reason = "interrupted" if replica.stop.is_set() else "target_reached"
     if reason == "target_reached":
         folder.mark_ended(spec.run_id, spec.name)

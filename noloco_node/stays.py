@@ -140,6 +140,12 @@ class Stays:
             logger.warning("could not move to stage %d: %s", replica.stage, error.message)
             return None
 
+    async def give_up_move(self) -> None:
+        """Where a move was under way: nobody must wait for this node at its new stage any more."""
+        if self.move is not None:
+            await self._arrival.withdraw(self.move.stage)
+            self.move = None
+
     def back(self) -> int:
         """The stage that this node left for one whose state nobody gave it."""
         assert self._came_from is not None

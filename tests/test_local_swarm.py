@@ -119,7 +119,7 @@ def test_a_swarm_trains_to_its_end_and_leaves_what_it_promised(
     books = summary.microbatches
     assert books.drawn == books.trained + books.dropped + books.held_at_end > 0
     assert set(summary.distinct_partners.values()) == {1}
-    assert summary.tokens < 1.06 * 49_152, "all began together, so the clock is what was trained"
+    assert summary.tokens < 1.1 * 49_152, "all began together, so the clock is what was trained"
     assert summary.validation_loss is not None
     assert summary.validation_loss_merged is not None
     assert summary.validation_loss_merged < 4.5

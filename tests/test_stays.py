@@ -18,6 +18,7 @@ from noloco_node.swarm import first_look, membership
 from noloco_node.swarm.directory import Directory, DirectoryView, PeerState
 from noloco_node.swarm.first_look import look_for_others
 from noloco_node.swarm.memory_directory import MemoryDirectory
+from noloco_node.swarm.relocation import Move
 from noloco_node.swarm.transport import PeerId
 from tests.worlds import World, micro_spec, peer_name, world
 
@@ -106,3 +107,16 @@ async def test_a_look_ends_with_the_first_other_node_and_the_own_former_record_i
         async with asyncio.timeout(10.0):
             view = await looking
         assert [list(rows) for rows in view.stages] == [[], [peer_name(1, 0)]]
+
+
+async def test_a_move_that_is_given_up_is_taken_back() -> None:
+    """A node that is told to end while it leaves for another stage must not be waited for there."""
+    async with world(micro_spec(stages=2)) as made:
+        stays = stays_in(made, NodeSettings())
+        arrival = stays._arrival  # pyright: ignore[reportPrivateUsage]
+        stays.move = Move(1, "lost")
+        assert await arrival.confirmed(1, (1.0, 1.0), lambda _: True)
+        assert made.hub.rows[1][peer_name(0, 0)].record.state is PeerState.JOINING
+        await stays.give_up_move()
+        assert made.hub.rows[1][peer_name(0, 0)].record.state is PeerState.GONE
+        assert stays.move is None

@@ -37,7 +37,7 @@ class Arrival:
         better = settle_among(others, {server.peer for server in first}, self._own, chosen, work, fitting)
         if better != chosen:
             logger.info("others are joining stage %d at the same time: taking stage %d", chosen, better)
-            await self._publish(chosen, PeerState.GONE)
+            await self.withdraw(chosen)
             await self._publish(better, PeerState.JOINING)
         return better
 
@@ -48,7 +48,7 @@ class Arrival:
         view = await self._directory.refresh()
         if worth(servers_of(view, work, self._directory.now(), without=self._own)):
             return True
-        await self._publish(stage, PeerState.GONE)
+        await self.withdraw(stage)
         return False
 
     @contextlib.asynccontextmanager
@@ -60,10 +60,14 @@ class Arrival:
             yield
         except BaseException:
             await cancel_and_wait((renewing,))
-            await self._publish(stage, PeerState.GONE)
+            await self.withdraw(stage)
             raise
         finally:
             await cancel_and_wait((renewing,))
+
+    async def withdraw(self, stage: int) -> None:
+        """This node does not come to `stage` after all."""
+        await self._publish(stage, PeerState.GONE)
 
     async def _renew(self, stage: int) -> None:
         while True:
