@@ -13,6 +13,7 @@ from enum import IntEnum
 import base58
 
 from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.varint import varint
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
 """Spoken to a relay: reserve a place with it, or be connected to a peer that has one."""
@@ -108,15 +109,6 @@ async def write_message(writer: asyncio.StreamWriter, message: bytes) -> None:
     """Send one message."""
     writer.write(varint(len(message)) + message)
     await writer.drain()
-
-
-def varint(number: int) -> bytes:
-    """A number in seven bits a byte, the lowest first; all but the last byte have the highest bit set."""
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes((*out, number))
 
 
 def _encode(*fields: tuple[int, int | bytes]) -> bytes:

@@ -19,6 +19,7 @@ from noloco_node.swarm.circuit_messages import (
     HOP,
     RESERVE,
     STOP,
+    Fields,
     Status,
     hop_answer,
     read_fields,
@@ -38,6 +39,13 @@ PLACE_SECONDS = 60.0
 MOST_PLACES = 128
 MOST_CIRCUITS = 256
 MOST_CIRCUITS_OF_ONE = 64
+MOST_CIRCUITS_OF_A_PAIR = 4
+"""From one caller to one peer. p2pd wants one; a second stands while the first has died unnoticed. More, and one caller
+could use up all circuits of the peer that it calls."""
+MOST_HANDSHAKES = 256
+MOST_HANDSHAKES_OF_ONE = 16
+"""Requests that are being read or refused, the next is dropped. A node may call many peers at once, each in an instant;
+only who never finishes its requests has as many open."""
 HANDSHAKE_SECONDS = 10.0
 COPY_BYTES = 256 * 1024
 
@@ -51,15 +59,18 @@ class CircuitRelay:
         self._host = host
         self._carry_for_others = carry
         self._places: dict[PeerId, float] = {}
-        self._circuits: Counter[PeerId] = Counter()
+        self._circuits: Counter[tuple[PeerId, PeerId]] = Counter()
+        """By caller and whom it called."""
+        self._handshakes: Counter[PeerId] = Counter()
         self._serving: set[asyncio.Task[None]] = set()
+        self._closed = False
         self.carried_bytes = 0
         """Encrypted bytes passed on so far, both directions."""
 
     @property
     def circuits(self) -> int:
         """Connections that it carries now."""
-        return self._circuits.total() // 2
+        return self._circuits.total()
 
     @property
     def places(self) -> int:
@@ -73,46 +84,69 @@ class CircuitRelay:
 
     async def close(self) -> None:
         """Take no more, and end every circuit."""
+        self._closed = True
         await self._host.stop_serving(HOP)
         await cancel_and_wait(list(self._serving))
+        if self.carried_bytes:
+            logger.info("relayed %d MB for others", self.carried_bytes // 10**6)
 
     async def _serve(self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        full = self._handshakes[peer] >= MOST_HANDSHAKES_OF_ONE or self._handshakes.total() >= MOST_HANDSHAKES
+        if self._closed or full:
+            writer.transport.abort()
+            return
         task = asyncio.current_task()
         assert task is not None
         self._serving.add(task)
         try:
-            await self._answer(peer, (reader, writer))
+            wanted = await self._handshake(peer, (reader, writer))
+            if wanted is not None:
+                await self._connect(peer, wanted, (reader, writer))
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             logger.debug("a circuit of %s came to nothing: %r", peer, error)
+        except asyncio.CancelledError:
+            # The task is asyncio's own, which reports a cancelled one as a failure: `close` only wants it to end.
+            if not self._closed:
+                raise
         finally:
             self._serving.discard(task)
             writer.transport.abort()
 
-    async def _answer(self, peer: PeerId, stream: Stream) -> None:
-        reader, writer = stream
-        async with asyncio.timeout(HANDSHAKE_SECONDS):
-            try:
-                request = await read_fields(reader)
-                kind = request.get(1, RESERVE)
-                wanted = wanted_peer(request) if kind == CONNECT else None
-            except ValueError:
-                await _send_and_close(writer, hop_answer(Status.MALFORMED_MESSAGE))
-                return
+    async def _handshake(self, peer: PeerId, stream: Stream) -> PeerId | None:
+        """Whom a peer wants to be connected to; None where its request has been answered."""
+        self._handshakes[peer] += 1
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                try:
+                    answer = self._answer(peer, await read_fields(stream[0]))
+                except ValueError:
+                    answer = hop_answer(Status.MALFORMED_MESSAGE)
+            if not isinstance(answer, bytes):
+                return answer
+            await _send_and_close(stream[1], answer)
+            return None
+        finally:
+            self._handshakes.subtract((peer,))
+            self._handshakes = +self._handshakes
+
+    def _answer(self, peer: PeerId, request: Fields) -> bytes | PeerId:
+        """What to answer at once, or whom the peer wants to be connected to. ValueError where it asks for neither."""
+        kind = request.get(1, RESERVE)
         if not self._carry_for_others:
-            await _send_and_close(writer, hop_answer(Status.PERMISSION_DENIED))
-        elif kind == RESERVE:
-            await _send_and_close(writer, self._reserve(peer))
-        elif wanted is not None:
-            await self._connect(peer, wanted, stream)
-        else:
-            await _send_and_close(writer, hop_answer(Status.MALFORMED_MESSAGE))
+            return hop_answer(Status.PERMISSION_DENIED)
+        if kind == RESERVE:
+            return self._reserve(peer)
+        if kind != CONNECT:
+            raise ValueError("neither a reservation nor a connection")
+        return wanted_peer(request)
 
     def _reserve(self, peer: PeerId) -> bytes:
         self._forget_expired()
         if peer not in self._places and len(self._places) >= MOST_PLACES:
             return hop_answer(Status.RESOURCE_LIMIT_EXCEEDED)
         if peer not in self._places:
-            logger.info("relays for %s from now on", peer)
+            taken = len(self._places) + 1
+            logger.info("relays for %s from now on (%d of %d places taken)", peer, taken, MOST_PLACES)
         self._places[peer] = time.monotonic() + PLACE_SECONDS
         return reserve_answer(int(time.time() + PLACE_SECONDS))
 
@@ -120,17 +154,22 @@ class CircuitRelay:
         self._forget_expired()
         if wanted not in self._places:
             return Status.NO_RESERVATION
-        most = max(self._circuits[caller], self._circuits[wanted])
-        if self.circuits >= MOST_CIRCUITS or most >= MOST_CIRCUITS_OF_ONE:
-            return Status.RESOURCE_LIMIT_EXCEEDED
-        return None
+        full = (
+            self.circuits >= MOST_CIRCUITS
+            or max(self._circuits_of(caller), self._circuits_of(wanted)) >= MOST_CIRCUITS_OF_ONE
+            or self._circuits[caller, wanted] >= MOST_CIRCUITS_OF_A_PAIR
+        )
+        return Status.RESOURCE_LIMIT_EXCEEDED if full else None
+
+    def _circuits_of(self, peer: PeerId) -> int:
+        return sum(count for pair, count in self._circuits.items() if peer in pair)
 
     async def _connect(self, caller: PeerId, wanted: PeerId, stream: Stream) -> None:
         refusal = self._refusal(caller, wanted)
         if refusal is not None:
             await _send_and_close(stream[1], hop_answer(refusal))
             return
-        self._circuits.update((caller, wanted))
+        self._circuits[caller, wanted] += 1
         try:
             try:
                 other = await self._announce(caller, wanted)
@@ -144,7 +183,7 @@ class CircuitRelay:
             finally:
                 other[1].transport.abort()
         finally:
-            self._circuits.subtract((caller, wanted))
+            self._circuits.subtract(((caller, wanted),))
             self._circuits = +self._circuits
 
     async def _announce(self, caller: PeerId, wanted: PeerId) -> Stream:

@@ -25,6 +25,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage import atomic
 from noloco_node.storage.file_lock import FileLock, LockHeld, lock_holder
 from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.varint import varint
 
 logger = logging.getLogger(__name__)
 
@@ -310,12 +311,7 @@ def _pack(key_type: int, content: bytes) -> bytes:
 
     By hand, because importing hivemind's takes seconds. libp2p's peer id specification admits this encoding only.
     """
-    length, left = bytearray(), len(content)
-    while left >= 0x80:
-        length.append(left & 0x7F | 0x80)
-        left >>= 7
-    length.append(left)
-    return bytes((_TYPE_TAG, key_type, _DATA_TAG)) + length + content
+    return bytes((_TYPE_TAG, key_type, _DATA_TAG)) + varint(len(content)) + content
 
 
 def _unpack(data: bytes) -> tuple[int, bytes]:

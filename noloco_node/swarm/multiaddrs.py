@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import base58
 from hivemind.utils.multiaddr import Multiaddr  # pyright: ignore[reportMissingTypeStubs]
 
-from noloco_node.swarm.circuit_messages import varint
 from noloco_node.swarm.peer_addresses import CIRCUIT, parse_address
+from noloco_node.swarm.varint import varint
 
 MOST_ADDRESSES = 16
 P2P_CODE = 421

@@ -409,9 +409,11 @@ async def running_p2p(
     daemon = await start_p2p(settings, identity, doors)
     keeping = [asyncio.create_task(keep_places(daemon, daemon.relays))] if daemon.relays else []
     try:
-        yield daemon
+        try:
+            yield daemon
+        finally:
+            await cancel_and_wait(keeping)
     finally:
-        await cancel_and_wait(keeping)
         await daemon.close()
 
 

@@ -95,21 +95,9 @@ def _peer_id(text: str) -> PeerId:
     return PeerId(text)
 
 
-async def answering_peers(texts: Sequence[str], within: float) -> list[PeerAddress]:
-    """Those addresses where a TCP connection opens, in order; retries all for up to `within` seconds until one does.
-
-    The others are logged with the reason. UserError (PEERS_UNREACHABLE) that says for each address why it does not
-    count, if none does.
-    """
-    live, reasons = await try_peers(texts, within)
-    if not live:
-        raise peers_unreachable(reasons)
-    log_passed_over(reasons)
-    return live
-
-
 async def try_peers(texts: Sequence[str], within: float) -> tuple[list[PeerAddress], dict[str, str]]:
-    """The addresses that answer, as for `answering_peers`, and why each of the others does not count."""
+    """The addresses where a TCP connection opens, in order, and why each of the others does not count; retries all for
+    up to `within` seconds until one answers."""
     reasons: dict[str, str] = {}
     candidates: list[PeerAddress] = []
     for text in texts:

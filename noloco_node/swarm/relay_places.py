@@ -108,18 +108,28 @@ async def keep_places(host: RelayedHost, relays: Sequence[PeerAddress]) -> NoRet
     lost: set[PeerId] = set()
     tried: dict[PeerId, float] = {}
     while True:
-        reasons = await asyncio.gather(*(_ask_again(host, relay) for relay in relays))
-        for relay, reason in zip(relays, reasons, strict=True):
-            if reason is not None and relay.peer not in lost:
-                logger.warning("the relay at %s does not relay for this node: %s", relay.text, reason)
-                lost.add(relay.peer)
-            elif reason is None and relay.peer in lost:
-                logger.warning("the relay at %s relays for this node again", relay.text)
-                lost.discard(relay.peer)
-        renew_at = asyncio.get_running_loop().time() + RENEW_SECONDS
-        while asyncio.get_running_loop().time() < renew_at:
-            await _go_direct(host, tried)
+        try:
+            await _ask_all(host, relays, lost)
+            renew_at = asyncio.get_running_loop().time() + RENEW_SECONDS
+            while asyncio.get_running_loop().time() < renew_at:
+                await _go_direct(host, tried)
+                await asyncio.sleep(LOOK_SECONDS)
+        except Exception:
+            # Nobody awaits this before the node ends, and without its places the node is out of reach.
+            logger.exception("a request for places with relays, or a direct connection, failed; tried again")
             await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _ask_all(host: RelayedHost, relays: Sequence[PeerAddress], lost: set[PeerId]) -> None:
+    """Ask each relay for the place, and say which of them begins or ceases to be among the `lost`."""
+    reasons = await asyncio.gather(*(_ask_again(host, relay) for relay in relays))
+    for relay, reason in zip(relays, reasons, strict=True):
+        if reason is not None and relay.peer not in lost:
+            logger.warning("the relay at %s does not relay for this node: %s", relay.text, reason)
+            lost.add(relay.peer)
+        elif reason is None and relay.peer in lost:
+            logger.warning("the relay at %s relays for this node again", relay.text)
+            lost.discard(relay.peer)
 
 
 async def _ask_again(host: RelayedHost, relay: PeerAddress) -> str | None:
@@ -142,8 +152,12 @@ async def _go_direct(host: RelayedHost, tried: dict[PeerId, float]) -> None:
     except (OSError, TimeoutError, EOFError):
         return
     relayed = [peer for peer, ends in connected.items() if only_relayed(ends) and peer not in tried]
-    dialled = await asyncio.gather(*(_dial_directly(host, peer) for peer in relayed))
-    tried.update((peer, now) for peer, done in zip(relayed, dialled, strict=True) if done)
+    dialled = await asyncio.gather(*(_dial_directly(host, peer) for peer in relayed), return_exceptions=True)
+    for peer, done in zip(relayed, dialled, strict=True):
+        if isinstance(done, BaseException):
+            logger.error("a direct connection to %s failed", peer, exc_info=done)
+        if done is not False:
+            tried[peer] = now
 
 
 async def _dial_directly(host: RelayedHost, peer: PeerId) -> bool:

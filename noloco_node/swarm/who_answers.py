@@ -72,21 +72,24 @@ def _context() -> ssl.SSLContext:
 
 def peer_of_certificate(der: bytes) -> PeerId:
     """The peer whose key vouches for a certificate. ValueError where none does."""
-    certificate = x509.load_der_x509_certificate(der)
-    extension = certificate.extensions.get_extension_for_oid(EXTENSION) if _vouched(certificate) else None
-    if extension is None or not isinstance(extension.value, UnrecognizedExtension):
+    try:
+        vouching, encoded = _vouching_and_key(x509.load_der_x509_certificate(der))
+    except Exception as error:  # noqa: BLE001 - a stranger wrote it, and what the library raises has no common class
+        raise ValueError(f"no certificate that can be read: {error!r}") from None
+    if vouching is None:
         raise ValueError("no peer vouches for this certificate")
-    public_key, signature = _two_octet_strings(extension.value.value)
-    encoded = certificate.public_key().public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+    public_key, signature = _two_octet_strings(vouching)
     if not verify(public_key, signature, SIGNED_PREFIX + encoded):
         raise ValueError("the peer's signature is not over this certificate's key")
     return peer_id_of(public_key)
 
 
-def _vouched(certificate: x509.Certificate) -> bool:
-    return any(extension.oid == EXTENSION for extension in certificate.extensions)
+def _vouching_and_key(certificate: x509.Certificate) -> tuple[bytes | None, bytes]:
+    """What libp2p's extension says, if there is one, and the certificate's own public key."""
+    found = [extension.value for extension in certificate.extensions if extension.oid == EXTENSION]
+    vouching = found[0].value if found and isinstance(found[0], UnrecognizedExtension) else None
+    encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    return vouching, certificate.public_key().public_bytes(encoding, form)
 
 
 def _two_octet_strings(der: bytes) -> tuple[bytes, bytes]:

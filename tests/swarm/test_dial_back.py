@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtensionOID
 
 from noloco_node.checks import Outcome
 from noloco_node.config.node_settings import NodeSettings
@@ -48,14 +49,17 @@ def octets(data: bytes) -> bytes:
     return bytes((0x04, len(data))) + data
 
 
-def certificate(identity: Identity, *, signs_for: bytes | None = None, tail: bytes = b"") -> bytes:
-    """A certificate such as libp2p makes, for which `identity` vouches; of `signs_for`'s key instead of its own."""
+def certificate(
+    identity: Identity, *, signs_for: bytes | None = None, tail: bytes = b"", more: Sequence[tuple[str, str]] = ()
+) -> bytes:
+    """A certificate such as libp2p makes, for which `identity` vouches; of `signs_for`'s key instead of its own, and
+    with `more` extensions, each an object identifier and its content in hexadecimal digits."""
     key = ec.generate_private_key(ec.SECP256R1())
     encoded = key.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     content = octets(identity.public_key) + octets(identity.sign(SIGNED_PREFIX + (signs_for or encoded)))
     vouching = x509.UnrecognizedExtension(EXTENSION, bytes((0x30, 0x81, len(content))) + content + tail)
     name, now = x509.Name([]), datetime.datetime.now(datetime.UTC)
-    made = (
+    builder = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
@@ -64,9 +68,11 @@ def certificate(identity: Identity, *, signs_for: bytes | None = None, tail: byt
         .not_valid_before(now)
         .not_valid_after(now + datetime.timedelta(days=1))
         .add_extension(vouching, critical=True)
-        .sign(key, hashes.SHA256())
     )
-    return made.public_bytes(serialization.Encoding.DER)
+    for oid, content in more:
+        extension = x509.UnrecognizedExtension(x509.ObjectIdentifier(oid), bytes.fromhex(content))
+        builder = builder.add_extension(extension, critical=False)
+    return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
 
 
 def test_a_certificate_names_the_peer_that_vouches_for_it(tmp_path: Path) -> None:
@@ -76,6 +82,19 @@ def test_a_certificate_names_the_peer_that_vouches_for_it(tmp_path: Path) -> Non
     for forged in (certificate(identity, signs_for=b"another key"), certificate(identity, tail=b"\0"), b"nonsense"):
         with pytest.raises(ValueError):
             peer_of_certificate(forged)
+
+
+def test_a_certificate_that_the_library_cannot_read_names_nobody(tmp_path: Path) -> None:
+    """A subject that is an EDI party or has an X.400 address, and an extension that occurs twice: whoever listens
+    chooses them, and the library raises exceptions of its own for each."""
+    identity = load_or_create_identity(tmp_path / "key")
+    names = ExtensionOID.SUBJECT_ALTERNATIVE_NAME.dotted_string
+    unread = [certificate(identity, more=[(names, content)]) for content in ("3004a5023000", "3004a3023000")]
+    unknown = certificate(identity, more=[("1.2.3.4", "0400"), ("1.2.3.5", "0400")])
+    unread.append(unknown.replace(bytes.fromhex("06032a0305"), bytes.fromhex("06032a0304")))
+    for der in unread:
+        with pytest.raises(ValueError, match="no certificate that can be read"):
+            peer_of_certificate(der)
 
 
 @pytest.mark.daemons

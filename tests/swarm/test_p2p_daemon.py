@@ -22,7 +22,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.swarm.p2p_daemon import Doors, running_p2p, start_p2p
-from noloco_node.swarm.peer_addresses import answering_peers, parse_address
+from noloco_node.swarm.peer_addresses import parse_address, try_peers
 from noloco_node.swarm.private_folder import sweep_dead_folders
 from tests.support import eventually, nothing_left_behind, one_turn, p2pd_children
 
@@ -145,14 +145,15 @@ async def test_a_peer_that_starts_a_little_later_is_waited_for(tmp_path: Path) -
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
     address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{NOBODY}"
-    waiting = asyncio.create_task(answering_peers([address], 10.0))
+    waiting = asyncio.create_task(try_peers([address], 10.0))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(waiting), 0.4)
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen()
-        assert [peer.text for peer in await waiting] == [address]
+        live, reasons = await waiting
+        assert ([peer.text for peer in live], reasons) == ([address], {})
 
 
 async def test_a_live_twin_is_refused_and_a_dead_one_is_replaced_at_once(tmp_path: Path) -> None:

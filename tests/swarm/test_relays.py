@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm import circuit_relay, relay_places
+from noloco_node.swarm import circuit_relay, p2p_daemon, relay_places
 from noloco_node.swarm.circuit_messages import (
     HOP,
     Status,
@@ -38,7 +39,7 @@ from noloco_node.swarm.peer_addresses import parse_address
 from noloco_node.swarm.relay_places import ask_for_place, connected_by_relay, only_relayed
 from noloco_node.swarm.transport import Message, PeerId
 from noloco_node.swarm.wire import no_tensors
-from tests.support import eventually, nothing_left_behind
+from tests.support import eventually, nothing_left_behind, p2pd_children
 
 ONE = PeerId("12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9")
 OTHER = PeerId("12D3KooWFWEkWNrcf5ddYVUkSwFZ244QyVXmGQx4dezxX5qXpKVh")
@@ -101,7 +102,9 @@ def test_an_address_through_a_relay_says_who_is_dialled_and_who_is_meant() -> No
 
 @contextlib.asynccontextmanager
 async def relay_node(identity: Identity, port: int = 0) -> AsyncIterator[tuple[PrivateP2P, CircuitRelay]]:
-    """A node that relays for others."""
+    """A node that relays for others, and ends without a failure in a task or callback of asyncio's own."""
+    failures: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, failure: failures.append(failure))
     async with running_p2p(NodeSettings(port=port), identity) as daemon:
         relay = CircuitRelay(daemon, carry=True)
         await relay.start()
@@ -109,6 +112,7 @@ async def relay_node(identity: Identity, port: int = 0) -> AsyncIterator[tuple[P
             yield daemon, relay
         finally:
             await relay.close()
+    assert not failures
 
 
 def entering(daemon: PrivateP2P, *, relay: bool) -> NodeSettings:
@@ -238,6 +242,148 @@ async def test_places_and_circuits_are_bounded_and_a_place_lapses(
                 await write_message(writer, nonsense)
                 assert hop_status(await read_fields(reader)) == Status.MALFORMED_MESSAGE, nonsense
                 writer.transport.abort()
+
+
+def connect_request(peer: PeerId) -> bytes:
+    """Asks a relay for a connection to a peer."""
+    return bytes((1 << 3, 1)) + stop_request(peer)[2:]
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(90)
+async def test_one_caller_cannot_use_up_the_circuits_of_whom_it_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets a few and no more, so others go on reaching that peer. And a relay that ends with circuits open ends
+    them in silence."""
+    monkeypatch.setattr(circuit_relay, "MOST_CIRCUITS_OF_ONE", circuit_relay.MOST_CIRCUITS_OF_A_PAIR + 1)
+    keys = [load_or_create_identity(tmp_path / name) for name in "rabc"]
+    async with (
+        relay_node(keys[0]) as (middle, relay),
+        running_p2p(entering(middle, relay=True), keys[1]) as hidden,
+        running_p2p(entering(middle, relay=False), keys[2]) as greedy,
+        running_p2p(NodeSettings(), keys[3]) as other,
+    ):
+        await eventually(lambda: hidden.own_id in relay._places, what="its place")
+        held: list[asyncio.StreamWriter] = []
+        statuses: list[int] = []
+        for _ in range(circuit_relay.MOST_CIRCUITS_OF_ONE):
+            reader, writer = await greedy.open_stream(middle.own_id, HOP)
+            await write_message(writer, connect_request(hidden.own_id))
+            statuses.append(hop_status(await read_fields(reader)))
+            held.append(writer)
+        assert statuses[0] == Status.OK
+        assert statuses[-1] == Status.RESOURCE_LIMIT_EXCEEDED, "p2pd may have dialled too, so where it begins varies"
+        assert await other.connect(hidden.own_id, hidden.visible_addresses()) is None
+        assert relay.circuits > 1
+        await relay.close()
+        assert relay.circuits == 0
+        for writer in held:
+            writer.transport.abort()
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("carry", [True, False])
+async def test_who_leaves_its_requests_unfinished_gets_no_more_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, carry: bool
+) -> None:
+    """Also on a node that relays for nobody: beyond a few the next is dropped, while another peer is answered; and the
+    peer may ask again once it has ended them."""
+    monkeypatch.setattr(circuit_relay, "MOST_HANDSHAKES_OF_ONE", 3)
+    keys = [load_or_create_identity(tmp_path / name) for name in "rab"]
+    async with running_p2p(NodeSettings(), keys[0]) as middle:
+        relay = CircuitRelay(middle, carry=carry)
+        await relay.start()
+        async with (
+            running_p2p(entering(middle, relay=False), keys[1]) as slow,
+            running_p2p(entering(middle, relay=False), keys[2]) as honest,
+        ):
+            answer = None if carry else relay_places.NOT_A_RELAY
+
+            async def unfinished() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+                reader, writer = await slow.open_stream(middle.own_id, HOP)
+                writer.write(b"\x7f")
+                return reader, writer
+
+            held = [await unfinished() for _ in range(3)]
+            await eventually(lambda: relay._handshakes[slow.own_id] == 3, what="they are being read")
+            reader, writer = await unfinished()
+            async with asyncio.timeout(circuit_relay.HANDSHAKE_SECONDS / 2):
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+            writer.transport.abort()
+            assert await ask_for_place(honest, middle.own_id) == answer
+            for _, writer in held:
+                writer.transport.abort()
+            await eventually(lambda: not relay._handshakes, what="they are over")
+            assert await ask_for_place(slow, middle.own_id) == answer
+        await relay.close()
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(60)
+async def test_places_are_kept_whatever_a_stranger_brings_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether a direct connection to a caller, the look for callers, or the request for the place itself fails in a way
+    that nobody foresaw: it is said, and the place is asked for again."""
+    monkeypatch.setattr(relay_places, "RENEW_SECONDS", 0.2)
+    monkeypatch.setattr(relay_places, "LOOK_SECONDS", 0.05)
+    keys = [load_or_create_identity(tmp_path / name) for name in "rbc"]
+    async with (
+        relay_node(keys[0]) as (middle, relay),
+        running_p2p(entering(middle, relay=True), keys[1]) as hidden,
+        running_p2p(entering(middle, relay=False), keys[2]) as caller,
+    ):
+        await eventually(lambda: hidden.own_id in relay._places, what="its place")
+
+        async def survives(what: str) -> None:
+            async def failing(*_: object) -> bool:
+                raise ZeroDivisionError(what)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(relay_places, what, failing)
+                assert await caller.connect(hidden.own_id, hidden.visible_addresses()) is None
+                await eventually(lambda: f"ZeroDivisionError: {what}" in caplog.text, what="it is said")
+            until = relay._places[hidden.own_id]
+            await eventually(lambda: relay._places[hidden.own_id] > until, what="it has asked again")
+
+        for what in ("_answers", "_go_direct", "_ask_again"):
+            await survives(what)
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(60)
+async def test_a_second_cancellation_does_not_leave_the_p2pd_of_a_hidden_node_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while the task that keeps the places is still ending."""
+    ending, up = asyncio.Event(), asyncio.Event()
+
+    async def slow_to_end(*_: object) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            await asyncio.sleep(0.2)
+
+    async def live() -> None:
+        async with running_p2p(entering(middle, relay=True), keys[1]):
+            up.set()
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(p2p_daemon, "keep_places", slow_to_end)
+    keys = [load_or_create_identity(tmp_path / name) for name in "rb"]
+    async with relay_node(keys[0]) as (middle, _):
+        running = set(p2pd_children())
+        node = asyncio.create_task(live())
+        for reached in (up, ending):
+            await reached.wait()
+            node.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await node
+        assert set(p2pd_children()) == running
 
 
 @pytest.mark.daemons
