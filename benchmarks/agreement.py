@@ -42,7 +42,7 @@ def by_swarm(config: Path, seed: int) -> Figures:
     """Train with real daemons."""
     with tempfile.TemporaryDirectory() as folder:
         seeds = ["--set", f"run.data.seed={seed}", "--set", f"run.model.seed={seed}"]
-        command = ["noloco-node", "swarm", str(config), *seeds, "--run-folder", f"{folder}/run"]
+        command = [sys.executable, "-m", "noloco_node", "swarm", str(config), *seeds, "--run-folder", f"{folder}/run"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         summary = Summary.model_validate_json(Path(folder, "run", "summary.json").read_text(encoding="utf-8"))
     assert summary.validation_loss is not None
