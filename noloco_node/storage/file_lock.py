@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
+
+PATIENCE_SECONDS = 0.2
+"""Whoever looks who holds the file holds it for an instant: that must not fail a start."""
+PAUSE_SECONDS = 0.01
 
 
 class LockHeld(Exception):
@@ -24,13 +29,12 @@ class FileLock:
     def __enter__(self) -> FileLock:
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = _holder_in(file)
+            _take(file)
+            os.ftruncate(file, 0)
+            os.write(file, str(os.getpid()).encode())
+        except BaseException:
             os.close(file)
-            raise LockHeld(holder) from None
-        os.ftruncate(file, 0)
-        os.write(file, str(os.getpid()).encode())
+            raise
         self._file = file
         return self
 
@@ -56,6 +60,18 @@ def lock_holder(path: Path) -> str | None:
     finally:
         os.close(file)
     return None
+
+
+def _take(file: int) -> None:
+    """Lock an open file. Raises LockHeld, and OSError where the file system has no locks."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise LockHeld(_holder_in(file)) from None
+        time.sleep(PAUSE_SECONDS)
 
 
 def _holder_in(file: int) -> str:

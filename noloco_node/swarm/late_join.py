@@ -45,6 +45,8 @@ BUSY_PAUSE_SECONDS = (1.0, 4.0)
 BUSY_PATIENCE_SECONDS = 1800.0
 RELAYED_TRIES = 4
 """Times that a donor is asked to which there is only a relayed connection: a direct one may be under way."""
+RELAYED_REST_SECONDS = 30.0
+"""From one such try of a laggard to the next: it trains meanwhile."""
 PROGRESS_SECONDS = 1.0
 """Between two progress events."""
 
@@ -118,6 +120,9 @@ class StateCopier:
         self._believe = believe
         self._emit = emit
         self._rng = rng
+        self._resting: dict[PeerId, float] = {}
+        """Until when donors are not asked again to which there is only a relayed connection."""
+        self._relayed_told = False
 
     async def copy_best(
         self, donors: Callable[[], Awaitable[Sequence[PeerId]]], patience: float = BUSY_PATIENCE_SECONDS
@@ -146,31 +151,64 @@ class StateCopier:
             search.busy.clear()
 
     async def copy_from(self, donor: PeerId) -> StateManifest:
-        """Take the state of this donor. Raises Refused or TransportError; the replica is unchanged then."""
-        return await self._copy(donor, await asyncio.to_thread(new_download, self._spec, self._worker))
+        """Take the state of this donor. Raises Refused or TransportError; the replica is unchanged then. One that gives
+        nothing through a relay is asked every `RELAYED_REST_SECONDS` at most, and Refused for it between."""
+        if time.monotonic() < self._resting.get(donor, 0.0):
+            raise Refused(Refusal.RELAYED, "it said so a moment ago")
+        try:
+            await self._ask(donor)  # there must be something to come before there is room made for it
+            manifest = await self._copy(donor, await asyncio.to_thread(new_download, self._spec, self._worker))
+        except Refused as error:
+            if error.reason is Refusal.RELAYED:
+                self._let_rest(donor)
+            raise
+        self._relayed_told = False
+        return manifest
+
+    def _let_rest(self, donor: PeerId) -> None:
+        now = time.monotonic()
+        self._resting = {peer: until for peer, until in self._resting.items() if until > now}
+        self._resting[donor] = now + RELAYED_REST_SECONDS
+        level = logging.DEBUG if self._relayed_told else logging.WARNING
+        self._relayed_told = True
+        logger.log(
+            level,
+            "this node is too far behind to be averaged with, and %s, which is connected by relay only, sends no state "
+            "through one: it trains alone until it has caught up with a replica of stage %d that it can dial, or that "
+            "can dial it; each is asked again every %g s",
+            donor,
+            self._stage,
+            RELAYED_REST_SECONDS,
+        )
 
     async def _ask_all(self, donors: Sequence[PeerId], search: _Search) -> dict[PeerId, StateOffer]:
         """What the donors can give; those that answer otherwise are noted."""
-        request = StateRequest(run=self._spec.run_id, stage=self._stage, contract=self._worker.contract)
-        message = Message(request.model_dump(mode="json"))
         asked = list(donors)
         self._rng.shuffle(asked)
         offers: dict[PeerId, StateOffer] = {}
 
         async def ask(donor: PeerId) -> None:
             try:
-                answer = await self._transport.call(
-                    donor, OFFER, message, timeout=OFFER_SECONDS, progress=OFFER_SECONDS, max_answer_bytes=0
-                )
-                offers[donor] = _offer(answer)
+                offers[donor] = await self._ask(donor)
             except (Refused, TransportError) as error:
-                self._transport.conduct.judge(donor, error)
                 self._note(search, donor, error)
 
         async with asyncio.TaskGroup() as group:
             for donor in asked[:ASKED_AT_ONCE]:
                 group.create_task(ask(donor))
         return offers
+
+    async def _ask(self, donor: PeerId) -> StateOffer:
+        """What one donor can give. Raises Refused or TransportError."""
+        request = StateRequest(run=self._spec.run_id, stage=self._stage, contract=self._worker.contract)
+        message, limit = Message(request.model_dump(mode="json")), OFFER_SECONDS
+        try:
+            return _offer(
+                await self._transport.call(donor, OFFER, message, timeout=limit, progress=limit, max_answer_bytes=0)
+            )
+        except (Refused, TransportError) as error:
+            self._transport.conduct.judge(donor, error)
+            raise
 
     def _note(self, search: _Search, donor: PeerId, error: Refused | TransportError) -> None:
         reason = str(error) or repr(error)

@@ -92,11 +92,12 @@ class Membership:
         return 1 + len(self.fellows(PeerState.TRAINING))
 
     def recorded_clocks(self) -> list[float]:
-        """Clocks of the own stage's live fellows as their records say: never ahead of the true ones."""
-        return [r.clock for r in self.live(self.stage, *SERVING) if r.peer_id != self._own]
+        """Clocks of the own stage's live fellows as their records say: never ahead of the true ones. A newcomer's clock
+        is that of its copy, and tells nobody the time."""
+        return [r.clock for r in self.live(self.stage, *SERVING) if r.peer_id != self._own and not r.newcomer]
 
     def fellow_clocks(self) -> list[float]:
-        """Present clocks of the own stage's live fellows: what each record says, moved on by its age.
+        """Present clocks of the same fellows: what each record says, moved on by its age.
 
         A record is renewed a few times in its life only, in which a fast swarm's clocks run far: without this, partners
         would be held to the past and the swarm's time would stand still.
@@ -104,7 +105,7 @@ class Membership:
         now, replicas = self._directory.now(), self.live_replicas()
         clocks: list[float] = []
         for peer, row in self._directory.view.stages[self.stage].items():
-            if peer != self._own and row.expires > now and row.record.state in SERVING:
+            if peer != self._own and row.expires > now and row.record.state in SERVING and not row.record.newcomer:
                 age = min(max(0.0, now - (row.expires - self._record_seconds)), self._record_seconds)
                 moving = row.record.state is PeerState.TRAINING
                 clocks.append(row.record.clock + moving * age * row.record.tokens_per_second * replicas)

@@ -120,13 +120,16 @@ class PrivateP2P:
         """Return p2pd's exit status once it has ended, whatever the reason."""
         return await self._child.wait()
 
-    async def answers(self, within: float) -> bool:
-        """Whether p2pd answers a request for its own id within so many seconds."""
+    async def answers(self, within: float) -> bool | None:
+        """Whether p2pd answers a request for its own id within so many seconds; None where it could not be asked."""
         try:
             async with asyncio.timeout(within):
                 _, writer, _ = await self._request(_pb.Request(type=_pb.Request.IDENTIFY))
-        except (TimeoutError, _DaemonAway, OSError):
+        except TimeoutError:
             return False
+        except (_DaemonAway, OSError) as error:
+            logger.debug("p2pd could not be asked: %r", error)
+            return None
         writer.transport.abort()
         return True
 

@@ -129,15 +129,18 @@ class Supervisor:
         return cause, status
 
     async def until_frozen(self) -> None:
-        """Return once p2pd has left so many questions in a row unanswered."""
+        """Return once p2pd has left so many questions in a row unanswered. One that could not be put (it has died, or
+        this process has no descriptor left) says nothing about it."""
         misses = 0
         while misses < self._probes.misses:
-            if await self._daemon.answers(self._probes.within):
-                misses = 0
-                await asyncio.sleep(self._probes.every)
-            else:
+            answered = await self._daemon.answers(self._probes.within)
+            if answered is False:
                 misses += 1
                 logger.debug("p2pd did not answer within %g s, %d times in a row", self._probes.within, misses)
+                continue
+            if answered:
+                misses = 0
+            await asyncio.sleep(self._probes.every)
 
     async def _start_again(self, cause: Cause) -> None:
         try:

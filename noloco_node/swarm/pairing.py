@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_high
 from typing import Literal
 
 from noloco_node.swarm.transport import PeerId, Refusal
@@ -130,11 +130,12 @@ def believed_clock(claimed: float, *, estimated: Sequence[float], recorded: Sequ
 
     It is believed up to `max_lag` above the median of the fellows' `estimated` present clocks, and down to `max_lag`
     below the median of their `recorded` ones. An estimate may be ahead of the truth, so it never raises a claim:
-    otherwise the raised clocks would be recorded, estimated on, and time would run away.
+    otherwise the raised clocks would be recorded, estimated on, and time would run away. The upper bound is that of the
+    higher middle one: of two fellows, one that lags must not take the word from the other.
     """
     if not estimated or not recorded:
         return claimed
-    ceiling, floor = median(estimated) + max_lag, median(recorded) - max_lag
+    ceiling, floor = median_high(estimated) + max_lag, median(recorded) - max_lag
     return min(ceiling, max(floor, claimed))
 
 

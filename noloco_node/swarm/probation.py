@@ -19,6 +19,8 @@ from noloco_node.swarm.transport import PeerId
 
 PROBATION_ROUNDS = 4
 """The bound, in outer rounds: so many times H inner steps."""
+UNMET_FACTOR = 4
+"""The bound of a newcomer that no fellow has had time for, in times the other: its copy is as old as when it came."""
 LOSS_TOLERANCE = 1.1
 LOSS_STEPS = 16
 """Inner steps behind the loss that a replica says of itself."""
@@ -82,13 +84,14 @@ class Standing:
         self.limit = PROBATION_ROUNDS * inner_steps
         self.loss = RecentLoss()
         self._joined_at: int | None = None
+        self._drawn = False
         self._since: OrderedDict[PeerId, int | None] = OrderedDict()
         self._settled = False
         self._last_given = -(1 << 62)
 
     def begin(self, steps: int) -> None:
         """This replica has just become a copy of a fellow: it does not count for now."""
-        self._joined_at = steps
+        self._joined_at, self._drawn = steps, False
 
     @property
     def newcomer(self) -> bool:
@@ -96,12 +99,14 @@ class Standing:
         return self._joined_at is not None
 
     def met(self, meeting: Meeting | None, steps: int) -> None:
-        """After an exchange of this newcomer, or after an inner step (None): its probation may end."""
+        """After an exchange of this newcomer, or after an inner step (None): its probation may end. Time alone does not
+        end it soon: what it copied may be long past, and only an exchange tells it what time it is."""
         if self._joined_at is None:
             return
+        self._drawn |= meeting is not None
         lasted = steps - self._joined_at
         aligned = meeting is not None and in_line(meeting)
-        if aligned or lasted >= self.limit:
+        if aligned or lasted >= self.limit * (1 if self._drawn else UNMET_FACTOR):
             self._joined_at = None
             self._on_end("in_line" if aligned else "time", lasted)
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from noloco_node.aio import Pulse, cancel_and_wait
+from noloco_node.aio import Pulse, cancel_and_wait, run_to_end
 from noloco_node.swarm.contribution import (
     ContributionFile,
     Entry,
@@ -177,8 +177,9 @@ class Receipts:
             outer_rounds=rounds,
         )
         text = statement_text(work)
-        await self._append(self._transport.peer_id, text, self._transport.sign(text.encode()))
-        self._since, self._counted = now, counts
+        seal = self._transport.sign(text.encode())
+        self._since, self._counted = now, counts  # before it is written: whoever is cancelled meanwhile, it will be
+        await self._append(self._transport.peer_id, text, seal)
 
     def _make_receipts(self) -> None:
         for peer, done in list(self._ledger.done_by.items()):
@@ -251,6 +252,10 @@ class Receipts:
         return receipt
 
     async def _append(self, signer: PeerId, text: str, seal: bytes) -> None:
+        """One after another, and to its end also where the caller is cancelled: a thread cannot be called back."""
+        await run_to_end(self._append_in_turn(signer, text, seal))
+
+    async def _append_in_turn(self, signer: PeerId, text: str, seal: bytes) -> None:
         async with self._writing:
             try:
                 await asyncio.to_thread(self._file.append, signer, text, seal)

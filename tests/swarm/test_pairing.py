@@ -191,6 +191,14 @@ def test_who_lags() -> None:
     assert laggard(100.0, 150.0, estimated=near, recorded=near, max_lag=50.0) is None
 
 
+def test_a_third_that_lags_does_not_part_two_that_agree() -> None:
+    """In a stage of three, each of the two knows the other and the laggard: half-way between them is nobody's clock."""
+    estimated, recorded = [9100.0, 320.0], [4900.0, 320.0]
+    assert laggard(7500.0, 7600.0, estimated=estimated, recorded=recorded, max_lag=1000.0) is None
+    assert believed_clock(7600.0, estimated=estimated, recorded=recorded, max_lag=1000.0) == 7600.0
+    assert laggard(7500.0, 320.0, estimated=estimated, recorded=recorded, max_lag=1000.0) == "other"
+
+
 def test_estimates_alone_make_no_laggard() -> None:
     """The estimate of a fellow's present clock may be ahead of the truth: the records must say it too."""
     estimated, recorded = [170.0, 180.0], [110.0, 120.0]

@@ -83,6 +83,26 @@ def test_a_probation_that_finds_no_line_ends_by_time() -> None:
     assert endings == [("time", 20)]
 
 
+def test_time_ends_no_probation_soon_that_no_fellow_had_time_for() -> None:
+    """It has copied what may be long past, and nobody has told it the time yet; but it does not wait for ever, where all
+    may be newcomers. One meeting, and the usual time is enough."""
+    own, endings = standing(inner_steps=5)
+    own.begin(100)
+    for step in range(101, 100 + 4 * own.limit):
+        own.met(None, step)
+        assert own.newcomer
+    own.met(None, 100 + 4 * own.limit)
+    assert endings == [("time", 80)]
+    own.begin(500)
+    own.met(None, 500 + 2 * own.limit)
+    assert own.newcomer
+    own.met(FAR, 501 + 2 * own.limit)
+    assert endings[1:] == [("time", 41)]
+    own.begin(600)
+    own.met(None, 600 + own.limit)
+    assert own.newcomer, "a meeting of an earlier life says nothing of this copy"
+
+
 def test_whoever_was_there_first_counts_and_whoever_comes_later_does_not() -> None:
     """Founders of a run, and everybody that a late joiner finds, were there; after that one exchange in line, or time,
     makes a fellow count. A peer that hides from the directory is not known, and so it is new."""
