@@ -20,8 +20,10 @@ MEMORY_BYTES_PER_PARAMETER = 40
 """Masters, Adam's moments, slow weights, momentum, snapshot, payload, gradients, published versions."""
 WEIGHTS_BYTES_PER_PARAMETER = 8
 """What a stage leaves at its end: slow and fast weights in fp32."""
+CHECKPOINT_BYTES_PER_PARAMETER = 24
+"""A whole state in fp32: slow and fast weights, outer momentum, Adam's two moments, the gradient gathered so far."""
 DISK_BYTES_PER_PARAMETER = 80
-"""The same, with the checkpoints of a whole state that are kept on the way and the one that is being written."""
+"""What is left at the end, the checkpoints that are kept on the way, and the one that is being written."""
 SMALLEST_DISK = 64 << 20
 CLOCK_LIMIT_SECONDS = 3.0
 """hivemind's directory takes no peer whose clock is further off."""
@@ -49,10 +51,11 @@ class Check:
     remedy: str = ""
 
 
-def check_disk(free: int, parameters: int, where: str) -> Check:
-    """Room in the run folder for a stage of so many parameters; `free` in bytes."""
+def check_disk(free: int, parameters: int, where: str, elsewhere: int = 0) -> Check:
+    """Room in the run folder for a stage of so many parameters; `free` in bytes. `elsewhere` are the parameters of the
+    other stages that the node may move to: of each that it has served a checkpoint stays."""
     least = SMALLEST_DISK + WEIGHTS_BYTES_PER_PARAMETER * parameters
-    wanted = SMALLEST_DISK + DISK_BYTES_PER_PARAMETER * parameters
+    wanted = SMALLEST_DISK + DISK_BYTES_PER_PARAMETER * parameters + CHECKPOINT_BYTES_PER_PARAMETER * elsewhere
     found = f"{free / GB:,.1f} GB free in {where}, up to {wanted / GB:,.1f} GB wanted"
     if free < least:
         return Check("disk", Outcome.FAIL, found, "free some, or name a folder on a larger disk with --run-folder")

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -110,7 +111,8 @@ async def _live(
         saved = await asyncio.to_thread(_open_run, folder, checkpoints, spec, net.settings)
         await asyncio.to_thread(net.known.save, spec.run_id)  # the folder is this run's now
         stays = await _choose(net, saved, show)
-        start_checks.report(await asyncio.to_thread(start_checks.for_a_stage, spec, stays.stage, folder))
+        checks = partial(start_checks.for_a_stage, spec, stays.stage, folder, moves=stays.may_move)
+        start_checks.report(await asyncio.to_thread(checks))
         net.supervisor.on_restart = lambda cause: emit(P2pdRestarted(cause=cause, restarts=net.supervisor.restarts))
         serve_hello(net.transport, spec, lambda: stays.stage)
         serve_spec(net.transport, spec)

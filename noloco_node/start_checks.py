@@ -88,12 +88,15 @@ def check_reached(answers: Mapping[PeerId, Dialled], ports: Sequence[int], *, lo
     return Check(name, Outcome.WARN if yes else Outcome.FAIL, found, remedy)
 
 
-def for_a_stage(spec: RunSpec, stage: int, folder: RunFolder) -> list[Check]:
-    """Of the machine, for the stage that it will serve: disk and memory. Loads transformers."""
-    parameters = plan_run(spec).stage_parameters[stage]
+def for_a_stage(spec: RunSpec, stage: int, folder: RunFolder, *, moves: bool = False) -> list[Check]:
+    """Of the machine, for the stage that it will serve: disk and memory. Where it moves it keeps a checkpoint of each
+    stage that it was at. Loads transformers."""
+    stages = plan_run(spec).stage_parameters
+    parameters = stages[stage]
+    elsewhere = sum(stages) - parameters if moves else 0
     available, total = memory()
     return [
-        check_disk(free_disk(folder.path), parameters, str(folder.path)),
+        check_disk(free_disk(folder.path), parameters, str(folder.path), elsewhere),
         check_memory(available, total, parameters),
     ]
 

@@ -179,10 +179,12 @@ class Stays:
         """Beside the training: keep and give copies, and set `move` and the replica's `stop` when it is time to go."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.copies.keep(replica.membership, replica.worker))
-            if self._may_move():
+            if self.may_move:
                 group.create_task(self._watch(replica))
 
-    def _may_move(self) -> bool:
+    @property
+    def may_move(self) -> bool:
+        """Whether it looks for a stage that needs it more."""
         moves = self._settings.moves
         return moves == "always" or (moves == "auto" and self._settings.stage == "auto")
 

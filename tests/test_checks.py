@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node import PROTOCOL_VERSION, __version__
+from noloco_node import checks as machine_checks
 from noloco_node.checks import (
     Check,
     Outcome,
@@ -25,6 +26,7 @@ from noloco_node.checks import (
 )
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.preflight import plan_run
 from noloco_node.start_checks import among_peers, for_a_stage, report
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.hello import serve_hello
@@ -41,6 +43,7 @@ MILLION = 10**6
     [
         (check_disk(100 * GB, 100 * MILLION, "here"), Outcome.PASS, "100.0 GB free in here, up to 8.1 GB wanted"),
         (check_disk(7 * GB, 100 * MILLION, "here"), Outcome.WARN, "7.0 GB free"),
+        (check_disk(9 * GB, 100 * MILLION, "here", 100 * MILLION), Outcome.WARN, "up to 10.5 GB wanted"),
         (check_disk(GB // 2, 100 * MILLION, "here"), Outcome.FAIL, "0.5 GB free"),
         (check_memory(8 * GB, 16 * GB, 100 * MILLION), Outcome.PASS, "8.0 of 16.0 GB free, about 4.0 GB needed"),
         (check_memory(3 * GB, 16 * GB, 100 * MILLION), Outcome.WARN, "3.0 of 16.0"),
@@ -85,6 +88,20 @@ def test_the_machine_is_measured(tmp_path: Path) -> None:
     assert 0 < available <= total
     checks = for_a_stage(load_config(MICRO).run, 1, RunFolder.create(tmp_path))
     assert [check.name for check in checks] == ["disk", "memory"]
+
+
+def test_a_node_that_moves_wants_room_for_a_checkpoint_of_the_other_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte: 24 for each of its weights."""
+    monkeypatch.setattr(machine_checks, "GB", 1.0)
+    run, folder = load_config(MICRO).run, RunFolder.create(tmp_path)
+
+    def wanted(*, moves: bool) -> float:
+        found = for_a_stage(run, 1, folder, moves=moves)[0].found
+        return float(found.split("up to ")[1].split()[0].replace(",", ""))
+
+    assert wanted(moves=True) - wanted(moves=False) == 24 * plan_run(run).stage_parameters[0]
 
 
 @pytest.fixture

@@ -68,7 +68,8 @@ class NodeSettings(Settings):
     checkpoint_seconds: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 60.0
     """Least time between two checkpoints, however quick the rounds are."""
     checkpoints_kept: Annotated[int, Field(gt=0, le=1000)] = 2
-    """Checkpoints that stay on the disk; each takes 24 bytes for every weight of the stage."""
+    """Checkpoints that stay on the disk; each takes 24 bytes for every weight of the stage. The newest of each other
+    stage that this node has served stays besides."""
     seed: int = 0
     """Seed of this node's random choices (routes, partners), mixed with its peer id."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -288,6 +289,50 @@ async def test_who_begins_to_leave_settles_at_once_and_who_leaves_at_once_does_n
         async with asyncio.timeout(1):
             with pytest.raises(asyncio.CancelledError):
                 await beside
+
+
+async def test_work_that_is_being_written_as_the_node_leaves_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper is cancelled while a slow disk takes its line: the line is on the disk, and the last one holds only
+    what came since. No two threads write at once."""
+    transport, file = MemoryTransport(MemoryNetwork(), SERVER), ContributionFile(tmp_path / "file")
+    plain, writing, go_on = file.append, threading.Event(), threading.Event()
+    writers: list[int] = []
+
+    def slow(signer: PeerId, text: str, seal: bytes) -> None:
+        writers.append(writers[-1] + 1 if writers else 1)
+        writing.set()
+        assert go_on.wait(20)
+        plain(signer, text, seal)
+        writers.append(writers[-1] - 1)
+
+    monkeypatch.setattr(file, "append", slow)
+    progress, ended, moved = Progress(), asyncio.Event(), Pulse()
+    keeper = Receipts(RUN, 1, transport, Ledger(), lambda: progress, file)
+    keeper.start()
+
+    async def work() -> None:
+        await ended.wait()
+
+    beside = asyncio.create_task(keeper.beside(work(), moved, lambda: True))
+    await one_turn()
+    progress = Progress(tokens=100)
+
+    def begun() -> bool:
+        moved.fire()
+        return writing.is_set()
+
+    await eventually(begun, what="it writes")
+    progress = Progress(tokens=130)
+    ended.set()
+    for _ in range(10):
+        await one_turn()
+    go_on.set()
+    await beside
+    assert read_contribution(tmp_path / "file", SERVER, transport.signed_by).tokens == 130
+    assert writers == [1, 0, 1, 0]
+    await transport.close()
 
 
 async def _for_ever() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import signal
@@ -169,10 +170,13 @@ async def test_a_donor_that_is_slow_full_or_away_offends_nobody() -> None:
 
 @pytest.mark.timeout(120)
 async def test_a_joiner_whose_download_outlasts_max_lag_is_drawn_in_and_does_not_copy_for_ever() -> None:
-    """Over a slow link, while two veterans train on: what it has copied is behind by several times max_lag when it
-    begins. Its first exchange takes over the swarm's clock, its probation ends, and it counts."""
+    """Over a slow link, while two veterans train on: what it has copied is behind by more than twice max_lag when it
+    begins. Its first exchange takes over the swarm's clock, its probation ends, and it counts. The veterans, who are of
+    one time, are not parted by it. Steps are many enough that a veteran is free between two exchanges, and `max_lag` is
+    ten of the swarm's: what a replica waits for the shared compute thread is no lag."""
     limits = LIMITS.model_copy(update={"exchange_progress_seconds": 30.0, "record_seconds": 3.0})
-    spec = micro_spec(stages=1, steps=10**6, outer=OUTER, limits=limits)
+    outer = OUTER.model_copy(update={"inner_steps": 8, "min_inner_steps": 2, "max_lag_tokens": 2000})
+    spec = micro_spec(stages=1, steps=10**6, outer=outer, limits=limits)
     async with world(spec, 3, NodeSettings(in_flight=1, drain_seconds=1)) as made:
         *veterans, joiner = made.replicas
 
@@ -192,8 +196,10 @@ async def test_a_joiner_whose_download_outlasts_max_lag_is_drawn_in_and_does_not
                 await eventually(lambda: not joiner.standing.newcomer, 60, "its probation ends")
                 rounds = joiner.worker.progress.outer_rounds
                 await eventually(lambda: joiner.worker.progress.outer_rounds > rounds + 3, 60, "it averages on")
+                apart = veterans[0].worker.progress.clock - joiner.worker.progress.clock
         assert not caught_up(made)
-        assert abs(joiner.worker.progress.clock - veterans[0].worker.progress.clock) < spec.max_lag_tokens
+        assert abs(apart) < spec.max_lag_tokens
+        assert not any(replica._transport.refusals_given[Refusal.LAGGING] for replica in made.replicas)
 
 
 @asynccontextmanager
@@ -256,6 +262,45 @@ async def test_no_state_crosses_a_relay(monkeypatch: pytest.MonkeyPatch, relayed
             await joiner._transport.call(
                 FIRST, state_messages.OPEN, request_of(joiner), timeout=5, progress=5, max_answer_bytes=1 << 20
             )
+
+
+async def test_a_laggard_that_only_relays_connect_says_so_once_and_rests(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told again and again that it lags; it asks once in a while, makes room for a state only where one comes,
+    and catches up as soon as there is a direct connection."""
+    looks, rooms, relays = 0, 0, True
+    plain = late_join.new_download
+
+    def counted(*arguments: Any) -> Download:
+        nonlocal rooms
+        rooms += 1
+        return plain(*arguments)
+
+    async def relayed(_peer: PeerId) -> bool:
+        nonlocal looks
+        looks += 1
+        return relays
+
+    monkeypatch.setattr(late_join, "new_download", counted)
+    async with donors_and_joiner(1) as (made, laggard):
+        made.replicas[0].donor._relayed = relayed
+        await laggard.membership.refresh()
+        for _ in range(5):
+            await laggard._catch_up(FIRST)
+        assert (looks, rooms) == (1, 0)
+        monkeypatch.setattr(late_join, "RELAYED_REST_SECONDS", 0.0)
+        laggard._copier._resting.clear()
+        for _ in range(2):
+            await laggard._catch_up(FIRST)
+        assert (looks, rooms) == (3, 0)
+        told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(told) == 1
+        assert f"{FIRST}, which is connected by relay only" in told[0]
+        assert not caught_up(made)
+        relays = False
+        await laggard._catch_up(FIRST)
+        assert len(caught_up(made)) == rooms == 1
 
 
 def count_chunks(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[PeerId, int]]:

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.replica import Replica
 from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.probation import LOSS_TOLERANCE, PEERS_REMEMBERED, Meeting, RecentLoss, Standing, in_line
+from noloco_node.swarm.probation import (
+    LOSS_TOLERANCE,
+    PEERS_REMEMBERED,
+    UNMET_FACTOR,
+    Meeting,
+    RecentLoss,
+    Standing,
+    in_line,
+)
 from noloco_node.swarm.transport import PeerId, Refusal
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
 from tests.support import eventually, one_turn
@@ -84,14 +92,14 @@ def test_a_probation_that_finds_no_line_ends_by_time() -> None:
 
 
 def test_time_ends_no_probation_soon_that_no_fellow_had_time_for() -> None:
-    """It has copied what may be long past, and nobody has told it the time yet; but it does not wait for ever, where all
+    """It has copied what may be long past, and nobody has told it the time yet; but it does not wait for ever, for all
     may be newcomers. One meeting, and the usual time is enough."""
     own, endings = standing(inner_steps=5)
     own.begin(100)
-    for step in range(101, 100 + 4 * own.limit):
+    for step in range(101, 100 + UNMET_FACTOR * own.limit):
         own.met(None, step)
         assert own.newcomer
-    own.met(None, 100 + 4 * own.limit)
+    own.met(None, 100 + UNMET_FACTOR * own.limit)
     assert endings == [("time", 80)]
     own.begin(500)
     own.met(None, 500 + 2 * own.limit)
@@ -329,7 +337,7 @@ async def test_a_joiner_of_a_running_swarm_ends_its_probation_by_itself() -> Non
         assert made.replicas[0].membership.newcomers() == {peer_name(0, 2)}
         tasks.append(group.create_task(joiner.run()))
         ended = await eventually(lambda: [e for e in made.events[2] if isinstance(e, ProbationEnded)], 60, "it counts")
-        assert ended[0].steps <= joiner.standing.limit
+        assert ended[0].steps <= UNMET_FACTOR * joiner.standing.limit
 
         def met_by_veterans() -> bool:
             steps = [e for events in made.events[:2] for e in events if isinstance(e, OuterStep)]

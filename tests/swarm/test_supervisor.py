@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -146,23 +147,53 @@ async def test_a_node_that_ends_does_not_wait_for_a_frozen_p2pd(tmp_path: Path) 
         assert not daemon.folder.exists()
 
 
+@pytest.mark.daemons
+async def test_a_p2pd_that_cannot_be_asked_is_not_frozen(tmp_path: Path) -> None:
+    """This process has no descriptor left: a healthy p2pd is not killed for it. Nor is one frozen that has died."""
+
+    async def nothing() -> None:
+        return None
+
+    async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "key")) as daemon:
+        supervisor = Supervisor(daemon, 60.0, dict, nothing, Probes(every=0.02, within=5.0, misses=3))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await supervisor.until_frozen()
+            assert await daemon.answers(5.0) is None
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert await daemon.answers(30.0)
+        kill(daemon)
+        await daemon.wait_until_dead()
+        assert await daemon.answers(5.0) is None
+
+
 class Hesitant:
     """Stands for a p2pd that answers some questions and not others; real ones freeze in the test above."""
 
-    def __init__(self, answers: list[bool]) -> None:
+    def __init__(self, answers: list[bool | None]) -> None:
         self.left = answers
 
-    async def answers(self, _within: float) -> bool:
+    async def answers(self, _within: float) -> bool | None:
         return self.left.pop(0)
 
 
 @pytest.mark.parametrize(
     ("answers", "frozen"),
-    [([False, False, True] * 20, False), ([True, False, False, False], True)],
-    ids=["busy", "frozen"],
+    [
+        ([False, False, True] * 20, False),
+        ([True, False, False, False], True),
+        ([False, False, None, None], False),
+        ([False, None, False, None, False], True),
+    ],
+    ids=["busy", "frozen", "not asked", "asked now and then"],
 )
-async def test_only_misses_in_a_row_mean_frozen(answers: list[bool], frozen: bool) -> None:
-    """A busy p2pd that leaves two questions of three unanswered goes on for ever."""
+async def test_only_misses_in_a_row_mean_frozen(answers: list[bool | None], frozen: bool) -> None:
+    """A busy p2pd that leaves two questions of three unanswered goes on for ever. A question that could not be put
+    counts neither for nor against it."""
 
     async def nothing() -> None:
         return None
