@@ -127,8 +127,7 @@ class PrivateP2P:
                 _, writer, _ = await self._request(_pb.Request(type=_pb.Request.IDENTIFY))
         except TimeoutError:
             return False
-        except (_DaemonAway, OSError) as error:
-            logger.debug("p2pd could not be asked: %r", error)
+        except (_DaemonAway, OSError):
             return None
         writer.transport.abort()
         return True

@@ -335,6 +335,8 @@ async def test_a_joiner_of_a_running_swarm_ends_its_probation_by_itself() -> Non
         await joiner.membership.announce(PeerState.TRAINING)
         await made.replicas[0].membership.refresh()
         assert made.replicas[0].membership.newcomers() == {peer_name(0, 2)}
+        told_by = made.replicas[0].membership
+        assert len(told_by.recorded_clocks()) == len(told_by.fellow_clocks()) == 1, "a newcomer tells nobody the time"
         tasks.append(group.create_task(joiner.run()))
         ended = await eventually(lambda: [e for e in made.events[2] if isinstance(e, ProbationEnded)], 60, "it counts")
         assert ended[0].steps <= UNMET_FACTOR * joiner.standing.limit
