@@ -125,10 +125,8 @@ class PrivateP2P:
         try:
             async with asyncio.timeout(within):
                 _, writer, _ = await self._request(_pb.Request(type=_pb.Request.IDENTIFY))
-        except TimeoutError:
-            return False
-        except (_DaemonAway, OSError):
-            return None
+        except (_DaemonAway, OSError) as error:
+            return False if isinstance(error, TimeoutError) else None
         writer.transport.abort()
         return True
 
