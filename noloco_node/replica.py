@@ -362,7 +362,9 @@ class Replica:
         if self.missing.stages or not self.missing.looked:
             return False
         furthest = max(self.worker.progress.clock, self.membership.furthest_clock())
-        return self._start.over(self.membership.replicas_per_stage(), furthest, self._loop.time())
+        begins = self._start.over(self.membership.replicas_per_stage(), furthest, self._loop.time())
+        self.membership.eager = not begins
+        return begins
 
     def _training_goes_on(self) -> bool:
         return self.worker.progress.clock < self.spec.inner.target_tokens and not self.stop.is_set()

@@ -10,7 +10,7 @@ from statistics import median
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
-from noloco_node.swarm.first_look import look_for_others
+from noloco_node.swarm.first_look import LOOK_AGAIN_SECONDS, look_for_others
 from noloco_node.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,8 @@ class Membership:
         self._announced_newcomer = False
         self.state = PeerState.JOINING
         self._finished = False
+        self.eager = False
+        """Look at the others more often: whatever this node waits for, the others wait for as well."""
         self.newcomer = False
         """Goes into the record: this node is on probation."""
 
@@ -201,4 +203,5 @@ class Membership:
                 await self.announce(self.state)
                 renew_at = loop.time() + self._record_seconds / 3
             await self.refresh()
-            await asyncio.sleep(min(REFRESH_SECONDS, self._record_seconds / 5))
+            usual = min(REFRESH_SECONDS, self._record_seconds / 5)
+            await asyncio.sleep(min(usual, LOOK_AGAIN_SECONDS) if self.eager else usual)

@@ -151,9 +151,11 @@ def laggard(
     """Which of two clocks lags the other by more than `max_lag`, else None.
 
     What the partner claims is believed as `believed_clock` says. This replica lags only where the `recorded` clocks,
-    which are never ahead of the truth, agree (`lags`).
+    which are never ahead of the truth, agree (`lags`). The partner lags only where this replica is not itself ahead of
+    its fellows by as much: it would find nobody who agrees, and train alone from then on. Averaging brings it back.
     """
     other = believed_clock(claimed, estimated=estimated, recorded=recorded, max_lag=max_lag)
     if other - own_clock > max_lag and lags(own_clock, recorded, max_lag):
         return "own"
-    return "other" if own_clock - other > max_lag else None
+    ahead_of_all = bool(estimated) and own_clock - median_high(estimated) > max_lag
+    return "other" if own_clock - other > max_lag and not ahead_of_all else None

@@ -185,7 +185,7 @@ def test_who_lags() -> None:
     """Only a difference beyond max_lag makes a laggard, and this replica only where the directory's records agree."""
     fellows = [160.0, 150.0, 155.0]
     assert laggard(100.0, 160.0, estimated=fellows, recorded=fellows, max_lag=50.0) == "own"
-    others = [100.0, 158.0, 90.0]
+    others = [100.0, 158.0, 150.0]
     assert laggard(160.0, 100.0, estimated=others, recorded=others, max_lag=50.0) == "other"
     near = [150.0, 151.0]
     assert laggard(100.0, 150.0, estimated=near, recorded=near, max_lag=50.0) is None
@@ -197,6 +197,17 @@ def test_a_third_that_lags_does_not_part_two_that_agree() -> None:
     assert laggard(7500.0, 7600.0, estimated=estimated, recorded=recorded, max_lag=1000.0) is None
     assert believed_clock(7600.0, estimated=estimated, recorded=recorded, max_lag=1000.0) == 7600.0
     assert laggard(7500.0, 320.0, estimated=estimated, recorded=recorded, max_lag=1000.0) == "other"
+
+
+def test_who_has_run_ahead_of_everyone_averages_with_them() -> None:
+    """None of its fellows would agree to lag, so it must not refuse them all; and they do not follow it."""
+    fellows = [100.0, 110.0, 120.0]
+    assert laggard(180.0, 110.0, estimated=fellows, recorded=fellows, max_lag=50.0) is None
+    theirs = [180.0, 100.0, 120.0]
+    assert laggard(110.0, 180.0, estimated=theirs, recorded=theirs, max_lag=50.0) is None
+    only_one = [110.0]
+    assert laggard(180.0, 110.0, estimated=only_one, recorded=only_one, max_lag=50.0) is None
+    assert laggard(110.0, 180.0, estimated=[180.0], recorded=[180.0], max_lag=50.0) == "own", "of two, one may follow"
 
 
 def test_estimates_alone_make_no_laggard() -> None:
