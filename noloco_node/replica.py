@@ -117,6 +117,7 @@ class Replica:
         self._guards = guards
         self.missing = MissingStages()
         self._start = CommonStart(settings.start_replicas)
+        self.membership.eager = self.origin is not None and settings.start_replicas > 1
         self._watch = Watch(emit)
         self.books = self._make_books()
         self._last_step_taken = False
