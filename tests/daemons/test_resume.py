@@ -133,12 +133,13 @@ async def test_a_swarm_killed_as_a_whole_resumes_and_so_does_one_node_of_it(tmp_
     clock at which they died, the loss where it was. Then one node is killed and started again by hand, in a swarm that
     lives: its own checkpoint, its own stage, although its former record is still in the directory. All reach the end,
     and all books close."""
-    config = load_config(MICRO, [*OFTEN, "run.inner.target_tokens=200_000", "run.limits.grace_seconds=20"])
+    target = 400_000
+    config = load_config(MICRO, [*OFTEN, f"run.inner.target_tokens={target}", "run.limits.grace_seconds=20"])
     swarm = LocalSwarm(config, tmp_path / "run")
     try:
         await swarm.start()
         waiting = asyncio.create_task(swarm.wait())
-        await eventually(lambda: all(written(node) >= 3 for node in swarm.nodes), 120, "everyone has three checkpoints")
+        await eventually(lambda: all(written(node) >= 2 for node in swarm.nodes), 120, "everyone has two checkpoints")
         swarm.kill_all()
         await waiting
     finally:
@@ -146,7 +147,7 @@ async def test_a_swarm_killed_as_a_whole_resumes_and_so_does_one_node_of_it(tmp_
     assert [node.exit_code for node in swarm.nodes] == [-signal.SIGKILL] * 4
     died_at = max(event.clock for node in swarm.nodes for event in of(InnerStep, node.events))
     before = [event.loss for node in swarm.nodes for event in of(Evaluation, node.events)]
-    assert 10_000 < died_at < 180_000
+    assert 10_000 < died_at < 0.9 * target
 
     resumed = LocalSwarm(config, tmp_path / "run")
     victim, host, heads = resumed.node("s1-r1"), resumed.node("s1-r0"), [resumed.node("s0-r0"), resumed.node("s0-r1")]
@@ -186,7 +187,7 @@ async def test_a_swarm_killed_as_a_whole_resumes_and_so_does_one_node_of_it(tmp_
         account = of(Account, head.events)[-1]
         assert account.drawn == account.trained + account.dropped + account.held_at_end
         assert account.dropped == 0
-        assert account.clock > 0.95 * 200_000
+        assert account.clock > 0.95 * target
         second = [e.loss for e in of(Evaluation, head.events) if e.time > of(NodeStarted, head.events)[1].time]
         assert second[0] < 0.3 + min(before) < before[0], "the loss goes on where it was"
         assert second[-1] <= second[0]
