@@ -22,7 +22,7 @@ WEIGHTS_BYTES_PER_PARAMETER = 8
 """What a stage leaves at its end: slow and fast weights in fp32."""
 CHECKPOINT_BYTES_PER_PARAMETER = 24
 """A whole state in fp32: slow and fast weights, outer momentum, Adam's two moments, the gradient gathered so far."""
-DISK_BYTES_PER_PARAMETER = 80
+DISK_BYTES_PER_PARAMETER = WEIGHTS_BYTES_PER_PARAMETER + 3 * CHECKPOINT_BYTES_PER_PARAMETER
 """What is left at the end, the checkpoints that are kept on the way, and the one that is being written."""
 SMALLEST_DISK = 64 << 20
 CLOCK_LIMIT_SECONDS = 3.0

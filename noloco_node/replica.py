@@ -362,10 +362,11 @@ class Replica:
     def _may_draw(self) -> bool:
         if self.missing.stages or not self.missing.looked:
             return False
-        furthest = max(self.worker.progress.clock, self.membership.furthest_clock())
-        begins = self._start.over(self.membership.replicas_per_stage(), furthest, self._loop.time())
-        self.membership.eager = not begins
-        return begins
+        if self.membership.eager:  # asked before every sample: the records are looked at only until the run has begun
+            up, furthest = self.membership.replicas_per_stage(), self.membership.furthest_clock()
+            furthest, now = max(self.worker.progress.clock, furthest), self._loop.time()
+            self.membership.eager = not self._start.over(up, furthest, now)
+        return not self.membership.eager
 
     def _training_goes_on(self) -> bool:
         return self.worker.progress.clock < self.spec.inner.target_tokens and not self.stop.is_set()

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,7 +18,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.device_group import devices_of, members_of
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.telemetry.events import InnerStep, NodeStarted, NodeStopped, read_events
-from tests.support import eventually, nothing_left_behind
+from tests.support import eventually
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
 
@@ -49,15 +48,6 @@ def test_no_two_daemons_share_a_folder_an_identity_or_a_port() -> None:
         assert [m.metrics_port for m in members] == [9100, 9101, 9102]
     free = members_of(["cpu", "cpu"], NodeSettings())
     assert [(m.port, m.metrics_port) for m in free] == [(0, None), (0, None)]
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Temporary files of the daemons, empty again at the end."""
-    with nothing_left_behind() as base:
-        monkeypatch.setenv("TMPDIR", str(base))
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        yield base
 
 
 @pytest.mark.daemons

@@ -141,12 +141,11 @@ class CircuitRelay:
         return wanted_peer(request)
 
     def _reserve(self, peer: PeerId) -> bytes:
-        self._forget_expired()
-        if peer not in self._places and len(self._places) >= MOST_PLACES:
-            return hop_answer(Status.RESOURCE_LIMIT_EXCEEDED)
+        taken = self.places
         if peer not in self._places:
-            taken = len(self._places) + 1
-            logger.info("relays for %s from now on (%d of %d places taken)", peer, taken, MOST_PLACES)
+            if taken >= MOST_PLACES:
+                return hop_answer(Status.RESOURCE_LIMIT_EXCEEDED)
+            logger.info("relays for %s from now on (%d of %d places taken)", peer, taken + 1, MOST_PLACES)
         self._places[peer] = time.monotonic() + PLACE_SECONDS
         return reserve_answer(int(time.time() + PLACE_SECONDS))
 

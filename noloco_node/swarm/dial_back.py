@@ -15,19 +15,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from noloco_node.swarm.hello import Plain
 from noloco_node.swarm.transport import (
     Message,
     PeerId,
-    ProtocolViolation,
     Refusal,
     Refused,
     Transport,
 )
 from noloco_node.swarm.who_answers import NoAnswer, who_answers
-from noloco_node.swarm.wire import WireModel, first_problem, no_tensors, parse
+from noloco_node.swarm.wire import WireModel, no_tensors, parse, parsed_answer
 
 logger = logging.getLogger(__name__)
 
@@ -132,10 +131,7 @@ async def ask_dial_back(transport: Transport, peer: PeerId, ports: Sequence[int]
         progress=TIMEOUT_SECONDS,
         max_answer_bytes=0,
     )
-    try:
-        return Dialled.model_validate(answer.header)
-    except ValidationError as error:
-        raise ProtocolViolation(f"bad answer: {first_problem(error)}") from None
+    return parsed_answer(Dialled, answer.header)
 
 
 async def _dial(peer: PeerId, host: str, port: int) -> Reached:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.peer_addresses import parse_address
-from noloco_node.swarm.transport import Message, PeerId, ProtocolViolation, Refused, Transport, TransportError
-from noloco_node.swarm.wire import ProtocolVersion, StageIndex, WireModel, first_problem, no_tensors
+from noloco_node.swarm.transport import Message, PeerId, Refused, Transport, TransportError
+from noloco_node.swarm.wire import ProtocolVersion, StageIndex, WireModel, no_tensors, parsed_answer
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +59,7 @@ async def ask_hello(transport: Transport, peer: PeerId) -> Hello:
     answer = await transport.call(
         peer, METHOD, Message(), timeout=TIMEOUT_SECONDS, progress=TIMEOUT_SECONDS, max_answer_bytes=0
     )
-    try:
-        return Hello.model_validate(answer.header)
-    except ValidationError as error:
-        raise ProtocolViolation(f"bad hello: {first_problem(error)}") from None
+    return parsed_answer(Hello, answer.header, "hello")
 
 
 @dataclass(frozen=True, slots=True)

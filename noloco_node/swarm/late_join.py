@@ -15,8 +15,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from pydantic import ValidationError
-
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.state_messages import OFFER, StateManifest, StateOffer, StateRequest
@@ -30,7 +28,7 @@ from noloco_node.swarm.transport import (
     Transport,
     TransportError,
 )
-from noloco_node.swarm.wire import first_problem
+from noloco_node.swarm.wire import parsed_answer
 from noloco_node.telemetry.events import AnyEvent, DonorFailed, StateDownload
 from noloco_node.training.stage_worker import StageWorker
 
@@ -203,9 +201,8 @@ class StateCopier:
         request = StateRequest(run=self._spec.run_id, stage=self._stage, contract=self._worker.contract)
         message, limit = Message(request.model_dump(mode="json")), OFFER_SECONDS
         try:
-            return _offer(
-                await self._transport.call(donor, OFFER, message, timeout=limit, progress=limit, max_answer_bytes=0)
-            )
+            call = self._transport.call(donor, OFFER, message, timeout=limit, progress=limit, max_answer_bytes=0)
+            return parsed_answer(StateOffer, (await call).header, "offer of a state")
         except (Refused, TransportError) as error:
             self._transport.conduct.judge(donor, error)
             raise
@@ -247,14 +244,6 @@ class StateCopier:
                 logger.debug("the transfer from %s broke off, resuming: %r", donor, error)
                 await asyncio.sleep(RESUME_PAUSE_SECONDS * self._rng.uniform(0.5, 1.5))
         raise AssertionError("unreachable")
-
-
-def _offer(answer: Message) -> StateOffer:
-    """What an answer says. Raises ProtocolViolation."""
-    try:
-        return StateOffer.model_validate(answer.header)
-    except ValidationError as error:
-        raise ProtocolViolation(f"bad offer of a state: {first_problem(error)}") from None
 
 
 class _Progress:

@@ -133,9 +133,7 @@ class Membership:
 
     def replicas_per_stage(self) -> list[int]:
         """Live replicas of each stage that can be met, this one included."""
-        counts = [len({r.peer_id for r in self.live(stage, *SERVING)} - {self._own}) for stage in range(self.stages)]
-        counts[self.stage] += 1
-        return counts
+        return self._counts(*SERVING, own=1)
 
     def furthest_clock(self) -> float:
         """The largest clock in any other node's record."""
@@ -143,8 +141,12 @@ class Membership:
 
     def nodes_per_stage(self) -> list[int]:
         """Live nodes of each stage; this one counts even where its record has not been read back."""
-        counts = [len({r.peer_id for r in self.live(stage)} - {self._own}) for stage in range(self.stages)]
-        counts[self.stage] += self.state is not PeerState.GONE
+        return self._counts(own=int(self.state is not PeerState.GONE))
+
+    def _counts(self, *states: PeerState, own: int) -> list[int]:
+        """Other live nodes of each stage, and `own` at this one's."""
+        counts = [len({r.peer_id for r in self.live(stage, *states)} - {self._own}) for stage in range(self.stages)]
+        counts[self.stage] += own
         return counts
 
     async def announce(self, state: PeerState) -> bool:

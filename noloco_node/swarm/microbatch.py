@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION
@@ -22,8 +22,8 @@ from noloco_node.swarm.wire import (
     StageIndex,
     WireModel,
     check_addressed,
-    first_problem,
     parse,
+    parsed_answer,
 )
 
 METHOD = "microbatch"
@@ -184,10 +184,7 @@ async def parse_answer(
     header: JsonObject, tensors: tuple[Tensor, ...], *, activations: Tensor, mode: Mode
 ) -> tuple[Trained, int]:
     """A validated answer and the load that rode on it; raises ProtocolViolation where it breaks the protocol."""
-    try:
-        answer = MicrobatchAnswer.model_validate(header)
-    except ValidationError as error:
-        raise ProtocolViolation(f"bad answer: {first_problem(error)}") from None
+    answer = parsed_answer(MicrobatchAnswer, header)
     if answer.tokens != activations.shape[0] * activations.shape[1]:
         raise ProtocolViolation(f"the answer counts {answer.tokens} tokens in activations {tuple(activations.shape)}")
     if mode == "evaluate":
