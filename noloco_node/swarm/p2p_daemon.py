@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 PEERS_ANSWER_SECONDS = 10.0
 PROBE_SECONDS = 8.0
+PROBE_LOOKS = 3
+PROBE_PAUSE_SECONDS = 0.5
 STOP_SECONDS = 3.0
 AWAY_LOOK_SECONDS = 0.2
 FIND_SECONDS = 3.0
@@ -455,14 +457,27 @@ async def _check_identity_free(settings: NodeSettings, identity: Identity, peers
         raise identity_taken(identity.path, f"the initial peer {own[0].text}")
     probe = await _launch([*ALWAYS, "-dhtClient=1", "-noListenAddrs=1"], peers, settings.p2pd_start_seconds)
     try:
-        async with asyncio.timeout(PROBE_SECONDS):
-            answered = await probe.connect(identity.peer_id) is None
-    except TimeoutError:
-        answered = False
+        answered = await _is_found(probe, identity.peer_id)
     finally:
         await probe.close()
     if answered:
         raise identity_taken(identity.path, f"a live node of the swarm (peer id {identity.peer_id})")
+
+
+async def _is_found(probe: PrivateP2P, peer: PeerId) -> bool:
+    """Whether a peer answers to a probe that may have met the swarm a moment ago: it is looked for more than once."""
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            for look in range(PROBE_LOOKS):
+                why = await probe.connect(peer)
+                if why is None:
+                    return True
+                logger.debug("no node answers as %s (look %d of %d): %s", peer, look + 1, PROBE_LOOKS, why)
+                if look + 1 < PROBE_LOOKS:
+                    await asyncio.sleep(PROBE_PAUSE_SECONDS)
+    except TimeoutError:
+        logger.debug("no node answers as %s within %g s", peer, PROBE_SECONDS)
+    return False
 
 
 async def _find_relays(settings: NodeSettings, peers: Sequence[PeerAddress]) -> tuple[PeerAddress, ...]:

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,8 @@ from noloco_node.swarm.identity import (
     verify,
     write_new_private_file,
 )
-from noloco_node.swarm.p2p_daemon import running_p2p, start_p2p
+from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p, start_p2p
+from noloco_node.swarm.transport import PeerId
 from tests.support import nothing_left_behind
 
 PASSPHRASE = b"correct horse battery"
@@ -249,10 +251,21 @@ def test_a_private_file_is_new_or_not_written(
 
 
 @pytest.mark.daemons
-async def test_a_crashed_node_comes_straight_back_while_its_old_record_lives(tmp_path: Path) -> None:
+async def test_a_crashed_node_comes_straight_back_while_its_old_record_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A record in the directory is no proof of life: who does not answer is not there. The node that came back is
-    listed anew, and a twin of it is still named."""
+    listed anew, and a twin of it is still named, also where the first look for it finds nobody."""
     key, run, life = tmp_path / "key", "run-under-test", 600.0
+    looks, connect = list[str](), PrivateP2P.connect
+
+    async def connect_at_the_second_try(p2p: PrivateP2P, peer: PeerId, addresses: Sequence[str] = ()) -> str | None:
+        if not addresses:
+            looks.append(peer)
+            if len(looks) == 1:
+                return "routing: not found"
+        return await connect(p2p, peer, addresses)
+
     other = load_or_create_identity(tmp_path / "other")
 
     async def publish(directory: DhtDirectory, sequence: int) -> None:
@@ -287,9 +300,11 @@ async def test_a_crashed_node_comes_straight_back_while_its_old_record_lives(tmp
                 await publish(directory, 2)
                 assert await listed(watcher) == [2]
                 shutil.copy(key, tmp_path / "copy")
+                monkeypatch.setattr(PrivateP2P, "connect", connect_at_the_second_try)
                 with pytest.raises(UserError) as caught:
                     await start_p2p(settings, load_or_create_identity(tmp_path / "copy"))
                 assert caught.value.exit_code is ExitCode.IDENTITY_TAKEN
                 assert load_identity(key).peer_id in caught.value.message
+                assert looks == [second.own_id] * 2
                 await directory.close()
             await watcher.close()
