@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 MOST_PEERS = 32
 MOST_ADDRESSES = 4
 """Addresses kept of one peer."""
-FIRST_LOOK_SECONDS = 3.0
-LOOK_SECONDS = 30.0
+LOOK_SECONDS = 1.0
+LONGEST_PAUSE = 30
+"""Looks after which a peer is asked for again, also where it is known: it may have moved."""
 LAST_LOOK_SECONDS = 3.0
 ASKED_AT_ONCE = 4
 MAX_FILE_BYTES = 256 * 1024
@@ -82,16 +83,24 @@ class KnownPeers:
             logger.warning("the peers seen cannot be kept in %s: %s", self._path, error.strerror or error)
 
     async def keep(self, book: Book, run: str, live: Callable[[], Iterable[PeerId]]) -> NoReturn:
-        """Learn where the live peers listen, again and again, and keep the file up to date."""
-        await asyncio.sleep(FIRST_LOOK_SECONDS)
+        """Learn where the live peers listen, each as soon as it is seen (a short run may be over before long) and again
+        from time to time, and keep the file up to date."""
+        due: dict[PeerId, int] = {}
+        pauses: dict[PeerId, int] = {}
+        look = 0
         while True:
             before = dict(self.addresses)
-            peers = list(live())[:MOST_PEERS]
+            peers = [peer for peer in list(live())[:MOST_PEERS] if due.get(peer, 0) <= look]
             for first in range(0, len(peers), ASKED_AT_ONCE):
                 await asyncio.gather(*(self._ask(book, peer) for peer in peers[first : first + ASKED_AT_ONCE]))
+            for peer in peers:
+                found = peer in self.addresses
+                pauses[peer] = LONGEST_PAUSE if found else min(2 * pauses.get(peer, 1), LONGEST_PAUSE)
+                due[peer] = look + pauses[peer]
             if self.addresses != before or self.run != run:
                 await asyncio.to_thread(self.save, run)
             await asyncio.sleep(LOOK_SECONDS)
+            look += 1
 
     async def last_look(self, book: Book, run: str, met: Iterable[PeerId]) -> None:
         """At a node's end: learn where those of the peers met listen that came too late for `keep`, as far as there is

@@ -84,8 +84,7 @@ def test_a_named_run_is_entered_by_its_own_peers_only(tmp_path: Path) -> None:
 
 async def test_the_file_follows_the_live_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they listen is asked again and again; one that nobody finds keeps its last address."""
-    for name in ("FIRST_LOOK_SECONDS", "LOOK_SECONDS"):
-        monkeypatch.setattr(f"noloco_node.swarm.known_peers.{name}", 0.01)
+    monkeypatch.setattr("noloco_node.swarm.known_peers.LOOK_SECONDS", 0.01)
     answers = {PeerId(ID): (at("203.0.114.7"),), PeerId(OTHER): ()}
 
     class Book:
@@ -102,6 +101,30 @@ async def test_the_file_follows_the_live_peers(tmp_path: Path, monkeypatch: pyte
     )
     keeping.cancel()
     assert KnownPeers(tmp_path / "peers.json").addresses[PeerId(OTHER)] == (at("203.0.114.8", OTHER),)
+
+
+async def test_a_peer_is_asked_for_as_soon_as_it_is_seen_and_seldom_where_nobody_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run may be over half a minute after a peer came; one that is never found costs a look-up now and then."""
+    monkeypatch.setattr("noloco_node.swarm.known_peers.LOOK_SECONDS", 0.002)
+    looks, asked = 0, list[tuple[int, PeerId]]()
+
+    class Book:
+        async def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+            asked.append((looks, peer))
+            return (at("203.0.114.7"),) if peer == PeerId(ID) else ()
+
+    def live() -> list[PeerId]:
+        nonlocal looks
+        looks += 1
+        return [PeerId(OTHER), PeerId(ID)] if looks >= 10 else [PeerId(OTHER)]
+
+    keeping = asyncio.create_task(KnownPeers(tmp_path / "peers.json").keep(Book(), "run-a", live))
+    await eventually(lambda: looks > 100, what="many looks")
+    keeping.cancel()
+    assert [look for look, peer in asked if peer == PeerId(ID)][:3] == [10, 40, 70]
+    assert [look for look, peer in asked if peer == PeerId(OTHER)][:6] == [1, 3, 7, 15, 31, 61]
 
 
 async def test_at_its_end_a_node_learns_where_those_listen_that_it_met_last(
