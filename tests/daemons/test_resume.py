@@ -133,22 +133,27 @@ async def test_a_swarm_killed_as_a_whole_resumes_and_so_does_one_node_of_it(tmp_
     clock at which they died, the loss where it was. Then one node is killed and started again by hand, in a swarm that
     lives: its own checkpoint, its own stage, although its former record is still in the directory. All reach the end,
     and all books close."""
-    target = 400_000
+    target = 250_000
     config = load_config(MICRO, [*OFTEN, f"run.inner.target_tokens={target}", "run.limits.grace_seconds=20"])
     swarm = LocalSwarm(config, tmp_path / "run")
     try:
         await swarm.start()
         waiting = asyncio.create_task(swarm.wait())
-        await eventually(lambda: all(written(node) >= 2 for node in swarm.nodes), 120, "everyone has two checkpoints")
         judged = [swarm.node("s0-r0"), swarm.node("s0-r1")]
-        await eventually(lambda: all(len(losses(node)) >= 3 for node in judged), 60, "the loss has been seen to fall")
+        await eventually(lambda: all(len(losses(node)) >= 3 for node in judged), 120, "the loss has been seen to fall")
+        before = [losses(node)[:3] for node in judged]
+        begun = [written(node) for node in swarm.nodes]
+        await eventually(
+            lambda: all(written(node) > count + 1 for node, count in zip(swarm.nodes, begun, strict=True)),
+            60,
+            "everyone has a checkpoint from after that",
+        )
         swarm.kill_all()
         await waiting
     finally:
         await swarm.stop()
     assert [node.exit_code for node in swarm.nodes] == [-signal.SIGKILL] * 4
     died_at = max(event.clock for node in swarm.nodes for event in of(InnerStep, node.events))
-    before = [losses(node) for node in judged]
     assert 10_000 < died_at < 0.9 * target
 
     resumed = LocalSwarm(config, tmp_path / "run")
@@ -191,7 +196,7 @@ async def test_a_swarm_killed_as_a_whole_resumes_and_so_does_one_node_of_it(tmp_
         assert account.dropped == 0
         assert account.clock > 0.95 * target
         second = [e.loss for e in of(Evaluation, head.events) if e.time > of(NodeStarted, head.events)[1].time]
-        assert second[0] < 0.3 + min(first) < 0.3 + first[0], "the loss goes on where it was"
+        assert first[0] - 0.5 > first[-1] > second[0] - 0.3, "the loss goes on where it was"
         assert second[-1] <= second[0]
 
 

@@ -17,7 +17,7 @@ from noloco_node.training.stage_trainer import LossResult
 from tests.worlds import MICROBATCH, World, micro_spec, run_to_the_end, window_batch, world
 
 REPLICAS = 8
-RUNS = 3
+RUNS = 2
 """With and without the poisoner: who meets whom differs, and one pair of runs varies by a percent."""
 STEPS = 80
 SPEC = micro_spec(

@@ -31,7 +31,7 @@ from noloco_node.telemetry.events import (
 )
 from tests.support import eventually, printed_file
 
-MICRO = Path(__file__).parent / "configs" / "micro.yaml"
+MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 NOW = 1000.0
 
 

@@ -20,7 +20,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.telemetry.events import InnerStep, NodeStarted, NodeStopped, read_events
 from tests.support import eventually
 
-MICRO = Path(__file__).parent / "configs" / "micro.yaml"
+MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 
 
 def test_all_means_every_gpu_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
