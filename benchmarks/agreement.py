@@ -48,8 +48,8 @@ def by_swarm(config: Path, seed: int) -> Figures:
     """Train with real daemons."""
     with tempfile.TemporaryDirectory() as folder:
         settings = [part for setting in seeded(seed) for part in ("--set", setting)]
-        command = [sys.executable, "-m", "noloco_node", "swarm", str(config), *settings, "--run-folder", f"{folder}/run"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "noloco_node", "swarm", str(config), "--run-folder", f"{folder}/run"]
+        subprocess.run([*command, *settings], check=True, stdout=subprocess.DEVNULL)
         summary = Summary.model_validate_json(Path(folder, "run", "summary.json").read_text(encoding="utf-8"))
     assert summary.validation_loss is not None
     assert summary.validation_loss_merged is not None
