@@ -31,7 +31,7 @@ async def partition(lab: Lab) -> Verdict:
                 await swarm.start([*each, *each], lambda number: halves.place(number // len(each)))
                 await swarm.until_training()
                 sides = swarm.nodes[: len(each)], swarm.nodes[len(each) :]
-                await _cut_and_heal(swarm, halves, sides, 60.0 if lab.long else 15.0, verdict)
+                await _cut_and_heal(swarm, halves, sides, 150.0 if lab.long else 15.0, verdict)
             finally:
                 await swarm.stop()
     except OSError as error:
