@@ -2,8 +2,8 @@
 
     python -m benchmarks.donor configs/tiny.yaml
 
-One real daemon trains the whole model; this process copies its state as a late joiner does, without a pause, in every
-second of equal spans. Both sides share the machine's cores, which no two nodes on the internet do.
+One real daemon trains the whole model; this process copies its state as a late joiner does, without a pause, in one of
+two spans of equal length, by turns. Both sides share the machine's cores, which no two nodes on the internet do.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ SETTINGS = (
     "node.torch_threads=1",
     "node.in_flight=1",
 )
+START_SECONDS = 120.0
 STEPS_BEFORE = 20
 STREAMS = 4
 PAUSE_SECONDS = 0.2
@@ -68,22 +69,13 @@ class Reader:
                 here = length
 
             try:
+                stage, own, donor = 0, self._worker, self._donor
                 await fetch_state(
-                    self._run,
-                    0,
-                    self._transport,
-                    self._worker,
-                    self._donor,
-                    download,
-                    streams=STREAMS,
-                    on_progress=note,
+                    self._run, stage, self._transport, own, donor, download, streams=STREAMS, on_progress=note
                 )
                 self.copies += 1
-            except (
-                Refused,
-                TransportError,
-            ):  # it holds no snapshot yet, or gives at its floor: a joiner asks again, too
-                await asyncio.sleep(PAUSE_SECONDS)
+            except (Refused, TransportError):
+                await asyncio.sleep(PAUSE_SECONDS)  # it holds no snapshot yet: a joiner asks again, too
 
 
 class Donor:
@@ -94,26 +86,37 @@ class Donor:
         self.started: NodeStarted | None = None
         self.steps: list[InnerStep] = []
 
-    async def until(self, moment: float | None = None) -> None:
-        """Take in events: up to a moment of wall time, or until it trains steadily."""
-        while time.time() < moment if moment else len(self.steps) < STEPS_BEFORE:
+    async def trains(self) -> None:
+        """Until it has trained some steps. Raises AssertionError where it does not come up."""
+        limit = time.monotonic() + START_SECONDS
+        while len(self.steps) < STEPS_BEFORE:
+            assert time.monotonic() < limit, f"the donor took {len(self.steps)} steps in {START_SECONDS:g} s"
             await asyncio.sleep(PAUSE_SECONDS)
-            for event in self._reader.new_events():
-                if isinstance(event, NodeStarted):
-                    self.started = event
-                elif isinstance(event, InnerStep):
-                    self.steps.append(event)
+            self._take_in_events()
+
+    async def follow(self, seconds: float) -> None:
+        """Take in what happens in the next seconds."""
+        await asyncio.sleep(seconds)
+        self._take_in_events()
+
+    def _take_in_events(self) -> None:
+        for event in self._reader.new_events():
+            if isinstance(event, NodeStarted):
+                self.started = event
+            elif isinstance(event, InnerStep):
+                self.steps.append(event)
 
     def pace(self, start: float, end: float) -> float:
         """Tokens a second between two steps near these moments."""
         steps = [step for step in self.steps if start <= step.time <= end]
+        assert len(steps) > 1, f"{len(steps)} inner steps in {end - start:.0f} s: give it more --seconds"
         return sum(step.tokens for step in steps[1:]) / (steps[-1].time - steps[0].time)
 
 
 async def measure(config: Config, folder: Path, rounds: int, seconds: float) -> list[float]:
     """Giving over silent pace, by round."""
     donor = Donor(folder)
-    await donor.until()
+    await donor.trains()
     assert donor.started is not None
     address = donor.started.addresses[0]
     identity = load_or_create_identity(folder / "reader.key")
@@ -125,10 +128,10 @@ async def measure(config: Config, folder: Path, rounds: int, seconds: float) -> 
         reading = asyncio.create_task(reader.read())
         for number in range(-1, rounds):  # the first round only lets the donor find its rate
             silent = time.time()
-            await donor.until(silent + seconds)
+            await donor.follow(seconds)
             giving, before, copies = time.time(), reader.bytes, reader.copies
             reader.reading.set()
-            await donor.until(giving + seconds)
+            await donor.follow(seconds)
             reader.reading.clear()
             over = time.time()
             paces = donor.pace(silent, giving), donor.pace(giving, over)

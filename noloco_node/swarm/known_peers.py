@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn, Protocol
+from typing import Annotated, NamedTuple, NoReturn, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -38,6 +38,13 @@ class Book(Protocol):
     async def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
         """Where a peer listens."""
         ...
+
+
+class _Wait(NamedTuple):
+    """When a live peer is asked for again, and how long it was left alone before that, both in looks."""
+
+    until: int = 0
+    pause: int = 1
 
 
 class _File(BaseModel):
@@ -85,18 +92,17 @@ class KnownPeers:
     async def keep(self, book: Book, run: str, live: Callable[[], Iterable[PeerId]]) -> NoReturn:
         """Learn where the live peers listen, each as soon as it is seen (a short run may be over before long) and again
         from time to time, and keep the file up to date."""
-        due: dict[PeerId, int] = {}
-        pauses: dict[PeerId, int] = {}
+        waits: dict[PeerId, _Wait] = {}
         look = 0
         while True:
             before = dict(self.addresses)
-            peers = [peer for peer in list(live())[:MOST_PEERS] if due.get(peer, 0) <= look]
+            waits = {peer: waits.get(peer, _Wait()) for peer in list(live())[:MOST_PEERS]}
+            peers = [peer for peer, wait in waits.items() if wait.until <= look]
             for first in range(0, len(peers), ASKED_AT_ONCE):
                 await asyncio.gather(*(self._ask(book, peer) for peer in peers[first : first + ASKED_AT_ONCE]))
             for peer in peers:
-                found = peer in self.addresses
-                pauses[peer] = LONGEST_PAUSE if found else min(2 * pauses.get(peer, 1), LONGEST_PAUSE)
-                due[peer] = look + pauses[peer]
+                pause = LONGEST_PAUSE if peer in self.addresses else min(2 * waits[peer].pause, LONGEST_PAUSE)
+                waits[peer] = _Wait(look + pause, pause)
             if self.addresses != before or self.run != run:
                 await asyncio.to_thread(self.save, run)
             await asyncio.sleep(LOOK_SECONDS)

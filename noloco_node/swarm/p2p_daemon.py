@@ -469,12 +469,11 @@ async def _is_found(probe: PrivateP2P, peer: PeerId) -> bool:
     try:
         async with asyncio.timeout(PROBE_SECONDS):
             for look in range(PROBE_LOOKS):
+                await asyncio.sleep(PROBE_PAUSE_SECONDS if look else 0.0)
                 why = await probe.connect(peer)
                 if why is None:
                     return True
                 logger.debug("no node answers as %s (look %d of %d): %s", peer, look + 1, PROBE_LOOKS, why)
-                if look + 1 < PROBE_LOOKS:
-                    await asyncio.sleep(PROBE_PAUSE_SECONDS)
     except TimeoutError:
         logger.debug("no node answers as %s within %g s", peer, PROBE_SECONDS)
     return False

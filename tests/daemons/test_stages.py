@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,19 +12,12 @@ import pytest
 from noloco_node.config.load import Config, load_config
 from noloco_node.local_swarm import LocalSwarm, SwarmNode
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, NodeMoved, NodeStopped, OuterStep
-from tests.support import eventually, nothing_left_behind
+from tests.support import eventually
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(400)]
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 TARGET = 300_000
-
-
-@pytest.fixture
-def temporary(tmp_path: Path) -> Iterator[Path]:
-    """A folder for everything temporary of the swarm, empty again at the end."""
-    with nothing_left_behind() as base:
-        yield base
 
 
 def micro(*overrides: str) -> Config:
