@@ -17,6 +17,7 @@ from noloco_node.aio import cancel_and_wait
 from noloco_node.swarm.circuit_messages import (
     CONNECT,
     HOP,
+    MAX_MESSAGE_BYTES,
     RESERVE,
     STOP,
     Fields,
@@ -123,7 +124,7 @@ class CircuitRelay:
                     answer = hop_answer(Status.MALFORMED_MESSAGE)
             if not isinstance(answer, bytes):
                 return answer
-            await _send_and_close(stream[1], answer)
+            await _answer_and_wait(stream, answer)
             return None
         finally:
             self._handshakes.subtract((peer,))
@@ -138,7 +139,9 @@ class CircuitRelay:
             return self._reserve(peer)
         if kind != CONNECT:
             raise ValueError("neither a reservation nor a connection")
-        return wanted_peer(request)
+        wanted = wanted_peer(request)
+        refusal = self._refusal(peer, wanted)
+        return wanted if refusal is None else hop_answer(refusal)
 
     def _reserve(self, peer: PeerId) -> bytes:
         taken = self.places
@@ -164,17 +167,13 @@ class CircuitRelay:
         return sum(count for pair, count in self._circuits.items() if peer in pair)
 
     async def _connect(self, caller: PeerId, wanted: PeerId, stream: Stream) -> None:
-        refusal = self._refusal(caller, wanted)
-        if refusal is not None:
-            await _send_and_close(stream[1], hop_answer(refusal))
-            return
         self._circuits[caller, wanted] += 1
         try:
             try:
                 other = await self._announce(caller, wanted)
             except (PeerUnreachable, OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
                 logger.debug("%s wanted %s, who cannot be reached: %r", caller, wanted, error)
-                await _send_and_close(stream[1], hop_answer(Status.CONNECTION_FAILED))
+                await _answer_and_wait(stream, hop_answer(Status.CONNECTION_FAILED))
                 return
             try:
                 await write_message(stream[1], hop_answer(Status.OK))
@@ -219,8 +218,10 @@ class CircuitRelay:
         self._places = {peer: until for peer, until in self._places.items() if until > now}
 
 
-async def _send_and_close(writer: asyncio.StreamWriter, message: bytes) -> None:
+async def _answer_and_wait(stream: Stream, answer: bytes) -> None:
+    """Send an answer and let the asker end the stream: p2pd resets one that is closed at this end, and with it, now and
+    then, goes what is still on its way (decision 155)."""
     async with asyncio.timeout(HANDSHAKE_SECONDS):
-        await write_message(writer, message)
-        writer.close()
-        await writer.wait_closed()
+        await write_message(stream[1], answer)
+        while await stream[0].read(MAX_MESSAGE_BYTES):
+            pass

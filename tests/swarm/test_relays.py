@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -98,6 +99,25 @@ def test_an_address_through_a_relay_says_who_is_dialled_and_who_is_meant() -> No
     assert only_relayed([CIRCUIT])
     assert not only_relayed([CIRCUIT, "/ip4/203.0.113.7/tcp/1"])
     assert not only_relayed([])
+
+
+async def test_the_asker_ends_the_stream_not_the_relay() -> None:
+    """p2pd may throw away an answer whose stream is closed behind it, so each is followed by waiting for the other
+    end: granted, refused and malformed alike."""
+    for carry, message in ((True, reserve_request()), (False, reserve_request()), (True, b"\x08\x07")):
+        relay = CircuitRelay(cast("Any", None), carry=carry)
+        ours, theirs = socket.socketpair()
+        (reader, writer), (asking, asked) = [await asyncio.open_unix_connection(sock=end) for end in (theirs, ours)]
+        serving = asyncio.create_task(relay._serve(ONE, reader, writer))
+        await write_message(asked, message)
+        await read_fields(asking)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await asking.read()
+        assert relay._handshakes[ONE] == 1
+        asked.close()
+        await serving
+        assert not relay._handshakes
 
 
 @contextlib.asynccontextmanager
