@@ -189,6 +189,7 @@ class Replica:
             self.server,
             self.ledger,
             self.missing,
+            self._downstream,
             origin=self.origin,
             emit=self._emit,
         )
@@ -289,6 +290,7 @@ class Replica:
                     self._pair(),
                     self._keep_account(),
                     self.books.lag.measure(),
+                    *([self._downstream.auditor.run()] if self._downstream else []),
                 )
             ]
             await self._live_through_the_run(group)

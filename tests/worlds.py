@@ -30,11 +30,12 @@ from noloco_node.swarm.directory import Directory
 from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
+from noloco_node.swarm.memory_transport import Fault, MemoryNetwork, MemoryTransport
 from noloco_node.swarm.p2p_daemon import running_p2p
 from noloco_node.swarm.transport import PeerId, Transport
-from noloco_node.telemetry.events import AnyEvent
+from noloco_node.telemetry.events import AnyEvent, Evaluation
 from noloco_node.training.compute_thread import ComputeThread
+from tests.support import eventually
 
 VOCABULARY = 61
 LENGTH = 16
@@ -240,3 +241,17 @@ async def run_to_the_end(made: Swarm, within: float = 60.0) -> None:
     async with asyncio.timeout(within), asyncio.TaskGroup() as group:
         for replica in made.replicas:
             group.create_task(replica.run())
+
+
+async def run_with_faults(made: World, *faults: Fault) -> None:
+    """Run to the end, with faults injected once every origin's first evaluation is through (it would eat some)."""
+
+    async def inject() -> None:
+        origins = [events for replica, events in zip(made.replicas, made.events, strict=True) if replica.stage == 0]
+        await eventually(lambda: all(any(isinstance(e, Evaluation) for e in events) for events in origins))
+        for fault in faults:
+            made.network.inject(fault)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(inject())
+        group.create_task(run_to_the_end(made))

@@ -8,18 +8,21 @@ from statistics import median_low
 _PEERS_REMEMBERED = 64
 _MOTIONS_REMEMBERED = 8
 _TRUST = 4.0
-_GROSS = 10.0
-"""Honest differences after a partition are some times the bound; so many times it, they are none."""
+_FALL = 2.0
+"""Power of bound / difference by which a difference beyond the bound is scaled: 1 would bring it to the bound."""
 
 
 class DifferenceBound:
     """An adaptive bound on the norm of the difference to a partner. One for each fragment: it sees that part's norms.
 
-    The bound is `multiple` × the low median over distinct voices: each remembered peer's latest accepted (clipped)
-    difference, and this replica's own motion, itself the low median over the last outer steps for which it had learnt
-    anything; zeros say nothing. One peer is one voice however often it comes. All peers together, were they one
-    person's, move the bound only within a factor of 4 about the own motion: what they have been granted never entitles
-    them to more. A replica that has never learnt anything has no measure of its own, and nobody moves it.
+    The bound is `multiple` × the low median over distinct voices: each remembered peer's latest difference, as much of
+    it as was within the bound, and this replica's own motion, itself the low median over the last outer steps for which
+    it had learnt anything; zeros say nothing. One peer is one voice however often it comes. All peers together, were
+    they one person's, move the bound only within a factor of 4 about the own motion: what they have been granted never
+    entitles them to more. A replica that has never learnt anything has no measure of its own, and nobody moves it.
+
+    A difference beyond the bound is not brought to it but scaled by its square: what is that far away is seldom honest,
+    and honest replicas that a partition has parted come together all the same.
     """
 
     def __init__(self, multiple: float) -> None:
@@ -41,19 +44,19 @@ class DifferenceBound:
         return self._multiple * min(max(median_low([own, *peers]), own / _TRUST), own * _TRUST)
 
     def scale(self, difference: float, own_motion: float) -> float:
-        """Factor in [0, 1] that brings a difference of that norm within the bound; one of more than ten times the bound
-        is scaled to less, the less the larger it is. Once for each step with a partner: the own motion is remembered.
+        """Factor in [0, 1] for a difference of that norm: 1 within the bound; beyond it the less is left the further
+        away it is. Once for each step with a partner: the own motion is remembered.
         """
         bound = self.bound(own_motion)
         if own_motion > 0.0:  # steps without learning must not push out the memory of those with it
             self._motions.append(own_motion)
         if difference <= bound:
             return 1.0
-        return bound / difference * min(1.0, _GROSS * bound / difference)
+        return (bound / difference) ** _FALL
 
-    def accept(self, peer: str, clipped_difference: float) -> None:
-        """Remember the clipped norm of a committed exchange with `peer`."""
-        self._latest[peer] = clipped_difference
+    def accept(self, peer: str, difference: float, bound: float) -> None:
+        """Remember the norm of a committed exchange with `peer`; beyond the bound that held, it counts as that."""
+        self._latest[peer] = min(difference, bound)
         self._latest.move_to_end(peer)
         while len(self._latest) > _PEERS_REMEMBERED:
             self._latest.popitem(last=False)

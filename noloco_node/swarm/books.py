@@ -9,7 +9,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.microbatch import Ledger
 from noloco_node.swarm.origin import Origin
-from noloco_node.swarm.pipeline import PipelineServer
+from noloco_node.swarm.pipeline import Downstream, PipelineServer
 from noloco_node.swarm.transport import Transport
 from noloco_node.swarm.waiting import MissingStages
 from noloco_node.telemetry.events import Account, Strangers, bytes_by_kind
@@ -28,6 +28,7 @@ class Books:
         server: PipelineServer,
         ledger: Ledger,
         missing: MissingStages,
+        downstream: Downstream | None,
         *,
         origin: Origin | None,
         emit: Callable[[Account], None],
@@ -39,6 +40,7 @@ class Books:
         self._server = server
         self._ledger = ledger
         self._missing = missing
+        self._downstream = downstream
         self._origin = origin
         self._emit = emit
         self.lag = LoopLag()
@@ -76,6 +78,8 @@ class Books:
                     offences=dict(conduct.offences),
                     bans=dict(conduct.bans),
                     banned_now=conduct.banned_now,
+                    audits=dict(self._downstream.auditor.findings) if self._downstream else {},
+                    set_aside_now=self._downstream.set_aside_now if self._downstream else 0,
                     bounded={"activations": self._server.out_of_scale, **self._worker.bounded},
                 ),
             )

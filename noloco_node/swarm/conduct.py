@@ -80,9 +80,15 @@ def after_offence(standing: Standing, offence: Offence, now: float) -> Standing:
     offences = max(0.0, standing.offences - (now - standing.since) * FORGIVEN_A_SECOND) + 1.0
     if offences <= TOLERATED:
         return Standing(offences, now, standing.bans, standing.banned_until, standing.reason)
-    earlier = standing.bans if now - standing.banned_until < LONGEST_BAN_SECONDS else 0
-    seconds = min(LONGEST_BAN_SECONDS, FIRST_BAN_SECONDS * 2.0 ** min(earlier, 32))
-    return Standing(0.0, now, earlier + 1, now + seconds, offence)
+    seconds, bans = ban_seconds(standing.bans, standing.banned_until, now)
+    return Standing(0.0, now, bans, now + seconds, offence)
+
+
+def ban_seconds(earlier: int, last_end: float, now: float) -> tuple[float, int]:
+    """How long to shut a peer out that was shut out `earlier` times, to `last_end`; and how many times that makes."""
+    if now - last_end >= LONGEST_BAN_SECONDS:
+        earlier = 0
+    return min(LONGEST_BAN_SECONDS, FIRST_BAN_SECONDS * 2.0 ** min(earlier, 32)), earlier + 1
 
 
 class Conduct:

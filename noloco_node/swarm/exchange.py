@@ -420,7 +420,9 @@ class Exchanger:
         )
         commit = await asyncio.shield(self._applying)
         if paired:
-            bound.accept(session.partner, norm * scale)
+            bound.accept(session.partner, norm, largest)
+            if not self._standing.newcomer:  # of itself it knows that it may be the one that is far
+                self.patience.met(session.partner, session.fragment, norm, largest, time.monotonic())
             largest = largest if session.bound is None else min(largest, session.bound)
             meeting = Meeting(norm, largest, self._standing.loss.mean, session.fellow_loss)
             self._standing.met(meeting, commit.progress.steps)

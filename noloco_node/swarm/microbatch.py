@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,8 @@ class Trained:
     loss_sum: float
     tokens: int
     gradient: Tensor | None
+    scale: float = 0.0
+    """Root mean square of the gradient."""
     peer: str = ""
     """Who answered."""
 
@@ -191,9 +194,10 @@ async def parse_answer(
         return Trained(answer.loss_sum, answer.tokens, None), answer.load
     if len(tensors) != 1 or tensors[0].shape != activations.shape or tensors[0].dtype != activations.dtype:
         raise ProtocolViolation("the gradient does not have the shape and precision of the activations")
-    if not await all_finite(tensors[0]):
-        raise ProtocolViolation("the gradient holds NaN or infinity")
-    return Trained(answer.loss_sum, answer.tokens, tensors[0]), answer.load
+    scale = await scale_of(tensors[0])
+    if not math.isfinite(scale):
+        raise ProtocolViolation("the gradient holds NaN or infinity, or is beyond all scale")
+    return Trained(answer.loss_sum, answer.tokens, tensors[0], scale), answer.load
 
 
 async def all_finite(tensor: Tensor) -> bool:
@@ -204,7 +208,10 @@ async def all_finite(tensor: Tensor) -> bool:
 
 
 async def scale_of(tensor: Tensor) -> float:
-    """Root mean square of a finite tensor. A large one is looked at off the event loop."""
+    """Root mean square of a tensor; NaN or infinite where an element is, or where fp32 does not hold its square.
+
+    A large one is looked at off the event loop.
+    """
     if tensor.numel() <= INLINE_ELEMENTS:
         return _scale(tensor)
     return await asyncio.to_thread(_scale, tensor)

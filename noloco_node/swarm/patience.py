@@ -1,18 +1,26 @@
-"""How long a fellow whose exchanges came to nothing is left alone: it must not keep a replica engaged for ever."""
+"""How long a fellow is left alone: one whose exchanges come to nothing must not keep a replica engaged for ever, one
+whose weights stay far away must not pull at it for ever.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from noloco_node.swarm.conduct import ban_seconds
 from noloco_node.swarm.transport import PeerId
+
+logger = logging.getLogger(__name__)
 
 REST_PER_SECOND_LOST = 3.0
 """Rest for each second that an exchange took in vain: one fellow costs another a quarter of its time at most."""
 SHORTEST_REST_SECONDS = 1.0
 LONGEST_REST_SECONDS = 120.0
 """Of the doubled shortest ones."""
+FAR = 2.0
+"""Times the bound on differences from which a fellow's weights are far away."""
 FELLOWS_REMEMBERED = 1024
 
 
@@ -33,11 +41,37 @@ def after_lost_exchange(rest: Rest, seconds: float, now: float) -> Rest:
     return Rest(rest.in_vain + 1, now + max(shortest, REST_PER_SECOND_LOST * seconds))
 
 
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far away one fellow's weights were when they were last averaged, and when they may be again."""
+
+    norm: float = 0.0
+    """Of the difference, where it was far; else 0."""
+    rests: int = 0
+    until: float = 0.0
+
+
+def after_meeting(distance: Distance, norm: float, bound: float, now: float) -> Distance:
+    """After an exchange with weights at `norm`, where `bound` would have been taken whole (0: not known yet).
+
+    The second time in a row that they are far, and no nearer than before, they are left alone, each time for twice as
+    long.
+    """
+    if norm <= FAR * bound or bound == 0.0:
+        return Distance(0.0, distance.rests, distance.until)
+    if distance.norm == 0.0 or norm < distance.norm:
+        return Distance(norm, distance.rests, distance.until)
+    seconds, rests = ban_seconds(distance.rests, distance.until, now)
+    return Distance(norm, rests, now + seconds)
+
+
 class Patience:
-    """The rests of all fellows. A bad network brings them as well as malice: it is no offence and leads to no ban."""
+    """The rests of all fellows. A bad network and a state that was lost bring them as well as malice: they are no
+    offence and lead to no ban."""
 
     def __init__(self) -> None:
         self._rests: OrderedDict[PeerId, Rest] = OrderedDict()
+        self._distances: OrderedDict[PeerId, dict[int | None, Distance]] = OrderedDict()
 
     def lost(self, peer: PeerId, seconds: float, now: float) -> None:
         """An exchange with `peer` came to nothing after so many seconds."""
@@ -46,12 +80,25 @@ class Patience:
             self._rests.popitem(last=False)
 
     def committed(self, peer: PeerId) -> None:
-        """An exchange with `peer` came to its end: all is forgotten."""
+        """An exchange with `peer` came to its end: those that did not are forgotten."""
         self._rests.pop(peer, None)
+
+    def met(self, peer: PeerId, fragment: int | None, norm: float, bound: float, now: float) -> None:
+        """A fragment (None: all) was averaged with `peer`; see `after_meeting`."""
+        distances = self._distances.pop(peer, {})
+        before = distances.get(fragment, Distance())
+        after = distances[fragment] = after_meeting(before, norm, bound, now)
+        self._distances[peer] = distances
+        if len(self._distances) > FELLOWS_REMEMBERED:
+            self._distances.popitem(last=False)
+        if after.rests != before.rests:
+            what = "its weights stay %.1f times as far away as is taken whole: it is left alone for %.0f s"
+            logger.warning(f"%s: {what}", peer, norm / bound, after.until - now)
 
     def resting(self, peer: PeerId, now: float) -> bool:
         """Whether `peer` is to be left alone now."""
-        return now < self._rests.get(peer, Rest()).until
+        far_until = max((distance.until for distance in self._distances.get(peer, {}).values()), default=0.0)
+        return now < max(self._rests.get(peer, Rest()).until, far_until)
 
     def ready(self, peers: Sequence[PeerId], now: float) -> Collection[PeerId]:
         """Whom to dial of `peers`: those that do not rest; where all do, all of them, for one must be the next."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 import time
 from collections import OrderedDict
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.swarm.audit import Auditor
 from noloco_node.swarm.microbatch import (
     METHOD,
     HopFailed,
@@ -82,6 +84,13 @@ class Downstream:
         self._ledger = ledger
         self._rng = rng
         self._warn_again_at = 0.0
+        self.auditor = Auditor(spec.pipeline.audit_share, book, self._train_again, rng)
+        """Runs beside the training (`Auditor.run`)."""
+
+    @property
+    def set_aside_now(self) -> int:
+        """Next-stage peers that audits have gone against and that get nothing now."""
+        return self._book.set_aside_now
 
     async def send(self, microbatch: str, mode: Mode, activations: Tensor, labels: Tensor, budget: float) -> Trained:
         """Have the next stage train (or evaluate) activations [b, T, hidden] and labels int32 [b, T].
@@ -99,7 +108,9 @@ class Downstream:
                 excluded.clear()
                 continue
             try:
-                return await self._ask(peer, microbatch, attempt, mode, activations, labels, self._patience(remaining))
+                answer = await self._ask(
+                    peer, microbatch, attempt, mode, activations, labels, self._patience(remaining)
+                )
             except Refused as refusal:
                 if refusal.reason is Refusal.OUT_OF_REACH:
                     raise HopFailed(Refusal.OUT_OF_REACH, refusal.detail, reached=reached) from None
@@ -107,17 +118,19 @@ class Downstream:
                     raise HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, refusal.detail, reached=True) from None
                 reached = True
                 failures += refusal.reason not in _COME_BACK
-                if refusal.reason in _NOT_FOR_US:
-                    self._book.failed(peer)
+                self._note_failure(peer, refusal)
                 logger.debug("microbatch %s refused by %s: %s", microbatch[:8], peer, refusal)
             except TransportError as error:
                 failures += 1
-                self._book.failed(peer)
-                self._transport.conduct.judge(peer, error)
+                self._note_failure(peer, error)
                 reached = reached or not isinstance(error, PeerUnreachable)
                 if mode == "train" and not isinstance(error, PeerUnreachable):
                     self._ledger.repeated += 1
                 logger.debug("microbatch %s lost at %s: %r", microbatch[:8], peer, error)
+            else:
+                if mode == "train":
+                    self.auditor.consider(answer, activations, labels)
+                return answer
             if failures >= self._spec.pipeline.hop_attempts:
                 why = f"{failures} failures at stage {self._stage + 1}"
                 raise given_up(Refusal.DOWNSTREAM_EXHAUSTED, why, reached)
@@ -135,6 +148,21 @@ class Downstream:
         if self._stage > 0:
             return remaining
         return min(remaining, max(remaining / 2, self._spec.pipeline.progress_seconds))
+
+    async def _train_again(self, peer: PeerId, activations: Tensor, labels: Tensor) -> Trained:
+        patience = self._patience(self._spec.pipeline.budget_seconds)
+        try:
+            return await self._ask(peer, secrets.token_hex(16), 0, "train", activations, labels, patience)
+        except (Refused, TransportError) as error:
+            self._note_failure(peer, error)
+            raise
+
+    def _note_failure(self, peer: PeerId, error: Refused | TransportError) -> None:
+        if not isinstance(error, Refused):
+            self._book.failed(peer)
+            self._transport.conduct.judge(peer, error)
+        elif error.reason in _NOT_FOR_US:
+            self._book.failed(peer)
 
     async def _ask(
         self, peer: PeerId, microbatch: str, attempt: int, mode: Mode, activations: Tensor, labels: Tensor, left: float

@@ -32,6 +32,8 @@ class Candidate:
     load: int
     """Microbatches that it held besides the answered one at its last answer; 0 where that is too long ago."""
     suspended_until: float = 0.0
+    is_set_aside: bool = False
+    """Audits have gone against it again and again."""
 
 
 def choose_peer(
@@ -48,9 +50,10 @@ def choose_peer(
     `uniform` draws one (the paper's); `balanced` draws two and takes the less loaded; `fixed` always takes the
     candidate at `own_rank` (this peer's place among its fellows), modulo their number, for the ablation of routing.
     Suspended peers are passed over, unless all are: then the one that returns first is tried, so that a stage with a
-    single slow peer is never cut off.
+    single slow peer is never cut off. Peers that are set aside get nothing while the stage has another, asked or not.
     """
-    eligible = [c for c in candidates if c.peer not in excluded]
+    pool = [c for c in candidates if not c.is_set_aside] or candidates
+    eligible = [c for c in pool if c.peer not in excluded]
     if strategy == "fixed" and eligible:
         ordered = sorted(eligible, key=lambda c: c.peer)
         return ordered[own_rank % len(ordered)].peer
@@ -69,7 +72,8 @@ def _burden(candidate: Candidate) -> int:
 
 
 class RoutingBook:
-    """What this node knows of its next-stage peers: who lives, own requests under way, reported load, suspensions."""
+    """What this node knows of its next-stage peers: who lives, own requests under way, reported load, suspensions,
+    who is set aside."""
 
     def __init__(self, strategy: Strategy, rng: random.Random, clock: Callable[[], float]) -> None:
         self._strategy: Strategy = strategy
@@ -80,6 +84,7 @@ class RoutingBook:
         self._load: dict[PeerId, tuple[int, float]] = {}
         self._suspended: dict[PeerId, float] = {}
         self._failures: dict[PeerId, int] = {}
+        self._aside_until: dict[PeerId, float] = {}
         self.changed = Pulse()
         """Fires when the set of live peers has changed."""
         self.own_rank = 0
@@ -98,7 +103,13 @@ class RoutingBook:
         """A peer for one microbatch, or None where nobody may be asked now."""
         now = self._clock()
         candidates = [
-            Candidate(peer, self._outstanding.get(peer, 0), self._load_of(peer, now), self._suspended.get(peer, 0.0))
+            Candidate(
+                peer,
+                self._outstanding.get(peer, 0),
+                self._load_of(peer, now),
+                self._suspended.get(peer, 0.0),
+                self._is_set_aside(peer, now),
+            )
             for peer in self._peers
         ]
         return choose_peer(
@@ -133,6 +144,25 @@ class RoutingBook:
         failures = self._failures[peer] = min(self._failures.get(peer, 0) + 1, 10)
         pause = min(LONGEST_SUSPENSION_SECONDS, SUSPENSION_SECONDS * 2 ** (failures - 1))
         self._suspended[peer] = self._clock() + pause
+
+    def set_aside(self, peer: PeerId, until: float) -> None:
+        """Ask `peer` for nothing up to then, whatever the directory says meanwhile, unless the stage has no other."""
+        now = self._clock()
+        self._aside_until = {other: end for other, end in self._aside_until.items() if end > now} | {peer: until}
+
+    @property
+    def peers(self) -> Sequence[PeerId]:
+        """Live peers, those that are set aside included."""
+        return self._peers
+
+    @property
+    def set_aside_now(self) -> int:
+        """Live peers that are set aside."""
+        now = self._clock()
+        return sum(self._is_set_aside(peer, now) for peer in self._peers)
+
+    def _is_set_aside(self, peer: PeerId, now: float) -> bool:
+        return self._aside_until.get(peer, now) > now
 
     def _load_of(self, peer: PeerId, now: float) -> int:
         load, when = self._load.get(peer, (0, now))

@@ -139,6 +139,10 @@ class Strangers(BaseModel):
     bans: dict[str, int] = {}
     """By the offence that brought them."""
     banned_now: int = 0
+    audits: dict[str, int] = {}
+    """Of next-stage peers, by finding (`swarm.audit.Finding`)."""
+    set_aside_now: int = 0
+    """Next-stage peers that get no microbatch, because audits went against them."""
     bounded: dict[str, int] = {}
     """What went beyond a bound on norms: `activations` refused for their scale, gradients `returned` by the next stage
     and `caused` by others' microbatches scaled down."""

@@ -94,6 +94,10 @@ class Metrics:
         self._offences = self._counter("noloco_offences_total", "Offences of peers", "reason")
         self._bans = self._counter("noloco_bans_total", "Bans of peers by the offence that brought them", "reason")
         self._banned = self._gauge("noloco_banned_peers", "Peers that are banned here now")
+        self._audits = self._counter(
+            "noloco_audits_total", "Microbatches that several peers trained, by finding", "finding"
+        )
+        self._set_aside = self._gauge("noloco_set_aside_peers", "Next-stage peers that audits have gone against")
         self._bounded = self._counter("noloco_bounded_total", "What went beyond a bound on norms", "what")
         self._live = self._gauge("noloco_live_replicas", "Live nodes as this one sees them", "stage")
         self._missing = self._gauge("noloco_stage_missing", "1 while a stage has no replica and is waited for", "stage")
@@ -236,9 +240,11 @@ class Metrics:
         for reason, count in event.refused.items():
             self._refusals.labels(_bounded(reason)).inc(rise("refused", reason, count))
         self._banned.set(event.strangers.banned_now)
+        self._set_aside.set(event.strangers.set_aside_now)
         for family, counter, counts in (
             ("offences", self._offences, event.strangers.offences),
             ("bans", self._bans, event.strangers.bans),
+            ("audits", self._audits, event.strangers.audits),
             ("bounded", self._bounded, event.strangers.bounded),
         ):
             for reason, count in counts.items():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from noloco_node.outer.clipping import DifferenceBound
 from noloco_node.outer.codec import BLOCK, CODECS, CodecName
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.outer.update import OuterRule
@@ -91,3 +93,33 @@ def step(
         replica.commit()
         covered = replica.part.slice
         replica.snapshot[covered] = replica.slow[covered]
+
+
+def learn(replica: OuterReplica, generator: torch.Generator, speed: float = 0.02) -> None:
+    """Inner steps towards zero, with noise, of bounded size as Adam's are."""
+    gradient = replica.slow / (0.05 + replica.slow.abs().mean())
+    moved = torch.randn(replica.size, generator=generator) - gradient.clamp(-1, 1)
+    replica.snapshot.copy_(replica.slow + speed * moved)
+
+
+class Met(NamedTuple):
+    """What one side saw of an exchange: the difference, what it would have taken whole, what it scaled it by."""
+
+    norm: float
+    bound: float
+    scale: float
+
+
+def average(
+    group: Sequence[OuterReplica], bounds: Sequence[DifferenceBound], a: int, b: int, exchange: str
+) -> list[Met]:
+    """An honest pair's outer step under both bounds, as first `a` and then `b` saw it."""
+    meet([group[a], group[b]], exchange=f"{exchange}/{a}")
+    seen: list[Met] = []
+    for own, other in ((a, b), (b, a)):
+        norm, motion = group[own].difference_norm(), group[own].own_motion()
+        largest, scale = bounds[own].bound(motion), bounds[own].scale(norm, motion)
+        group[own].commit(scale)
+        bounds[own].accept(str(other), norm, largest)
+        seen.append(Met(norm, largest, scale))
+    return seen

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-from noloco_node.swarm.patience import Patience, Rest, after_lost_exchange
-from noloco_node.swarm.transport import PeerId
+import random
 
+import pytest
+import torch
+
+from noloco_node.outer.clipping import DifferenceBound
+from noloco_node.outer.codec import BLOCK
+from noloco_node.outer.update import OuterRule
+from noloco_node.swarm.conduct import FIRST_BAN_SECONDS, LONGEST_BAN_SECONDS
+from noloco_node.swarm.patience import (
+    FAR,
+    FELLOWS_REMEMBERED,
+    Distance,
+    Patience,
+    Rest,
+    after_lost_exchange,
+    after_meeting,
+)
+from noloco_node.swarm.transport import PeerId
+from tests.outer.groups import average, learn, replica_of
+
+RULE = OuterRule(0.5, 0.5, 0.5, "averaged")
 ONE, OTHER = PeerId("one"), PeerId("other")
 
 
@@ -40,3 +59,76 @@ def test_who_rests_is_passed_over_unless_nobody_else_is_there() -> None:
     assert list(patience.ready([ONE, OTHER], 1.0)) == [OTHER]
     assert list(patience.ready([ONE], 1.0)) == [ONE]
     assert list(patience.ready([ONE, OTHER], 10.0)) == [ONE, OTHER]
+
+
+def test_who_stays_far_away_is_left_alone_for_longer_each_time() -> None:
+    """From the second meeting in a row on that brings it no nearer; an hour at most."""
+    distance, now, rests = Distance(), 0.0, list[float]()
+    for _ in range(9):
+        while distance.until <= now:
+            distance, now = after_meeting(distance, 30.0, 10.0, now), now + 1.0
+        rests.append(distance.until - now + 1.0)
+        now = distance.until
+    assert rests == [min(LONGEST_BAN_SECONDS, FIRST_BAN_SECONDS * 2**n) for n in range(9)]
+
+
+@pytest.mark.parametrize(
+    "norms", [[30.0], [30.0, 29.0, 28.0], [30.0, FAR * 10.0, 30.0, 1.0] * 9, [FAR * 10.0] * 9], ids=str
+)
+def test_who_comes_nearer_or_is_not_far_is_met_as_ever(norms: list[float]) -> None:
+    """One far meeting says nothing, nor do later ones that are nearer each time, or interrupted by one that is not."""
+    patience = Patience()
+    for norm in norms:
+        patience.met(ONE, None, norm, 10.0, now=5.0)
+    patience.met(ONE, None, 99.0, 0.0, now=5.0)
+    assert not patience.resting(ONE, 5.0)
+
+
+def test_each_fragment_has_a_distance_of_its_own() -> None:
+    """Their norms are not compared with each other; one that stays far away is enough to be left alone."""
+    patience = Patience()
+    patience.met(ONE, 0, 30.0, 10.0, now=0.0)
+    patience.met(ONE, 1, 40.0, 10.0, now=0.0)
+    assert not patience.resting(ONE, 0.0)
+    patience.met(ONE, 0, 30.0, 10.0, now=0.0)
+    patience.met(ONE, 1, 5.0, 10.0, now=0.0)
+    patience.committed(ONE)
+    assert patience.resting(ONE, FIRST_BAN_SECONDS - 1.0)
+    assert not patience.resting(ONE, FIRST_BAN_SECONDS)
+
+
+@pytest.mark.parametrize("size", [2, 6])
+@pytest.mark.parametrize("apart", [8.0, 25.0])
+def test_two_halves_that_were_apart_come_together_and_nobody_is_left_alone(size: int, apart: float) -> None:
+    """Each half has learnt on for itself until it was that many bounds away. They meet at random and learn on: every
+    meeting across brings them nearer."""
+    generator, rng = torch.Generator().manual_seed(size), random.Random(size)
+    group = [replica_of(RULE, torch.ones(BLOCK)) for _ in range(2 * size)]
+    bounds = [DifferenceBound(3.0) for _ in group]
+    patience = [Patience() for _ in group]
+    motion = 0.02 * (2 * BLOCK) ** 0.5
+    way = torch.randn(BLOCK, generator=generator)
+    for replica in group[:size]:
+        replica.slow.add_(way, alpha=apart * 3.0 * motion / float(way.norm()))
+    rested, across = 0, list[float]()
+    for number in range(60 if apart < 10 else 600):
+        for replica in group:
+            learn(replica, generator)
+        order = rng.sample(range(2 * size), 2 * size)
+        for a, b in zip(order[::2], order[1::2], strict=True):
+            seen = average(group, bounds, a, b, str(number))
+            for me, other, met in ((a, b, seen[0]), (b, a, seen[1])):
+                patience[me].met(PeerId(str(other)), None, met.norm, met.bound, now=float(number))
+                rested += patience[me].resting(PeerId(str(other)), now=float(number))
+            if (a < size) != (b < size):
+                across.append(seen[0].norm / seen[0].bound)
+    assert rested == 0
+    assert across[-1] < 1.0 < FAR < across[0]
+
+
+def test_the_book_does_not_grow_with_new_fellows() -> None:
+    """Those met last are remembered."""
+    patience = Patience()
+    for number in range(FELLOWS_REMEMBERED + 9):
+        patience.met(PeerId(str(number)), None, 30.0, 10.0, now=0.0)
+    assert len(patience._distances) == FELLOWS_REMEMBERED

@@ -20,7 +20,18 @@ from noloco_node.swarm.origin import Origin
 from noloco_node.swarm.transport import Message, Refusal, Refused
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
 from tests.support import eventually
-from tests.worlds import LENGTH, WINDOWS, Drawn, World, micro_spec, peer_name, run_to_the_end, window_batch, world
+from tests.worlds import (
+    LENGTH,
+    WINDOWS,
+    Drawn,
+    World,
+    micro_spec,
+    peer_name,
+    run_to_the_end,
+    run_with_faults,
+    window_batch,
+    world,
+)
 
 QUICK = PipelineSpec(budget_seconds=2.0, progress_seconds=1.0)
 
@@ -31,20 +42,6 @@ def closed_account(made: World) -> Account:
     assert account.drawn == account.trained + account.dropped + account.held_at_end
     assert account.drawn == len(made.drawn[0].batches)
     return account
-
-
-async def run_with_faults(made: World, *faults: Fault) -> None:
-    """Run to the end, with faults injected once every origin's first evaluation is through (it would eat some)."""
-
-    async def inject() -> None:
-        origins = [events for replica, events in zip(made.replicas, made.events, strict=True) if replica.stage == 0]
-        await eventually(lambda: all(any(isinstance(e, Evaluation) for e in events) for events in origins))
-        for fault in faults:
-            made.network.inject(fault)
-
-    async with asyncio.TaskGroup() as group:
-        group.create_task(inject())
-        group.create_task(run_to_the_end(made))
 
 
 @contextlib.asynccontextmanager

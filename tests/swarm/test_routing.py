@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from noloco_node.swarm.routing import SUSPENSION_SECONDS, Candidate, RoutingBook, choose_peer
+from noloco_node.swarm.routing import SUSPENSION_SECONDS, Candidate, RoutingBook, Strategy, choose_peer
 from noloco_node.swarm.transport import PeerId
 
 PEERS = [PeerId(name) for name in ("a", "b", "c", "d")]
@@ -51,6 +52,33 @@ def test_fixed_always_takes_the_peer_of_its_rank(rank: int) -> None:
     """The same peer every time, by rank among fellows modulo the peers."""
     chosen = {choose_peer("fixed", candidates([0] * 4), own_rank=rank, now=1.0, rng=random.Random(s)) for s in range(9)}
     assert chosen == {PEERS[rank % 4]}
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "balanced", "fixed"])
+def test_who_is_set_aside_gets_nothing_while_the_stage_has_another(strategy: Strategy) -> None:
+    """Also where all others are suspended, or have been asked already: then nobody is asked. Alone, it is."""
+    rng = random.Random(0)
+    aside, *others = [replace(c, is_set_aside=not i) for i, c in enumerate(candidates([0, 5, 5], [0.0, 9.0, 9.0]))]
+    chosen = {choose_peer(strategy, [aside, *others], own_rank=r, now=1.0, rng=rng) for r in range(9)}
+    assert chosen <= {"b", "c"}
+    assert choose_peer(strategy, [aside, *others], own_rank=0, now=1.0, rng=rng, excluded={"b", "c"}) is None
+    assert choose_peer(strategy, [aside], own_rank=0, now=1.0, rng=rng) == "a"
+
+
+def test_a_peer_is_set_aside_until_its_time_is_over_whatever_the_directory_says() -> None:
+    """Leaving the directory and coming back gains it nothing."""
+    now = 0.0
+    book = RoutingBook("uniform", random.Random(0), lambda: now)
+    book.update(PEERS[:3], 0)
+    book.set_aside(PEERS[0], 10.0)
+    assert book.set_aside_now == 1
+    book.update(PEERS[1:3], 0)
+    assert book.set_aside_now == 0
+    book.update(PEERS[:3], 0)
+    assert {book.choose() for _ in range(50)} == set(PEERS[1:3])
+    now = 10.0
+    assert book.set_aside_now == 0
+    assert {book.choose() for _ in range(50)} == set(PEERS[:3])
 
 
 def test_suspended_peers_are_passed_over_unless_all_are() -> None:

@@ -169,9 +169,10 @@ async def test_a_next_stage_whose_answers_break_the_protocol_is_banned_and_the_s
 
 
 def test_bans_and_bounds_are_in_the_metrics_by_reason() -> None:
-    """Prometheus sees offences, bans, who is banned now, and what was scaled down."""
+    """Prometheus sees offences, bans, who is banned now, what was scaled down, and what audits found."""
     metrics = Metrics()
     strangers = {"offences": {"forged": 12}, "bans": {"forged": 1}, "banned_now": 1, "bounded": {"returned": 3}}
+    strangers |= {"audits": {"agreed": 40, "contradicted": 3}, "set_aside_now": 1}
     account = {name: 0 for name in Account.model_fields if name not in ("event", "time", "strangers")}
     empty: dict[str, object] = {name: {} for name in ("refused", "bytes_sent", "bytes_received")}
     lists: dict[str, object] = {"nodes_per_stage": [], "missing_stages": []}
@@ -181,6 +182,8 @@ def test_bans_and_bounds_are_in_the_metrics_by_reason() -> None:
     assert value("noloco_bans_total", {"reason": "forged"}) == 1
     assert value("noloco_banned_peers") == 1
     assert value("noloco_bounded_total", {"what": "returned"}) == 3
+    assert value("noloco_audits_total", {"finding": "contradicted"}) == 3
+    assert value("noloco_set_aside_peers") == 1
 
 
 def test_bytes_under_way_are_limited_for_each_peer() -> None:
