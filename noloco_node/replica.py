@@ -249,6 +249,7 @@ class Replica:
         return donor
 
     def _begin_on_probation(self) -> None:
+        self.exchanger.patience.forget_distances()
         self.standing.begin(self.worker.progress.steps)
         self.membership.newcomer = True
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from statistics import median_low
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _PEERS_REMEMBERED = 64
+_NEAR_REMEMBERED = 4096
 _MOTIONS_REMEMBERED = 8
 _TRUST = 4.0
-_FALL = 2.0
-"""Power of bound / difference by which a difference beyond the bound is scaled: 1 would bring it to the bound."""
+_GROSS = 10.0
+"""Honest differences after a partition are some times the bound; so many times it, they are none."""
 
 
 class DifferenceBound:
@@ -21,13 +25,14 @@ class DifferenceBound:
     they one person's, move the bound only within a factor of 4 about the own motion: what they have been granted never
     entitles them to more. A replica that has never learnt anything has no measure of its own, and nobody moves it.
 
-    A difference beyond the bound is not brought to it but scaled by its square: what is that far away is seldom honest,
-    and honest replicas that a partition has parted come together all the same.
+    Who was within the bound before and is beyond it now was parted from this replica by something, and is brought to
+    the bound. Who never was is a stranger: its difference moves a replica the less the larger it is (decision 129).
     """
 
     def __init__(self, multiple: float) -> None:
         self._multiple = multiple
         self._latest: OrderedDict[str, float] = OrderedDict()
+        self._near: OrderedDict[str, None] = OrderedDict()
         self._motions: deque[float] = deque(maxlen=_MOTIONS_REMEMBERED)
 
     def bound(self, own_motion: float) -> float:
@@ -43,20 +48,26 @@ class DifferenceBound:
         peers = [norm for norm in self._latest.values() if norm > 0.0]
         return self._multiple * min(max(median_low([own, *peers]), own / _TRUST), own * _TRUST)
 
-    def scale(self, difference: float, own_motion: float) -> float:
-        """Factor in [0, 1] for a difference of that norm: 1 within the bound; beyond it the less is left the further
-        away it is. Once for each step with a partner: the own motion is remembered.
-        """
+    def scale(self, peer: str, difference: float, own_motion: float) -> float:
+        """Factor in [0, 1] for a difference to `peer` of that norm: 1 within the bound, at most bound / difference
+        beyond it. Once for each step with a partner: the own motion is remembered."""
         bound = self.bound(own_motion)
         if own_motion > 0.0:  # steps without learning must not push out the memory of those with it
             self._motions.append(own_motion)
         if difference <= bound:
             return 1.0
-        return (bound / difference) ** _FALL
+        whole_up_to = _GROSS if peer in self._near else 1.0
+        return bound / difference * min(1.0, whole_up_to * bound / difference)
 
     def accept(self, peer: str, difference: float, bound: float) -> None:
         """Remember the norm of a committed exchange with `peer`; beyond the bound that held, it counts as that."""
-        self._latest[peer] = min(difference, bound)
-        self._latest.move_to_end(peer)
-        while len(self._latest) > _PEERS_REMEMBERED:
-            self._latest.popitem(last=False)
+        if difference <= bound:
+            _remember(self._near, peer, None, _NEAR_REMEMBERED)
+        _remember(self._latest, peer, min(difference, bound), _PEERS_REMEMBERED)
+
+
+def _remember(table: OrderedDict[str, T], peer: str, value: T, most: int) -> None:
+    table[peer] = value
+    table.move_to_end(peer)
+    if len(table) > most:
+        table.popitem(last=False)

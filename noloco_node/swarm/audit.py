@@ -3,8 +3,6 @@
 A gradient with its sign turned looks like any other in size, and gradients of different microbatches have too little in
 common to tell one by (decision 127). Those of the same microbatch nearly agree between honest replicas of a stage. What
 an audited peer gets is an ordinary microbatch: it cannot know that another one has it too.
-
-Who was contradicted once is on trial: what it says is only compared, until audits have cleared it or set it aside.
 """
 
 from __future__ import annotations
@@ -13,18 +11,17 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import combinations
 from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from noloco_node.swarm.conduct import PEERS_REMEMBERED, ban_seconds
 from noloco_node.swarm.microbatch import INLINE_ELEMENTS, Trained
+from noloco_node.swarm.repute import TRIAL_SECONDS, Trust
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.transport import PeerId, Refused, TransportError
 from noloco_node.training.norm_bound import NormBound
@@ -35,14 +32,12 @@ T = TypeVar("T")
 
 ALIKE = 0.5
 """Two gradients less alike than this contradict each other (decision 128 has what was measured)."""
-CONTRADICTED = 3
-"""Times that a peer must have contradicted the others more often than it agreed with them to be set aside."""
-TRIAL_SECONDS = 60.0
-"""How long a peer that was contradicted gets no ordinary microbatch, if no audit clears it before."""
 UNUSUAL = 2.0
 """Times the usual norm from which a gradient is looked at."""
 JURY = 3
 """Peers without which no contradiction can be decided, so that none is looked for."""
+MOST_FAILURES = 3
+"""Peers that may fail to answer before an audit is given up."""
 
 
 class Finding(StrEnum):
@@ -52,59 +47,27 @@ class Finding(StrEnum):
     CONTRADICTED = "contradicted"
     """One of three was alone with its gradient."""
     UNDECIDED = "undecided"
-    """Two contradicted each other, and no third agreed with one of them."""
+    """Two contradicted each other, and the third agreed with both or with none."""
     FAILED = "failed"
-    """A peer was busy, left, or broke off."""
-
-
-@dataclass(frozen=True, slots=True)
-class Repute:
-    """What audits have said of one peer. Times are seconds on a clock that never goes back."""
-
-    audits: int = 0
-    contradictions: int = 0
-    """One more for each audit that was decided against it, one less (0 at least) for each other."""
-    set_asides: int = 0
-    aside_until: float = 0.0
-
-    def on_trial(self, now: float) -> bool:
-        """Whether its word is doubted: it gets microbatches only to compare its answers with others'."""
-        return self.contradictions > 0 and now >= self.aside_until
-
-
-def after_audit(repute: Repute, against: bool | None, now: float) -> Repute:
-    """The peer's repute after one more audit, decided against it, for it, or not at all (None); set aside with the
-    contradiction that makes `CONTRADICTED`.
-
-    It comes back one contradiction short of that, so a liar is set aside again at once, and for twice as long.
-    """
-    audits = repute.audits + 1
-    if against is None:
-        return replace(repute, audits=audits)
-    if not against:
-        return replace(repute, audits=audits, contradictions=max(0, repute.contradictions - 1))
-    if now < repute.aside_until or repute.contradictions + 1 < CONTRADICTED:
-        contradictions = min(repute.contradictions + 1, CONTRADICTED - 1)
-        return replace(repute, audits=audits, contradictions=contradictions)
-    seconds, set_asides = ban_seconds(repute.set_asides, repute.aside_until, now)
-    return Repute(audits, CONTRADICTED - 1, set_asides, now + seconds)
+    """Too few peers answered."""
 
 
 def likeness(one: Tensor, other: Tensor) -> float:
     """2⟨a, b⟩ / (‖a‖² + ‖b‖²) of two tensors of the same shape: 1 where they are equal, -1 where one is the other with
     its sign turned; also small where one is much larger than the other."""
-    a, b = one.to(torch.float32).flatten(), other.to(torch.float32).flatten()
-    largest = float(torch.maximum(a.abs().max(), b.abs().max()))
-    if largest == 0.0:
-        return 1.0
-    a, b = a / largest, b / largest
-    return float(2.0 * torch.dot(a, b) / (torch.dot(a, a) + torch.dot(b, b)))
+    product = squares = 0.0
+    one, other = one.flatten(), other.flatten()
+    for start in range(0, one.numel(), INLINE_ELEMENTS):
+        a, b = (whole[start : start + INLINE_ELEMENTS].double() for whole in (one, other))
+        product += float(torch.dot(a, b))
+        squares += float(torch.dot(a, a) + torch.dot(b, b))
+    return 2.0 * product / squares if squares > 0.0 else 1.0
 
 
-def odd_one_out(*gradients: Tensor) -> int | None:
-    """Which of three is unlike both others, who are alike; None where that is none of them."""
-    alike = [pair for pair in combinations(range(JURY), 2) if _are_alike(gradients[pair[0]], gradients[pair[1]])]
-    return ({*range(JURY)} - {*alike[0]}).pop() if len(alike) == 1 else None
+def odd_one_out(first: Tensor, second: Tensor, third: Tensor) -> int | None:
+    """Which of two that contradict each other is unlike a third; None where that is both of them or neither."""
+    with_first, with_second = _are_alike(first, third), _are_alike(second, third)
+    return None if with_first == with_second else int(with_first)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +80,10 @@ class _Case:
 
 
 class Auditor:
-    """Audits a node's next-stage peers, one microbatch at a time, beside the training."""
+    """Audits a node's next-stage peers, one microbatch at a time, beside the training.
+
+    Of a jury at most one is doubted, and two others decide: doubted peers neither clear nor outvote anybody.
+    """
 
     def __init__(
         self,
@@ -133,22 +99,29 @@ class Auditor:
         self._train_again = train_again
         self._rng = rng
         self._clock = clock
-        self._reputes: OrderedDict[PeerId, Repute] = OrderedDict()
         self._cases: asyncio.Queue[_Case] = asyncio.Queue()
         self._at_work = False
         self._norms = NormBound(UNUSUAL)
+        self._silent_until: dict[PeerId, float] = {}
+        """Doubted peers that did not answer, and when they are asked again: they must not hold the audits up."""
         self.findings: Counter[str] = Counter()
         """Audits so far, by `Finding`."""
 
     def consider(self, first: Trained, activations: Tensor, labels: Tensor) -> None:
         """Audit a microbatch that a peer has answered, where no other is being audited, and the stage has enough
-        replicas to decide: the first of each peer, one whose gradient is unusually large, any while a peer is on trial
-        and can be heard beside it, and of the others a share."""
-        unusual = self._norms.factor(first.peer, first.scale) < 1.0
-        if self._share == 0.0 or self._at_work or self._jury < JURY:
+        replicas to decide: the first of each peer, one whose gradient is unusually large, all of a doubted peer, any
+        while a doubted one is to be heard, and of the others a share."""
+        peer = PeerId(first.peer)
+        unusual = self._norms.factor(peer, first.scale) < 1.0
+        if self._share == 0.0 or self._at_work or self._book.trust(peer) is Trust.SET_ASIDE:
             return
-        is_new = self._reputes.get(PeerId(first.peer), Repute()).audits == 0
-        if unusual or is_new or self._on_trial() or self._rng.random() < self._share:
+        doubted, suspects = self._book.doubted, self._to_be_heard(())
+        spotless = len(self._book.peers) - len(doubted)
+        if spotless + (peer in doubted or bool(suspects)) < JURY:
+            return
+        heard = self._book.repute(peer)
+        due = unusual or heard.audits == 0 or heard.doubt > 0.0 or bool(suspects)
+        if due or self._rng.random() < self._share:
             self._at_work = True
             self._cases.put_nowait(_Case(first, activations, labels))
 
@@ -158,8 +131,8 @@ class Auditor:
             case = await self._cases.get()
             try:
                 finding = await self._audit(case)
-            except (Refused, TransportError) as error:
-                logger.debug("an audit came to nothing: %r", error)
+            except Exception:
+                logger.exception("an audit failed")  # it only looks on: the training must not end with it
                 finding = Finding.FAILED
             finally:
                 self._at_work = False
@@ -168,55 +141,44 @@ class Auditor:
     async def _audit(self, case: _Case) -> Finding:
         assert case.first.gradient is not None
         answers = {PeerId(case.first.peer): case.first.gradient}
-        while len(answers) < JURY:
-            suspects = [peer for peer in self._on_trial() if peer not in answers]
-            peer = suspects[0] if suspects else self._book.choose(answers)
+        failed: set[PeerId] = set()
+        while len(answers) < JURY and len(failed) <= MOST_FAILURES:
+            peer = self._next_juror(answers, failed)
             if peer is None:
                 break
-            again = await self._train_again(peer, case.activations, case.labels)
+            try:
+                again = await self._train_again(peer, case.activations, case.labels)
+            except (Refused, TransportError) as error:
+                logger.debug("%s gave no answer to an audit: %r", peer, error)
+                failed.add(peer)
+                self._silent_until[peer] = self._clock() + TRIAL_SECONDS
+                continue
             assert again.gradient is not None
             answers[peer] = again.gradient
             if len(answers) == 2 and await _off_loop(_are_alike, *answers.values()):
-                self._note(dict.fromkeys(answers, False))
+                for peer in answers:
+                    self._book.audited(peer, against=False)
                 return Finding.AGREED
-        if len(answers) == 1:
+        if len(answers) < JURY:
             return Finding.FAILED
-        odd = await _off_loop(odd_one_out, *answers.values()) if len(answers) == JURY else None
-        if odd is None:
-            self._note(dict.fromkeys(answers))
-            return Finding.UNDECIDED
-        self._note({peer: index == odd for index, peer in enumerate(answers)})
-        return Finding.CONTRADICTED
+        odd = await _off_loop(odd_one_out, *answers.values())
+        for index, peer in enumerate(answers):
+            self._book.audited(peer, against=None if odd is None else index == odd)
+        return Finding.UNDECIDED if odd is None else Finding.CONTRADICTED
 
-    @property
-    def _jury(self) -> int:
-        """Live peers whose word is heard."""
-        now = self._clock()
-        return sum(self._reputes.get(peer, Repute()).aside_until <= now for peer in self._book.peers)
+    def _next_juror(self, answers: Collection[PeerId], failed: Collection[PeerId]) -> PeerId | None:
+        doubted = self._book.doubted
+        if doubted.isdisjoint(answers) and (suspects := self._to_be_heard(failed)):
+            return suspects[0]
+        return self._book.choose({*answers, *failed, *doubted})
 
-    def _on_trial(self) -> list[PeerId]:
-        """Live peers whose word is doubted, those first that have been heard least."""
-        now = self._clock()
-        doubted = [peer for peer in self._book.peers if self._reputes.get(peer, Repute()).on_trial(now)]
-        return sorted(doubted, key=lambda peer: self._reputes[peer].audits)
-
-    def _note(self, against: Mapping[PeerId, bool | None]) -> None:
-        now = self._clock()
-        for peer, is_against in against.items():
-            before = self._reputes.pop(peer, Repute())
-            after = self._reputes[peer] = after_audit(before, is_against, now)
-            if len(self._reputes) > PEERS_REMEMBERED:
-                self._reputes.popitem(last=False)
-            if after.aside_until != before.aside_until:
-                logger.warning(
-                    "%s gets no microbatch for %.0f s: its gradients contradict those of two others again and again",
-                    peer,
-                    after.aside_until - now,
-                )
-            if after.contradictions:
-                self._book.set_aside(peer, max(after.aside_until, now + TRIAL_SECONDS))
-            elif before.contradictions:
-                self._book.set_aside(peer, now)
+    def _to_be_heard(self, failed: Collection[PeerId]) -> list[PeerId]:
+        """Doubted peers that are worth asking now, those first that have been heard least."""
+        now, book = self._clock(), self._book
+        self._silent_until = {peer: until for peer, until in self._silent_until.items() if until > now}
+        willing = book.doubted.difference(self._silent_until, failed)
+        heard = [peer for peer in willing if book.trust(peer) is not Trust.SET_ASIDE]
+        return sorted(heard, key=lambda peer: (book.repute(peer).audits, peer))
 
 
 async def _off_loop(compare: Callable[..., T], *gradients: Tensor) -> T:

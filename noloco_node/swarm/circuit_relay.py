@@ -169,23 +169,27 @@ class CircuitRelay:
     async def _connect(self, caller: PeerId, wanted: PeerId, stream: Stream) -> None:
         self._circuits[caller, wanted] += 1
         try:
-            try:
-                other = await self._announce(caller, wanted)
-            except (PeerUnreachable, OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
-                logger.debug("%s wanted %s, who cannot be reached: %r", caller, wanted, error)
-                await _answer_and_wait(stream, hop_answer(Status.CONNECTION_FAILED))
-                return
-            try:
-                await write_message(stream[1], hop_answer(Status.OK))
-                await self._carry(stream, other)
-            finally:
-                other[1].transport.abort()
+            if (other := await self._reach(caller, wanted)) is not None:
+                try:
+                    await write_message(stream[1], hop_answer(Status.OK))
+                    await self._carry(stream, other)
+                finally:
+                    other[1].transport.abort()
         finally:
             self._circuits.subtract(((caller, wanted),))
             self._circuits = +self._circuits
+        if other is None:
+            await _answer_and_wait(stream, hop_answer(Status.CONNECTION_FAILED))
+
+    async def _reach(self, caller: PeerId, wanted: PeerId) -> Stream | None:
+        """A stream to the wanted peer on which it has taken the caller's connection; None where that fails."""
+        try:
+            return await self._announce(caller, wanted)
+        except (PeerUnreachable, OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
+            logger.debug("%s wanted %s, who cannot be reached: %r", caller, wanted, error)
+            return None
 
     async def _announce(self, caller: PeerId, wanted: PeerId) -> Stream:
-        """A stream to the wanted peer on which it has taken the caller's connection."""
         async with asyncio.timeout(HANDSHAKE_SECONDS):
             reader, writer = await self._host.open_stream(wanted, STOP)
             try:

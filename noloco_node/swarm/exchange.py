@@ -278,6 +278,8 @@ class Exchanger:
         self._refuse_laggards(peer, proposal.clock, newcomer=proposal.newcomer)
         progress = self._worker.progress
         weightless = self._weightless(peer, proposal, progress.steps)
+        if not weightless and self.patience.stays_far(peer, time.monotonic()):
+            raise Refused(Refusal.BUSY, "your weights stay far from mine")
         refusal = answer_proposal(
             own=self._transport.peer_id,
             dialler=peer,
@@ -411,7 +413,7 @@ class Exchanger:
         norm, motion = await self._compute(lambda: (outer.difference_norm(), outer.own_motion()))
         paired = bool(session.partner)
         largest = bound.bound(motion)
-        scale = bound.scale(norm, motion) if paired else 1.0
+        scale = bound.scale(session.partner, norm, motion) if paired else 1.0
         # A newcomer's clock is that of its copy, however long that was on its way; what time it is, the fellow knows.
         share = 1.0 if self._standing.newcomer else 0.5
         shift = share * (session.partner_clock - snapshot.progress.clock) if paired else 0.0
@@ -421,7 +423,8 @@ class Exchanger:
         commit = await asyncio.shield(self._applying)
         if paired:
             bound.accept(session.partner, norm, largest)
-            if not self._standing.newcomer:  # of itself it knows that it may be the one that is far
+            # Of itself a newcomer knows that it may be the one that is far; of two, nobody knows which one is.
+            if not self._standing.newcomer and self._worker.live_replicas > 2:
                 self.patience.met(session.partner, session.fragment, norm, largest, time.monotonic())
             largest = largest if session.bound is None else min(largest, session.bound)
             meeting = Meeting(norm, largest, self._standing.loss.mean, session.fellow_loss)

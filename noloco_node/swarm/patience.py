@@ -96,10 +96,17 @@ class Patience:
             logger.warning(f"%s: {what}", peer, norm / bound, after.until - now)
 
     def resting(self, peer: PeerId, now: float) -> bool:
-        """Whether `peer` is to be left alone now."""
-        far_until = max((distance.until for distance in self._distances.get(peer, {}).values()), default=0.0)
-        return now < max(self._rests.get(peer, Rest()).until, far_until)
+        """Whether `peer`, whose exchanges come to nothing, is to be left alone now."""
+        return now < self._rests.get(peer, Rest()).until
+
+    def stays_far(self, peer: PeerId, now: float) -> bool:
+        """Whether `peer`, whose weights stay far away, is to be left alone now."""
+        return any(now < distance.until for distance in self._distances.get(peer, {}).values())
+
+    def forget_distances(self) -> None:
+        """This replica has other weights now: who was far from the former ones need not be from these."""
+        self._distances.clear()
 
     def ready(self, peers: Sequence[PeerId], now: float) -> Collection[PeerId]:
         """Whom to dial of `peers`: those that do not rest; where all do, all of them, for one must be the next."""
-        return [peer for peer in peers if not self.resting(peer, now)] or peers
+        return [p for p in peers if not self.resting(p, now) and not self.stays_far(p, now)] or peers

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from noloco_node.aio import Pulse
+from noloco_node.swarm.conduct import PEERS_REMEMBERED
+from noloco_node.swarm.repute import Repute, Trust, after_audit
 from noloco_node.swarm.transport import PeerId
+
+logger = logging.getLogger(__name__)
 
 Strategy = Literal["uniform", "balanced", "fixed"]
 
@@ -32,8 +38,7 @@ class Candidate:
     load: int
     """Microbatches that it held besides the answered one at its last answer; 0 where that is too long ago."""
     suspended_until: float = 0.0
-    is_set_aside: bool = False
-    """Audits have gone against it again and again."""
+    trust: Trust = Trust.ORDINARY
 
 
 def choose_peer(
@@ -50,9 +55,13 @@ def choose_peer(
     `uniform` draws one (the paper's); `balanced` draws two and takes the less loaded; `fixed` always takes the
     candidate at `own_rank` (this peer's place among its fellows), modulo their number, for the ablation of routing.
     Suspended peers are passed over, unless all are: then the one that returns first is tried, so that a stage with a
-    single slow peer is never cut off. Peers that are set aside get nothing while the stage has another, asked or not.
+    single slow peer is never cut off. Peers on trial come into question where all ordinary ones are suspended, peers
+    that are set aside where there are no others; that an ordinary one is excluded, being busy say, opens no way to
+    either.
     """
-    pool = [c for c in candidates if not c.is_set_aside] or candidates
+    pool = [c for c in candidates if c.trust is Trust.ORDINARY]
+    if all(c.suspended_until > now for c in pool):
+        pool = [c for c in candidates if c.trust is not Trust.SET_ASIDE] or list(candidates)
     eligible = [c for c in pool if c.peer not in excluded]
     if strategy == "fixed" and eligible:
         ordered = sorted(eligible, key=lambda c: c.peer)
@@ -73,7 +82,7 @@ def _burden(candidate: Candidate) -> int:
 
 class RoutingBook:
     """What this node knows of its next-stage peers: who lives, own requests under way, reported load, suspensions,
-    who is set aside."""
+    and what audits say of them."""
 
     def __init__(self, strategy: Strategy, rng: random.Random, clock: Callable[[], float]) -> None:
         self._strategy: Strategy = strategy
@@ -84,7 +93,8 @@ class RoutingBook:
         self._load: dict[PeerId, tuple[int, float]] = {}
         self._suspended: dict[PeerId, float] = {}
         self._failures: dict[PeerId, int] = {}
-        self._aside_until: dict[PeerId, float] = {}
+        self._reputes: OrderedDict[PeerId, Repute] = OrderedDict()
+        self._doubted: set[PeerId] = set()
         self.changed = Pulse()
         """Fires when the set of live peers has changed."""
         self.own_rank = 0
@@ -108,7 +118,7 @@ class RoutingBook:
                 self._outstanding.get(peer, 0),
                 self._load_of(peer, now),
                 self._suspended.get(peer, 0.0),
-                self._is_set_aside(peer, now),
+                self.repute(peer).trust(now),
             )
             for peer in self._peers
         ]
@@ -145,24 +155,45 @@ class RoutingBook:
         pause = min(LONGEST_SUSPENSION_SECONDS, SUSPENSION_SECONDS * 2 ** (failures - 1))
         self._suspended[peer] = self._clock() + pause
 
-    def set_aside(self, peer: PeerId, until: float) -> None:
-        """Ask `peer` for nothing up to then, whatever the directory says meanwhile, unless the stage has no other."""
-        now = self._clock()
-        self._aside_until = {other: end for other, end in self._aside_until.items() if end > now} | {peer: until}
-
     @property
     def peers(self) -> Sequence[PeerId]:
-        """Live peers, those that are set aside included."""
+        """Live peers, whatever is thought of them."""
         return self._peers
 
     @property
-    def set_aside_now(self) -> int:
-        """Live peers that are set aside."""
-        now = self._clock()
-        return sum(self._is_set_aside(peer, now) for peer in self._peers)
+    def doubted(self) -> set[PeerId]:
+        """Live peers that audits have gone against, and not cleared since."""
+        return self._doubted.intersection(self._peers)
 
-    def _is_set_aside(self, peer: PeerId, now: float) -> bool:
-        return self._aside_until.get(peer, now) > now
+    @property
+    def set_aside_now(self) -> int:
+        """Live peers that get no microbatch, because audits went against them again and again."""
+        return sum(self.trust(peer) is Trust.SET_ASIDE for peer in self.doubted)
+
+    def repute(self, peer: PeerId) -> Repute:
+        """What audits have said of a peer."""
+        return self._reputes.get(peer, Repute())
+
+    def trust(self, peer: PeerId) -> Trust:
+        """Which microbatches a peer gets now."""
+        return self.repute(peer).trust(self._clock())
+
+    def audited(self, peer: PeerId, *, against: bool | None) -> None:
+        """An audit was decided against a peer, for it, or not at all (None). It is remembered whatever the directory
+        says meanwhile."""
+        now = self._clock()
+        before = self._reputes.pop(peer, Repute())
+        after = self._reputes[peer] = after_audit(before, against, now)
+        if len(self._reputes) > PEERS_REMEMBERED:
+            self._doubted.discard(self._reputes.popitem(last=False)[0])
+        (self._doubted.add if after.doubt > 0.0 else self._doubted.discard)(peer)
+        if after.aside_until > before.aside_until:
+            seconds = after.aside_until - now
+            logger.warning(
+                "%s gets no microbatch for %.0f s: its gradients contradict others' time and again", peer, seconds
+            )
+        elif after.doubt > before.doubt:
+            logger.info("%s is on trial: its gradient of a microbatch contradicts those of two others", peer)
 
     def _load_of(self, peer: PeerId, now: float) -> int:
         load, when = self._load.get(peer, (0, now))

@@ -279,8 +279,8 @@ class Fellowship:
         replica = self.replicas[index]
         bound = self._bounds[index][-1 if meeting.fragment is None else meeting.fragment]
         norm, motion = replica.difference_norm(), replica.own_motion()
-        largest, scale = bound.bound(motion), bound.scale(norm, motion)
         others = "+".join(self._peers[member] for member in meeting.members if member != index)
+        largest, scale = bound.bound(motion), bound.scale(others, norm, motion)
         bound.accept(others, norm, largest)
         self.tally.clipped += scale < 1.0
         return scale

@@ -118,7 +118,7 @@ def average(
     seen: list[Met] = []
     for own, other in ((a, b), (b, a)):
         norm, motion = group[own].difference_norm(), group[own].own_motion()
-        largest, scale = bounds[own].bound(motion), bounds[own].scale(norm, motion)
+        largest, scale = bounds[own].bound(motion), bounds[own].scale(str(other), norm, motion)
         group[own].commit(scale)
         bounds[own].accept(str(other), norm, largest)
         seen.append(Met(norm, largest, scale))

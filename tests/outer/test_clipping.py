@@ -31,38 +31,42 @@ def test_peers_that_have_not_moved_do_not_lower_the_bound() -> None:
     for peer in ("a", "b", "c"):
         bound.accept(peer, 0.0, math.inf)
     assert bound.bound(2.0) == 6.0
-    assert bound.scale(12.0, 2.0) == pytest.approx(0.25)
+    assert bound.scale("loud", 12.0, 2.0) == pytest.approx(0.25)
     bound.accept("d", 1.0, math.inf)
-    assert bound.scale(12.0, 0.0) == pytest.approx(1 / 16)
+    assert bound.scale("loud", 12.0, 0.0) == pytest.approx(1 / 16)
 
 
 def test_beyond_the_bound_a_difference_moves_the_less_the_larger_it_is() -> None:
-    """No difference moves a replica by more than the bound; 3, 10 and 100 times it, by 1/3, 1/10 and 1/100 of it."""
-    moved = []
+    """Of a stranger from the bound on; of a fellow that was within it before, from ten times the bound on."""
+    moved: dict[str, list[float]] = {"stranger": [], "fellow": []}
     for norm in (3.0, 9.0, 30.0, 300.0):
-        bound = DifferenceBound(MULTIPLE)
-        moved.append(norm * bound.scale(norm, 1.0))
-    assert moved == pytest.approx([3.0, 1.0, 0.3, 0.03])
+        for peer, norms in moved.items():
+            bound = DifferenceBound(MULTIPLE)
+            bound.accept("fellow", 1.0, MULTIPLE)
+            bound.accept("stranger", norm, MULTIPLE)
+            norms.append(norm * bound.scale(peer, norm, 1.0))
+    assert moved["stranger"] == pytest.approx([3.0, 1.0, 0.3, 0.03])
+    assert moved["fellow"] == pytest.approx([3.0, 3.0, 3.0, 0.3])
 
 
 def test_whoever_has_learnt_nothing_is_moved_by_nobody() -> None:
     """Without an own motion a partner would be its own measure, and could raise it exponentially."""
     bound = DifferenceBound(3.0)
-    assert bound.scale(7.0, 0.0) == 0.0
+    assert bound.scale("loud", 7.0, 0.0) == 0.0
     for _ in range(100):
         norm = 10.0 * bound.bound(0.0)
         bound.accept("loud", norm, norm / 10.0)
     assert bound.bound(0.0) == 0.0
-    assert bound.scale(0.0, 0.0) == 1.0
+    assert bound.scale("loud", 0.0, 0.0) == 1.0
 
 
 def test_steps_without_learning_do_not_make_a_replica_forget_its_measure() -> None:
     """A partner that comes again and again while the replica does not train stays within four times the own motion."""
     bound = DifferenceBound(3.0)
-    bound.scale(1.0, 1.0)
+    bound.scale("loud", 1.0, 1.0)
     for _ in range(100):
         allowed = bound.bound(0.0)
-        bound.scale(10.0 * allowed, 0.0)
+        bound.scale("loud", 10.0 * allowed, 0.0)
         bound.accept("loud", 10.0 * allowed, allowed)
     assert bound.bound(0.0) <= 3.0
 
@@ -88,7 +92,7 @@ def test_one_short_step_does_not_shut_out_the_partners() -> None:
     """The last step of a run may follow after a single inner step: the own motion is that of the last eight steps."""
     bound = DifferenceBound(3.0)
     for _ in range(8):
-        bound.scale(1.0, 1.0)
+        bound.scale("loud", 1.0, 1.0)
     assert bound.bound(0.01) == 3.0
 
 
@@ -117,7 +121,7 @@ def receive(victim: OuterReplica, payload: Payload, bound: DifferenceBound, peer
     allowed = bound.bound(victim.own_motion())
     victim.add_chunk(0, payload(victim.encoded_chunk(0), min(allowed, 1e30)))
     norm = victim.difference_norm()
-    scale = bound.scale(norm, victim.own_motion())
+    scale = bound.scale(peer, norm, victim.own_motion())
     victim.commit(scale)
     bound.accept(peer, norm, allowed)
     return allowed
@@ -135,11 +139,13 @@ def test_one_hostile_step_moves_a_replica_by_the_bound_and_by_its_momentum(
     momentum: str, attack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against a twin that took that step alone: ‖φ − twin's φ‖ grows with α, α², … to at most bound/(1 − α). These
-    payloads are far beyond the bound; here they fill it, as one that is just within would."""
-    monkeypatch.setattr(clipping, "_FALL", 1.0)
+    payloads are gross; here they fill the bound, as one of a fellow that is just not gross would."""
+    monkeypatch.setattr(clipping, "_GROSS", math.inf)
     start, moved = vectors(2, torch.float32, size=BLOCK)
     victim, twin = (replica_of(rule_of(momentum), start, fast=start + 0.01 * moved) for _ in range(2))
-    allowed = receive(victim, PAYLOADS[attack], DifferenceBound(MULTIPLE), "evil")
+    bound = DifferenceBound(MULTIPLE)
+    bound.accept("evil", 0.0, math.inf)
+    allowed = receive(victim, PAYLOADS[attack], bound, "evil")
     step_alone(twin)
     assert allowed == pytest.approx(MULTIPLE * 0.5 * 0.01 * float(moved.norm()), rel=1e-3)
     for _ in range(60):

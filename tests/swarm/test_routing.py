@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from noloco_node.swarm.repute import Trust
 from noloco_node.swarm.routing import SUSPENSION_SECONDS, Candidate, RoutingBook, Strategy, choose_peer
 from noloco_node.swarm.transport import PeerId
 
@@ -55,28 +56,41 @@ def test_fixed_always_takes_the_peer_of_its_rank(rank: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["uniform", "balanced", "fixed"])
-def test_who_is_set_aside_gets_nothing_while_the_stage_has_another(strategy: Strategy) -> None:
-    """Also where all others are suspended, or have been asked already: then nobody is asked. Alone, it is."""
+@pytest.mark.parametrize("worse", [Trust.ON_TRIAL, Trust.SET_ASIDE])
+def test_whom_audits_go_against_gets_nothing_while_others_work(strategy: Strategy, worse: Trust) -> None:
+    """Nor where all others have been asked already and are busy: then nobody is asked. Alone, it is."""
     rng = random.Random(0)
-    aside, *others = [replace(c, is_set_aside=not i) for i, c in enumerate(candidates([0, 5, 5], [0.0, 9.0, 9.0]))]
-    chosen = {choose_peer(strategy, [aside, *others], own_rank=r, now=1.0, rng=rng) for r in range(9)}
-    assert chosen <= {"b", "c"}
-    assert choose_peer(strategy, [aside, *others], own_rank=0, now=1.0, rng=rng, excluded={"b", "c"}) is None
-    assert choose_peer(strategy, [aside], own_rank=0, now=1.0, rng=rng) == "a"
+    doubted, *others = candidates([0, 5, 5])
+    doubted = replace(doubted, trust=worse)
+    chosen = {choose_peer(strategy, [doubted, *others], own_rank=r, now=1.0, rng=rng) for r in range(9)}
+    assert chosen == {"b", "c"}
+    assert choose_peer(strategy, [doubted, *others], own_rank=0, now=1.0, rng=rng, excluded={"b", "c"}) is None
+    assert choose_peer(strategy, [doubted], own_rank=0, now=1.0, rng=rng) == "a"
 
 
-def test_a_peer_is_set_aside_until_its_time_is_over_whatever_the_directory_says() -> None:
-    """Leaving the directory and coming back gains it nothing."""
+def test_a_peer_on_trial_helps_out_where_all_others_are_suspended_but_not_one_that_is_set_aside() -> None:
+    """Samples must not be dropped while a peer lives that may be honest."""
+    rng = random.Random(0)
+    trial, aside, other = candidates([0, 0, 0], [0.0, 0.0, 9.0])
+    both = [replace(trial, trust=Trust.ON_TRIAL), replace(aside, trust=Trust.SET_ASIDE), other]
+    chosen = {choose_peer("uniform", both, own_rank=0, now=1.0, rng=rng) for _ in range(50)}
+    assert chosen == {"a"}
+    assert choose_peer("uniform", both[1:], own_rank=0, now=1.0, rng=rng) == "c"
+
+
+def test_what_audits_said_of_a_peer_outlives_its_absence() -> None:
+    """Leaving the directory and coming back gains it nothing, until its time is over."""
     now = 0.0
     book = RoutingBook("uniform", random.Random(0), lambda: now)
     book.update(PEERS[:3], 0)
-    book.set_aside(PEERS[0], 10.0)
+    for _ in range(3):
+        book.audited(PEERS[0], against=True)
     assert book.set_aside_now == 1
     book.update(PEERS[1:3], 0)
-    assert book.set_aside_now == 0
+    assert (book.set_aside_now, book.doubted) == (0, set())
     book.update(PEERS[:3], 0)
     assert {book.choose() for _ in range(50)} == set(PEERS[1:3])
-    now = 10.0
+    now = 1e6
     assert book.set_aside_now == 0
     assert {book.choose() for _ in range(50)} == set(PEERS[:3])
 
