@@ -195,7 +195,7 @@ class PipelineSpec(Settings):
     """Times that a sample is put back before it is dropped with a reason."""
     audit_share: Annotated[float, Field(ge=0.0, le=1.0)] = 1 / 32
     """Share of the microbatches that a second next-stage replica trains too, so that their gradients can be compared
-    (stages of three replicas and more); 0: none."""
+    (stages of three replicas and more). New, doubted and unusual peers are looked at more often. 0: none."""
 
     @model_validator(mode="after")
     def _progress_within_budget(self) -> PipelineSpec:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from noloco_node.aio import cancel_and_wait
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.run_spec import PipelineSpec
+from noloco_node.config.run_spec import OuterSpec, PipelineSpec
 from noloco_node.replica import Replica
-from noloco_node.swarm import routing
+from noloco_node.swarm import conduct, routing
 from noloco_node.swarm.audit import ALIKE, Auditor, Finding, likeness, odd_one_out
 from noloco_node.swarm.conduct import FIRST_BAN_SECONDS
 from noloco_node.swarm.memory_transport import Fault, FaultKind
@@ -27,7 +27,7 @@ from noloco_node.swarm.microbatch import METHOD, Trained
 from noloco_node.swarm.repute import SET_ASIDE_AT, TRIAL_SECONDS, Trust
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.transport import PeerId, Refusal, Refused
-from noloco_node.telemetry.events import Account
+from noloco_node.telemetry.events import Account, OuterStep
 from noloco_node.training.stage_trainer import LossResult
 from tests.support import eventually
 from tests.worlds import World, micro_spec, peer_name, run_to_the_end, run_with_faults, world
@@ -355,3 +355,45 @@ async def test_an_audit_that_fails_costs_no_sample_and_counts_against_nobody() -
     assert sum(a.drawn for a in heads) == sum(a.trained for a in heads)
     assert sum(a.strangers.audits[Finding.AGREED] for a in heads) > 9
     assert not any(a.strangers.audits.get(Finding.CONTRADICTED, 0) or a.strangers.set_aside_now for a in heads)
+
+
+async def test_a_replica_that_has_lost_its_weights_is_set_aside_copies_a_fellow_and_is_cleared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Honest, but useless until it has a good state again: it gets no work, lags, copies, and works as before."""
+    monkeypatch.setattr(conduct, "FIRST_BAN_SECONDS", 4.0)
+    monkeypatch.setattr(conduct, "LONGEST_BAN_SECONDS", 4.0)
+    outer = OuterSpec(inner_steps=5, codec="fp32", max_lag_tokens=4_000)
+    async with world(micro_spec(steps=2000, microbatches_a_step=3, pipeline=ALWAYS, outer=outer), replicas=3) as made:
+        lost, fellow = made.of_stage(1)[:2]
+
+        def master(replica: Replica) -> Tensor:
+            return replica.worker._trainer.master
+
+        async def lose_the_weights() -> None:
+            await eventually(lambda: lost.worker.progress.steps > 20)
+            progress, state = await lost.worker.full_state()
+            noise = torch.randn(state["fast"].numel(), generator=torch.Generator().manual_seed(0))
+            await lost.worker.load_full_state(
+                progress.clock, progress.outer_rounds, {**state, "fast": noise, "slow": noise}
+            )
+
+        async def is_cleared() -> None:
+            books = [replica._book for replica in made.of_stage(0)]
+            await eventually(lambda: any(book.trust(peer_name(1, 0)) is Trust.SET_ASIDE for book in books), 60)
+            await eventually(lambda: any(e.kind == "caught_up" for e in outer_steps(made, 3)), 60)
+            served = lost.ledger.served
+            await eventually(lambda: lost.ledger.served > served + 20, 60, "it works again")
+            assert float((master(lost) - master(fellow)).norm()) < 0.1 * float(master(fellow).norm())
+            for replica in made.replicas:
+                replica.stop.set()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(run_to_the_end(made, within=120))
+            await lose_the_weights()
+            await is_cleared()
+
+
+def outer_steps(made: World, number: int) -> list[OuterStep]:
+    """Of one replica so far."""
+    return [event for event in made.events[number] if isinstance(event, OuterStep)]
