@@ -34,6 +34,8 @@ class Arm:
 
     name: str
     attacks: tuple[str, ...]
+    runs: int = 1
+    """Whose mean loss is judged: that of a single run varies by 2 %."""
 
 
 WIRE = Arm(
@@ -46,10 +48,10 @@ WIRE = Arm(
 LONG = (
     WIRE,
     Arm("poison that is not finite", ("nan gradients", "nan weights")),
-    Arm("flipped gradients", ("flipped gradients",)),
-    Arm("huge gradients", ("huge gradients",)),
-    Arm("flipped weights", ("flipped weights",)),
-    Arm("huge weights", ("huge weights",)),
+    Arm("flipped gradients", ("flipped gradients",), runs=3),
+    Arm("huge gradients", ("huge gradients",), runs=3),
+    Arm("flipped weights", ("flipped weights",), runs=3),
+    Arm("huge weights", ("huge weights",), runs=3),
 )
 SHORT = (Arm("all at once", (*WIRE.attacks, "nan gradients", "nan weights")),)
 
@@ -63,10 +65,11 @@ async def hostile_peer(lab: Lab) -> Verdict:
     if clean:
         verdict.figures["loss of the merged honest model, clean runs"] = clean
     for arm in LONG if lab.long else SHORT:
-        loss = await _run(lab, arm.name.replace(" ", "-"), arm, replicas, target, verdict)
-        verdict.figures[f"{arm.name}: loss of the merged honest model"] = loss
+        name = arm.name.replace(" ", "-")
+        losses = [await _run(lab, f"{name}-{n}", arm, replicas, target, verdict) for n in range(arm.runs)]
+        verdict.figures[f"{arm.name}: loss of the merged honest model"] = losses
         if clean:
-            ratio = loss / statistics.mean(clean)
+            ratio = statistics.mean(losses) / statistics.mean(clean)
             verdict.demand(f"{arm.name}: loss at most {LOSS_RATIO} of clean", ratio <= LOSS_RATIO, f"{ratio:.3f}")
     return verdict
 
@@ -116,6 +119,11 @@ def _judge(arm: Arm, evil: Node, honest: list[Node], began: float, verdict: Verd
     verdict.figures[f"{arm.name}: exchanges aborted"] = {name: float(count) for name, count in aborted.items()}
     clipped = sum(step.clipped for node in honest for step in outer_steps(node, "paired"))
     verdict.figures[f"{arm.name}: exchanges clipped"] = clipped
+    audits = Counter[str]()
+    for node in honest:
+        if (account := last_account(node)) is not None:
+            audits.update(account.strangers.audits)
+    verdict.figures[f"{arm.name}: audits by the honest"] = {name: float(count) for name, count in audits.items()}
     for attack, reason in REFUSALS.items():
         if attack in arm.attacks:
             found = f"{refused[reason]} times, {bans.total()} bans"
