@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,6 +26,7 @@ HELD_SHARE = 0.002
 """Share of the time that checkpoints may hold the compute thread, whatever the settings say: where a snapshot takes
 long, they become rarer."""
 
+HOLDS_TO_TELL = 3
 RANDOM = "random_state"
 
 
@@ -50,7 +52,7 @@ class CheckpointKeeper:
         self._settings = settings
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._failing = False
-        self._held_seconds = 0.0
+        self._held: deque[float] = deque(maxlen=HOLDS_TO_TELL)
         self._round, self._since = replica.worker.progress.outer_rounds, time.monotonic()
 
     async def resume(self, checkpoint: Checkpoint) -> None:
@@ -88,7 +90,7 @@ class CheckpointKeeper:
             if is_due(
                 rounds=self._replica.worker.progress.outer_rounds - self._round,
                 seconds=time.monotonic() - self._since,
-                held_seconds=self._held_seconds,
+                held_seconds=self._usual_hold(),
                 every_rounds=self._settings.checkpoint_rounds,
                 at_least_seconds=self._settings.checkpoint_seconds,
             ):
@@ -99,7 +101,8 @@ class CheckpointKeeper:
         started = self._since = time.monotonic()
         state = await self._replica.worker.whole_state()
         standing = self._standing(state)  # no await in between: see `StageWorker.whole_state`
-        self._round, self._held_seconds = state.progress.outer_rounds, state.held_seconds
+        self._round = state.progress.outer_rounds
+        self._held.append(state.held_seconds)
         tensors = {**state.tensors, RANDOM: self._random_state()}
         written, error = None, ""
         try:
@@ -109,6 +112,11 @@ class CheckpointKeeper:
             error = str(failure)
         self._report(error)
         self._emit(_event(state, written, error, time.monotonic() - started))
+
+    def _usual_hold(self) -> float:
+        """What a copy takes of the compute thread: the least of the last few. One alone says as much of what else ran
+        on the machine just then, and must not put the next checkpoint off."""
+        return min(self._held) if len(self._held) == HOLDS_TO_TELL else 0.0
 
     def __enter__(self) -> CheckpointKeeper:
         return self

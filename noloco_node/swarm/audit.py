@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NoReturn, TypeVar
@@ -23,7 +23,7 @@ from torch import Tensor
 from noloco_node.swarm.microbatch import INLINE_ELEMENTS, Trained
 from noloco_node.swarm.repute import TRIAL_SECONDS, Trust
 from noloco_node.swarm.routing import RoutingBook
-from noloco_node.swarm.transport import PeerId, Refused, TransportError
+from noloco_node.swarm.transport import PeerId, Refusal, Refused, TransportError
 from noloco_node.training.norm_bound import NormBound
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,11 @@ UNUSUAL = 2.0
 JURY = 3
 """Peers without which no contradiction can be decided, so that none is looked for."""
 MOST_FAILURES = 3
-"""Peers that may fail to answer before an audit is given up."""
+"""Undoubted peers that may fail to answer before an audit is given up."""
+PATIENCE = 4.0
+"""Times what the first answer took, and a second, that a juror has: one that stalls must not hold the audits up."""
+BUSY_SECONDS = 1.0
+"""After which a doubted peer that is busy or about to leave is asked again; who breaks off waits for a whole trial."""
 
 
 class Finding(StrEnum):
@@ -72,11 +76,13 @@ def odd_one_out(first: Tensor, second: Tensor, third: Tensor) -> int | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Case:
-    """A microbatch and its first answer."""
+    """A microbatch, its first answer, and the seconds that this one had and took."""
 
     first: Trained
     activations: Tensor
     labels: Tensor
+    budget: float
+    took: float
 
 
 class Auditor:
@@ -89,11 +95,12 @@ class Auditor:
         self,
         share: float,
         book: RoutingBook,
-        train_again: Callable[[PeerId, Tensor, Tensor], Awaitable[Trained]],
+        train_again: Callable[[PeerId, Tensor, Tensor, float], Awaitable[Trained]],
         rng: random.Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`train_again` has a peer train activations and labels as a microbatch of its own; Refused, TransportError."""
+        """`train_again` has a peer train activations and labels as a microbatch of its own, with the budget (seconds)
+        that the first had: nothing must tell the two apart. Refused, TransportError."""
         self._share = share
         self._book = book
         self._train_again = train_again
@@ -107,23 +114,24 @@ class Auditor:
         self.findings: Counter[str] = Counter()
         """Audits so far, by `Finding`."""
 
-    def consider(self, first: Trained, activations: Tensor, labels: Tensor) -> None:
+    def consider(self, first: Trained, activations: Tensor, labels: Tensor, *, budget: float, took: float) -> None:
         """Audit a microbatch that a peer has answered, where no other is being audited, and the stage has enough
         replicas to decide: the first of each peer, one whose gradient is unusually large, all of a doubted peer, any
-        while a doubted one is to be heard, and of the others a share."""
+        while one is on trial and to be heard, and of the others a share. `budget` and `took`: the seconds that the
+        answer had and needed."""
         peer = PeerId(first.peer)
         unusual = self._norms.factor(peer, first.scale) < 1.0
         if self._share == 0.0 or self._at_work or self._book.trust(peer) is Trust.SET_ASIDE:
             return
-        doubted, suspects = self._book.doubted, self._to_be_heard(())
+        doubted, suspects = self._book.doubted, self._to_be_heard()
         spotless = len(self._book.peers) - len(doubted)
         if spotless + (peer in doubted or bool(suspects)) < JURY:
             return
         heard = self._book.repute(peer)
-        due = unusual or heard.audits == 0 or heard.doubt > 0.0 or bool(suspects)
+        due = unusual or heard.audits == 0 or peer in doubted or bool(suspects)
         if due or self._rng.random() < self._share:
             self._at_work = True
-            self._cases.put_nowait(_Case(first, activations, labels))
+            self._cases.put_nowait(_Case(first, activations, labels, budget, took))
 
     async def run(self) -> NoReturn:
         """Work off what `consider` has taken up, until cancelled."""
@@ -143,42 +151,55 @@ class Auditor:
         answers = {PeerId(case.first.peer): case.first.gradient}
         failed: set[PeerId] = set()
         while len(answers) < JURY and len(failed) <= MOST_FAILURES:
-            peer = self._next_juror(answers, failed)
+            peer = self._next_juror({*answers, *failed})
             if peer is None:
                 break
-            try:
-                again = await self._train_again(peer, case.activations, case.labels)
-            except (Refused, TransportError) as error:
-                logger.debug("%s gave no answer to an audit: %r", peer, error)
+            gradient = await self._ask(peer, case)
+            if gradient is None:
                 failed.add(peer)
-                self._silent_until[peer] = self._clock() + TRIAL_SECONDS
                 continue
-            assert again.gradient is not None
-            answers[peer] = again.gradient
+            answers[peer] = gradient
             if len(answers) == 2 and await _off_loop(_are_alike, *answers.values()):
-                for peer in answers:
-                    self._book.audited(peer, against=False)
+                self._note(dict.fromkeys(answers, False))
                 return Finding.AGREED
         if len(answers) < JURY:
             return Finding.FAILED
         odd = await _off_loop(odd_one_out, *answers.values())
-        for index, peer in enumerate(answers):
-            self._book.audited(peer, against=None if odd is None else index == odd)
+        self._note({peer: None if odd is None else index == odd for index, peer in enumerate(answers)})
         return Finding.UNDECIDED if odd is None else Finding.CONTRADICTED
 
-    def _next_juror(self, answers: Collection[PeerId], failed: Collection[PeerId]) -> PeerId | None:
-        doubted = self._book.doubted
-        if doubted.isdisjoint(answers) and (suspects := self._to_be_heard(failed)):
-            return suspects[0]
-        return self._book.choose({*answers, *failed, *doubted})
+    def _note(self, against: Mapping[PeerId, bool | None]) -> None:
+        for index, (peer, verdict) in enumerate(against.items()):
+            self._book.audited(peer, against=verdict, by_copy=index > 0)
 
-    def _to_be_heard(self, failed: Collection[PeerId]) -> list[PeerId]:
-        """Doubted peers that are worth asking now, those first that have been heard least."""
+    async def _ask(self, peer: PeerId, case: _Case) -> Tensor | None:
+        """A juror's gradient; None where it gives none in time."""
+        silent = TRIAL_SECONDS
+        try:
+            async with asyncio.timeout(PATIENCE * case.took + 1.0):
+                return (await self._train_again(peer, case.activations, case.labels, case.budget)).gradient
+        except Refused as refusal:
+            why = str(refusal)
+            silent = BUSY_SECONDS if refusal.reason in (Refusal.BUSY, Refusal.DRAINING) else TRIAL_SECONDS
+        except (TransportError, TimeoutError) as error:
+            why = repr(error)
+        logger.debug("%s gave no answer to an audit: %s", peer, why)
+        self._silent_until[peer] = self._clock() + silent
+        return None
+
+    def _next_juror(self, asked: Collection[PeerId]) -> PeerId | None:
+        """At most one that is doubted, before the others."""
+        doubted = self._book.doubted
+        if doubted.isdisjoint(asked) and (suspects := self._to_be_heard()):
+            return self._rng.choice(suspects)
+        return self._book.choose({*asked, *doubted})
+
+    def _to_be_heard(self) -> list[PeerId]:
+        """Peers on trial that are worth asking now."""
         now, book = self._clock(), self._book
         self._silent_until = {peer: until for peer, until in self._silent_until.items() if until > now}
-        willing = book.doubted.difference(self._silent_until, failed)
-        heard = [peer for peer in willing if book.trust(peer) is not Trust.SET_ASIDE]
-        return sorted(heard, key=lambda peer: (book.repute(peer).audits, peer))
+        willing = book.doubted.difference(self._silent_until)
+        return sorted(peer for peer in willing if book.trust(peer) is Trust.ON_TRIAL)
 
 
 async def _off_loop(compare: Callable[..., T], *gradients: Tensor) -> T:

@@ -17,7 +17,6 @@ from noloco_node.aio import cancel_and_wait
 from noloco_node.swarm.circuit_messages import (
     CONNECT,
     HOP,
-    MAX_MESSAGE_BYTES,
     RESERVE,
     STOP,
     Fields,
@@ -169,17 +168,18 @@ class CircuitRelay:
     async def _connect(self, caller: PeerId, wanted: PeerId, stream: Stream) -> None:
         self._circuits[caller, wanted] += 1
         try:
-            if (other := await self._reach(caller, wanted)) is not None:
-                try:
-                    await write_message(stream[1], hop_answer(Status.OK))
-                    await self._carry(stream, other)
-                finally:
-                    other[1].transport.abort()
+            other = await self._reach(caller, wanted)
+            if other is None:  # it counts until the answer has been taken: what is waited for must be bounded
+                await _answer_and_wait(stream, hop_answer(Status.CONNECTION_FAILED))
+                return
+            try:
+                await write_message(stream[1], hop_answer(Status.OK))
+                await self._carry(stream, other)
+            finally:
+                other[1].transport.abort()
         finally:
             self._circuits.subtract(((caller, wanted),))
             self._circuits = +self._circuits
-        if other is None:
-            await _answer_and_wait(stream, hop_answer(Status.CONNECTION_FAILED))
 
     async def _reach(self, caller: PeerId, wanted: PeerId) -> Stream | None:
         """A stream to the wanted peer on which it has taken the caller's connection; None where that fails."""
@@ -227,5 +227,4 @@ async def _answer_and_wait(stream: Stream, answer: bytes) -> None:
     then, goes what is still on its way (decision 155)."""
     async with asyncio.timeout(HANDSHAKE_SECONDS):
         await write_message(stream[1], answer)
-        while await stream[0].read(MAX_MESSAGE_BYTES):
-            pass
+        await stream[0].read(1)

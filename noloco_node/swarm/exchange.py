@@ -436,6 +436,7 @@ class Exchanger:
         norm, largest = await self._compute(self._worker.outer.difference_norm), session.bound
         assert largest is not None, "measured when the exchange was opened"
         self._standing.measured(session.partner, Meeting(norm, largest))
+        self.patience.met(session.partner, session.fragment, norm, largest, time.monotonic())
         logger.debug("newcomer %s is %.3g away, %.3g would be whole", session.partner, norm, largest)
 
     def _report_abort(self, session: Session, reason: str) -> None:

@@ -55,10 +55,12 @@ def after_meeting(distance: Distance, norm: float, bound: float, now: float) -> 
     """After an exchange with weights at `norm`, where `bound` would have been taken whole (0: not known yet).
 
     The second time in a row that they are far, and no nearer than before, they are left alone, each time for twice as
-    long.
+    long. Who is near is met as ever.
     """
-    if norm <= FAR * bound or bound == 0.0:
-        return Distance(0.0, distance.rests, distance.until)
+    if bound == 0.0:
+        return distance
+    if norm <= FAR * bound:
+        return Distance(0.0, distance.rests)
     if distance.norm == 0.0 or norm < distance.norm:
         return Distance(norm, distance.rests, distance.until)
     seconds, rests = ban_seconds(distance.rests, distance.until, now)

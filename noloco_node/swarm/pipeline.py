@@ -61,6 +61,8 @@ MIN_BUDGET_MS = 50
 ANSWERS_KEPT = 32
 IDS_KEPT = 4096
 BUSY_BACKOFF_SECONDS = (0.02, 0.2)
+ROUNDS_TO_DESPAIR = 3
+"""In which every peer of good repute has refused a microbatch, before one on trial is asked for more than its word."""
 NOBODY_WARNING_SECONDS = 30.0
 KEPT_ANSWER_BYTES = 64 << 20
 SCALE_MULTIPLE = 16.0
@@ -99,18 +101,18 @@ class Downstream:
         that is passed upward at once and retried by the origin only, so that failures do not multiply over hops.
         """
         deadline = time.monotonic() + budget
-        failures, attempt, reached = 0, 0, False
+        failures, attempt, rounds, reached = 0, 0, 0, False
         excluded: set[PeerId] = set()
         while (remaining := deadline - time.monotonic()) * 1000 > MIN_BUDGET_MS:
-            peer = self._book.choose(excluded)
+            peer = self._book.choose(excluded, desperate=rounds >= ROUNDS_TO_DESPAIR)
             if peer is None:
                 await self._wait_for_a_peer(bool(excluded), remaining)
+                rounds += bool(excluded)
                 excluded.clear()
                 continue
+            began, patience = time.monotonic(), self._patience(remaining)
             try:
-                answer = await self._ask(
-                    peer, microbatch, attempt, mode, activations, labels, self._patience(remaining)
-                )
+                answer = await self._ask(peer, microbatch, attempt, mode, activations, labels, patience)
             except Refused as refusal:
                 if refusal.reason is Refusal.OUT_OF_REACH:
                     raise HopFailed(Refusal.OUT_OF_REACH, refusal.detail, reached=reached) from None
@@ -129,7 +131,8 @@ class Downstream:
                 logger.debug("microbatch %s lost at %s: %r", microbatch[:8], peer, error)
             else:
                 if mode == "train":
-                    self.auditor.consider(answer, activations, labels)
+                    took = time.monotonic() - began
+                    self.auditor.consider(answer, activations, labels, budget=patience, took=took)
                 return answer
             if failures >= self._spec.pipeline.hop_attempts:
                 why = f"{failures} failures at stage {self._stage + 1}"
@@ -149,10 +152,9 @@ class Downstream:
             return remaining
         return min(remaining, max(remaining / 2, self._spec.pipeline.progress_seconds))
 
-    async def _train_again(self, peer: PeerId, activations: Tensor, labels: Tensor) -> Trained:
-        patience = self._patience(self._spec.pipeline.budget_seconds)
+    async def _train_again(self, peer: PeerId, activations: Tensor, labels: Tensor, budget: float) -> Trained:
         try:
-            return await self._ask(peer, secrets.token_hex(16), 0, "train", activations, labels, patience)
+            return await self._ask(peer, secrets.token_hex(16), 0, "train", activations, labels, budget)
         except (Refused, TransportError) as error:
             self._note_failure(peer, error)
             raise

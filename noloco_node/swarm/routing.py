@@ -49,18 +49,19 @@ def choose_peer(
     now: float,
     rng: random.Random,
     excluded: Collection[PeerId] = (),
+    desperate: bool = False,
 ) -> PeerId | None:
     """The peer for one microbatch, or None where nobody may be asked now.
 
     `uniform` draws one (the paper's); `balanced` draws two and takes the less loaded; `fixed` always takes the
     candidate at `own_rank` (this peer's place among its fellows), modulo their number, for the ablation of routing.
     Suspended peers are passed over, unless all are: then the one that returns first is tried, so that a stage with a
-    single slow peer is never cut off. Peers on trial come into question where all ordinary ones are suspended, peers
-    that are set aside where there are no others; that an ordinary one is excluded, being busy say, opens no way to
-    either.
+    single slow peer is never cut off. Peers on trial come into question where all ordinary ones are suspended or the
+    sender is `desperate`, since they have refused it in several rounds; peers that are set aside where there are no
+    others. That an ordinary one is excluded, being busy say, opens no way to either.
     """
     pool = [c for c in candidates if c.trust is Trust.ORDINARY]
-    if all(c.suspended_until > now for c in pool):
+    if desperate or all(c.suspended_until > now for c in pool):
         pool = [c for c in candidates if c.trust is not Trust.SET_ASIDE] or list(candidates)
     eligible = [c for c in pool if c.peer not in excluded]
     if strategy == "fixed" and eligible:
@@ -109,8 +110,8 @@ class RoutingBook:
             self.changed.fire()
         self.own_rank = own_rank
 
-    def choose(self, excluded: Collection[PeerId] = ()) -> PeerId | None:
-        """A peer for one microbatch, or None where nobody may be asked now."""
+    def choose(self, excluded: Collection[PeerId] = (), *, desperate: bool = False) -> PeerId | None:
+        """A peer for one microbatch, or None where nobody may be asked now. `desperate`: also those on trial."""
         now = self._clock()
         candidates = [
             Candidate(
@@ -129,6 +130,7 @@ class RoutingBook:
             now=now,
             rng=self._rng,
             excluded=excluded,
+            desperate=desperate,
         )
 
     def sent(self, peer: PeerId) -> None:
@@ -163,7 +165,8 @@ class RoutingBook:
     @property
     def doubted(self) -> set[PeerId]:
         """Live peers that audits have gone against, and not cleared since."""
-        return self._doubted.intersection(self._peers)
+        now = self._clock()
+        return {peer for peer in self._doubted.intersection(self._peers) if self._reputes[peer].doubt_at(now) > 0.0}
 
     @property
     def set_aside_now(self) -> int:
@@ -178,12 +181,11 @@ class RoutingBook:
         """Which microbatches a peer gets now."""
         return self.repute(peer).trust(self._clock())
 
-    def audited(self, peer: PeerId, *, against: bool | None) -> None:
-        """An audit was decided against a peer, for it, or not at all (None). It is remembered whatever the directory
-        says meanwhile."""
+    def audited(self, peer: PeerId, *, against: bool | None, by_copy: bool) -> None:
+        """An audit of a peer is over; see `after_audit`. It is remembered whatever the directory says meanwhile."""
         now = self._clock()
         before = self._reputes.pop(peer, Repute())
-        after = self._reputes[peer] = after_audit(before, against, now)
+        after = self._reputes[peer] = after_audit(before, against, now, by_copy=by_copy)
         if len(self._reputes) > PEERS_REMEMBERED:
             self._doubted.discard(self._reputes.popitem(last=False)[0])
         (self._doubted.add if after.doubt > 0.0 else self._doubted.discard)(peer)

@@ -98,8 +98,13 @@ def test_each_fragment_has_a_distance_of_its_own() -> None:
     assert not patience.stays_far(ONE, FIRST_BAN_SECONDS)
     patience.met(ONE, 0, 30.0, 10.0, now=100.0)
     assert patience.stays_far(ONE, 101.0)
+    patience.met(ONE, 0, 10.0, 10.0, now=101.0)
+    assert not patience.stays_far(ONE, 101.0), "near again, by whatever way"
+    patience.met(ONE, 0, 30.0, 10.0, now=102.0)
+    patience.met(ONE, 0, 30.0, 10.0, now=103.0)
+    assert patience.stays_far(ONE, 104.0)
     patience.forget_distances()
-    assert not patience.stays_far(ONE, 101.0)
+    assert not patience.stays_far(ONE, 104.0)
 
 
 @pytest.mark.parametrize("size", [2, 6])

@@ -23,7 +23,9 @@ def test_a_liar_is_set_aside_soon_and_for_longer_each_time() -> None:
         assert repute.trust(now) is Trust.ON_TRIAL
     assert lengths == [min(LONGEST_BAN_SECONDS, FIRST_BAN_SECONDS * 2**n) for n in range(10)]
     later = now + LONGEST_BAN_SECONDS
-    assert after_audit(repute, True, later).aside_until - later == FIRST_BAN_SECONDS
+    while repute.trust(later) is not Trust.SET_ASIDE:
+        repute = after_audit(repute, True, later)
+    assert repute.aside_until - later == FIRST_BAN_SECONDS
 
 
 @pytest.mark.parametrize("against", [True, False, None])
@@ -36,29 +38,42 @@ def test_while_a_peer_is_set_aside_nothing_counts(against: bool | None) -> None:
     assert (after.doubt, after.aside_until, after.trial_until) == (repute.doubt, repute.aside_until, repute.trial_until)
 
 
-def test_a_trial_ends_with_the_doubt_or_with_its_time() -> None:
-    """Eight audits that are not decided against it, or a minute."""
+@pytest.mark.parametrize("verdict", [False, None])
+def test_copies_shorten_a_trial_and_only_ordinary_answers_take_the_doubt_away(verdict: bool | None) -> None:
+    """Eight of each. Copies take nothing off the doubt: they can be told from ordinary microbatches."""
+    start = after_audit(Repute(), True, 5.0)
+    assert start.trust(5.0 + TRIAL_SECONDS - 1.0) is Trust.ON_TRIAL
+    assert start.trust(5.0 + TRIAL_SECONDS) is Trust.ORDINARY
+    copied = answered = start
+    for _ in range(round(1 / FORGIVEN)):
+        assert copied.trust(5.0) is answered.trust(5.0) is Trust.ON_TRIAL
+        copied, answered = after_audit(copied, verdict, 5.0, by_copy=True), after_audit(answered, verdict, 5.0)
+    assert (copied.trust(5.0), copied.doubt_at(5.0)) == (Trust.ORDINARY, 1.0)
+    assert (answered.trust(5.0), answered.doubt_at(5.0)) == (Trust.ORDINARY, 0.0)
+
+
+def test_time_forgives_once_a_trial_is_over() -> None:
+    """An eighth a minute: a stage in which all were doubted has somebody to decide again."""
     repute = after_audit(Repute(), True, 5.0)
-    assert repute.trust(5.0 + TRIAL_SECONDS - 1.0) is Trust.ON_TRIAL
-    assert repute.trust(5.0 + TRIAL_SECONDS) is Trust.ORDINARY
-    for left in range(round(1 / FORGIVEN), 0, -1):
-        assert repute.trust(6.0) is Trust.ON_TRIAL
-        repute = after_audit(repute, None if left % 2 else False, 6.0)
-    assert repute.trust(6.0) is Trust.ORDINARY
+    doubts = [repute.doubt_at(5.0 + minutes * TRIAL_SECONDS) for minutes in range(11)]
+    assert doubts == [1.0, 1.0, *(1.0 - FORGIVEN * n for n in range(1, 9)), 0.0]
+    later = 5.0 + 5 * TRIAL_SECONDS
+    assert after_audit(repute, True, later).doubt_at(later) == repute.doubt_at(later) + 1.0
 
 
-@given(st.lists(st.sampled_from([True, False, None]), max_size=200))
-def test_doubt_is_what_contradictions_brought_and_agreement_took_away(verdicts: list[bool | None]) -> None:
-    """Never below zero, never at the threshold, and a peer that is not contradicted is never doubted."""
+@given(st.lists(st.tuples(st.sampled_from([True, False, None]), st.booleans()), max_size=200))
+def test_doubt_is_what_contradictions_brought_and_agreement_took_away(verdicts: list[tuple[bool | None, bool]]) -> None:
+    """Never below zero, never at the threshold, and a peer that is not contradicted is never doubted nor on trial."""
     repute, now = Repute(), 0.0
-    for against in verdicts:
+    for against, by_copy in verdicts:
         before, now = repute, now + 1.0
-        repute = after_audit(repute, against, now)
-        assert 0.0 <= repute.doubt < SET_ASIDE_AT
+        repute = after_audit(repute, against, now, by_copy=by_copy)
+        assert 0.0 <= repute.doubt_at(now) < SET_ASIDE_AT
         assert repute.audits == before.audits + 1
-        assert against or repute.doubt <= before.doubt
-    if True not in verdicts:
-        assert repute == Repute(audits=len(verdicts))
+        assert against or repute.doubt_at(now) <= before.doubt_at(now)
+    if all(against is not True for against, _ in verdicts):
+        assert repute.trust(now) is Trust.ORDINARY
+        assert repute.doubt == 0.0
 
 
 @pytest.mark.parametrize(("lies", "is_found"), [(1 / 20, False), (1 / 7, True), (1 / 2, True)])

@@ -76,6 +76,7 @@ def test_a_peer_on_trial_helps_out_where_all_others_are_suspended_but_not_one_th
     chosen = {choose_peer("uniform", both, own_rank=0, now=1.0, rng=rng) for _ in range(50)}
     assert chosen == {"a"}
     assert choose_peer("uniform", both[1:], own_rank=0, now=1.0, rng=rng) == "c"
+    assert choose_peer("uniform", both, own_rank=0, now=1.0, rng=rng, excluded={"c"}, desperate=True) == "a"
 
 
 def test_what_audits_said_of_a_peer_outlives_its_absence() -> None:
@@ -84,7 +85,7 @@ def test_what_audits_said_of_a_peer_outlives_its_absence() -> None:
     book = RoutingBook("uniform", random.Random(0), lambda: now)
     book.update(PEERS[:3], 0)
     for _ in range(3):
-        book.audited(PEERS[0], against=True)
+        book.audited(PEERS[0], against=True, by_copy=False)
     assert book.set_aside_now == 1
     book.update(PEERS[1:3], 0)
     assert (book.set_aside_now, book.doubted) == (0, set())
