@@ -60,14 +60,16 @@ def losses(swarm: LocalSwarm) -> list[Evaluation]:
 
 
 async def kill_stage_1_and_wait(swarm: LocalSwarm, waiting: asyncio.Task[None]) -> tuple[NodeMoved, float, float]:
-    """kill -9 of all replicas of stage 1 once it has been trained a while, then the run's end. The move, the last
+    """kill -9 of all replicas of stage 1 once it has been trained a while, then the run's end. The first move, the last
     held-out loss before it and the first one after it. On the survivors every sample is accounted for, none dropped."""
     await eventually(lambda: min(map(clock_of, swarm.nodes)) > 0.5 * TARGET, within=150, what="half of the run")
     for node in of_stage(swarm, 1):
         swarm.kill(node)
     await asyncio.wait_for(asyncio.shield(waiting), 250)
-    (move,) = moves(swarm)
-    assert (move.from_stage, move.stage, move.why) == (0, 1, "lost")
+    move, *later = sorted(moves(swarm), key=lambda event: event.time)
+    assert {(event.from_stage, event.stage, event.why) for event in (move, *later)} == {(0, 1, "lost")}
+    # On a busy machine a second one may go before it can know of the first; it finds the stage served, and copies.
+    assert [event.origin for event in later] in ([], ["peer"])
     survivors = of_stage(swarm, 0)
     for node in survivors:
         account = [e for e in node.events if isinstance(e, Account)][-1]
@@ -75,11 +77,12 @@ async def kill_stage_1_and_wait(swarm: LocalSwarm, waiting: asyncio.Task[None]) 
         assert account.dropped == 0
         assert [e.reason for e in node.events if isinstance(e, NodeStopped)] == ["target_reached"], node.last_lines()
         assert any(e.missing_stages == [1] for e in node.events if isinstance(e, Account))
-    (mover,) = [node for node in survivors if any(isinstance(e, NodeMoved) for e in node.events)]
-    stayed = [node for node in survivors if node is not mover]
+    movers = [node for node in survivors if any(isinstance(e, NodeMoved) for e in node.events)]
+    stayed = [node for node in survivors if node not in movers]
+    assert stayed
     assert all("stage 1 has lost its last replica: microbatches are held back" in n.log.read_text() for n in survivors)
     assert all("stage 1 is served again" in node.log.read_text() for node in stayed)
-    assert any(isinstance(e, InnerStep) and e.time > move.time for e in mover.events)
+    assert all(any(isinstance(e, InnerStep) and e.time > move.time for e in node.events) for node in movers)
     before = [e.loss for e in losses(swarm) if e.time < move.time][-1]
     after = next(e.loss for e in losses(swarm) if e.time > move.time)
     return move, before, after
