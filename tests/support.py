@@ -7,11 +7,13 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TypeVar
 
 import psutil
+
+from noloco_node.telemetry.events import Account, AnyEvent
 
 T = TypeVar("T")
 
@@ -27,6 +29,11 @@ async def eventually(check: Callable[[], T], within: float = 10.0, what: str = "
             raise AssertionError(f"not within {within:g} s: {what or check}")
         await asyncio.sleep(0.01)
     return result
+
+
+def last_account(events: Sequence[AnyEvent]) -> Account:
+    """A node's books as it wrote them last."""
+    return [event for event in events if isinstance(event, Account)][-1]
 
 
 async def one_turn() -> None:

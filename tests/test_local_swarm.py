@@ -21,9 +21,9 @@ from noloco_node.config.load import Config, load_config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.local_swarm import LocalSwarm, Observer, SwarmNode
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.telemetry.events import Account, InnerStep, OuterStep, read_events
+from noloco_node.telemetry.events import InnerStep, OuterStep, read_events
 from noloco_node.telemetry.summary import Summary
-from tests.support import eventually, nothing_left_behind
+from tests.support import eventually, last_account, nothing_left_behind
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(240)]
 
@@ -219,7 +219,7 @@ async def test_two_of_eight_die_and_the_others_reach_the_target(tmp_path: Path, 
     assert min(at_death.values()) > 0
     survivors = [node for node in swarm.nodes if node.name not in victims]
     assert [node.stopped.reason if node.stopped else None for node in survivors] == ["target_reached"] * 6
-    accounts = [[event for event in node.events if isinstance(event, Account)][-1] for node in survivors]
+    accounts = [last_account(node.events) for node in survivors]
     heads = accounts[:3]
     assert all(account.clock > 0.95 * 400_000 for account in heads), "a last average may pull a clock back a little"
     assert all(account.drawn == account.trained + account.dropped + account.held_at_end for account in heads)

@@ -33,9 +33,9 @@ from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryH
 from noloco_node.swarm.memory_transport import Fault, MemoryNetwork, MemoryTransport
 from noloco_node.swarm.p2p_daemon import running_p2p
 from noloco_node.swarm.transport import PeerId, Transport
-from noloco_node.telemetry.events import AnyEvent, Evaluation
+from noloco_node.telemetry.events import Account, AnyEvent, Evaluation
 from noloco_node.training.compute_thread import ComputeThread
-from tests.support import eventually
+from tests.support import eventually, last_account
 
 VOCABULARY = 61
 LENGTH = 16
@@ -234,6 +234,11 @@ async def libp2p_world(
     async with AsyncExitStack() as stack:
         await _populate(made, stack, spec, replicas, settings or NodeSettings(in_flight=1, drain_seconds=1), place)
         yield made
+
+
+def last_accounts(made: World) -> list[Account]:
+    """Of each replica, those of stage 0 first."""
+    return [last_account(events) for events in made.events]
 
 
 async def run_to_the_end(made: Swarm, within: float = 60.0) -> None:

@@ -20,10 +20,10 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from noloco_node.swarm.microbatch import INLINE_ELEMENTS, Trained
+from noloco_node.swarm.microbatch import COME_BACK, INLINE_ELEMENTS, Trained
 from noloco_node.swarm.repute import TRIAL_SECONDS, Trust
 from noloco_node.swarm.routing import RoutingBook
-from noloco_node.swarm.transport import PeerId, Refusal, Refused, TransportError
+from noloco_node.swarm.transport import PeerId, Refused, TransportError
 from noloco_node.training.norm_bound import NormBound
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class Auditor:
                 return (await self._train_again(peer, case.activations, case.labels, case.budget)).gradient
         except Refused as refusal:
             why = str(refusal)
-            silent = BUSY_SECONDS if refusal.reason in (Refusal.BUSY, Refusal.DRAINING) else TRIAL_SECONDS
+            silent = BUSY_SECONDS if refusal.reason in COME_BACK else TRIAL_SECONDS
         except (TransportError, TimeoutError) as error:
             why = repr(error)
         logger.debug("%s gave no answer to an audit: %s", peer, why)

@@ -39,6 +39,9 @@ PEERS_COUNTED = 1024
 
 Mode = Literal["train", "evaluate"]
 
+COME_BACK = (Refusal.BUSY, Refusal.DRAINING)
+"""Refusals that say nothing against who gives them."""
+
 
 class MicrobatchHeader(WireModel):
     """Goes with the activations and labels of a microbatch, from one stage to the next."""

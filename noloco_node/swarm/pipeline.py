@@ -21,6 +21,7 @@ from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.audit import Auditor
 from noloco_node.swarm.microbatch import (
+    COME_BACK,
     METHOD,
     HopFailed,
     Ledger,
@@ -69,7 +70,6 @@ SCALE_MULTIPLE = 16.0
 """Activations whose root mean square is this many times the usual one are refused."""
 
 _PASSED_UPWARD = (Refusal.DOWNSTREAM_EXHAUSTED, Refusal.BUDGET_SPENT)
-_COME_BACK = (Refusal.BUSY, Refusal.DRAINING)
 _NOT_FOR_US = (Refusal.BANNED, Refusal.NOT_ADMITTED)
 
 
@@ -119,7 +119,7 @@ class Downstream:
                 if refusal.reason in _PASSED_UPWARD:
                     raise HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, refusal.detail, reached=True) from None
                 reached = True
-                failures += refusal.reason not in _COME_BACK
+                failures += refusal.reason not in COME_BACK
                 self._note_failure(peer, refusal)
                 logger.debug("microbatch %s refused by %s: %s", microbatch[:8], peer, refusal)
             except TransportError as error:

@@ -38,8 +38,7 @@ def seconds_to_recover(
 
 def last_account(node: SwarmNode) -> Account | None:
     """A node's books as it wrote them last."""
-    accounts = [event for event in node.events if isinstance(event, Account)]
-    return accounts[-1] if accounts else None
+    return next((event for event in reversed(node.events) if isinstance(event, Account)), None)
 
 
 def account_gap(account: Account) -> int:

@@ -12,7 +12,7 @@ import pytest
 from noloco_node.config.load import Config, load_config
 from noloco_node.local_swarm import LocalSwarm, SwarmNode
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, NodeMoved, NodeStopped, OuterStep
-from tests.support import eventually
+from tests.support import eventually, last_account
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(400)]
 
@@ -72,7 +72,7 @@ async def kill_stage_1_and_wait(swarm: LocalSwarm, waiting: asyncio.Task[None]) 
     assert [event.origin for event in later] in ([], ["peer"])
     survivors = of_stage(swarm, 0)
     for node in survivors:
-        account = [e for e in node.events if isinstance(e, Account)][-1]
+        account = last_account(node.events)
         assert account.drawn == account.trained + account.dropped + account.held_at_end > 0
         assert account.dropped == 0
         assert [e.reason for e in node.events if isinstance(e, NodeStopped)] == ["target_reached"], node.last_lines()

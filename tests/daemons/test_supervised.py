@@ -14,8 +14,8 @@ import pytest
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode
 from noloco_node.local_swarm import LocalSwarm, SwarmNode
-from noloco_node.telemetry.events import Account, InnerStep, P2pdRestarted
-from tests.support import eventually, nothing_left_behind
+from noloco_node.telemetry.events import InnerStep, P2pdRestarted
+from tests.support import eventually, last_account, nothing_left_behind
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(300)]
 
@@ -71,7 +71,7 @@ async def test_a_swarm_outlives_the_p2pd_of_one_of_its_nodes(tmp_path: Path, tem
     ]
     assert victim.stopped is not None
     assert victim.stopped.reason == "target_reached"
-    books = [event for event in swarm.node("s0-r0").events if isinstance(event, Account)][-1]
+    books = last_account(swarm.node("s0-r0").events)
     assert books.drawn == books.trained + books.dropped + books.held_at_end > 0
     assert books.dropped == 0, "nothing was lost"
 

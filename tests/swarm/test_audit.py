@@ -32,7 +32,7 @@ from noloco_node.swarm.transport import Message, PeerId, PeerUnreachable, Refusa
 from noloco_node.telemetry.events import Account, OuterStep
 from noloco_node.training.stage_trainer import LossResult
 from tests.support import eventually
-from tests.worlds import World, micro_spec, peer_name, run_to_the_end, run_with_faults, world
+from tests.worlds import World, last_accounts, micro_spec, peer_name, run_to_the_end, run_with_faults, world
 
 ALWAYS = PipelineSpec(routing="uniform", audit_share=1.0, budget_seconds=10.0, progress_seconds=5.0)
 
@@ -346,11 +346,6 @@ def lying(replica: Replica, lie: Callable[[Tensor], Tensor]) -> None:
         return dataclasses.replace(result, input_gradient=lie(result.input_gradient))
 
     replica.worker.loss = answer  # type: ignore[method-assign]
-
-
-def last_accounts(made: World) -> list[Account]:
-    """Of each replica, those of stage 0 first."""
-    return [[event for event in events if isinstance(event, Account)][-1] for events in made.events]
 
 
 def check_books(made: World, heads: list[Account], tails: list[Account]) -> None:

@@ -19,12 +19,13 @@ from noloco_node.swarm.microbatch import MicrobatchHeader, Sample
 from noloco_node.swarm.origin import Origin
 from noloco_node.swarm.transport import Message, Refusal, Refused
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
-from tests.support import eventually
+from tests.support import eventually, last_account
 from tests.worlds import (
     LENGTH,
     WINDOWS,
     Drawn,
     World,
+    last_accounts,
     micro_spec,
     peer_name,
     run_to_the_end,
@@ -38,7 +39,7 @@ QUICK = PipelineSpec(budget_seconds=2.0, progress_seconds=1.0)
 
 def closed_account(made: World) -> Account:
     """The last account of the first stage-0 replica, checked to close."""
-    account = [event for event in made.events[0] if isinstance(event, Account)][-1]
+    account = last_account(made.events[0])
     assert account.drawn == account.trained + account.dropped + account.held_at_end
     assert account.drawn == len(made.drawn[0].batches)
     return account
@@ -75,7 +76,7 @@ async def test_lost_requests_and_answers_cost_no_sample() -> None:
         kinds = (FaultKind.LOSE_REQUEST, FaultKind.LOSE_ANSWER, FaultKind.UNREACHABLE, FaultKind.REFUSE)
         await run_with_faults(made, *(Fault(kind, method=microbatch.METHOD, times=4) for kind in kinds))
         fired = made.network.fired
-        accounts = [[e for e in events if isinstance(e, Account)][-1] for events in made.events]
+        accounts = last_accounts(made)
     assert all(fired[kind] == 4 for kind in (FaultKind.LOSE_REQUEST, FaultKind.LOSE_ANSWER, FaultKind.UNREACHABLE))
     heads = accounts[:2]
     assert sum(a.drawn for a in heads) == sum(a.trained for a in heads) >= 80
@@ -143,7 +144,7 @@ async def test_nothing_is_drawn_while_a_stage_has_no_replica(caplog: pytest.LogC
                 group.create_task(replica.run())
             await eventually(lambda: origin.missing.stages == [2], what="it is seen that nobody serves stage 2")
             origin.books.write()
-            held = [e for e in made.events[0] if isinstance(e, Account)][-1]
+            held = last_account(made.events[0])
             assert held.missing_stages == [2]
             assert held.drawn == 0
             group.create_task(last.run())
@@ -164,7 +165,7 @@ async def test_a_node_that_leaves_stage_0_keeps_its_books_and_what_was_put_back(
         ledger.drawn, ledger.trained = 5, 3
         ledger.waiting.extend((Sample([1, 2, 3, 4]), Sample([5, 6, 7, 8])))
         later.books.write()
-        account = [e for e in made.events[1] if isinstance(e, Account)][-1]
+        account = last_account(made.events[1])
         assert (account.drawn, account.trained, account.held_at_end) == (5, 3, 2)
     async with world(micro_spec(stages=1)) as made:
         drawn, replica = Drawn(start=100), made.replicas[0]
@@ -221,7 +222,7 @@ async def test_a_killed_replica_is_routed_around() -> None:
             made.network.kill(peer_name(1, 1))
             tasks[3].cancel()
             await asyncio.wait(tasks[:3])
-        accounts = [[e for e in events if isinstance(e, Account)][-1] for events in made.events[:2]]
+        accounts = last_accounts(made)[:2]
         clocks = [replica.worker.progress.clock for replica in made.replicas[:2]]
     assert all(a.drawn == a.trained and a.dropped == a.held_at_end == 0 for a in accounts)
     assert min(clocks) >= spec.inner.target_tokens

@@ -13,9 +13,9 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec
 from noloco_node.replica import Replica
 from noloco_node.swarm.audit import Finding
-from noloco_node.telemetry.events import Account, OuterStep
+from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.stage_trainer import LossResult
-from tests.worlds import MICROBATCH, World, micro_spec, run_to_the_end, window_batch, world
+from tests.worlds import MICROBATCH, World, last_accounts, micro_spec, run_to_the_end, window_batch, world
 
 REPLICAS = 8
 RUNS = 2
@@ -58,11 +58,6 @@ def honest_loss(made: World, hostile: Replica | None) -> float:
         if tail is not hostile
     ]
     return sum(losses) / len(losses)
-
-
-def last_accounts(made: World) -> list[Account]:
-    """Of each replica, those of stage 0 first."""
-    return [[e for e in events if isinstance(e, Account)][-1] for events in made.events]
 
 
 async def run(*, poisoned: bool) -> tuple[float, World]:

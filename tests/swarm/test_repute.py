@@ -82,7 +82,6 @@ def test_who_contradicts_in_more_than_every_ninth_audit_is_set_aside_in_the_end(
     repute, owed = Repute(), 0.0
     for _ in range(500):
         owed += lies
-        repute, owed = (
-            (after_audit(repute, True, 0.0), owed - 1.0) if owed >= 1.0 else (after_audit(repute, False, 0.0), owed)
-        )
+        against = owed >= 1.0
+        repute, owed = after_audit(repute, against, 0.0), owed - against
     assert bool(repute.set_asides) is is_found

@@ -104,11 +104,13 @@ def _judge(arm: Arm, evil: Node, honest: list[Node], began: float, verdict: Verd
     done = json.loads((evil.folder / "attacks.json").read_text())
     refused: Counter[str] = Counter()
     bans: Counter[str] = Counter()
+    audits: Counter[str] = Counter()
     for node in honest:
         account = last_account(node)
         assert account is not None
         refused.update(account.refused)
         bans.update(account.strangers.bans)
+        audits.update(account.strangers.audits)
     shut_out = f"shut out before: banned {bans.total()} times" if bans.total() else ""
     for attack in arm.attacks:
         evidence = f"carried out {done[attack]} times" if done.get(attack) else shut_out
@@ -119,10 +121,6 @@ def _judge(arm: Arm, evil: Node, honest: list[Node], began: float, verdict: Verd
     verdict.figures[f"{arm.name}: exchanges aborted"] = {name: float(count) for name, count in aborted.items()}
     clipped = sum(step.clipped for node in honest for step in outer_steps(node, "paired"))
     verdict.figures[f"{arm.name}: exchanges clipped"] = clipped
-    audits = Counter[str]()
-    for node in honest:
-        if (account := last_account(node)) is not None:
-            audits.update(account.strangers.audits)
     verdict.figures[f"{arm.name}: audits by the honest"] = {name: float(count) for name, count in audits.items()}
     for attack, reason in REFUSALS.items():
         if attack in arm.attacks:
