@@ -12,11 +12,14 @@ import torch
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.cut import build_config, cut_model
 from noloco_node.model.stage import build_on_meta
+from noloco_node.outer.codec import CODECS, CodecName
 
 DEVICE_BYTES = 24
 """Bytes a parameter on the device: fp32 masters, AdamW's two moments, gradient, and two published versions."""
 HOST_BYTES = 16
 """Bytes a parameter in the host's memory: slow weights, outer momentum, snapshot, and the difference to a partner."""
+TRAIL_BYTES = 4
+"""As many more where the codec is decoupled: `OuterReplica.trail`."""
 
 GIB = 1 << 30
 
@@ -58,16 +61,17 @@ def footprint_of(run: RunSpec) -> Footprint:
     return Footprint(tuple(parameters), tuple(max(count, 1) / mean for count in multiplied))
 
 
-def memory_needed(parameters: int, *, own_memory: bool) -> Memory:
+def memory_needed(parameters: int, codec: CodecName, *, own_memory: bool) -> Memory:
     """What a stage of that many parameters takes, activations aside; `own_memory`: the device has some of its own."""
+    on_host = HOST_BYTES + (TRAIL_BYTES if CODECS[codec].decoupled else 0)
     if own_memory:
-        return Memory(DEVICE_BYTES * parameters, HOST_BYTES * parameters)
-    return Memory(0, (DEVICE_BYTES + HOST_BYTES) * parameters)
+        return Memory(DEVICE_BYTES * parameters, on_host * parameters)
+    return Memory(0, (DEVICE_BYTES + on_host) * parameters)
 
 
-def fitting_stages(parameters: Sequence[int], free: Memory) -> list[int]:
+def fitting_stages(parameters: Sequence[int], codec: CodecName, free: Memory) -> list[int]:
     """The stages whose state fits into `free` memory."""
-    needs = [memory_needed(count, own_memory=free.device > 0) for count in parameters]
+    needs = [memory_needed(count, codec, own_memory=free.device > 0) for count in parameters]
     return [stage for stage, need in enumerate(needs) if need.device <= free.device and need.host <= free.host]
 
 

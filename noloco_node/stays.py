@@ -54,7 +54,7 @@ class Stays:
         self._own = transport.peer_id
         self._rng = random.Random(f"stays/{settings.seed}/{transport.peer_id}")
         self._arrival = Arrival(directory, self._own, spec.limits.record_seconds)
-        self._fitting = fitting_stages(footprint.parameters, free_memory(settings.device))
+        self._fitting = fitting_stages(footprint.parameters, spec.outer.codec, free_memory(settings.device))
         self._began = 0.0
         self._looked_in_vain = False
         self.ledger = Ledger()
@@ -216,7 +216,8 @@ class Stays:
 
     def _shortage(self, stage: int) -> str:
         free = free_memory(self._settings.device)
-        needed = memory_needed(self._footprint.parameters[stage], own_memory=free.device > 0)
+        parameters = self._footprint.parameters[stage]
+        needed = memory_needed(parameters, self._spec.outer.codec, own_memory=free.device > 0)
         return f"it needs {needed}; free are {free}"
 
     def _too_small(self) -> UserError:

@@ -24,6 +24,7 @@ from noloco_node.data.samples import Samples
 from noloco_node.data.walk import WalkPosition, WindowWalk
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import build_stage
+from noloco_node.outer.codec import CodecName
 from noloco_node.replica import Replica
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder, Standing, Written, read_checkpoint
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
@@ -90,11 +91,13 @@ async def lone_node(spec: RunSpec, folder: CheckpointFolder, saved: Checkpoint |
         await thread.close()
 
 
-@pytest.mark.parametrize("momentum", ["averaged", "local"])
-async def test_a_node_that_was_interrupted_goes_on_bitwise_as_one_that_was_not(tmp_path: Path, momentum: str) -> None:
-    """Weights, slow weights, momentum, Adam, the half-gathered gradient, clock, counts, books, data position across
-    the end of a pass, and the random generator."""
-    outer = OUTER.model_copy(update={"momentum": momentum})
+@pytest.mark.parametrize(("momentum", "codec"), [("averaged", "int8"), ("local", "int8"), ("averaged", "sign")])
+async def test_a_node_that_was_interrupted_goes_on_bitwise_as_one_that_was_not(
+    tmp_path: Path, momentum: str, codec: CodecName
+) -> None:
+    """Weights, slow weights, momentum, trail, Adam, the half-gathered gradient, clock, counts, books, data position
+    across the end of a pass, and the random generator."""
+    outer = OUTER.model_copy(update={"momentum": momentum, "codec": codec})
     spec = micro_spec(stages=1, layers=1, outer=outer, inner={"global_batch_tokens": 150})
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
     async with lone_node(spec, folder) as steady:

@@ -30,18 +30,24 @@ def test_a_stage_is_counted_as_it_is_built(stages: int) -> None:
 
 def test_forty_bytes_a_parameter_are_split_over_device_and_host() -> None:
     """On the processor all of them lie in the machine's memory."""
-    assert memory_needed(1000, own_memory=True) == Memory(24_000, 16_000)
-    assert memory_needed(1000, own_memory=False) == Memory(0, 40_000)
+    assert memory_needed(1000, "int8", own_memory=True) == Memory(24_000, 16_000)
+    assert memory_needed(1000, "int8", own_memory=False) == Memory(0, 40_000)
+
+
+def test_a_decoupled_codec_has_its_trail_on_the_host() -> None:
+    """4 bytes a parameter, wherever the device's lie."""
+    assert memory_needed(1000, "sign", own_memory=True) == Memory(24_000, 20_000)
+    assert memory_needed(1000, "dct", own_memory=False) == Memory(0, 44_000)
 
 
 def test_a_stage_must_fit_the_device_and_the_host() -> None:
     """Either one alone is not enough."""
     sizes = (10, 1000)
-    assert fitting_stages(sizes, Memory(24_000, 16_000)) == [0, 1]
-    assert fitting_stages(sizes, Memory(23_999, 16_000)) == [0]
-    assert fitting_stages(sizes, Memory(24_000, 15_999)) == [0]
-    assert fitting_stages(sizes, Memory(0, 40_000)) == [0, 1]
-    assert fitting_stages(sizes, Memory(0, 399)) == []
+    assert fitting_stages(sizes, "int8", Memory(24_000, 16_000)) == [0, 1]
+    assert fitting_stages(sizes, "int8", Memory(23_999, 16_000)) == [0]
+    assert fitting_stages(sizes, "int8", Memory(24_000, 15_999)) == [0]
+    assert fitting_stages(sizes, "int8", Memory(0, 40_000)) == [0, 1]
+    assert fitting_stages(sizes, "int8", Memory(0, 399)) == []
 
 
 def test_this_machine_has_memory_for_a_tiny_model() -> None:
@@ -50,4 +56,4 @@ def test_this_machine_has_memory_for_a_tiny_model() -> None:
     assert free.device == 0
     assert 1 << 20 < free.host < 1 << 50
     run = load_config(CONFIGS / "tiny.yaml", []).run
-    assert fitting_stages(footprint_of(run).parameters, free) == [0, 1]
+    assert fitting_stages(footprint_of(run).parameters, run.outer.codec, free) == [0, 1]

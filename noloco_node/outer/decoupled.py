@@ -89,6 +89,11 @@ class DecoupledCodes:
         return groups * GROUP + (1 + (rest - BLOCK * self._bits // 8) // moving if rest else 0)
 
 
+def crosses_whole(exchange: str, count: int) -> Tensor:
+    """Which of a chunk's `count` values are of blocks that cross whole, bool [count]."""
+    return _whole(exchange, math.ceil(count / BLOCK)).repeat_interleave(BLOCK)[:count]
+
+
 def _whole(exchange: str, blocks: int) -> Tensor:
     """Which of a chunk's blocks cross whole: one of each group, a smaller one at the end included."""
     firsts = torch.arange(0, blocks, GROUP)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from noloco_node.outer.codec import BLOCK, Codec, Coding
+from noloco_node.outer.decoupled import crosses_whole
 from noloco_node.outer.update import OuterRule, contribution, step_
 
 
@@ -30,6 +31,10 @@ class Part:
     def size(self) -> int:
         """Weights in it."""
         return self.end - self.start
+
+
+TRAIL_STEPS = 16
+"""Outer steps over which the trail of a decoupled codec averages (decision 157)."""
 
 
 class NotFinite(ValueError):
@@ -56,6 +61,10 @@ class OuterReplica:
     whatever Q does. A step is committed in three parts, so that what changes θ need not wait for the arithmetic:
     `prepare` works out the whole step in the open step's own buffers, `adopt` says that it counts, `settle` carries it
     into φ and δ. An open step that is never adopted leaves no trace. Buffers are allocated once.
+
+    A decoupled codec tells a replica's motion from its weights by their *trail*, a moving average of φ: what φ has
+    moved lately is motion too, and crosses with δ and Δ. Where it was moved by all of a difference the trail is moved
+    along. A trail is nobody else's business and needs to agree with no one's.
     """
 
     def __init__(self, rule: OuterRule, slow: Tensor, *, codec: Codec, chunk_bytes: int, fragments: int = 1) -> None:
@@ -66,6 +75,8 @@ class OuterReplica:
         self.codec = codec
         self.whole = Part(0, slow.numel())
         self.fragments = fragments_of(slow.numel(), fragments)
+        self.trail = slow.clone() if codec.decoupled else None
+        self._led: list[tuple[slice, Tensor, Tensor]] = []
         self._difference = torch.empty_like(slow)
         self._chunk = codec.values_within(chunk_bytes)
         self._part = self.whole
@@ -93,6 +104,14 @@ class OuterReplica:
         """Chunks that the exchange of the open part consists of."""
         return math.ceil(self._part.size / self._chunk)
 
+    def load(self, slow: Tensor, momentum: Tensor, trail: Tensor | None = None) -> None:
+        """Go on from this φ and δ; without a trail it begins anew."""
+        self.settle()
+        self.slow.copy_(slow)
+        self.momentum.copy_(momentum)
+        if self.trail is not None:
+            self.trail.copy_(slow if trail is None else trail)
+
     def chunk_size(self, index: int) -> int:
         """Weights in chunk `index` of the open part; IndexError outside."""
         if not 0 <= index < self.chunks:
@@ -109,6 +128,7 @@ class OuterReplica:
         self._part, self._members, self._weight, self._exchange = part, members, weight, exchange
         self._coding = self._sketch = None
         self._sent.clear()
+        self._led.clear()
         self._difference[part.slice].zero_()
 
     def sketch(self) -> Tensor:
@@ -139,7 +159,7 @@ class OuterReplica:
         if index in self._sent:
             return self._sent[index]
         part = self._slice(index)
-        pull = self.rule.gamma * self.slow[part] if self.codec.decoupled else None
+        pull = None if self.trail is None else self.rule.gamma * self.trail[part]
         wire = self._coding.encode(self._contribution(part), part.start, pull)
         if self.codec.modulo:  # others take up to four times the memory, and encode in no time
             self._sent[index] = wire
@@ -192,6 +212,9 @@ class OuterReplica:
         for index in range(self.chunks):
             part = self._slice(index)
             mean = self._contribution(part).add_(self._difference[part], alpha=scale)
+            if self.trail is not None:
+                whole = crosses_whole(self._exchange, self.chunk_size(index))
+                self._led.append((part, whole, scale * self._difference[part][whole]))
             slow, momentum = self.slow[part].clone(), self._difference[part].copy_(self.momentum[part])
             step_(self.rule, mean, slow=slow, momentum=momentum)
             torch.sub(slow, self.snapshot[part], out=self.snapshot[part])
@@ -211,6 +234,10 @@ class OuterReplica:
                 part = self._part.slice
                 self.slow[part].add_(self._difference[part])
                 self.momentum[part].copy_(self._difference[part])
+                if self.trail is not None:
+                    for chunk, whole, moved in self._led:
+                        self.trail[chunk][whole] += moved
+                    self.trail[part].lerp_(self.slow[part], 1 / TRAIL_STEPS)
                 self._adopted = False
 
     def _slice(self, index: int) -> slice:

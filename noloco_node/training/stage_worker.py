@@ -259,10 +259,8 @@ class StageWorker:
         from where they are, those of the fragments staggered as at the start."""
 
         def work() -> None:
-            self.outer.settle()
             self._trainer.load(state["fast"], state)
-            self.outer.slow.copy_(state["slow"])
-            self.outer.momentum.copy_(state["momentum"])
+            self.outer.load(state["slow"], state["momentum"])
             self.progress = self.progress.as_copy_of(clock, outer_rounds, self._spec.outer.inner_steps)
 
         await self._thread.run(Priority.STEP, work)
@@ -282,6 +280,8 @@ class StageWorker:
             trainer.copy_into(room)
             room["slow"].copy_(self.outer.slow)
             room["momentum"].copy_(self.outer.momentum)
+            if self.outer.trail is not None:
+                room["trail"].copy_(self.outer.trail)
             tokens, loss = trainer.tokens_accumulated, trainer.loss_accumulated
             return WholeState(self.progress, self._credit, tokens, loss, room, time.monotonic() - started)
 
@@ -296,11 +296,9 @@ class StageWorker:
 
         def work() -> None:
             tensors = state.tensors
-            self.outer.settle()
             self._trainer.load(tensors["fast"], tensors)
             self._trainer.load_gradient(tensors["gradient"], state.tokens_accumulated, state.loss_accumulated)
-            self.outer.slow.copy_(tensors["slow"])
-            self.outer.momentum.copy_(tensors["momentum"])
+            self.outer.load(tensors["slow"], tensors["momentum"], tensors.get("trail"))
             self.progress, self._credit = state.progress, state.credit
 
         await self._thread.run(Priority.STEP, work)
@@ -310,7 +308,8 @@ class StageWorker:
         return {name: torch.empty(shape, dtype=dtype).zero_() for name, (dtype, shape) in self._whole_sizes().items()}
 
     def _whole_sizes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return {**self.state_sizes(), "gradient": (torch.float32, (self._trainer.layout.size,))}
+        own = ("gradient",) if self.outer.trail is None else ("gradient", "trail")
+        return {**self.state_sizes(), **dict.fromkeys(own, (torch.float32, (self._trainer.layout.size,)))}
 
     def state_sizes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Names, dtypes and shapes of `full_state()`: what a joiner expects to receive."""

@@ -197,8 +197,7 @@ class Fellowship:
         if other.clock - account.progress.clock <= self._run.max_lag_tokens:
             return False
         self._stage.copy(ahead, behind)
-        self.replicas[behind].slow.copy_(self.replicas[ahead].slow)
-        self.replicas[behind].momentum.copy_(self.replicas[ahead].momentum)
+        self.replicas[behind].load(self.replicas[ahead].slow, self.replicas[ahead].momentum)
         account.progress = account.progress.as_copy_of(other.clock, other.outer_rounds, self._run.outer.inner_steps)
         account.free_since = account.progress.steps
         return True
@@ -292,4 +291,4 @@ def disturb(replicas: Sequence[OuterReplica], stage: StackedStage, deviation: fl
     for row, replica in enumerate(replicas):
         noise = torch.randn(replica.size, generator=generator).mul_(deviation)
         stage.fast[row].add_(noise)
-        replica.slow.add_(noise)
+        replica.load(replica.slow + noise, replica.momentum)
