@@ -19,7 +19,7 @@ DEVICE_BYTES = 24
 HOST_BYTES = 16
 """Bytes a parameter in the host's memory: slow weights, outer momentum, snapshot, and the difference to a partner."""
 TRAIL_BYTES = 4
-"""As many more where the codec is decoupled: `OuterReplica.trail`."""
+"""As many more where the codec trails: `OuterReplica.trail`."""
 
 GIB = 1 << 30
 
@@ -63,7 +63,7 @@ def footprint_of(run: RunSpec) -> Footprint:
 
 def memory_needed(parameters: int, codec: CodecName, *, own_memory: bool) -> Memory:
     """What a stage of that many parameters takes, activations aside; `own_memory`: the device has some of its own."""
-    on_host = HOST_BYTES + (TRAIL_BYTES if CODECS[codec].decoupled else 0)
+    on_host = HOST_BYTES + (TRAIL_BYTES if CODECS[codec].trails else 0)
     if own_memory:
         return Memory(DEVICE_BYTES * parameters, on_host * parameters)
     return Memory(0, (DEVICE_BYTES + on_host) * parameters)

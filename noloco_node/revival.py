@@ -15,7 +15,7 @@ from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.membership import SERVING, Membership
 from noloco_node.swarm.transport import PeerId
-from noloco_node.training.stage_worker import StageWorker
+from noloco_node.training.stage_worker import TRAIL, StageWorker
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def _that_fits(checkpoint: Checkpoint | None, worker: StageWorker) -> Checkpoint
     if checkpoint is None:
         return None
     found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in checkpoint.tensors.items()}
-    if all(found.get(name) == size for name, size in worker.state_sizes().items()):
+    if all(found.get(name) == size for name, size in worker.state_sizes().items() if name != TRAIL or TRAIL in found):
         return checkpoint
     logger.warning("checkpoint %s is not used: its tensors are not those of this stage", checkpoint.path)
     return None

@@ -124,6 +124,24 @@ async def test_a_node_that_was_interrupted_goes_on_bitwise_as_one_that_was_not(
     assert losses[0] == losses[1]
 
 
+async def test_a_checkpoint_from_before_there_were_trails_is_resumed(tmp_path: Path) -> None:
+    """Only a trail may be missing, and it begins at φ; without momentum it is refused."""
+    spec = micro_spec(stages=1, layers=1, outer=OUTER.model_copy(update={"codec": "sign"}))
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
+    async with lone_node(spec, folder) as node:
+        await node.train(9)
+        await node.keeper.save()
+        saved = folder.newest(spec.run_id, 0)
+        assert saved is not None
+        assert not torch.equal(saved.tensors["trail"], saved.tensors["slow"])
+        del saved.tensors["trail"]
+        await node.keeper.resume(saved)
+        assert torch.equal((await node.whole())[1]["trail"], saved.tensors["slow"])
+        del saved.tensors["momentum"]
+        with pytest.raises(UserError, match="its tensors are not those of this stage"):
+            await node.keeper.resume(saved)
+
+
 async def test_a_checkpoint_is_of_one_moment_while_three_microbatches_are_under_way(tmp_path: Path) -> None:
     """Taken at any time on a running swarm, on both stages: the tokens in the weights and the gradient are those of
     the samples that the books call trained, and the samples held are the rest of those drawn."""

@@ -51,7 +51,7 @@ class Coding(Protocol):
     """
 
     def encode(self, values: Tensor, start: int, pull: Tensor | None = None) -> Tensor:
-        """The chunk as it travels. `pull` is its part γφ, where the codec treats that by itself."""
+        """The chunk as it travels. `pull` is its part γφ or γτ (`OuterReplica.trail`), which decoupled codecs leave."""
         ...
 
     def difference(self, other: Tensor, own: Tensor, start: int) -> Tensor:
@@ -71,6 +71,8 @@ class Codec:
     """Modulo codes: the largest difference that fits, as a multiple of the block's root mean square difference."""
     motion_bytes: int = 0
     """Bytes for a block's motion, of codecs by which most of the pull stays away (`decoupled.py`)."""
+    trails: bool = False
+    """Decoupled: whether what φ has moved lately counts as motion (`OuterReplica.trail`)."""
 
     @property
     def decoupled(self) -> bool:
@@ -133,7 +135,7 @@ CODECS: dict[CodecName, Codec] = {
     "int8": Codec("int8", torch.uint8, 8, range_in_deviations=10.0),
     "int4": Codec("int4", torch.uint8, 4, range_in_deviations=4.5),
     "dct": Codec("dct", torch.uint8, 8, range_in_deviations=10.0, motion_bytes=Waves.bytes_per_block),
-    "sign": Codec("sign", torch.uint8, 4, range_in_deviations=4.5, motion_bytes=Signs.bytes_per_block),
+    "sign": Codec("sign", torch.uint8, 4, range_in_deviations=4.5, motion_bytes=Signs.bytes_per_block, trails=True),
 }
 
 

@@ -34,7 +34,7 @@ class Part:
 
 
 TRAIL_STEPS = 16
-"""Outer steps over which the trail of a decoupled codec averages (decision 157)."""
+"""Outer steps over which a trail averages (decision 157)."""
 
 
 class NotFinite(ValueError):
@@ -62,9 +62,10 @@ class OuterReplica:
     `prepare` works out the whole step in the open step's own buffers, `adopt` says that it counts, `settle` carries it
     into φ and δ. An open step that is never adopted leaves no trace. Buffers are allocated once.
 
-    A decoupled codec tells a replica's motion from its weights by their *trail*, a moving average of φ: what φ has
-    moved lately is motion too, and crosses with δ and Δ. Where it was moved by all of a difference the trail is moved
-    along. A trail is nobody else's business and needs to agree with no one's.
+    A codec that `trails` tells a replica's motion from its weights by their *trail* τ, a moving average of φ: what φ
+    has moved lately is motion too, and crosses with δ and Δ. Where a block crosses whole the trail is moved along by
+    what the difference moves s. Partners' trails need not agree for the mean to be kept, but who takes over a φ takes
+    its trail too, or the two would be moved apart by what only one of them offers.
     """
 
     def __init__(self, rule: OuterRule, slow: Tensor, *, codec: Codec, chunk_bytes: int, fragments: int = 1) -> None:
@@ -75,7 +76,7 @@ class OuterReplica:
         self.codec = codec
         self.whole = Part(0, slow.numel())
         self.fragments = fragments_of(slow.numel(), fragments)
-        self.trail = slow.clone() if codec.decoupled else None
+        self.trail = slow.clone() if codec.trails else None
         self._led: list[tuple[slice, Tensor, Tensor]] = []
         self._difference = torch.empty_like(slow)
         self._chunk = codec.values_within(chunk_bytes)
@@ -159,7 +160,8 @@ class OuterReplica:
         if index in self._sent:
             return self._sent[index]
         part = self._slice(index)
-        pull = None if self.trail is None else self.rule.gamma * self.trail[part]
+        kept_back = self.slow if self.trail is None else self.trail
+        pull = self.rule.gamma * kept_back[part] if self.codec.decoupled else None
         wire = self._coding.encode(self._contribution(part), part.start, pull)
         if self.codec.modulo:  # others take up to four times the memory, and encode in no time
             self._sent[index] = wire
@@ -212,7 +214,7 @@ class OuterReplica:
         for index in range(self.chunks):
             part = self._slice(index)
             mean = self._contribution(part).add_(self._difference[part], alpha=scale)
-            if self.trail is not None:
+            if self.trail is not None and self._members > 1:
                 whole = crosses_whole(self._exchange, self.chunk_size(index))
                 self._led.append((part, whole, scale * self._difference[part][whole]))
             slow, momentum = self.slow[part].clone(), self._difference[part].copy_(self.momentum[part])
@@ -237,6 +239,7 @@ class OuterReplica:
                 if self.trail is not None:
                     for chunk, whole, moved in self._led:
                         self.trail[chunk][whole] += moved
+                    self._led.clear()
                     self.trail[part].lerp_(self.slow[part], 1 / TRAIL_STEPS)
                 self._adopted = False
 

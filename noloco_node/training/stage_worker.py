@@ -26,6 +26,9 @@ from noloco_node.training.stage_trainer import LossResult, Passage, StageTrainer
 
 T = TypeVar("T")
 
+TRAIL = "trail"
+"""Name of `OuterReplica.trail` among a state's tensors, where the codec trails."""
+
 
 @dataclass(frozen=True, slots=True)
 class InnerReport:
@@ -233,6 +236,7 @@ class StageWorker:
                 "fast": self._trainer.master.to("cpu", copy=True),
                 "slow": self.outer.slow.clone(),
                 "momentum": self.outer.momentum.clone(),
+                **({} if self.outer.trail is None else {TRAIL: self.outer.trail.clone()}),
                 **self._trainer.optimizer_state(),
             }
 
@@ -260,7 +264,7 @@ class StageWorker:
 
         def work() -> None:
             self._trainer.load(state["fast"], state)
-            self.outer.load(state["slow"], state["momentum"])
+            self.outer.load(state["slow"], state["momentum"], state.get(TRAIL))
             self.progress = self.progress.as_copy_of(clock, outer_rounds, self._spec.outer.inner_steps)
 
         await self._thread.run(Priority.STEP, work)
@@ -281,15 +285,19 @@ class StageWorker:
             room["slow"].copy_(self.outer.slow)
             room["momentum"].copy_(self.outer.momentum)
             if self.outer.trail is not None:
-                room["trail"].copy_(self.outer.trail)
+                room[TRAIL].copy_(self.outer.trail)
             tokens, loss = trainer.tokens_accumulated, trainer.loss_accumulated
             return WholeState(self.progress, self._credit, tokens, loss, room, time.monotonic() - started)
 
         return await self._thread.run(Priority.STEP, work)
 
     async def resume(self, state: WholeState) -> None:
-        """Go on where `state` was taken. ValueError, and no change, where it is not of this stage and run."""
-        if {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.tensors.items()} != self._whole_sizes():
+        """Go on where `state` was taken. ValueError, and no change, where it is not of this stage and run.
+
+        A trail may be missing, as in states of versions that had none: it begins anew.
+        """
+        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.tensors.items()}
+        if found != {name: size for name, size in self._whole_sizes().items() if name != TRAIL or TRAIL in found}:
             raise ValueError("its tensors are not those of this stage")
         if len(state.progress.marks) != len(self.progress.marks):
             raise ValueError("it was taken with another number of fragments")
@@ -298,7 +306,7 @@ class StageWorker:
             tensors = state.tensors
             self._trainer.load(tensors["fast"], tensors)
             self._trainer.load_gradient(tensors["gradient"], state.tokens_accumulated, state.loss_accumulated)
-            self.outer.load(tensors["slow"], tensors["momentum"], tensors.get("trail"))
+            self.outer.load(tensors["slow"], tensors["momentum"], tensors.get(TRAIL))
             self.progress, self._credit = state.progress, state.credit
 
         await self._thread.run(Priority.STEP, work)
@@ -308,13 +316,14 @@ class StageWorker:
         return {name: torch.empty(shape, dtype=dtype).zero_() for name, (dtype, shape) in self._whole_sizes().items()}
 
     def _whole_sizes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        own = ("gradient",) if self.outer.trail is None else ("gradient", "trail")
-        return {**self.state_sizes(), **dict.fromkeys(own, (torch.float32, (self._trainer.layout.size,)))}
+        return {**self.state_sizes(), "gradient": (torch.float32, (self._trainer.layout.size,))}
 
     def state_sizes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Names, dtypes and shapes of `full_state()`: what a joiner expects to receive."""
         vector = (torch.float32, (self._trainer.layout.size,))
-        names = ("fast", "slow", "momentum", "exp_avg", "exp_avg_sq")
+        names = ["fast", "slow", "momentum", "exp_avg", "exp_avg_sq"]
+        if self.outer.trail is not None:
+            names.append(TRAIL)
         return {**dict.fromkeys(names, vector), "optimizer_steps": (torch.int64, ())}
 
     async def named_weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

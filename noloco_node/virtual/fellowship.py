@@ -197,7 +197,8 @@ class Fellowship:
         if other.clock - account.progress.clock <= self._run.max_lag_tokens:
             return False
         self._stage.copy(ahead, behind)
-        self.replicas[behind].load(self.replicas[ahead].slow, self.replicas[ahead].momentum)
+        source = self.replicas[ahead]
+        self.replicas[behind].load(source.slow, source.momentum, source.trail)
         account.progress = account.progress.as_copy_of(other.clock, other.outer_rounds, self._run.outer.inner_steps)
         account.free_since = account.progress.steps
         return True

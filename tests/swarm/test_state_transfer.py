@@ -13,6 +13,7 @@ import torch
 
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.outer.codec import CodecName
 from noloco_node.replica import Replica
 from noloco_node.swarm import state_messages, state_transfer
 from noloco_node.swarm.directory import PeerState
@@ -28,10 +29,10 @@ OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, max_lag_tokens=1000)
 
 
 @contextlib.asynccontextmanager
-async def veteran_and_joiner(replicas: int = 2) -> AsyncIterator[tuple[World, list[Replica]]]:
+async def veteran_and_joiner(replicas: int = 2, outer: OuterSpec = OUTER) -> AsyncIterator[tuple[World, list[Replica]]]:
     """The first replica (all but the last, if more) is past its first outer round and says so; the last is new."""
     spec = micro_spec(
-        stages=1, outer=OUTER, limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=2, record_seconds=5)
+        stages=1, outer=outer, limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=2, record_seconds=5)
     )
     async with world(spec, replicas=replicas) as made:
         for veteran in made.replicas[:-1]:
@@ -44,15 +45,17 @@ async def veteran_and_joiner(replicas: int = 2) -> AsyncIterator[tuple[World, li
         yield made, made.replicas
 
 
-async def test_a_joiner_becomes_a_copy() -> None:
-    """Weights, slow weights, momentum, Adam's moments and step count, clock and round are those of the donor, bitwise;
-    and both then take the same next step."""
-    async with veteran_and_joiner() as (made, (veteran, joiner)):
+@pytest.mark.parametrize("codec", ["int8", "sign"])
+async def test_a_joiner_becomes_a_copy(codec: CodecName) -> None:
+    """Weights, slow weights, momentum, trail, Adam's moments and step count, clock and round are those of the donor,
+    bitwise; and both then take the same next step."""
+    async with veteran_and_joiner(outer=OUTER.model_copy(update={"codec": codec})) as (made, (veteran, joiner)):
         assert await joiner.become_current() == peer_name(0, 0)
         progress, state = await veteran.worker.full_state()
         copied_progress, copied = await joiner.worker.full_state()
         assert state.keys() == copied.keys()
         assert all(torch.equal(state[name], copied[name]) for name in state)
+        assert ("trail" in state) is (codec == "sign")
         assert int(state["optimizer_steps"]) == 5
         assert (copied_progress.clock, copied_progress.outer_rounds) == (progress.clock, progress.outer_rounds)
         made.drawn[1].start, made.drawn[1].batches = 10**5, []

@@ -292,6 +292,8 @@ async def test_an_orphan_is_reaped_only_if_it_is_ours(own_base: Path) -> None:
         (folder / "lock").touch()
         naming = [f"-listen=/unix{folder}/d"] if ours else []
         child = await asyncio.create_subprocess_exec("sh", "-c", "sleep 60; true", "sh", *naming)
+        process = psutil.Process(child.pid)  # for a moment after the exec a process has no arguments (8 of 400)
+        await eventually(process.cmdline, what="the child shows its arguments")
         (folder / "pid").write_text(str(child.pid))
         try:
             assert sweep_dead_folders() == 1
