@@ -3,9 +3,10 @@
 After "Distributed Low-Communication Training with Decoupled Momentum Optimization" (arXiv 2510.03371), where what does
 not cross waits as error feedback. Here a contribution is s = γφ + u with u = αδ + βnwΔ, a receiver has all of its own
 s, and Q(s_j) − Q(s_i) replaces of it only what crosses: the rest of u is applied locally, nothing waits, and the mean
-over replicas is kept as with every codec. γφ does not shrink as training goes on, so a few bits cannot carry it, and
-without it replicas would drift apart. So of each 16 blocks one, drawn from the exchange's name, crosses whole as modulo
-codes; the others send what `motion.py` makes of u: `dct` 0.24 bytes for a weight in all, `sign` 0.15.
+over replicas is kept as with every codec. (`sign` takes γτ for γφ and the rest for u: `OuterReplica.trail`.) γφ does
+not shrink as training goes on, so a few bits cannot carry it, and without it replicas would drift apart. So of each 16
+blocks one, drawn from the exchange's name, crosses whole as modulo codes; the others send what `motion.py` makes of u:
+`dct` 0.24 bytes for a weight in all, `sign` 0.15.
 """
 
 from __future__ import annotations
