@@ -15,7 +15,7 @@ from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.membership import SERVING, Membership
 from noloco_node.swarm.transport import PeerId
-from noloco_node.training.stage_worker import TRAIL, StageWorker
+from noloco_node.training.stage_worker import StageWorker, sizes_of, without_missing_trail
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,7 @@ async def revive_if_lost(
 def _that_fits(checkpoint: Checkpoint | None, worker: StageWorker) -> Checkpoint | None:
     if checkpoint is None:
         return None
-    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in checkpoint.tensors.items()}
-    if all(found.get(name) == size for name, size in worker.state_sizes().items() if name != TRAIL or TRAIL in found):
+    if without_missing_trail(worker.state_sizes(), checkpoint.tensors).items() <= sizes_of(checkpoint.tensors).items():
         return checkpoint
     logger.warning("checkpoint %s is not used: its tensors are not those of this stage", checkpoint.path)
     return None

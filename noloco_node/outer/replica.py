@@ -14,6 +14,9 @@ from noloco_node.outer.codec import BLOCK, Codec, Coding
 from noloco_node.outer.decoupled import crosses_whole
 from noloco_node.outer.update import OuterRule, contribution, step_
 
+TRAIL_STEPS = 16
+"""Outer steps over which a trail averages (decision 157)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -31,10 +34,6 @@ class Part:
     def size(self) -> int:
         """Weights in it."""
         return self.end - self.start
-
-
-TRAIL_STEPS = 16
-"""Outer steps over which a trail averages (decision 157)."""
 
 
 class NotFinite(ValueError):

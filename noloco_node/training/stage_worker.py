@@ -30,6 +30,20 @@ TRAIL = "trail"
 """Name of `OuterReplica.trail` among a state's tensors, where the codec trails."""
 
 
+Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of each of a state's tensors."""
+
+
+def sizes_of(tensors: Mapping[str, Tensor]) -> Sizes:
+    """As they are."""
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def without_missing_trail(sizes: Sizes, tensors: Mapping[str, Tensor]) -> Sizes:
+    """What `tensors` must have of `sizes`: states of versions that had no trail lack it."""
+    return {name: size for name, size in sizes.items() if name != TRAIL or TRAIL in tensors}
+
+
 @dataclass(frozen=True, slots=True)
 class InnerReport:
     """One inner step and the state after it."""
@@ -296,8 +310,7 @@ class StageWorker:
 
         A trail may be missing, as in states of versions that had none: it begins anew.
         """
-        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.tensors.items()}
-        if found != {name: size for name, size in self._whole_sizes().items() if name != TRAIL or TRAIL in found}:
+        if sizes_of(state.tensors) != without_missing_trail(self._whole_sizes(), state.tensors):
             raise ValueError("its tensors are not those of this stage")
         if len(state.progress.marks) != len(self.progress.marks):
             raise ValueError("it was taken with another number of fragments")
@@ -315,10 +328,10 @@ class StageWorker:
         """Zeroed memory for a whole state, touched here: no copy waits for pages while the device waits for it."""
         return {name: torch.empty(shape, dtype=dtype).zero_() for name, (dtype, shape) in self._whole_sizes().items()}
 
-    def _whole_sizes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def _whole_sizes(self) -> Sizes:
         return {**self.state_sizes(), "gradient": (torch.float32, (self._trainer.layout.size,))}
 
-    def state_sizes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def state_sizes(self) -> Sizes:
         """Names, dtypes and shapes of `full_state()`: what a joiner expects to receive."""
         vector = (torch.float32, (self._trainer.layout.size,))
         names = ["fast", "slow", "momentum", "exp_avg", "exp_avg_sq"]
