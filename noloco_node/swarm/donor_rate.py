@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 KEPT_SHARE = 0.95
 """Share of its undisturbed pace that a donor keeps: half of what it may lose at most, since measures are noisy."""
@@ -20,31 +21,57 @@ HIGHEST_RATE = 4e9
 WINDOW_SECONDS = 4.0
 GIVING_WINDOWS = 2
 """Windows of giving before one of silence."""
-WEIGHT = 0.4
-"""Of a new window in the mean of its kind."""
+QUIET_WEIGHT = 0.25
+"""Of a new window of silence in their mean."""
+REMEMBERED = 0.9
+"""What a window of giving counts for when the next has come."""
+SURPRISE = 0.2
+"""Share of the pace: where a window loses so much more than those before explain, they are forgotten."""
 
 
-def next_rate(rate: float, *, giving: float, quiet: float, lowest: float) -> float:
-    """Bytes a second from now on, where this node trained `giving` tokens a second while it gave `rate`, and `quiet`
-    while it gave nothing.
+class Trained(NamedTuple):
+    """How much a replica has trained."""
 
-    What is lost is taken to be in proportion to the rate, so this is the rate at which 1 - KEPT_SHARE is lost, reached
-    in bounded steps. Never below `lowest`, or the joiner would take the donor for dead.
+    tokens: int
+    """So far; only rises."""
+    at: float
+    """Monotonic seconds when the last of them was done."""
+
+
+class Cost:
+    """What giving a byte a second costs, as a share of the undisturbed pace, by the windows of giving so far.
+
+    Least squares through the origin, older windows fading: a window at a high rate says more than one at a low rate.
+    What does not fit at all, as a line that others now fill, makes it begin anew.
     """
-    lost = quiet - giving
-    factor = FASTEST
-    if lost > 0.0:
-        factor = min(FASTEST, max(SLOWEST, (1.0 - KEPT_SHARE) * quiet / lost))
-    return max(lowest, min(HIGHEST_RATE, factor * rate))
+
+    def __init__(self) -> None:
+        self._lost = self._given = 0.0
+
+    def note(self, given: float, lost: float) -> None:
+        """A window in which `given` bytes a second went out and the share `lost` of the pace was missing."""
+        if self._given > 0.0 and lost - given * self._lost / self._given > SURPRISE:
+            self._lost = self._given = 0.0
+        self._lost = REMEMBERED * self._lost + given * lost
+        self._given = REMEMBERED * self._given + given * given
+
+    def next_rate(self, rate: float, lowest: float) -> float:
+        """Bytes a second at which 1 - KEPT_SHARE of the pace would be lost, reached in bounded steps from `rate`.
+
+        Never below `lowest`, or the joiner would take the donor for dead.
+        """
+        factor = FASTEST
+        if self._lost > 0.0:
+            factor = min(FASTEST, max(SLOWEST, (1.0 - KEPT_SHARE) * self._given / self._lost / rate))
+        return max(lowest, min(HIGHEST_RATE, factor * rate))
 
 
 class DonorRate:
-    """Paces the chunks that a node gives. `trained()` is a count of tokens that only rises; `tend` must be called every
-    second or two, also while nothing is given."""
+    """Paces the chunks that a node gives. `tend` must be called every second or two, also while nothing is given."""
 
     def __init__(
         self,
-        trained: Callable[[], int],
+        trained: Callable[[], Trained],
         *,
         lowest: float,
         window: float = WINDOW_SECONDS,
@@ -57,13 +84,13 @@ class DonorRate:
         self._trained = trained
         self._now = now
         self._free_at = self._quiet_until = 0.0
-        self._giving: float | None = None
+        self._cost = Cost()
         self._quiet: float | None = None
         self._windows = 0
         self._begin_window()
 
     def _begin_window(self) -> None:
-        self._since, self._tokens, self._taken = self._now(), self._trained(), 0
+        self._since, self._before, self._taken = self._now(), self._trained(), 0
 
     async def take(self, size: int) -> None:
         """Wait until `size` bytes may be given; who comes first goes first."""
@@ -76,25 +103,30 @@ class DonorRate:
 
     def tend(self) -> None:
         """Close the window if it is over and set the rate anew; after some windows of giving be silent for one."""
-        now = self._now()
-        elapsed = now - self._since
+        elapsed = self._now() - self._since
         if elapsed < self._window:
             return
-        pace = (self._trained() - self._tokens) / elapsed
-        if self._taken:
-            self._giving = _mean(self._giving, pace)
-            self._windows += 1
+        pace = self._pace()
+        if not self._taken:
+            self._quiet = pace if self._quiet is None else self._quiet + QUIET_WEIGHT * (pace - self._quiet)
         else:
-            self._quiet = _mean(self._quiet, pace)
-        if self._giving is not None and self._quiet is not None:
-            rate = next_rate(self.rate, giving=self._giving, quiet=self._quiet, lowest=self._lowest)
-            if rate < self.rate or self._windows >= GIVING_WINDOWS:  # down at once, up after a second look
-                self.rate, self._giving = rate, None
+            self._windows += 1
+            self._learn(self._taken / elapsed, pace)
         if self._windows >= GIVING_WINDOWS:
-            self._windows, self._giving = 0, None
-            self._quiet_until = now + self._window
+            self._windows = 0
+            self._quiet_until = self._now() + self._window
         self._begin_window()
 
+    def _pace(self) -> float:
+        """Tokens a second since the window began, between the ends of two microbatches: seconds of an unfinished one
+        would pass for slowness."""
+        tokens, at = self._trained()
+        return (tokens - self._before.tokens) / (at - self._before.at) if at > self._before.at else 0.0
 
-def _mean(old: float | None, new: float) -> float:
-    return new if old is None else old + WEIGHT * (new - old)
+    def _learn(self, given: float, pace: float) -> None:
+        if not self._quiet:
+            return
+        self._cost.note(given, 1.0 - pace / self._quiet)
+        rate = self._cost.next_rate(self.rate, self._lowest)
+        if rate < self.rate or self._windows >= GIVING_WINDOWS:  # down at once, up after a second look
+            self.rate = rate

@@ -113,6 +113,8 @@ class StageWorker:
         self._on_inner_step = on_inner_step
         self._credit = 0.0
         self.live_replicas = 1
+        self.trained_at = 0.0
+        """Monotonic seconds when the last gradient was added, and the inner step taken if one was due."""
         self.progress = Progress(marks=staggered(spec.outer.fragments, spec.outer.inner_steps))
         self.outer = self._make_outer()
 
@@ -183,7 +185,7 @@ class StageWorker:
 
         def work() -> Tensor | None:
             result = self._trainer.backward(passage, gradient, loss_sum, tokens, source=source)
-            self._step_if_due()
+            self._count_gradient()
             return result
 
         return await self._thread.run(Priority.BACKWARD, work)
@@ -193,7 +195,7 @@ class StageWorker:
 
         def work() -> LossResult:
             result = self._trainer.loss(inputs, labels, source=source)
-            self._step_if_due()
+            self._count_gradient()
             return result
 
         return await self._thread.run(Priority.DRAW if draw else Priority.FORWARD, work)
@@ -344,6 +346,10 @@ class StageWorker:
         _, state = await self.full_state()
         views = self._trainer.layout.views
         return views(state["slow"]), views(state["fast"])
+
+    def _count_gradient(self) -> None:
+        self._step_if_due()
+        self.trained_at = time.monotonic()
 
     def _step_if_due(self) -> None:
         share = share_of_batch(self._spec.inner.global_batch_tokens, self.live_replicas, self._spec.limits.max_replicas)

@@ -24,7 +24,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.replica import Replica
 from noloco_node.swarm import late_join, state_messages
 from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.donor_rate import HIGHEST_RATE, KEPT_SHARE, DonorRate, next_rate
+from noloco_node.swarm.donor_rate import HIGHEST_RATE, KEPT_SHARE, Cost, DonorRate, Trained
 from noloco_node.swarm.late_join import rank_donors
 from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryTransport
 from noloco_node.swarm.state_messages import StateOffer
@@ -429,36 +429,74 @@ def test_the_fresh_come_before_the_stale_and_the_idle_before_the_busy() -> None:
     assert rank_donors({}, 1000.0, random.Random(0)) == []
 
 
-@given(st.floats(1, 1e9), st.floats(0, 1e6), st.floats(0, 1e6))
-def test_a_donor_that_is_slowed_gives_slower_and_no_other_does(rate: float, giving: float, quiet: float) -> None:
+@given(st.floats(1, 1e9), st.floats(-2, 1))
+def test_a_donor_that_is_slowed_gives_slower_and_no_other_does(rate: float, lost: float) -> None:
     """Never below the least that keeps a transfer alive, never above the highest."""
     lowest = 0.5
-    after = next_rate(rate, giving=giving, quiet=quiet, lowest=lowest)
+    cost = Cost()
+    cost.note(rate, lost)
+    after = cost.next_rate(rate, lowest)
     assert lowest <= after <= HIGHEST_RATE
-    if giving < 0.999 * KEPT_SHARE * quiet:
+    if lost > 1.001 * (1.0 - KEPT_SHARE):
         assert after < rate
-    elif giving > 1.001 * KEPT_SHARE * quiet:
+    elif lost < 0.999 * (1.0 - KEPT_SHARE):
         assert after > rate
 
 
-async def test_the_rate_falls_until_training_is_not_slowed_and_stays_there() -> None:
-    """A donor whose pace falls by 1 % for each MB/s that it gives: it settles where it loses about 5 %."""
-    now, trained = [0.0], [0.0]
-    rate = DonorRate(lambda: int(trained[0]), lowest=1e5, window=4.0, now=lambda: now[0])
-    assert rate.rate > 7e6
-    history: list[float] = []
-    for second in range(1200):
-        now[0] += 1.0
-        silent = now[0] <= rate._quiet_until or second < 20
-        trained[0] += 1000.0 * (1.0 if silent else max(0.1, 1.0 - rate.rate / 100e6))
-        if not silent:
-            rate._free_at = 0.0
-            await rate.take(int(rate.rate))
-        rate.tend()
-        history.append(rate.rate)
-    settled = history[600:]
-    assert max(settled) < 10e6, "never more than 10 % is lost for long"
-    assert sum(settled) / len(settled) > 2e6, "and it gives what costs little"
+class PacedDonor:
+    """A donor in its own time: `microbatch` tokens each, 1000 tokens a second where nothing is given, the share `cost`
+    times the rate fewer where something is, and `noise` on that."""
+
+    def __init__(self, *, microbatch: int, cost: float, noise: float = 0.0) -> None:
+        self._now = 0.0
+        self._trained = Trained(0, 0.0)
+        self.cost = cost
+        self._microbatch, self._noise = microbatch, noise
+        self._generator = random.Random(0)
+        self.rate = DonorRate(lambda: self._trained, lowest=1e5, window=4.0, now=lambda: self._now)
+
+    async def rates(self, seconds: float) -> list[float]:
+        """Every two seconds; the first twenty seconds of all are silent."""
+        history: list[float] = []
+        done, begin = 0.0, self._now
+        end = begin + seconds
+        while self._now < end:
+            self._now += 0.1
+            silent = self._now <= self.rate._quiet_until or self._now < 20
+            if not silent:
+                self.rate._free_at = 0.0
+                await self.rate.take(int(0.1 * self.rate.rate))
+            lost = 0.0 if silent else min(0.9, self.cost * self.rate.rate)
+            done += 0.1 * 1000.0 * (1.0 - lost) * (1.0 + self._noise * self._generator.gauss(0.0, 1.0))
+            if done >= self._microbatch:
+                done -= self._microbatch
+                self._trained = Trained(self._trained.tokens + self._microbatch, self._now)
+            if int((self._now - begin) / 2) > len(history):
+                self.rate.tend()
+                history.append(self.rate.rate)
+        return history
+
+
+async def test_the_rate_settles_where_training_is_hardly_slowed() -> None:
+    """A donor whose pace falls by 1 % for each MB/s that it gives, and whose single windows are 2 % off."""
+    settled = (await PacedDonor(microbatch=100, cost=1e-8, noise=0.1).rates(1200))[300:]
+    assert max(settled) < 10e6, "never more than 10 % is lost"
+    assert min(settled) > 2e6, "and it gives what costs little"
+
+
+async def test_a_line_that_others_fill_is_left_at_once() -> None:
+    """What giving costs rises thirtyfold: within two windows the rate is near the new one."""
+    donor = PacedDonor(microbatch=100, cost=1e-9)
+    assert (await donor.rates(600))[-1] > 30e6
+    donor.cost = 3e-8
+    assert min(await donor.rates(20)) < 3e6
+
+
+async def test_a_donor_of_long_microbatches_is_not_taken_for_slowed() -> None:
+    """A window of 4 s holds one or two microbatches of 2.9 s, though nothing changes: the rate only rises."""
+    rates = await PacedDonor(microbatch=2900, cost=0.0).rates(300)
+    assert rates == sorted(rates)
+    assert rates[-1] > 10 * rates[0]
 
 
 @pytest.fixture
