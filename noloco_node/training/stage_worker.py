@@ -114,7 +114,7 @@ class StageWorker:
         self._credit = 0.0
         self.live_replicas = 1
         self.trained_at = 0.0
-        """Monotonic seconds when the last gradient was added, and the inner step taken if one was due."""
+        """Monotonic seconds when the last gradient was added, with the inner step where one was due; 0 before."""
         self.progress = Progress(marks=staggered(spec.outer.fragments, spec.outer.inner_steps))
         self.outer = self._make_outer()
 

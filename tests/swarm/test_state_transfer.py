@@ -32,7 +32,7 @@ OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, max_lag_tokens=1000)
 async def veteran_and_joiner(replicas: int = 2, outer: OuterSpec = OUTER) -> AsyncIterator[tuple[World, list[Replica]]]:
     """The first replica (all but the last, if more) is past its first outer round and says so; the last is new."""
     spec = micro_spec(
-        stages=1, outer=outer, limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=2, record_seconds=5)
+        stages=1, outer=outer, limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=2, record_seconds=60)
     )
     async with world(spec, replicas=replicas) as made:
         for veteran in made.replicas[:-1]:
