@@ -21,8 +21,6 @@ HIGHEST_RATE = 4e9
 WINDOW_SECONDS = 4.0
 GIVING_WINDOWS = 2
 """Windows of giving before one of silence."""
-LONGEST_GIVING, LONGEST_SILENCE = 8, 2
-"""Windows that one is prolonged to until a microbatch ends in it; silence must not pass for a dead donor."""
 QUIET_WEIGHT = 0.25
 """Of a new window of silence in their mean."""
 REMEMBERED = 0.9
@@ -88,8 +86,6 @@ class DonorRate:
         self._free_at = self._quiet_until = 0.0
         self._cost = Cost()
         self._quiet: float | None = None
-        self._stifled = 0.0
-        """Bytes a second of a window of giving in which nothing at all was trained."""
         self._windows = 0
         self._begin_window()
 
@@ -98,16 +94,12 @@ class DonorRate:
 
     async def take(self, size: int) -> None:
         """Wait until `size` bytes may be given; who comes first goes first."""
-        start = max(self._now(), self._free_at, self._quiet_until)
+        now = self._now()
+        start = max(now, self._free_at, self._quiet_until)
         self._free_at = start + size / self.rate
-        await self._wait_until(start)
-        await self._wait_until(self._quiet_until)  # a silence may have been prolonged, once
+        if start > now:
+            await asyncio.sleep(start - now)
         self._taken += size
-
-    async def _wait_until(self, moment: float) -> None:
-        left = moment - self._now()
-        if left > 0.0:
-            await asyncio.sleep(left)
 
     def tend(self) -> None:
         """Close the window if it is over and set the rate anew; after some windows of giving be silent for one."""
@@ -117,17 +109,7 @@ class DonorRate:
             return
         if elapsed < self._window:
             return
-        pace = self._pace()
-        longest = self._window * (LONGEST_GIVING if self._taken else LONGEST_SILENCE)
-        if pace is None and elapsed < longest:
-            if self._quiet_until > self._since and not self._taken:
-                self._quiet_until = self._since + longest
-            return
-        if self._taken:
-            self._windows += 1
-            self._gave(self._taken / elapsed, pace)
-        else:
-            self._was_silent(pace)
+        self._note(self._taken / elapsed, self._pace())
         if self._windows >= GIVING_WINDOWS:
             self._windows = 0
             self._quiet_until = self._now() + self._window
@@ -139,17 +121,13 @@ class DonorRate:
         tokens, at = self._trained()
         return (tokens - self._before.tokens) / (at - self._before.at) if at > self._before.at else None
 
-    def _gave(self, given: float, pace: float | None) -> None:
-        if pace is None:  # it is stifled or has no work: silence will tell
-            self._stifled, self._windows = given, GIVING_WINDOWS
-        elif self._quiet:
+    def _note(self, given: float, pace: float | None) -> None:
+        if given and pace is not None and self._quiet:
+            self._windows += 1
             self._learn(given, 1.0 - pace / self._quiet)
-
-    def _was_silent(self, pace: float | None) -> None:
-        if pace is not None and self._stifled:
-            self._learn(self._stifled, 1.0)
-        self._stifled = 0.0
-        if pace is None or self._quiet is None:
+        elif given:  # it has no work, or never was silent: silence will tell
+            self._windows = GIVING_WINDOWS
+        elif pace is None or self._quiet is None:
             self._quiet = pace
         else:
             self._quiet += QUIET_WEIGHT * (pace - self._quiet)
