@@ -37,7 +37,7 @@ from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.multiaddrs import to_dial
 from noloco_node.swarm.p2p_daemon import PrivateP2P, reached_by_a_stranger, running_p2p, start_p2p
 from noloco_node.swarm.peer_addresses import parse_address
-from noloco_node.swarm.relay_places import ask_for_place, connected_by_relay, only_relayed
+from noloco_node.swarm.relay_places import RelayedHost, ask_for_place, connected_by_relay, only_relayed
 from noloco_node.swarm.transport import Message, PeerId
 from noloco_node.swarm.wire import no_tensors
 from tests.support import eventually, nothing_left_behind, p2pd_children
@@ -415,17 +415,24 @@ async def test_a_relayed_connection_gives_way_to_one_that_the_hidden_node_can_ma
     without the relay."""
     keys = [load_or_create_identity(tmp_path / name) for name in "rbc"]
     async with relay_node(keys[0]) as (middle, relay):
-        monkeypatch.setattr(relay_places, "LOOK_SECONDS", 3600.0)
+        go_direct = relay_places._go_direct
+
+        async def not_yet(_host: RelayedHost, _tried: dict[PeerId, float]) -> None:
+            """The node's own look, which must not come before the first connection has been seen."""
+
+        monkeypatch.setattr(relay_places, "_go_direct", not_yet)
         async with (
             running_p2p(entering(middle, relay=True), keys[1]) as hidden,
             running_p2p(entering(middle, relay=False), keys[2]) as open_one,
         ):
             assert await open_one.connect(hidden.own_id, hidden.visible_addresses()) is None
-            assert await connected_by_relay(hidden, open_one.own_id)
+            async with asyncio.timeout(10):
+                while not await connected_by_relay(hidden, open_one.own_id):  # the dialled side learns of it later
+                    pass
             assert relay.circuits == 1
             async with asyncio.timeout(30):
                 while await connected_by_relay(hidden, open_one.own_id):
-                    await relay_places._go_direct(hidden, {})
+                    await go_direct(hidden, {})
             asked = Libp2pTransport(open_one)
             asking = Libp2pTransport(hidden)
             await asyncio.gather(asked.start(), asking.start())
