@@ -84,7 +84,7 @@ class StateDonor:
         self._taking = asyncio.Lock()
         self._patience = spec.limits.exchange_progress_seconds
         self.rate = DonorRate(
-            lambda: Trained(worker.trained_tokens, worker.trained_at),
+            lambda: Trained(*worker.last_trained),
             lowest=4 * places * spec.limits.chunk_bytes / self._patience,
             window=min(WINDOW_SECONDS, self._patience / 4),
         )

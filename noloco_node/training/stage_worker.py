@@ -113,8 +113,9 @@ class StageWorker:
         self._on_inner_step = on_inner_step
         self._credit = 0.0
         self.live_replicas = 1
-        self.trained_at = 0.0
-        """Monotonic seconds when the last gradient was added, with the inner step where one was due; 0 before."""
+        self.last_trained = (0, 0.0)
+        """`trained_tokens` when the last gradient had been added, with the inner step where one was due, and monotonic
+        seconds then; zeros before. One value, since others read it while the device's thread works."""
         self.progress = Progress(marks=staggered(spec.outer.fragments, spec.outer.inner_steps))
         self.outer = self._make_outer()
 
@@ -349,7 +350,7 @@ class StageWorker:
 
     def _count_gradient(self) -> None:
         self._step_if_due()
-        self.trained_at = time.monotonic()
+        self.last_trained = (self.trained_tokens, time.monotonic())
 
     def _step_if_due(self) -> None:
         share = share_of_batch(self._spec.inner.global_batch_tokens, self.live_replicas, self._spec.limits.max_replicas)

@@ -447,9 +447,7 @@ class PacedDonor:
     """A donor in its own time: `microbatch` tokens each, 1000 tokens a second where nothing is given, the share `cost`
     times the rate fewer where something is, and `noise` on that."""
 
-    def __init__(
-        self, *, microbatch: int, cost: float, noise: float = 0.0, before: int = 0, floor: float = 0.1
-    ) -> None:
+    def __init__(self, *, microbatch: int, cost: float, noise: float = 0.0, before: int = 0) -> None:
         self._now = self._born = 1000.0
         self._trained = Trained(0, 0.0)
         self.cost, self.working = cost, True
