@@ -451,7 +451,8 @@ class Replica:
             await asyncio.sleep(ACCOUNT_SECONDS)
             self.books.write()
             self.donor.tend()
-            idle = self._watch.idle_seconds(self.worker.trained_tokens)
+            _, last_trained = self.worker.last_trained
+            idle = self._watch.idle_seconds(last_trained)
             self._watch.say(*doing(facts_of(self.membership, idle, self._pace.step_seconds, self.books.in_hand)))
 
     @property

@@ -82,15 +82,12 @@ class Watch:
 
     def __init__(self, emit: Callable[[Doing], None]) -> None:
         self._emit = emit
-        self._trained = -1
-        self._moved_at = time.monotonic()
+        self._began = time.monotonic()
         self._said: Doing | None = None
 
-    def idle_seconds(self, trained_tokens: int) -> float:
-        """Since the count of trained tokens last changed."""
-        if trained_tokens != self._trained:
-            self._trained, self._moved_at = trained_tokens, time.monotonic()
-        return time.monotonic() - self._moved_at
+    def idle_seconds(self, last_trained: float) -> float:
+        """Since the node last trained (monotonic seconds, 0 before the first time), or since the watch began."""
+        return time.monotonic() - max(self._began, last_trained)
 
     def say(self, what: What, detail: str) -> None:
         """The node does this now."""

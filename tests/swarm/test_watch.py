@@ -63,16 +63,18 @@ def test_a_change_is_said_once_and_its_beginning_is_kept(monkeypatch: pytest.Mon
     ]
 
 
-def test_idle_time_begins_anew_with_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the count was."""
+def test_idle_time_begins_with_the_watch_and_anew_whenever_something_was_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where that was between two looks."""
     now = [100.0]
     monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
     follower = Watch(lambda _: None)
     seen: list[float] = []
-    for second, tokens in ((5, 0), (8, 0), (9, 64), (30, 64)):
+    for second, last_trained in ((5, 0.0), (8, 0.0), (9, 108.5), (30, 108.5)):
         now[0] = 100.0 + second
-        seen.append(follower.idle_seconds(tokens))
-    assert seen == [0.0, 3.0, 0.0, 21.0]
+        seen.append(follower.idle_seconds(last_trained))
+    assert seen == [5.0, 8.0, 0.5, 21.5]
 
 
 def test_the_gauges_say_what_it_does_and_how_long_it_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
