@@ -451,8 +451,7 @@ class Replica:
             await asyncio.sleep(ACCOUNT_SECONDS)
             self.books.write()
             self.donor.tend()
-            _, last_trained = self.worker.last_trained
-            idle = self._watch.idle_seconds(last_trained)
+            idle = self._watch.idle_seconds(self.worker.last_trained.at)
             self._watch.say(*doing(facts_of(self.membership, idle, self._pace.step_seconds, self.books.in_hand)))
 
     @property

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+
+from noloco_node.training.progress import LastTrained
 
 KEPT_SHARE = 0.95
 """Share of its undisturbed pace that a donor keeps: half of what it may lose at most, since measures are noisy."""
@@ -27,15 +28,6 @@ REMEMBERED = 0.9
 """What a window of giving counts for when the next has come."""
 SURPRISE = 0.2
 """Share of the pace: where a window loses so much more than those before explain, they are forgotten."""
-
-
-class Trained(NamedTuple):
-    """How much a replica has trained."""
-
-    tokens: int
-    """So far; only rises."""
-    at: float
-    """Monotonic seconds when the last of them was done; 0 before the first."""
 
 
 class Cost:
@@ -71,7 +63,7 @@ class DonorRate:
 
     def __init__(
         self,
-        trained: Callable[[], Trained],
+        trained: Callable[[], LastTrained],
         *,
         lowest: float,
         window: float = WINDOW_SECONDS,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.swarm.donor_rate import WINDOW_SECONDS, DonorRate, Trained
+from noloco_node.swarm.donor_rate import WINDOW_SECONDS, DonorRate
 from noloco_node.swarm.state_messages import (
     CHUNK,
     OFFER,
@@ -84,7 +84,7 @@ class StateDonor:
         self._taking = asyncio.Lock()
         self._patience = spec.limits.exchange_progress_seconds
         self.rate = DonorRate(
-            lambda: Trained(*worker.last_trained),
+            lambda: worker.last_trained,
             lowest=4 * places * spec.limits.chunk_bytes / self._patience,
             window=min(WINDOW_SECONDS, self._patience / 4),
         )

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+
+class LastTrained(NamedTuple):
+    """When a replica last trained."""
+
+    tokens: int
+    """Trained until then; only rises."""
+    at: float
+    """Monotonic seconds; 0 before the first time."""
 
 
 @dataclass(frozen=True, slots=True)

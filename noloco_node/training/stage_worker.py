@@ -20,7 +20,7 @@ from noloco_node.outer.codec import CODECS
 from noloco_node.outer.replica import OuterReplica, Part, fragments_of
 from noloco_node.outer.update import OuterRule
 from noloco_node.training.compute_thread import ComputeThread, Priority
-from noloco_node.training.progress import Progress, staggered
+from noloco_node.training.progress import LastTrained, Progress, staggered
 from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch
 from noloco_node.training.stage_trainer import LossResult, Passage, StageTrainer, StepResult
 
@@ -113,9 +113,9 @@ class StageWorker:
         self._on_inner_step = on_inner_step
         self._credit = 0.0
         self.live_replicas = 1
-        self.last_trained = (0, 0.0)
-        """`trained_tokens` when the last gradient had been added, with the inner step where one was due, and monotonic
-        seconds then; zeros before. One value, since others read it while the device's thread works."""
+        self.last_trained = LastTrained(0, 0.0)
+        """As of the last gradient that was added, with the inner step where one was due. One value, since others read
+        it while the device's thread works."""
         self.progress = Progress(marks=staggered(spec.outer.fragments, spec.outer.inner_steps))
         self.outer = self._make_outer()
 
@@ -350,7 +350,7 @@ class StageWorker:
 
     def _count_gradient(self) -> None:
         self._step_if_due()
-        self.last_trained = (self.trained_tokens, time.monotonic())
+        self.last_trained = LastTrained(self.trained_tokens, time.monotonic())
 
     def _step_if_due(self) -> None:
         share = share_of_batch(self._spec.inner.global_batch_tokens, self.live_replicas, self._spec.limits.max_replicas)

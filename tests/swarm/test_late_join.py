@@ -24,13 +24,14 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.replica import Replica
 from noloco_node.swarm import late_join, state_messages
 from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.donor_rate import HIGHEST_RATE, KEPT_SHARE, Cost, DonorRate, Trained
+from noloco_node.swarm.donor_rate import HIGHEST_RATE, KEPT_SHARE, Cost, DonorRate
 from noloco_node.swarm.late_join import rank_donors
 from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryTransport
 from noloco_node.swarm.state_messages import StateOffer
 from noloco_node.swarm.state_transfer import Download
 from noloco_node.swarm.transport import JsonObject, Message, PeerId, Refusal, Refused, Transport
 from noloco_node.telemetry.events import DonorFailed, OuterStep, StateDownload
+from noloco_node.training.progress import LastTrained
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import Swarm, World, libp2p_world, micro_spec, peer_name, world
 
@@ -449,12 +450,12 @@ class PacedDonor:
 
     def __init__(self, *, microbatch: int, cost: float, noise: float = 0.0, before: int = 0) -> None:
         self._now = self._born = 1000.0
-        self._trained = Trained(0, 0.0)
+        self._trained = LastTrained(0, 0.0)
         self.cost, self.working = cost, True
         self._microbatch, self._noise = microbatch, noise
         self._generator = random.Random(0)
         self.rate = DonorRate(lambda: self._trained, lowest=1e5, window=4.0, now=lambda: self._now)
-        self._trained = Trained(before, 0.0)
+        self._trained = LastTrained(before, 0.0)
 
     async def rates(self, seconds: float) -> list[float]:
         """Every two seconds; the first twenty seconds of all are silent."""
@@ -471,7 +472,7 @@ class PacedDonor:
             done += 0.1 * 1000.0 * (1.0 - lost) * (1.0 + self._noise * self._generator.gauss(0.0, 1.0))
             if done >= self._microbatch and self.working:
                 done -= self._microbatch
-                self._trained = Trained(self._trained.tokens + self._microbatch, self._now)
+                self._trained = LastTrained(self._trained.tokens + self._microbatch, self._now)
             if int((self._now - begin) / 2) > len(history):
                 self.rate.tend()
                 history.append(self.rate.rate)
