@@ -5,9 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 
+from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.conduct import Conduct
 from noloco_node.swarm.serving import OPEN_TO_ALL, RequestDesk, TransportLimits
-from noloco_node.swarm.transport import Admit, Gate, Handle, Message, PeerId, Refusal, Refused, TrafficCount
+from noloco_node.swarm.transport import (
+    Admit,
+    Gate,
+    Handle,
+    Message,
+    PeerId,
+    ProtocolViolation,
+    Refusal,
+    Refused,
+    TrafficCount,
+    TransportError,
+)
 
 Introduce = Callable[[PeerId, float], Awaitable[None]]
 """Shows a peer, within so many seconds, that this node is invited. Raises like `Transport.call`."""
@@ -35,6 +47,11 @@ class CommonTransport(ABC):
         """See `Transport.conduct`."""
         return self._desk.conduct
 
+    @property
+    def acquaintances(self) -> Acquaintances:
+        """See `Transport.acquaintances`."""
+        return self._desk.acquaintances
+
     def guard(self, gate: Gate) -> None:
         """See `Transport.guard`."""
         self._desk.gate = gate
@@ -56,13 +73,30 @@ class CommonTransport(ABC):
     ) -> Message:
         """See `Transport.call`. The request's tensors must stay unchanged until the call returns."""
         try:
-            return await self._call(peer, method, request, timeout, progress, max_answer_bytes)
+            return await self._noted(peer, method, request, timeout, progress, max_answer_bytes)
         except Refused as refused:
             introduce = self._introduce
             if refused.reason is not Refusal.NOT_ADMITTED or introduce is None or method.startswith(OPEN_TO_ALL):
                 raise
         await introduce(peer, timeout)
-        return await self._call(peer, method, request, timeout, progress, max_answer_bytes)
+        return await self._noted(peer, method, request, timeout, progress, max_answer_bytes)
+
+    async def _noted(
+        self, peer: PeerId, method: str, request: Message, timeout: float, progress: float, max_answer_bytes: int
+    ) -> Message:
+        """The call, and whether the peer answered it. An answer that breaks the protocol says neither."""
+        try:
+            answer = await self._call(peer, method, request, timeout, progress, max_answer_bytes)
+        except Refused:
+            self.acquaintances.answered(peer)
+            raise
+        except ProtocolViolation:
+            raise
+        except TransportError:
+            self.acquaintances.silent(peer)
+            raise
+        self.acquaintances.answered(peer)
+        return answer
 
     @abstractmethod
     async def _call(

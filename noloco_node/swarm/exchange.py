@@ -477,8 +477,10 @@ class Exchanger:
         now = time.monotonic()
         if session.committing:
             self.patience.committed(session.partner)
+            self._transport.acquaintances.worked(session.partner)
         else:
             self.patience.lost(session.partner, now - session.started, now)
+            self._transport.acquaintances.idle(session.partner)
 
     def _session_of(self, peer: PeerId, exchange: str) -> Session:
         session = self._session

@@ -235,6 +235,7 @@ class Receipts:
         if not done.microbatches:
             del self._ledger.done_for[peer]
         self._settled[peer], self._filed[name] = settled + LEAST_SECONDS, receipt.serial
+        self._transport.acquaintances.worked(peer)
         await self._append(peer, header.statement, bytes.fromhex(header.seal))
         return Message()
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from noloco_node.config.run_spec import MAX_BODY_BYTES
+from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.conduct import OFFENSIVE, Conduct
 from noloco_node.swarm.frames import Envelope, encode_envelope, tensor_bytes
 from noloco_node.swarm.transport import (
@@ -85,6 +86,7 @@ class RequestDesk:
         self.limits = limits
         self.traffic = TrafficCount()
         self.conduct = Conduct()
+        self.acquaintances = Acquaintances()
         self.gate: Gate | None = None
         self._bytes_under_way: Counter[PeerId] = Counter()
         self._methods: dict[str, _Method] = {}
@@ -142,6 +144,7 @@ class RequestDesk:
         self.conduct.refuse_banned(peer)
         if self.gate is not None and not envelope.method.startswith(OPEN_TO_ALL) and not self.gate(peer):
             raise Refused(Refusal.NOT_ADMITTED)
+        self.acquaintances.answered(peer)
         method, limits = self._methods.get(envelope.method), self.limits
         if method is None:
             raise Refused(Refusal.UNKNOWN_METHOD, envelope.method)

@@ -19,6 +19,7 @@ import torch
 from noloco_node.swarm.peer_id import PeerId
 
 if TYPE_CHECKING:
+    from noloco_node.swarm.acquaintance import Acquaintances
     from noloco_node.swarm.conduct import Conduct
 
 JsonObject = Mapping[str, Any]
@@ -214,6 +215,11 @@ class Transport(Protocol):
     @property
     def conduct(self) -> Conduct:
         """What peers have done wrong here."""
+        ...
+
+    @property
+    def acquaintances(self) -> Acquaintances:
+        """Who has answered this node, and of whom it has seen work."""
         ...
 
     def guard(self, gate: Gate) -> None:

@@ -1,0 +1,106 @@
+"""Whom this node knows by dealings of its own: who has answered it, and of whom it has seen work.
+
+A record in the directory costs its signer nothing, so it only introduces. An answer over an authenticated link shows
+that somebody is there; only work shows a replica. All of it is this node's own knowledge: nobody's word enters here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from noloco_node.swarm.peer_id import PeerId
+
+ANSWER_SECONDS = 60.0
+"""How long an answer counts."""
+SILENCES_TOLERATED = 1
+"""Calls that the link may lose after an answer before the peer no longer counts as answering."""
+WORK_SECONDS = 120.0
+"""How long work counts where a caller does not say."""
+PEERS_REMEMBERED = 4096
+"""Of those whose work was seen, and as many of the others."""
+
+
+@dataclass(slots=True)
+class Acquaintance:
+    """What this node has seen of one peer. Times are seconds on a clock that never goes back; -inf for never."""
+
+    answered_at: float = -math.inf
+    silent_at: float = -math.inf
+    silences: int = 0
+    """Calls that the link lost since the last answer."""
+    worked_at: float = -math.inf
+    tokens: int = 0
+    """Of the work that was seen, where it is counted in tokens."""
+    idles: int = 0
+    """How often it was asked for work and none came, since work of it was last seen."""
+    idle_since: float = math.inf
+    """When the first of those was; +inf where there is none."""
+
+
+NOBODY = Acquaintance()
+
+
+class Acquaintances:
+    """One node's acquaintances. Bounded: who has only answered is forgotten before who has worked, the oldest first."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._met: OrderedDict[PeerId, Acquaintance] = OrderedDict()
+        self._workers: OrderedDict[PeerId, Acquaintance] = OrderedDict()
+
+    def answered(self, peer: PeerId) -> None:
+        """`peer` answered or refused a call of this node, or sent it a request, over its own authenticated link."""
+        known = self._known(peer)
+        known.answered_at, known.silences = self._clock(), 0
+
+    def silent(self, peer: PeerId) -> None:
+        """A call to `peer` failed for the link: no stream, a broken one, or a deadline."""
+        known = self._known(peer)
+        known.silent_at = self._clock()
+        known.silences += 1
+
+    def worked(self, peer: PeerId, tokens: int = 0) -> None:
+        """Work of `peer` was seen here: a microbatch, an exchange committed with it, a receipt that holds."""
+        known = self._workers.get(peer)
+        if known is None:
+            known = self._workers[peer] = self._met.pop(peer, None) or Acquaintance()
+            if len(self._workers) > PEERS_REMEMBERED:
+                self._workers.popitem(last=False)
+        else:
+            self._workers.move_to_end(peer)
+        known.worked_at = known.answered_at = self._clock()
+        known.tokens += tokens
+        known.idles, known.idle_since, known.silences = 0, math.inf, 0
+
+    def idle(self, peer: PeerId) -> None:
+        """`peer` was asked for work and none came: an exchange that came to nothing, a microbatch that failed."""
+        known = self._known(peer)
+        if known.idles == 0:
+            known.idle_since = self._clock()
+        known.idles += 1
+
+    def answers(self, peer: PeerId, within: float = ANSWER_SECONDS) -> bool:
+        """Whether `peer` has answered within so many seconds and is not silent since."""
+        known = self.of(peer)
+        return known.silences <= SILENCES_TOLERATED and self._clock() - known.answered_at <= within
+
+    def works(self, peer: PeerId, within: float = WORK_SECONDS) -> bool:
+        """Whether work of `peer` was seen within so many seconds."""
+        known = self._workers.get(peer)
+        return known is not None and self._clock() - known.worked_at <= within
+
+    def of(self, peer: PeerId) -> Acquaintance:
+        """What is known of `peer`; to be read only."""
+        return self._workers.get(peer) or self._met.get(peer, NOBODY)
+
+    def _known(self, peer: PeerId) -> Acquaintance:
+        known = self._workers.get(peer) or self._met.get(peer)
+        if known is None:
+            known = self._met[peer] = Acquaintance()
+            if len(self._met) > PEERS_REMEMBERED:
+                self._met.popitem(last=False)
+        return known

@@ -1,0 +1,102 @@
+"""Who has answered this node, and of whom it has seen work: told by dealings alone, within bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from noloco_node.swarm import acquaintance
+from noloco_node.swarm.acquaintance import ANSWER_SECONDS, SILENCES_TOLERATED, WORK_SECONDS, Acquaintances
+from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryNetwork, MemoryTransport
+from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, TransportError
+from noloco_node.swarm.wire import no_tensors
+
+PEER = PeerId("a-peer-of-ours")
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_an_answer_counts_for_a_while_and_lost_calls_end_it() -> None:
+    clock = Clock()
+    known = Acquaintances(clock)
+    assert not known.answers(PEER)
+    known.answered(PEER)
+    assert known.answers(PEER)
+    assert not known.works(PEER)
+    clock.now += ANSWER_SECONDS + 0.1
+    assert not known.answers(PEER)
+    known.answered(PEER)
+    for _ in range(SILENCES_TOLERATED):
+        known.silent(PEER)
+        assert known.answers(PEER), "a link that loses one call is no silence"
+    known.silent(PEER)
+    assert not known.answers(PEER)
+    known.answered(PEER)
+    assert known.answers(PEER)
+
+
+def test_work_counts_for_longer_and_clears_what_came_to_nothing() -> None:
+    clock = Clock()
+    known = Acquaintances(clock)
+    known.idle(PEER)
+    clock.now += 5.0
+    known.idle(PEER)
+    assert (known.of(PEER).idles, known.of(PEER).idle_since) == (2, 100.0)
+    assert not known.answers(PEER), "who was asked for work has not answered by that"
+    known.worked(PEER, 512)
+    known.worked(PEER, 512)
+    assert known.of(PEER).idles == 0
+    assert known.of(PEER).tokens == 1024
+    assert known.works(PEER)
+    assert known.answers(PEER)
+    clock.now += WORK_SECONDS + 0.1
+    assert not known.works(PEER)
+    assert known.works(PEER, within=2 * WORK_SECONDS)
+
+
+def test_a_crowd_that_only_answers_never_drives_out_who_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acquaintance, "PEERS_REMEMBERED", 8)
+    known = Acquaintances(Clock())
+    known.worked(PEER)
+    for number in range(100):
+        known.answered(PeerId(f"one-of-many-{number}"))
+    assert known.works(PEER)
+    assert sum(known.answers(PeerId(f"one-of-many-{number}")) for number in range(100)) == 8
+
+
+async def test_the_transport_notes_answers_refusals_requests_and_silence() -> None:
+    network = MemoryNetwork()
+    caller, server = (MemoryTransport(network, PeerId(name)) for name in ("the-caller-node", "the-server-node"))
+
+    async def handle(_peer: PeerId, message: Message) -> Message:
+        if message.header.get("refuse"):
+            raise Refused(Refusal.BUSY)
+        return Message()
+
+    async def ask(refuse: bool = False) -> None:
+        with contextlib.suppress(Refused, TransportError):
+            request = Message({"refuse": refuse})
+            await caller.call(server.peer_id, "ask", request, timeout=1.0, progress=1.0, max_answer_bytes=0)
+
+    server.serve("ask", no_tensors, handle, max_concurrent_per_peer=1)
+    try:
+        for refuse in (False, True):
+            await ask(refuse)
+            assert caller.acquaintances.answers(server.peer_id)
+            assert server.acquaintances.answers(caller.peer_id)
+            network.inject(Fault(FaultKind.LOSE_REQUEST, times=SILENCES_TOLERATED + 1))
+            for _ in range(SILENCES_TOLERATED + 1):
+                await ask(refuse)
+            assert not caller.acquaintances.answers(server.peer_id)
+    finally:
+        await caller.close()
+        await server.close()
