@@ -34,6 +34,7 @@ from noloco_node.swarm.origin import Origin
 from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, decide, retry_delay
 from noloco_node.swarm.pipeline import Downstream, PipelineServer
 from noloco_node.swarm.probation import Ending, Standing
+from noloco_node.swarm.records_call import serve_records
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.state_donor import StateDonor, nobody_relayed
@@ -86,6 +87,7 @@ class Replica:
         """Parameter name of the stage -> name in the whole model."""
         self._settings = settings
         self._transport = transport
+        self._directory = directory
         self._samples = samples
         self._emit = emit
         self._loop = asyncio.get_running_loop()
@@ -271,11 +273,12 @@ class Replica:
             self._transport.serve(microbatch.METHOD, self.server.admit, self.server.handle, max_concurrent_per_peer=64)
         self.exchanger.serve()
         self.donor.serve()
+        serve_records(self._transport, self.spec.run_id, self._directory)
 
     def close(self) -> None:
         """Take back what `serve` and its receipts registered, so that another replica can take this one's place."""
         self.ledger.walk = self.walk_position()
-        self._transport.withdraw("microbatch", "outer", "state", "contribution")
+        self._transport.withdraw("microbatch", "outer", "state", "contribution", "records")
 
     async def run(self) -> None:
         """Train to the run's end, or until `stop` is set; then leave in order."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from hivemind.dht.node import DHTNode  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.dht.protocol import ValidationError  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.utils.timed_storage import get_dht_time  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node.aio import cancel_and_wait
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord
+from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, SignedRecord
 from noloco_node.swarm.identity import Identity
 from noloco_node.swarm.lost_peers import LostPeers
 from noloco_node.swarm.p2p_daemon import PrivateP2P
@@ -45,6 +46,8 @@ class DhtDirectory:
         self._identity = identity
         self._keys = keys
         self._last_expiry: dict[int, float] = {}
+        self._own: dict[int, SignedRecord] = {}
+        self._rng = random.Random()
         self._view = DirectoryView(tuple({} for _ in keys))
         self._lost = LostPeers(identity.peer_id, random.Random())
         self._seeking: asyncio.Task[None] | None = None
@@ -66,6 +69,7 @@ class DhtDirectory:
         self._last_expiry[record.stage] = expires
         key = self._keys[record.stage]
         value = sign_record(self._identity, key, record, expires)
+        self._own[record.stage] = SignedRecord(record.stage, self._identity.peer_id, expires, value)
         try:
             async with asyncio.timeout(STORE_SECONDS):
                 return bool(await self._node.store(key, value, expires, subkey=record.peer_id))
@@ -84,6 +88,34 @@ class DhtDirectory:
         if self._seeking is None or self._seeking.done():
             self._seeking = asyncio.create_task(self._seek_a_lost_peer(), name="seek a lost peer")
         return self._view
+
+    def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
+        """See `Directory.to_tell`."""
+        now = self.now()
+        own = sorted((row for row in self._own.values() if row.expires > now), key=lambda row: -row.expires)[:most]
+        others = [
+            SignedRecord(stage, peer, row.expires, row.signed)
+            for stage, rows in enumerate(self._view.stages)
+            for peer, row in rows.items()
+            if row.expires > now and peer != self._identity.peer_id
+        ]
+        return (*own, *self._rng.sample(others, min(most - len(own), len(others))))
+
+    def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
+        """See `Directory.told`."""
+        logger.debug("%s told %d records", teller, len(records))
+        return sum(self._take(row) for row in records)
+
+    def _take(self, row: SignedRecord) -> bool:
+        if row.stage >= len(self._keys):
+            return False
+        key = self._keys[row.stage]
+        believed = row.expires <= self.now() + MAX_LIFE_SECONDS
+        if not believed or self._validator.read_found(key, row.peer, row.signed, row.expires) is None:
+            return False
+        key_id: Any = DHTID.generate(source=key)
+        packed = self._node.protocol.serializer.dumps(row.signed)
+        return bool(self._node.protocol.storage.store_subkey(key_id, row.peer, packed, row.expires))
 
     def neighbours(self) -> list[PeerId]:
         """Peers in the routing table of the DHT."""
@@ -132,7 +164,7 @@ class DhtDirectory:
         for subkey, (value, expires) in cast("dict[object, tuple[object, float]]", entries).items():
             record = self._validator.read_found(key, subkey, value, expires)
             if record is not None and expires <= self.now() + MAX_LIFE_SECONDS:
-                rows[PeerId(record.peer_id)] = LiveRecord(record, expires)
+                rows[PeerId(record.peer_id)] = LiveRecord(record, expires, cast("bytes", value))
         return rows
 
 

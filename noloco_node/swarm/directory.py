@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Protocol
@@ -58,6 +58,19 @@ class LiveRecord:
 
     record: PeerRecord
     expires: float
+    signed: bytes = b""
+    """What the owner signed, as it can be told to others; empty where records are not signed (in memory)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SignedRecord:
+    """A record as its owner signed it for its place, to be told to others; who takes it in checks it."""
+
+    stage: int
+    peer: PeerId
+    expires: float
+    """DHT time, seconds."""
+    signed: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,4 +116,13 @@ class Directory(Protocol):
 
     async def refresh(self) -> DirectoryView:
         """Read all stages anew, each look-up with a deadline of its own; one that fails keeps the stage's last rows."""
+        ...
+
+    def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
+        """What to tell a peer: this node's own live records, the newest first, then others at random, `most` in all."""
+        ...
+
+    def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
+        """Take in what `teller` told: what its owner signed, and lives, is in the view from the next `refresh` on. How
+        many were taken. Never raises."""
         ...

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord
+from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, SignedRecord
 from noloco_node.swarm.transport import PeerId
 
 
@@ -54,3 +54,13 @@ class MemoryDirectory:
                 tuple({peer: row for peer, row in rows.items() if row.expires > now} for rows in self._hub.rows)
             )
         return self._view
+
+    def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
+        """Nothing: records are not signed here, and the hub tells everyone."""
+        del most
+        return ()
+
+    def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
+        """See `Directory.told`: nothing is taken."""
+        del teller, records
+        return 0

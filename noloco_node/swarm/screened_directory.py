@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from noloco_node.swarm.directory import Directory, DirectoryView, LiveRecord, PeerRecord
+from noloco_node.swarm.directory import Directory, DirectoryView, LiveRecord, PeerRecord, SignedRecord
 from noloco_node.swarm.invitation import Proof
 from noloco_node.swarm.transport import PeerId
 
@@ -41,6 +41,14 @@ class ScreenedDirectory:
     async def refresh(self) -> DirectoryView:
         """Read all stages anew; the view that it returns is screened."""
         return self._screened(await self._directory.refresh())
+
+    def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
+        """See `Directory.to_tell`."""
+        return self._directory.to_tell(most)
+
+    def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
+        """See `Directory.told`."""
+        return self._directory.told(teller, records)
 
     def _screened(self, view: DirectoryView) -> DirectoryView:
         return DirectoryView(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from noloco_node.swarm import exchange, hello, microbatch, spec_fetch, state_transfer
+from noloco_node.swarm import exchange, hello, microbatch, records_call, spec_fetch, state_transfer
 from tests.worlds import VOCABULARY
 
 METHODS = (
@@ -21,6 +21,7 @@ METHODS = (
     state_transfer.CHUNK,
     hello.METHOD,
     spec_fetch.METHOD,
+    records_call.METHOD,
     "no.such.method",
 )
 FIELDS = (

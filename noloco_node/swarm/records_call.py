@@ -1,0 +1,94 @@
+"""Records told over own links: a call in which two nodes tell each other their own newest signed record and a few more.
+
+The DHT introduces; it must not decide. Where all its neighbours are hostile, nodes that have links to each other still
+see each other by this call, and whomever one of them has met. That it was answered at all shows that a peer is there.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from noloco_node.swarm.directory import Directory, SignedRecord
+from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, Transport, TransportError
+from noloco_node.swarm.wire import RunName, StageIndex, WireModel, no_tensors, parse, parsed_answer
+
+METHOD = "records"
+TIMEOUT_SECONDS = 5.0
+MOST_TOLD = 12
+"""Records in one message, the teller's own included: what a header holds, and few enough to check at once."""
+MAX_SIGNED_TEXT = 1400
+"""Characters of a signed record of the largest size in base64."""
+
+
+class ToldRecord(WireModel):
+    """A signed record as it travels."""
+
+    stage: StageIndex
+    peer: Annotated[str, Field(min_length=10, max_length=128)]
+    expires: Annotated[float, Field(gt=0.0, le=1e12, allow_inf_nan=False)]
+    """DHT time, seconds."""
+    signed: Annotated[str, Field(max_length=MAX_SIGNED_TEXT)]
+
+
+class RecordsMessage(WireModel):
+    """Request and answer alike: the sender's own record first, if it has published one, then others that it knows."""
+
+    run: RunName
+    records: Annotated[list[ToldRecord], Field(max_length=MOST_TOLD, default_factory=list)]
+
+
+def serve_records(transport: Transport, run_id: str, directory: Directory) -> None:
+    """Answer `records` from now on: take in what the caller tells, and tell it what this node knows."""
+
+    async def handle(peer: PeerId, message: Message) -> Message:
+        told = parse(RecordsMessage, message.header)
+        if told.run != run_id:
+            raise Refused(Refusal.WRONG_RUN, f"this node serves run {run_id[:8]}")
+        directory.told(peer, _unpacked(told.records))
+        return Message(_packed(run_id, directory.to_tell(MOST_TOLD)))
+
+    transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=1)
+
+
+async def tell(
+    transport: Transport, peer: PeerId, run_id: str, directory: Directory, *, timeout: float = TIMEOUT_SECONDS
+) -> bool:
+    """Tell a peer this node's own record and a few others, and take in what it answers; whether it answered within
+    `timeout` seconds. A refusal is an answer. Never raises for the peer."""
+    request = Message(_packed(run_id, directory.to_tell(MOST_TOLD)))
+    try:
+        answer = await transport.call(peer, METHOD, request, timeout=timeout, progress=timeout, max_answer_bytes=0)
+        told = parsed_answer(RecordsMessage, answer.header, "answer to records")
+    except Refused:
+        return True
+    except TransportError as error:
+        transport.conduct.judge(peer, error)
+        return False
+    if told.run == run_id:
+        directory.told(peer, _unpacked(told.records))
+    return True
+
+
+def _packed(run_id: str, rows: Sequence[SignedRecord]) -> dict[str, object]:
+    told = [
+        ToldRecord(stage=row.stage, peer=row.peer, expires=row.expires, signed=base64.b64encode(row.signed).decode())
+        for row in rows[:MOST_TOLD]
+    ]
+    return RecordsMessage(run=run_id, records=told).model_dump(mode="json")
+
+
+def _unpacked(told: Sequence[ToldRecord]) -> list[SignedRecord]:
+    """Those whose signed bytes are bytes at all; what is no base64 is passed over as any other bad record is."""
+    rows: list[SignedRecord] = []
+    for each in told:
+        try:
+            signed = base64.b64decode(each.signed, validate=True)
+        except binascii.Error:
+            continue
+        rows.append(SignedRecord(each.stage, PeerId(each.peer), each.expires, signed))
+    return rows

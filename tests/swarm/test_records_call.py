@@ -1,0 +1,90 @@
+"""The call in which peers tell each other records: what it says of the other side, and what it never does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from noloco_node.swarm.directory import SignedRecord
+from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryNetwork, MemoryTransport
+from noloco_node.swarm.records_call import METHOD, MOST_TOLD, serve_records, tell
+from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
+
+RUN = "run-under-test"
+ONE, TWO = PeerId("peer-number-one"), PeerId("peer-number-two")
+
+
+class Book(MemoryDirectory):
+    """A directory that says what it is given, and remembers what it was told."""
+
+    def __init__(self, *says: SignedRecord) -> None:
+        super().__init__(MemoryDirectoryHub(1))
+        self.says = says
+        self.heard: list[tuple[PeerId, tuple[SignedRecord, ...]]] = []
+
+    def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
+        return self.says[:most]
+
+    def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
+        self.heard.append((teller, tuple(records)))
+        return len(records)
+
+
+def row(number: int) -> SignedRecord:
+    """What some peer signed."""
+    return SignedRecord(0, PeerId(f"peer-number-{number}"), 2e9 + number / 7, bytes(range(number, number + 200)))
+
+
+async def test_both_sides_tell_and_hear_whole_records_and_no_more_than_fit() -> None:
+    """Bytes, stage and expiry arrive as they were sent; of many only the first few travel."""
+    network, many = MemoryNetwork(), [row(number) for number in range(MOST_TOLD + 5)]
+    caller, server = MemoryTransport(network, ONE), MemoryTransport(network, TWO)
+    asking, asked = Book(*many), Book(row(50))
+    serve_records(server, RUN, asked)
+    assert await tell(caller, TWO, RUN, asking)
+    assert asked.heard == [(ONE, tuple(many[:MOST_TOLD]))]
+    assert asking.heard == [(TWO, (row(50),))]
+
+
+@pytest.mark.parametrize("run", [RUN, "another-run"])
+async def test_a_refusal_is_an_answer_and_a_dead_link_is_none(run: str) -> None:
+    """A peer of another run, or without the method, is there; nothing of it is taken."""
+    network = MemoryNetwork()
+    caller, server = MemoryTransport(network, ONE), MemoryTransport(network, TWO)
+    book = Book()
+    if run != RUN:
+        serve_records(server, run, Book(row(1)))
+    assert await tell(caller, TWO, RUN, book)
+    network.inject(Fault(FaultKind.UNREACHABLE, method=METHOD))
+    assert not await tell(caller, TWO, RUN, book)
+    assert book.heard == []
+
+
+async def test_an_answer_that_breaks_the_protocol_is_an_offence_and_none_of_it_is_taken() -> None:
+    """Also one in which only one row of several is no row."""
+    network, book = MemoryNetwork(), Book()
+    caller, server = MemoryTransport(network, ONE), MemoryTransport(network, TWO)
+
+    async def handle(_peer: PeerId, _message: Message) -> Message:
+        return Message({"run": RUN, "records": [{"stage": 0}]})
+
+    server.serve(METHOD, lambda *_: None, handle, max_concurrent_per_peer=1)
+    assert not await tell(caller, TWO, RUN, book)
+    assert caller.conduct.offences.total() == 1
+    assert book.heard == []
+
+
+async def test_more_than_fit_are_refused() -> None:
+    """Checked by its schema before anything is looked at."""
+    network, book = MemoryNetwork(), Book()
+    caller, server = MemoryTransport(network, ONE), MemoryTransport(network, TWO)
+    serve_records(server, RUN, book)
+    rows = [{"stage": 0, "peer": TWO, "expires": 1.0, "signed": ""}] * (MOST_TOLD + 1)
+    with pytest.raises(Refused) as refused:
+        await caller.call(
+            TWO, METHOD, Message({"run": RUN, "records": rows}), timeout=5, progress=5, max_answer_bytes=0
+        )
+    assert refused.value.reason is Refusal.MALFORMED
+    assert book.heard == []
