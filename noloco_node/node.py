@@ -42,6 +42,7 @@ from noloco_node.telemetry.display import DownloadBar
 from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped, P2pdRestarted
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.metrics import Metrics
+from noloco_node.telemetry.web import WebServer
 from noloco_node.training.compute_thread import ComputeThread
 
 logger = logging.getLogger(__name__)
@@ -363,6 +364,7 @@ def _telemetry(folder: RunFolder, settings: NodeSettings) -> Generator[tuple[Emi
     """Event file, metrics and log, fed by the same events; and the address of `/metrics`, if it is served."""
     log, metrics, events = NodeLog(), Metrics(), EventFile(folder.events)
     metrics.watch_process(asyncio.get_running_loop())
+    web = WebServer({"/metrics": metrics.page})
     bar = DownloadBar(Console(stderr=True))
     configure_logging(settings.log_level, log)
 
@@ -375,11 +377,11 @@ def _telemetry(folder: RunFolder, settings: NodeSettings) -> Generator[tuple[Emi
     try:
         address = None
         if settings.metrics_port is not None:
-            address = metrics.serve(settings.metrics_host, settings.metrics_port)
+            address = web.start(settings.metrics_host, settings.metrics_port)
         yield emit, address
     finally:
         bar.close()
-        metrics.stop()
+        web.stop()
         events.close()
 
 

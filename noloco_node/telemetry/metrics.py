@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import re
 import time
 from collections.abc import Mapping
-from threading import Thread, active_count
-from typing import Protocol
+from threading import active_count
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector
+from prometheus_client.exposition import choose_encoder
 
-from noloco_node.errors import ExitCode, UserError
 from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
@@ -27,18 +25,10 @@ from noloco_node.telemetry.events import (
     P2pdRestarted,
     StateDownload,
 )
+from noloco_node.telemetry.web import Page
 
 MICROBATCH_OUTCOMES = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
 """Counts of `Account` that only ever rise."""
-
-
-class _Server(Protocol):
-    """What `start_http_server` gives back."""
-
-    server_port: int
-
-    def shutdown(self) -> None: ...
-    def server_close(self) -> None: ...
 
 
 class Metrics:
@@ -46,7 +36,6 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
-        self._server: tuple[_Server, Thread] | None = None
         self._last = _Totals()
         self._resumed = False
         self._speed = _Speed()
@@ -159,27 +148,10 @@ class Metrics:
             case _:
                 pass
 
-    def serve(self, host: str, port: int) -> str:
-        """Answer `http://host:port/metrics` from a thread of its own; returns `host:port` with the port chosen.
-
-        Raises UserError: PORT_IN_USE where the port is taken, CONFIG where the address cannot be listened on.
-        """
-        try:
-            server, thread = start_http_server(port, host, self.registry)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise UserError(
-                    ExitCode.PORT_IN_USE,
-                    f"node.metrics_port: port {port} on {host} is taken",
-                    "choose another with --metrics-port, or 0 for any free one",
-                ) from None
-            raise UserError(
-                ExitCode.CONFIG,
-                f"node.metrics_host: cannot listen on {host} port {port}: {error.strerror or error}",
-                "use an address of this machine (127.0.0.1 or 0.0.0.0) and a port above 1023",
-            ) from None
-        self._server = server, thread
-        return f"{host}:{server.server_port}"
+    def page(self, headers: Mapping[str, str]) -> Page:
+        """All metrics in the format of Prometheus that the request's `accept` asks for."""
+        encode, content_type = choose_encoder(headers.get("accept", ""))
+        return Page(encode(self.registry), content_type)
 
     def watch_process(self, loop: asyncio.AbstractEventLoop) -> None:
         """Count, whenever asked, the tasks of this loop, and threads, memory and open files of this process: what leaks
@@ -187,16 +159,6 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self._gauge("noloco_tasks", "Tasks of the event loop").set_function(lambda: len(asyncio.all_tasks(loop)))
         self._gauge("noloco_threads", "Python threads of this process").set_function(active_count)
-
-    def stop(self) -> None:
-        """Close the port and end its thread; nothing where `serve` was not called."""
-        if self._server is None:
-            return
-        server, thread = self._server
-        self._server = None
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
     def _inner_step(self, event: InnerStep) -> None:
         self._inner_steps.inc()

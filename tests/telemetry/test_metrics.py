@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
-from urllib.request import urlopen
 
 import pytest
 
-from noloco_node.errors import ExitCode, UserError
 from noloco_node.telemetry.events import Evaluation, P2pdRestarted
 from noloco_node.telemetry.metrics import Metrics
 from tests.telemetry import made_events as made
@@ -123,41 +119,11 @@ def test_an_evaluation_of_a_node_is_its_validation_loss() -> None:
     assert value(metrics, "noloco_validation_loss") == 2.5
 
 
-def test_metrics_are_served_and_the_port_is_free_afterwards() -> None:
-    """`/metrics` answers in Prometheus' format; after `stop` no thread and no port is left."""
+def test_the_page_is_in_the_format_that_is_asked_for() -> None:
+    """Prometheus' text, or OpenMetrics."""
     metrics = Metrics()
     metrics.observe(made.inner_step(1))
-    before = set(threading.enumerate())
-    address = metrics.serve("127.0.0.1", 0)
-    try:
-        with urlopen(f"http://{address}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
-    finally:
-        metrics.stop()
-    assert "noloco_inner_steps_total 1.0" in text
-    for thread in set(threading.enumerate()) - before:
-        thread.join(10)  # the thread of the answered request ends by itself, a moment after its answer
-        assert not thread.is_alive()
-    with socket.socket() as again:
-        # The answered connection may linger (TIME_WAIT, if the server closed it first); a listener would still be told.
-        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        again.bind(("127.0.0.1", int(address.rpartition(":")[2])))
-    metrics.stop()
-
-
-def test_a_taken_port_is_named_with_its_own_exit_code() -> None:
-    """The error names the setting and the port."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"port {port}") as caught:
-            Metrics().serve("127.0.0.1", port)
-    assert caught.value.exit_code is ExitCode.PORT_IN_USE
-
-
-def test_an_address_of_another_machine_cannot_be_served() -> None:
-    """A documentation address (RFC 5737) is not ours."""
-    with pytest.raises(UserError, match=r"node\.metrics_host") as caught:
-        Metrics().serve("192.0.2.1", 0)
-    assert caught.value.exit_code is ExitCode.CONFIG
+    plain = metrics.page({})
+    assert b"noloco_inner_steps_total 1.0" in plain.body
+    assert plain.content_type.startswith("text/plain")
+    assert metrics.page({"accept": "application/openmetrics-text; version=1.0.0"}).body.endswith(b"# EOF\n")
