@@ -20,7 +20,7 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from noloco_node.swarm.microbatch import COME_BACK, INLINE_ELEMENTS, Trained
+from noloco_node.swarm.microbatch import COME_BACK, INLINE_ELEMENTS, Outgoing, Trained
 from noloco_node.swarm.repute import TRIAL_SECONDS, Trust
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.transport import PeerId, Refused, TransportError
@@ -79,8 +79,7 @@ class _Case:
     """A microbatch, its first answer, and the seconds that this one had and took."""
 
     first: Trained
-    activations: Tensor
-    labels: Tensor
+    outgoing: Outgoing
     budget: float
     took: float
 
@@ -95,12 +94,12 @@ class Auditor:
         self,
         share: float,
         book: RoutingBook,
-        train_again: Callable[[PeerId, Tensor, Tensor, float], Awaitable[Trained]],
+        train_again: Callable[[PeerId, Outgoing, float], Awaitable[Trained]],
         rng: random.Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`train_again` has a peer train activations and labels as a microbatch of its own, with the budget (seconds)
-        that the first had: nothing must tell the two apart. Refused, TransportError."""
+        """`train_again` has a peer train a microbatch again, under another id, with the budget (seconds) that the
+        first had: nothing must tell the two apart. Refused, TransportError."""
         self._share = share
         self._book = book
         self._train_again = train_again
@@ -114,7 +113,7 @@ class Auditor:
         self.findings: Counter[str] = Counter()
         """Audits so far, by `Finding`."""
 
-    def consider(self, first: Trained, activations: Tensor, labels: Tensor, *, budget: float, took: float) -> None:
+    def consider(self, first: Trained, outgoing: Outgoing, *, budget: float, took: float) -> None:
         """Audit a microbatch that a peer has answered, where no other is being audited, and the stage has enough
         replicas to decide: the first of each peer, one whose gradient is unusually large, all of a doubted peer, any
         while one is on trial and to be heard, and of the others a share. `budget` and `took`: the seconds that the
@@ -131,7 +130,7 @@ class Auditor:
         due = unusual or heard.audits == 0 or peer in doubted or bool(suspects)
         if due or self._rng.random() < self._share:
             self._at_work = True
-            self._cases.put_nowait(_Case(first, activations, labels, budget, took))
+            self._cases.put_nowait(_Case(first, outgoing, budget, took))
 
     async def run(self) -> NoReturn:
         """Work off what `consider` has taken up, until cancelled."""
@@ -177,7 +176,7 @@ class Auditor:
         silent = TRIAL_SECONDS
         try:
             async with asyncio.timeout(PATIENCE * case.took + 1.0):
-                return (await self._train_again(peer, case.activations, case.labels, case.budget)).gradient
+                return (await self._train_again(peer, case.outgoing, case.budget)).gradient
         except Refused as refusal:
             why = str(refusal)
             silent = BUSY_SECONDS if refusal.reason in COME_BACK else TRIAL_SECONDS

@@ -15,8 +15,11 @@ from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.data.walk import WalkPosition
+from noloco_node.swarm.origins_seen import DrawnBy
 from noloco_node.swarm.transport import JsonObject, PeerId, ProtocolViolation, Refusal, Refused, TensorSpec
 from noloco_node.swarm.wire import (
+    ClockValue,
+    PeerName,
     ProtocolVersion,
     RandomId,
     RunName,
@@ -55,7 +58,16 @@ class MicrobatchHeader(WireModel):
     run: RunName
     stage: StageIndex
     """The stage it is meant for."""
+    origin: PeerName
+    """Peer id of the node that drew it; like its clock passed on unchanged by each hop, and the word of the sender."""
+    origin_clock: ClockValue
+    """The origin's clock (tokens) when it drew it."""
     protocol: ProtocolVersion = PROTOCOL_VERSION
+
+    @property
+    def drawn(self) -> DrawnBy:
+        """Who drew it, and when by its clock."""
+        return DrawnBy(PeerId(self.origin), self.origin_clock)
 
 
 class MicrobatchAnswer(WireModel):
@@ -66,6 +78,17 @@ class MicrobatchAnswer(WireModel):
     tokens: Annotated[int, Field(gt=0, le=1 << 32)]
     load: Annotated[int, Field(ge=0, le=1 << 20)]
     """Microbatches that the answering node held when it answered, this one not counted."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outgoing:
+    """A microbatch for the next stage: activations [b, T, hidden] and labels int32 [b, T]."""
+
+    id: str
+    mode: Mode
+    drawn: DrawnBy
+    activations: Tensor
+    labels: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.swarm.microbatch import HopFailed, Ledger, Sample
+from noloco_node.swarm.microbatch import HopFailed, Ledger, Mode, Outgoing, Sample
+from noloco_node.swarm.origins_seen import DrawnBy
 from noloco_node.swarm.pipeline import Downstream
 from noloco_node.swarm.transport import Refusal
 from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
@@ -144,12 +145,11 @@ class Origin:
         if self._downstream is None:
             await self._worker.loss(inputs, labels, draw=True)
             return
-        passage = Passage()
+        passage, drawn = Passage(), DrawnBy(self._downstream.peer_id, self._worker.progress.clock)
         try:
             outputs = await self._worker.forward(inputs, passage, draw=True)
-            trained = await self._downstream.send(
-                secrets.token_hex(16), "train", outputs, labels.to(torch.int32), self._spec.pipeline.budget_seconds
-            )
+            outgoing = self._outgoing("train", drawn, outputs, labels)
+            trained = await self._downstream.send(outgoing, self._spec.pipeline.budget_seconds)
             assert trained.gradient is not None
             await self._worker.backward(
                 passage, trained.gradient, trained.loss_sum, trained.tokens, source=trained.peer
@@ -167,11 +167,14 @@ class Origin:
                 return await self._worker.evaluate_loss(inputs, labels), labels.numel()
             except MicrobatchNotFinite as error:
                 raise HopFailed(Refusal.NOT_FINITE, str(error), reached=True) from None
-        outputs = await self._worker.evaluate(inputs)
-        result = await self._downstream.send(
-            secrets.token_hex(16), "evaluate", outputs, labels.to(torch.int32), self._spec.pipeline.budget_seconds
-        )
+        drawn = DrawnBy(self._downstream.peer_id, self._worker.progress.clock)
+        outgoing = self._outgoing("evaluate", drawn, await self._worker.evaluate(inputs), labels)
+        result = await self._downstream.send(outgoing, self._spec.pipeline.budget_seconds)
         return result.loss_sum, result.tokens
+
+    @staticmethod
+    def _outgoing(mode: Mode, drawn: DrawnBy, outputs: Tensor, labels: Tensor) -> Outgoing:
+        return Outgoing(secrets.token_hex(16), mode, drawn, outputs, labels.to(torch.int32))
 
     def _draw_new(self) -> Sample:
         self._ledger.drawn += 1

@@ -26,7 +26,7 @@ from noloco_node.swarm.microbatch import (
     HopFailed,
     Ledger,
     MicrobatchHeader,
-    Mode,
+    Outgoing,
     Trained,
     all_finite,
     check_specs,
@@ -35,6 +35,7 @@ from noloco_node.swarm.microbatch import (
     parse_header,
     scale_of,
 )
+from noloco_node.swarm.origins_seen import OriginsSeen
 from noloco_node.swarm.places import Places
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.transport import (
@@ -94,8 +95,13 @@ class Downstream:
         """Next-stage peers that audits have gone against and that get nothing now."""
         return self._book.set_aside_now
 
-    async def send(self, microbatch: str, mode: Mode, activations: Tensor, labels: Tensor, budget: float) -> Trained:
-        """Have the next stage train (or evaluate) activations [b, T, hidden] and labels int32 [b, T].
+    @property
+    def peer_id(self) -> PeerId:
+        """This node's own."""
+        return self._transport.peer_id
+
+    async def send(self, outgoing: Outgoing, budget: float) -> Trained:
+        """Have the next stage train (or evaluate) a microbatch.
 
         Raises HopFailed when the budget (seconds) or the attempts are used up, or when a peer further on gave up:
         that is passed upward at once and retried by the origin only, so that failures do not multiply over hops.
@@ -112,7 +118,7 @@ class Downstream:
                 continue
             began, patience = time.monotonic(), self._patience(remaining)
             try:
-                answer = await self._ask(peer, microbatch, attempt, mode, activations, labels, patience)
+                answer = await self._ask(peer, outgoing, attempt, patience)
             except Refused as refusal:
                 if refusal.reason is Refusal.OUT_OF_REACH:
                     raise HopFailed(Refusal.OUT_OF_REACH, refusal.detail, reached=reached) from None
@@ -121,24 +127,23 @@ class Downstream:
                 reached = True
                 failures += refusal.reason not in COME_BACK
                 self._note_failure(peer, refusal)
-                logger.debug("microbatch %s refused by %s: %s", microbatch[:8], peer, refusal)
+                logger.debug("microbatch %s refused by %s: %s", outgoing.id[:8], peer, refusal)
             except TransportError as error:
                 failures += 1
                 self._note_failure(peer, error)
                 reached = reached or not isinstance(error, PeerUnreachable)
-                if mode == "train" and not isinstance(error, PeerUnreachable):
+                if outgoing.mode == "train" and not isinstance(error, PeerUnreachable):
                     self._ledger.repeated += 1
-                logger.debug("microbatch %s lost at %s: %r", microbatch[:8], peer, error)
+                logger.debug("microbatch %s lost at %s: %r", outgoing.id[:8], peer, error)
             else:
-                if mode == "train":
-                    took = time.monotonic() - began
-                    self.auditor.consider(answer, activations, labels, budget=patience, took=took)
+                if outgoing.mode == "train":
+                    self.auditor.consider(answer, outgoing, budget=patience, took=time.monotonic() - began)
                 return answer
             if failures >= self._spec.pipeline.hop_attempts:
                 why = f"{failures} failures at stage {self._stage + 1}"
                 raise given_up(Refusal.DOWNSTREAM_EXHAUSTED, why, reached)
             attempt += 1
-            if mode == "train":
+            if outgoing.mode == "train":
                 self._ledger.retried += 1
             excluded.add(peer)
         why = f"no peer of stage {self._stage + 1} answered within {budget:.1f} s"
@@ -152,9 +157,9 @@ class Downstream:
             return remaining
         return min(remaining, max(remaining / 2, self._spec.pipeline.progress_seconds))
 
-    async def _train_again(self, peer: PeerId, activations: Tensor, labels: Tensor, budget: float) -> Trained:
+    async def _train_again(self, peer: PeerId, first: Outgoing, budget: float) -> Trained:
         try:
-            return await self._ask(peer, secrets.token_hex(16), 0, "train", activations, labels, budget)
+            return await self._ask(peer, replace(first, id=secrets.token_hex(16)), 0, budget)
         except (Refused, TransportError) as error:
             self._note_failure(peer, error)
             raise
@@ -166,23 +171,24 @@ class Downstream:
         elif error.reason in _NOT_FOR_US:
             self._book.failed(peer)
 
-    async def _ask(
-        self, peer: PeerId, microbatch: str, attempt: int, mode: Mode, activations: Tensor, labels: Tensor, left: float
-    ) -> Trained:
+    async def _ask(self, peer: PeerId, outgoing: Outgoing, attempt: int, left: float) -> Trained:
+        activations, mode = outgoing.activations, outgoing.mode
         header = MicrobatchHeader(
-            id=microbatch,
+            id=outgoing.id,
             attempt=attempt,
             budget_ms=max(1, int(left * 1000 * BUDGET_SHARE_PASSED_ON)),
             mode=mode,
             run=self._spec.run_id,
             stage=self._stage + 1,
+            origin=outgoing.drawn.origin,
+            origin_clock=outgoing.drawn.clock,
         )
         self._book.sent(peer)
         try:
             answer = await self._transport.call(
                 peer,
                 METHOD,
-                Message(header.model_dump(mode="json"), (activations, labels)),
+                Message(header.model_dump(mode="json"), (activations, outgoing.labels)),
                 timeout=left,
                 progress=self._spec.pipeline.progress_seconds,
                 max_answer_bytes=activations.nbytes,
@@ -233,6 +239,7 @@ class PipelineServer:
         self._kept_bytes = 0
         self._places = Places(max_pending)
         self._scales = NormBound(SCALE_MULTIPLE, floor=1.0)
+        self.origins_seen = OriginsSeen()
         self.out_of_scale = 0
         """Microbatches refused so far because their activations were much too large."""
         self.accepting = False
@@ -247,7 +254,9 @@ class PipelineServer:
         before its body arrives."""
         if not self.accepting:
             raise Refused(Refusal.DRAINING)
-        parse_header(header, run=self._spec.run_id, stage=self._stage)
+        parsed = parse_header(header, run=self._spec.run_id, stage=self._stage)
+        if self._stage == 1 and parsed.origin != peer:
+            raise Refused(Refusal.MALFORMED, "stage 0 sends only what it has drawn itself")
         check_specs(
             specs,
             dtype=self._spec.pipeline.activations,
@@ -277,6 +286,7 @@ class PipelineServer:
         if header.mode == "train":
             self._keep_answer(header.id, answer)
             self._ledger.note_served(peer, int(answer.header["tokens"]))
+            self.origins_seen.saw(header.drawn, peer)
         return answer
 
     def hand_back(self) -> None:
@@ -341,7 +351,8 @@ class PipelineServer:
     async def _send_on(self, header: MicrobatchHeader, outputs: Tensor, labels: Tensor, deadline: float) -> Trained:
         assert self._downstream is not None
         try:
-            return await self._downstream.send(header.id, header.mode, outputs, labels, deadline - time.monotonic())
+            outgoing = Outgoing(header.id, header.mode, header.drawn, outputs, labels)
+            return await self._downstream.send(outgoing, deadline - time.monotonic())
         except HopFailed as failure:
             raise Refused(failure.reason, failure.detail) from None
 

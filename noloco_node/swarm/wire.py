@@ -13,6 +13,7 @@ ClockValue = Annotated[float, Field(ge=0.0, le=1e18, allow_inf_nan=False)]
 RunName = Annotated[str, Field(max_length=64)]
 StageIndex = Annotated[int, Field(ge=0, lt=256)]
 ProtocolVersion = Annotated[int, Field(ge=0, le=1 << 16)]
+PeerName = Annotated[str, Field(min_length=10, max_length=128)]
 RandomId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 H = TypeVar("H", bound="WireModel")

@@ -227,7 +227,10 @@ class Attacker:
 
     def _header(self, stage: int) -> dict[str, Any]:
         spec = self._replica.spec
-        header = MicrobatchHeader(id=secrets.token_hex(16), budget_ms=3000, run=spec.run_id, stage=stage)
+        own, clock = self._transport.peer_id, self._replica.worker.progress.clock
+        header = MicrobatchHeader(
+            id=secrets.token_hex(16), budget_ms=3000, run=spec.run_id, stage=stage, origin=own, origin_clock=clock
+        )
         return header.model_dump(mode="json")
 
     def _tensors(self) -> tuple[Tensor, Tensor]:

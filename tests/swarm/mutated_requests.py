@@ -26,7 +26,7 @@ METHODS = (
 )
 FIELDS = (
     "id", "attempt", "budget_ms", "mode", "run", "stage", "protocol", "exchange", "contract", "clock", "tokens",
-    "index", "snapshot", "fragment", "new_field",
+    "index", "snapshot", "fragment", "origin", "origin_clock", "new_field",
 )  # fmt: skip
 TENSOR_CHANGES = (
     "none", "drop", "add", "dtype", "longer", "empty", "scalar", "flat", "nan", "inf", "-inf", "huge", "tiny", "low",

@@ -24,7 +24,8 @@ from noloco_node.swarm import conduct, routing
 from noloco_node.swarm.audit import ALIKE, Auditor, Finding, likeness, odd_one_out
 from noloco_node.swarm.conduct import FIRST_BAN_SECONDS
 from noloco_node.swarm.memory_transport import Fault, FaultKind
-from noloco_node.swarm.microbatch import METHOD, Trained
+from noloco_node.swarm.microbatch import METHOD, Outgoing, Trained
+from noloco_node.swarm.origins_seen import DrawnBy
 from noloco_node.swarm.pipeline import PipelineServer
 from noloco_node.swarm.repute import SET_ASIDE_AT, TRIAL_SECONDS, Trust
 from noloco_node.swarm.routing import RoutingBook
@@ -66,7 +67,7 @@ def test_the_odd_one_out_is_told_by_a_third() -> None:
 
 
 GRADIENT = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
-BODY = torch.zeros(2, 8)
+BODY = Outgoing("a" * 32, "train", DrawnBy(PeerId("some origin"), 0.0), torch.zeros(2, 8), torch.zeros(2, 8))
 
 
 class Stage:
@@ -86,7 +87,7 @@ class Stage:
         self.book.update(self.peers, 0)
         self.auditor = Auditor(share, self.book, self._answer, random.Random(0), lambda: self.now)
 
-    async def _answer(self, peer: PeerId, activations: Tensor, labels: Tensor, budget: float) -> Trained:
+    async def _answer(self, peer: PeerId, outgoing: Outgoing, budget: float) -> Trained:
         self.asked.append(peer)
         if peer in self.silent:
             raise PeerUnreachable("gone")
@@ -105,7 +106,7 @@ class Stage:
         chosen = first or self.book.choose()
         assert chosen is not None
         asked = len(self.asked)
-        self.auditor.consider(self.answer_of(chosen, size), BODY, BODY, budget=9.0, took=0.0)
+        self.auditor.consider(self.answer_of(chosen, size), BODY, budget=9.0, took=0.0)
         if self.auditor._at_work:
             running = asyncio.create_task(self.auditor.run())
             await eventually(lambda: not self.auditor._at_work)
@@ -331,7 +332,7 @@ async def test_a_failure_in_an_audit_ends_nothing_else(caplog: pytest.LogCapture
     assert "RuntimeError: no memory" in caplog.text
 
 
-async def broken(_peer: PeerId, _activations: Tensor, _labels: Tensor, _budget: float) -> Trained:
+async def broken(_peer: PeerId, _outgoing: Outgoing, _budget: float) -> Trained:
     """Fails as nothing should."""
     raise RuntimeError("no memory")
 

@@ -12,7 +12,7 @@ from noloco_node.config.run_spec import PipelineSpec
 from noloco_node.replica import Replica
 from noloco_node.swarm import exchange
 from noloco_node.swarm.microbatch import parse_answer
-from noloco_node.swarm.transport import Message, PeerId, ProtocolViolation, Refusal, Refused
+from noloco_node.swarm.transport import Message, PeerId, ProtocolViolation, Refusal, Refused, Release
 from tests.support import eventually, one_turn
 from tests.swarm.test_exchange import outer_steps, state_of, two_replicas, unchanged
 from tests.swarm.test_pipeline import ask, request, serving_world
@@ -52,14 +52,18 @@ async def test_a_place_is_kept_before_the_body_comes() -> None:
         server = made.replicas[1].server
         server.accepting = True
         requests = [request(made, id=f"{number:032x}", budget_ms=100) for number in range(9)]
-        places = [server.admit(STRANGER, each.header, each.specs) for each in requests[:3]]
+
+        def admit(peer: PeerId, each: Message) -> Release:
+            return server.admit(peer, {**each.header, "origin": peer}, each.specs)
+
+        places = [admit(STRANGER, each) for each in requests[:3]]
         for each in requests[3:]:
             with pytest.raises(Refused) as refused:
-                server.admit(STRANGER, each.header, each.specs)
+                admit(STRANGER, each)
             assert refused.value.reason is Refusal.BUSY
-        other = server.admit(PeerId("another-stranger"), requests[4].header, requests[4].specs)
+        other = admit(PeerId("another-stranger"), requests[4])
         with pytest.raises(Refused):
-            server.admit(PeerId("a-third-stranger"), requests[5].header, requests[5].specs)
+            admit(PeerId("a-third-stranger"), requests[5])
         assert server.pending == 4
         other()
         for place in places:

@@ -81,7 +81,8 @@ class Target:
                 activations = torch.randn(rows, LENGTH, HIDDEN, generator=generator)
                 labels = torch.randint(VOCABULARY, (rows, LENGTH), generator=generator, dtype=torch.int32)
                 header = {"id": f"{recipe.number:032x}", "budget_ms": 3000, "mode": recipe.mode, "run": run}
-                return {**header, "stage": stage}, (activations, labels)
+                drawn = {"origin": self.strangers[recipe.peer].peer_id, "origin_clock": clock}
+                return {**header, **drawn, "stage": stage}, (activations, labels)
             case exchange.PROPOSE:
                 named = {"exchange": EXCHANGE, "run": run, "stage": stage, "contract": contract}
                 fragment = (None, *range(FRAGMENTS))[recipe.number % (FRAGMENTS + 1)]

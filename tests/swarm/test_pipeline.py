@@ -56,7 +56,8 @@ async def serving_world(stages: int = 2, pipeline: PipelineSpec = QUICK) -> Asyn
 
 def request(made: World, **changes: object) -> Message:
     """A valid microbatch for stage 1, with changed header fields."""
-    header = MicrobatchHeader(id="a" * 32, budget_ms=1500, run=made.replicas[0].spec.run_id, stage=1)
+    run, origin = made.replicas[0].spec.run_id, peer_name(0, 0)
+    header = MicrobatchHeader(id="a" * 32, budget_ms=1500, run=run, stage=1, origin=origin, origin_clock=0.0)
     activations = torch.zeros(WINDOWS, LENGTH, 32)
     labels = torch.zeros(WINDOWS, LENGTH, dtype=torch.int32)
     return Message({**header.model_dump(mode="json"), **changes}, (activations, labels))
@@ -300,6 +301,9 @@ async def test_a_full_node_is_busy_at_once() -> None:
         ({"budget_ms": -1}, Refusal.MALFORMED),
         ({"mode": "steal"}, Refusal.MALFORMED),
         ({"attempt": 10**12}, Refusal.MALFORMED),
+        ({"origin_clock": 1e30}, Refusal.MALFORMED),
+        ({"origin": "x" * 1000}, Refusal.MALFORMED),
+        ({"origin": "somebody else"}, Refusal.MALFORMED),
     ],
 )
 async def test_headers_that_do_not_fit_are_refused_with_their_reason(

@@ -1,0 +1,105 @@
+"""Where the origins are, by what microbatches say: a minority of senders or origins cannot move it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.swarm import microbatch
+from noloco_node.swarm.memory_transport import MemoryTransport
+from noloco_node.swarm.microbatch import MicrobatchHeader
+from noloco_node.swarm.origins_seen import ORIGINS_OF_A_SENDER, SENDERS_REMEMBERED, DrawnBy, OriginsSeen
+from noloco_node.swarm.transport import Message, PeerId
+from tests.worlds import micro_spec, peer_name, run_to_the_end, world
+
+
+class Book(OriginsSeen):
+    """With a clock that stands where it is set."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        super().__init__(lambda: self.time)
+
+    def hear(self, sender: str, origin: str, clock: float) -> None:
+        """One microbatch was trained."""
+        self.saw(DrawnBy(PeerId(origin), clock), PeerId(sender))
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.data())
+def test_a_minority_of_senders_and_origins_moves_the_clock_no_further_than_anothers(
+    honest: int, origins: int, data: st.DataObject
+) -> None:
+    """Liars among the senders name origins and clocks as they like; liars among the origins claim them through
+    everybody. The median stays among the honest words, and the furthest within the lead of it."""
+    book, clocks = Book(), st.floats(0.0, 1e18)
+    words = [data.draw(st.floats(1e3, 2e3)) for _ in range(origins)]
+    lying_origins = [f"liar {number}" for number in range(data.draw(st.integers(0, (origins - 1) // 2)))]
+    for sender in range(honest):
+        for number, word in enumerate(words):
+            book.hear(f"sender {sender}", f"origin {number}", word)
+        for name in lying_origins:
+            book.hear(f"sender {sender}", name, data.draw(clocks))
+    for sender in range(data.draw(st.integers(0, (honest - 1) // 2))):
+        for number in range(data.draw(st.integers(0, 4))):
+            book.hear(f"hostile {sender}", f"invented {number}", data.draw(clocks))
+    middle, furthest = book.median_clock(), book.furthest_clock(lead=500.0)
+    assert middle is not None
+    assert furthest is not None
+    assert min(words) <= middle <= max(words)
+    assert middle <= furthest <= middle + 500.0
+
+
+def test_the_last_word_counts_and_no_maximum() -> None:
+    """A lie of a moment is gone with the next word; when a clock last rose is known, and what was not heard lately
+    can be left out."""
+    book = Book()
+    assert book.median_clock() is None
+    assert book.furthest_clock(1.0) is None
+    for now, clock in ((1.0, 10.0), (2.0, 1e9), (3.0, 20.0), (4.0, 20.0)):
+        book.time = now
+        book.hear("sender", "origin", clock)
+    (seen,) = book.latest()
+    assert (seen.clock, seen.rose_at, seen.seen_at) == (20.0, 2.0, 4.0)
+    book.time = 10.0
+    assert book.latest(within=5.0) == []
+    assert book.median_clock(within=5.0) is None
+
+
+def test_the_book_is_bounded() -> None:
+    """Invented names push out those heard of longest ago, of the same sender first."""
+    book = Book()
+    book.hear("quiet sender", "origin", 1.0)
+    for number in range(1000):
+        book.hear("sender", f"origin {number}", 1.0)
+    assert len(book.latest()) == 1 + ORIGINS_OF_A_SENDER
+    for number in range(1000):
+        book.hear(f"sender {number}", "origin", 1.0)
+    assert len(book.latest()) == SENDERS_REMEMBERED
+
+
+async def test_every_later_stage_hears_which_origin_drew_a_microbatch_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three stages: the word travels unchanged, in audits' copies too, and is kept by who sent the microbatch."""
+    told: dict[int, set[tuple[str, float]]] = {1: set(), 2: set()}
+    call = MemoryTransport.call
+
+    async def noted(self: MemoryTransport, peer: PeerId, method: str, request: Message, **limits: float) -> Message:
+        if method == microbatch.METHOD and request.header["mode"] == "train":
+            header = MicrobatchHeader.model_validate(request.header)
+            told[header.stage].add((header.origin, header.origin_clock))
+        return await call(self, peer, method, request, **limits)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(MemoryTransport, "call", noted)
+    async with world(micro_spec(stages=3, steps=40), replicas=2, settings=NodeSettings(in_flight=2)) as made:
+        await run_to_the_end(made)
+    names = [{peer_name(stage, index) for index in range(2)} for stage in range(3)]
+    assert told[2] == told[1]
+    assert {origin for origin, _ in told[1]} == names[0]
+    for replica in made.of_stage(1):
+        assert {(seen.sender, seen.origin) for seen in replica.server.origins_seen.latest()} <= {
+            (peer, peer) for peer in names[0]
+        }
+    for replica in made.of_stage(2):
+        assert {seen.sender for seen in replica.server.origins_seen.latest()} <= names[1]
+        assert replica.server.origins_seen.median_clock() in {clock for _, clock in told[2]}
