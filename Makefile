@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 help:
 	@echo "make swarm   train a 3 M parameter model on a local swarm of 8 nodes (configs/tiny.yaml), about 10 minutes"
 	@echo "make test    lint, types and tests"
-	@echo "make chaos   real daemons under kills, frozen nodes, bad links, a partition, a hostile peer, half an hour of faults (about an hour)"
+	@echo "make chaos   real daemons under kills, frozen nodes, bad links, a partition, a hostile peer, half an hour of faults, a stranger (an hour and a half)"
 	@echo "make lint    ruff and pyright only"
 	@echo "make clean   remove the environment and caches; runs/ stays"
 	@echo "CHAOS='kills --seed 3' chooses scenarios and the seed of make chaos; its report goes to runs/chaos-TIME"

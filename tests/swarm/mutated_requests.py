@@ -3,31 +3,49 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from noloco_node.swarm import exchange, hello, microbatch, records_call, spec_fetch, state_transfer
+from noloco_node.swarm import (
+    access,
+    dial_back,
+    exchange_messages,
+    guard,
+    hello,
+    microbatch,
+    receipts,
+    records_call,
+    spec_fetch,
+    state_messages,
+)
+from noloco_node.swarm.wire import WireModel
 from tests.worlds import VOCABULARY
 
-METHODS = (
-    microbatch.METHOD,
-    exchange.PROPOSE,
-    exchange.OPEN,
-    exchange.CHUNK,
-    state_transfer.OPEN,
-    state_transfer.CHUNK,
-    hello.METHOD,
-    spec_fetch.METHOD,
-    records_call.METHOD,
-    "no.such.method",
-)
-FIELDS = (
-    "id", "attempt", "budget_ms", "mode", "run", "stage", "protocol", "exchange", "contract", "clock", "tokens",
-    "index", "snapshot", "fragment", "origin", "origin_clock", "new_field",
-)  # fmt: skip
+REQUESTS: Mapping[str, type[WireModel] | None] = {
+    microbatch.METHOD: microbatch.MicrobatchHeader,
+    exchange_messages.PROPOSE: exchange_messages.Proposal,
+    exchange_messages.OPEN: exchange_messages.Opening,
+    exchange_messages.CHUNK: exchange_messages.ChunkHeader,
+    exchange_messages.LEAVE: exchange_messages.Leave,
+    state_messages.OFFER: state_messages.StateRequest,
+    state_messages.OPEN: state_messages.StateRequest,
+    state_messages.CHUNK: state_messages.StateRequest,
+    guard.OPEN: guard.CopyRequest,
+    guard.CHUNK: guard.CopyRequest,
+    receipts.METHOD: receipts.ReceiptHeader,
+    access.METHOD: access.ShownProof,
+    dial_back.METHOD: dial_back.DialBack,
+    hello.METHOD: None,
+    spec_fetch.METHOD: None,
+    records_call.METHOD: records_call.RecordsMessage,
+    "no.such.method": None,
+}
+"""Every method that a node serves, and what its header is parsed as. A test compares it with what the code serves."""
+METHODS = tuple(REQUESTS)
 TENSOR_CHANGES = (
     "none", "drop", "add", "dtype", "longer", "empty", "scalar", "flat", "nan", "inf", "-inf", "huge", "tiny", "low",
 )  # fmt: skip
@@ -62,17 +80,24 @@ class Recipe:
     peer: int = 0
 
 
+def fields_of(method: str) -> tuple[str, ...]:
+    """Names of all that a method's header may hold, and one that none knows."""
+    model = REQUESTS[method]
+    return (*(model.model_fields if model else ("run", "stage")), "new_field")
+
+
 @st.composite
 def recipes(draw: st.DrawFn, methods: tuple[str, ...] = METHODS) -> Recipe:
     """Half of them have a sound header, so that the body is looked at."""
-    sound = draw(st.booleans())
-    few = st.lists(st.tuples(st.sampled_from(FIELDS), odd_values), min_size=1, max_size=3)
+    sound, method = draw(st.booleans()), draw(st.sampled_from(methods))
+    fields = fields_of(method)
+    few = st.lists(st.tuples(st.sampled_from(fields), odd_values), min_size=1, max_size=3)
     return Recipe(
-        method=draw(st.sampled_from(methods)),
+        method=method,
         number=draw(st.integers(0, 150)),
         mode=draw(st.sampled_from(("train", "evaluate"))),
         changed=() if sound else tuple(draw(few)),
-        removed=() if sound else tuple(draw(st.lists(st.sampled_from(FIELDS), max_size=2))),
+        removed=() if sound else tuple(draw(st.lists(st.sampled_from(fields), max_size=2))),
         tensor_change=draw(st.sampled_from(TENSOR_CHANGES)) if draw(st.booleans()) else "none",
         which=draw(st.integers(0, 1)),
         peer=draw(st.integers(0, 1)),

@@ -8,8 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import importlib
 import json
 import math
+import random
+import re
+import secrets
+import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -23,21 +28,39 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.run_spec import LimitsSpec, OuterSpec, PipelineSpec, RunSpec
+from noloco_node.config.run_spec import AccessSpec, LimitsSpec, OuterSpec, PipelineSpec, RunSpec
 from noloco_node.outer.replica import Part
 from noloco_node.replica import Replica
-from noloco_node.swarm import conduct, exchange, hello, microbatch, patience, pipeline, spec_fetch, state_transfer
+from noloco_node.swarm import (
+    access,
+    conduct,
+    dial_back,
+    exchange,
+    guard,
+    hello,
+    microbatch,
+    patience,
+    pipeline,
+    receipts,
+    records_call,
+    spec_fetch,
+    state_messages,
+    state_transfer,
+)
+from noloco_node.swarm.contribution import ContributionFile, Receipt, statement_text
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.frames import FrameError
 from noloco_node.swarm.identity import load_or_create_identity
+from noloco_node.swarm.invitation import invite
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.memory_transport import MemoryTransport
 from noloco_node.swarm.p2p_daemon import running_p2p
 from noloco_node.swarm.serving import RequestDesk
 from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, Transport, TransportError
 from noloco_node.telemetry.events import AnyEvent, OuterStep
+from tests.chaos.attacks.life import throw_away_key
 from tests.support import eventually, nothing_left_behind, one_turn
-from tests.swarm.mutated_requests import METHODS, Recipe, changed_tensors, recipes
+from tests.swarm.mutated_requests import METHODS, REQUESTS, Recipe, changed_tensors, fields_of, recipes
 from tests.worlds import LENGTH, VOCABULARY, WINDOWS, Swarm, libp2p_world, micro_spec, world
 
 SINGLE, EXCHANGES, BURSTS, OVER_P2PD = 2500, 500, 300, 300
@@ -48,6 +71,9 @@ HIDDEN = 32
 LAG = 10_000
 FRAGMENTS = 2
 EXCHANGE = "e" * 32
+OWNER = throw_away_key()
+INVITED = invite(OWNER, secrets.token_hex(16), 1 << 33, "the-peer-that-is-invited").proof_for(PeerId("stranger-0"))
+SERVED = re.compile(r"\.serve\(\s*([\w.]+)\s*,")
 
 QUICK = {"deadline": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate]}
 """Without shrinking: the target has a history, so an example does not fail alone."""
@@ -63,11 +89,14 @@ class Target:
     strangers: list[Transport]
     timeout: float = 20.0
     outcomes: Counter[str] = field(default_factory=Counter[str])
-    handled: int = 0
+    handled: Counter[str] = field(default_factory=Counter[str])
+    """By method: requests that got past admission."""
     snapshot: str = ""
+    copy_name: str = "none"
     trained: int = 0
     events: list[AnyEvent] = field(default_factory=list[AnyEvent])
     tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+    folder: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory[str])
 
     def valid(self, recipe: Recipe) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
         """Header and tensors before any change."""
@@ -94,13 +123,40 @@ class Target:
                 size = outer.codec.wire_elements(outer.chunk_size(index))
                 chunk = torch.randint(256, (size,), dtype=torch.uint8) if outer.codec.modulo else torch.randn(size)
                 return {"exchange": EXCHANGE, "index": index}, (chunk,)
-            case state_transfer.OPEN:
+            case exchange.LEAVE:
+                return {"exchange": EXCHANGE}, ()
+            case state_messages.OFFER | state_transfer.OPEN:
                 return {"run": run, "stage": stage, "contract": contract}, ()
             case state_transfer.CHUNK:
                 named = {"snapshot": self.snapshot, "index": recipe.number % 40}
                 return {"run": run, "stage": stage, "contract": contract, **named}, ()
             case _:
-                return {}, ()
+                return self.beside_the_training(recipe), ()
+
+    def beside_the_training(self, recipe: Recipe) -> dict[str, Any]:
+        """The header of a method that has no tensors and is no part of training or averaging."""
+        run, stage, stranger = self.spec.run_id, self.replica.stage, self.strangers[recipe.peer]
+        match recipe.method:
+            case guard.OPEN:
+                return {"run": run, "stage": stage}
+            case guard.CHUNK:
+                return {"run": run, "stage": stage, "copy_name": self.copy_name, "index": recipe.number % 20}
+            case receipts.METHOD:
+                statement = Receipt(
+                    run=run, since=0.0, until=1.0, server=self.transport.peer_id, session=f"{recipe.number:016x}",
+                    serial=recipe.number, microbatches=1, tokens=1,
+                )  # fmt: skip
+                text = statement_text(statement)
+                return {"statement": text, "seal": stranger.sign(text.encode()).hex()}
+            case access.METHOD:
+                return {"proof": INVITED.model_dump(mode="json", exclude_none=True)}
+            case dial_back.METHOD:
+                return {"ports": [1 + recipe.number]}
+            case records_call.METHOD:
+                told = {"stage": stage, "peer": f"somebody-{recipe.number}", "expires": 2e9, "signed": "AAAA"}
+                return {"run": run, "records": [told] * (recipe.number % 13)}
+            case _:
+                return {}
 
     def proposed_part(self) -> Part:
         """What the open exchange covers, or the whole."""
@@ -135,6 +191,8 @@ class Target:
         )
         if recipe.method == state_transfer.OPEN:
             self.snapshot = json.loads(answer.header["manifest"])["snapshot"]
+        if recipe.method == guard.OPEN:
+            self.copy_name = answer.header["copy_name"]
         if recipe.method == microbatch.METHOD:
             assert math.isfinite(answer.header["loss_sum"])
 
@@ -236,13 +294,33 @@ def fuzz_spec(stages: int) -> RunSpec:
     )
 
 
+async def serve_the_rest(target: Target, file: ContributionFile) -> None:
+    """All that a daemon serves and a replica alone does not."""
+    spec, replica, transport = target.spec, target.replica, target.transport
+    hello.serve_hello(transport, spec, lambda: replica.stage)
+    spec_fetch.serve_spec(transport, spec)
+    rule = AccessSpec(mode="invited", owner=OWNER.peer_id)
+    access.Access(spec.model_copy(update={"access": rule})).serve(transport)
+    transport.guard(lambda _: True)  # or none of the strangers would come to anything else
+
+    async def nowhere() -> dict[PeerId, list[str]]:
+        return {}
+
+    dial_back.serve_dial_back(transport, nowhere)
+    progress = lambda: replica.worker.progress  # noqa: E731 - as the daemon passes it
+    receipts.Receipts(spec.run_id, replica.stage, transport, replica.ledger, progress, file).start()
+    copies = guard.StageCopies(spec, [0] * spec.stages, transport, random.Random(0))
+    copies.serve()
+    target.tasks.append(asyncio.create_task(copies.keep(replica.membership, replica.worker)))
+
+
 def count_handled(target: Target, desk: RequestDesk) -> None:
     """Count the requests that get past admission, so that their bodies are looked at."""
-    for method in desk._methods.values():
+    for name, method in desk._methods.items():
         original = method.handle
 
-        async def handle(peer: PeerId, message: Message, original: Any = original) -> Message:
-            target.handled += 1
+        async def handle(peer: PeerId, message: Message, name: str = name, original: Any = original) -> Message:
+            target.handled[name] += 1
             return await original(peer, message)
 
         method.handle = handle
@@ -254,8 +332,8 @@ async def start(made: Swarm, spec: RunSpec, stage: int, strangers: list[Transpor
     transport = replica._transport
     assert isinstance(transport, MemoryTransport | Libp2pTransport)
     target = Target(spec, replica, transport, strangers, events=made.events[made.replicas.index(replica)])
-    hello.serve_hello(transport, spec, lambda: stage)
-    spec_fetch.serve_spec(transport, spec)
+    file = ContributionFile(Path(target.folder.name) / "contribution.jsonl")
+    await serve_the_rest(target, file)
     count_handled(target, transport._desk)
     for each in made.replicas:
         each.server.accepting = each.exchanger.accepting = each.donor.accepting = True
@@ -271,6 +349,7 @@ async def end(target: Target) -> None:
     for task in target.tasks:
         task.cancel()
     await asyncio.wait(target.tasks)
+    target.folder.cleanup()
 
 
 @contextlib.asynccontextmanager
@@ -346,7 +425,7 @@ def check_outcomes(target: Target, promised: int, caplog: pytest.LogCaptureFixtu
     assert sent >= promised, outcomes
     assert set(outcomes) <= {"answered", "closed", "unsendable", *map(str, Refusal)}
     assert outcomes["closed"] <= sent // 50, outcomes
-    assert target.handled >= 0.2 * sent, (target.handled, outcomes)
+    assert target.handled.total() >= 0.2 * sent, (target.handled, outcomes)
     assert Refusal.INTERNAL not in target.transport.refusals_given
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
@@ -372,6 +451,7 @@ def test_each_mutated_request_is_answered_or_refused_and_a_refused_one_changes_n
     check()
     runner.run(target.still_trains())
     check_outcomes(target, SINGLE * 9 // 10, caplog)
+    assert set(target.handled) >= set(METHODS) - {"no.such.method", exchange.OPEN, exchange.CHUNK}
     assert len(target.replica.server._trained) == IDS_KEPT, "the limit must have been reached"
     assert len(target.replica.server._answers) == ANSWERS_KEPT
     for reason in ("malformed", "unknown_exchange", "unknown_method", "not_finite", "too_large", "wrong_run"):
@@ -418,6 +498,7 @@ def test_exchanges_that_go_wrong_anywhere_end_in_a_finite_step_or_in_none(
     check()
     runner.run(target.still_trains())
     assert committed >= EXCHANGES // 40, "some must have come to their end"
+    assert set(target.handled) >= {exchange.PROPOSE, exchange.OPEN, exchange.CHUNK}
     check_outcomes(target, EXCHANGES, caplog)
 
 
@@ -475,6 +556,25 @@ def test_the_same_over_p2pd(
             check_outcomes(target, OVER_P2PD * 9 // 10, caplog)
         finally:
             runner.run(context.__aexit__(None, None, None))
+
+
+def test_no_method_that_is_served_is_left_out() -> None:
+    """Every name that is passed to `serve` in the code, and every field of its header."""
+    served: set[str] = set()
+    package = Path(pipeline.__file__).parents[1]
+    for path in package.rglob("*.py"):
+        for name in SERVED.findall(path.read_text()):
+            module = importlib.import_module(
+                ".".join(("noloco_node", *path.relative_to(package).with_suffix("").parts))
+            )
+            value: object = module
+            for part in name.split("."):
+                value = getattr(value, part, None)
+            served |= {value} if isinstance(value, str) else set()
+    assert served == set(METHODS) - {"no.such.method"}
+    models = {model for model in REQUESTS.values() if model}
+    assert all(set(fields_of(method)) > set(model.model_fields) for method, model in REQUESTS.items() if model)
+    assert len(models) >= 11
 
 
 def test_together_with_the_fuzzed_frames_there_are_ten_thousand() -> None:

@@ -12,6 +12,7 @@ from tests.chaos.scenarios.kills import kills_in_waves
 from tests.chaos.scenarios.partition import partition
 from tests.chaos.scenarios.shaping import shaped_links
 from tests.chaos.scenarios.soak import soak
+from tests.chaos.scenarios.stranger import stranger
 
 Scenario = Callable[[Lab], Awaitable[Verdict]]
 
@@ -22,4 +23,5 @@ SCENARIOS: Mapping[str, Scenario] = {
     "partition": partition,
     "hostile": hostile_peer,
     "soak": soak,
+    "stranger": stranger,
 }

@@ -1,0 +1,42 @@
+"""What one stranger can do to a swarm, each attack by itself: a coroutine that goes on until it is cancelled.
+
+An attack takes a `Life` (`life.py`): one connection under one throw-away key. It counts what came of each try, so that
+whoever uses it can tell a defence that refused from an attack that never fired.
+`records.py`: what is stored in the directory and what is said of it; `visits.py`: what is asked of honest nodes;
+`services.py`: what honest nodes are answered; `hoards.py`: streams and sockets that are held open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from tests.chaos.attacks import hoards, records, services, visits
+from tests.chaos.attacks.life import Life
+
+Attack = Callable[[Life], Awaitable[None]]
+
+ATTACKS: Mapping[str, Attack] = {
+    "invented node ids": records.invented_node_ids,
+    "endless records": records.endless_records,
+    "subkeys by the thousand": records.many_subkeys,
+    "crowd of ghosts": records.crowd,
+    "ghosts with huge capacity": records.huge_capacity,
+    "training ghosts at stage 0": records.training_origins,
+    "finished and finishing ghosts": records.finished_origins,
+    "ghosts with extreme clocks": records.extreme_clocks,
+    "joining ghosts": records.joining,
+    "replayed records": records.replayed,
+    "lying finds": records.lying_finds,
+    "told ghosts": visits.told_ghosts,
+    "a place in every stage": services.announce,
+    "garbled copies": services.garbled_copies,
+    "bad answers to exchanges": services.bad_exchange_answers,
+    "dripping donor": services.dripping_donor,
+    "hostile copies of a stage": services.hostile_copies,
+    "exchanges of NaN": visits.nan_exchanges,
+    "abandoned proposals": visits.abandoned_proposals,
+    "random labels": visits.random_labels,
+    "malformed requests": visits.malformed_requests,
+    "300 streams": hoards.streams,
+    "slow metrics clients": hoards.slow_metrics,
+}

@@ -1,0 +1,196 @@
+"""Answers to honest nodes that take this stranger for a replica: malformed, late, garbled, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from noloco_node import PROTOCOL_VERSION, __version__
+from noloco_node.swarm import exchange_messages, guard, hello, microbatch, state_messages
+from noloco_node.swarm.directory import PeerRecord, PeerState
+from noloco_node.swarm.state_messages import StateManifest, StateOffer, digest, manifest_message, packed_size, root_of
+from noloco_node.swarm.transport import JsonObject, Message, PeerId, Refusal, Refused, TensorSpec
+from tests.chaos.attacks.life import Life
+from tests.chaos.attacks.records import signed, store
+from tests.chaos.attacks.visits import made_microbatch
+
+RENEW_SECONDS = 2.0
+DRIP_SHARE = 0.8
+"""Of the progress deadline: each chunk comes just before it."""
+JUNK: tuple[dict[str, Any], ...] = (
+    {"tokens": "many"},
+    {"tokens": -1, "clock": "soon"},
+    {},
+    {"exchange": "0" * 32, "clock": 1e30, "tokens": 1 << 60},
+)
+ALL_STAGES = "a place in every stage"
+
+
+async def announce(life: Life) -> None:
+    """A plausible record of this key in every stage, renewed, and an honest hello: whoever looks finds somebody who
+    answers."""
+    stage = life.rng.randrange(life.spec.stages)
+    if "hello" not in life.served:
+        life.served.add("hello")
+        hello.serve_hello(life.transport, life.spec, lambda: stage)
+    while True:
+        for stage in range(life.spec.stages):
+            record = PeerRecord(
+                peer_id=life.identity.peer_id,
+                stage=stage,
+                state=PeerState.TRAINING,
+                clock=life.clock,
+                tokens_per_second=100.0,
+                capacity=1000.0,
+                guards=(stage + 1) % life.spec.stages,
+                protocol=PROTOCOL_VERSION,
+                version=__version__,
+                sequence=int(time.time() * 1000),
+            )
+            until = time.time() + life.spec.limits.record_seconds
+            stored = signed(life.identity, life.key(stage), record.model_dump_json().encode(), until)
+            for victim in life.victims:
+                await store(life, ALL_STAGES, victim, [stored])
+        await asyncio.sleep(RENEW_SECONDS)
+
+
+async def garbled_copies(life: Life) -> None:
+    """Takes microbatches, sends garbled copies under their ids to the fellows that the sender will ask next, and then
+    refuses them, so that the honest retry meets the copy."""
+    attack = "garbled copies"
+
+    async def handle(_peer: PeerId, message: Message) -> Message:
+        header = microbatch.MicrobatchHeader.model_validate(message.header)
+        life.tally.count(attack, "ids observed")
+        copies = [victim for victim in life.of_stage(header.stage) if victim.peer not in life.banned_by]
+        async with asyncio.TaskGroup() as group:
+            for number, victim in enumerate(copies):
+                made, activations, labels = made_microbatch(life, header.stage, header.id)
+                if number % 2:
+                    activations, labels = activations[:1], labels[:1]
+                group.create_task(
+                    life.call(
+                        attack, victim.peer, microbatch.METHOD, made, activations, labels, answer=activations.nbytes
+                    )
+                )
+        raise Refused(Refusal.INTERNAL, "out of order today")
+
+    _serve(life, microbatch.METHOD, handle)
+    guessed = 0
+    while True:
+        for victim in life.victims:
+            if victim.stage > 0:
+                made, activations, labels = made_microbatch(life, victim.stage, f"{guessed:032x}")
+                await life.call(
+                    attack, victim.peer, microbatch.METHOD, made, activations, labels, answer=activations.nbytes
+                )
+        guessed += 1
+        await asyncio.sleep(0.5)
+
+
+async def bad_exchange_answers(life: Life) -> None:
+    """Malformed answers to proposals; now and then a sound one, then a malformed answer to the opening."""
+    attack = "bad answers to exchanges"
+
+    async def propose(_peer: PeerId, message: Message) -> Message:
+        life.tally.count(attack, "proposals answered")
+        if life.rng.random() < 0.5:
+            return Message(exchange_messages.Acceptance(tokens=1000, loss=1e-3).model_dump(mode="json"))
+        return Message(life.rng.choice(JUNK))
+
+    async def opened(_peer: PeerId, message: Message) -> Message:
+        life.tally.count(attack, "openings answered")
+        if life.rng.random() < 0.5:
+            nan = tuple(torch.full_like(tensor, float("nan")) for tensor in message.tensors)
+            return Message({"exchange": message.header["exchange"], "clock": 1e18}, nan)
+        return Message(life.rng.choice(JUNK), message.tensors)
+
+    _serve(life, exchange_messages.PROPOSE, propose)
+    _serve(life, exchange_messages.OPEN, opened)
+    await asyncio.Event().wait()
+
+
+async def dripping_donor(life: Life) -> None:
+    """A state that comes for hours, one chunk just before each deadline, and is worth nothing."""
+    attack = "dripping donor"
+    sizes = [packed_size(worker.state_sizes()) for worker in life.workers]
+    chunk = life.spec.limits.chunk_bytes
+
+    async def offer(_peer: PeerId, message: Message) -> Message:
+        life.tally.count(attack, "offers made")
+        clock = life.clock
+        return Message(StateOffer(clock=clock, outer_rounds=10, readers=0, places=16).model_dump(mode="json"))
+
+    async def opened(_peer: PeerId, message: Message) -> Message:
+        life.tally.count(attack, "manifests given")
+        stage = int(message.header["stage"])
+        pieces = [_piece(stage, index, chunk, sizes[stage]) for index in range(-(-sizes[stage] // chunk))]
+        digests = torch.frombuffer(bytearray(b"".join(map(digest, pieces))), dtype=torch.uint8)
+        digests = digests.view(len(pieces), state_messages.DIGEST_BYTES)
+        manifest = StateManifest(
+            donor=life.identity.peer_id,
+            run=life.spec.run_id,
+            stage=stage,
+            contract=life.workers[stage].contract,
+            snapshot=secrets.token_hex(8),
+            clock=life.clock,
+            outer_rounds=10,
+            size=sizes[stage],
+            root=root_of(digests),
+        )
+        return manifest_message(life.transport, manifest, digests)
+
+    async def piece(_peer: PeerId, message: Message) -> Message:
+        await asyncio.sleep(DRIP_SHARE * life.spec.limits.exchange_progress_seconds)
+        life.tally.count(attack, "chunks dripped")
+        stage, index = int(message.header["stage"]), int(message.header["index"])
+        data = _piece(stage, index, chunk, sizes[stage])
+        return Message({}, (torch.frombuffer(bytearray(data), dtype=torch.uint8),))
+
+    _serve(life, state_messages.OFFER, offer)
+    _serve(life, state_messages.OPEN, opened)
+    _serve(life, state_messages.CHUNK, piece)
+    await asyncio.Event().wait()
+
+
+def _piece(stage: int, index: int, chunk: int, size: int) -> bytes:
+    """Finite numbers that mean nothing, the same whenever they are asked for."""
+    generator = torch.Generator().manual_seed(stage << 20 | index)
+    length = min(chunk, size - index * chunk)
+    values = torch.randn(-(-length // 4), generator=generator)
+    return bytes(values.numpy().tobytes()[:length])
+
+
+async def hostile_copies(life: Life) -> None:
+    """Copies of a stage from the end of time, of huge weights."""
+    attack = "hostile copies of a stage"
+
+    async def opened(_peer: PeerId, message: Message) -> Message:
+        life.tally.count(attack, "copies offered")
+        offer = guard.CopyOffer(copy_name=f"x{message.header['stage']}", clock=life.clock * 4, outer_rounds=1 << 20)
+        return Message(offer.model_dump(mode="json"))
+
+    async def piece(_peer: PeerId, message: Message) -> Message:
+        life.tally.count(attack, "chunks given")
+        stage, index = int(message.header["stage"]), int(message.header["index"])
+        step = life.spec.limits.chunk_bytes // 2
+        left = life.workers[stage].outer.whole.size - index * step
+        return Message({}, (torch.full((max(0, min(step, left)),), 3e4, dtype=torch.float16),))
+
+    _serve(life, guard.OPEN, opened)
+    _serve(life, guard.CHUNK, piece)
+    await asyncio.Event().wait()
+
+
+def _serve(life: Life, method: str, handle: Callable[..., Any]) -> None:
+    def admit(_peer: PeerId, _header: JsonObject, _specs: tuple[TensorSpec, ...]) -> None:
+        json.dumps(dict(_header))
+
+    life.served.add(method)
+    life.transport.serve(method, admit, handle, max_concurrent_per_peer=64)

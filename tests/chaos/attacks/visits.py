@@ -1,0 +1,174 @@
+"""Requests to honest nodes: exchanges that come to nothing or to NaN, microbatches that teach nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+import time
+from typing import Any
+
+import msgpack
+import torch
+
+from noloco_node.swarm import exchange_messages, microbatch, records_call
+from noloco_node.swarm.exchange_session import opening_specs
+from noloco_node.swarm.state_messages import OPEN as STATE_OPEN
+from noloco_node.swarm.transport import WIRE_DTYPES, Message, PeerId
+from noloco_node.swarm.wire import no_tensors
+from tests.chaos.attacks.life import Life, Victim, repeat
+from tests.chaos.attacks.records import ghost
+
+IN_FLIGHT = 24
+ANSWER_BYTES = 1 << 20
+
+
+async def nan_exchanges(life: Life) -> None:
+    """A proposal in order, then a gauge of NaN; where that is taken, chunks of NaN."""
+
+    async def once(victim: Victim) -> None:
+        name = await _proposed(life, "exchanges of NaN", victim)
+        if name is None:
+            return
+        opening = {"exchange": name, "clock": life.clock}
+        bad = life.rng.random() < 0.5
+        tensors = [torch.full(shape, float("nan") if bad else 0.0) for shape in _opening_shapes(life, victim.stage)]
+        opened = await _call(life, "exchanges of NaN", victim, exchange_messages.OPEN, opening, *tensors)
+        if opened is not None:
+            await _call(
+                life,
+                "exchanges of NaN",
+                victim,
+                exchange_messages.CHUNK,
+                {"exchange": name, "index": 0},
+                _chunk(life, victim.stage),
+            )
+
+    await repeat("exchanges of NaN", life, once, 0.5)
+
+
+async def abandoned_proposals(life: Life) -> None:
+    """Exchanges that are agreed on, and then nothing comes."""
+
+    async def once(victim: Victim) -> None:
+        await _proposed(life, "abandoned proposals", victim)
+
+    await repeat("abandoned proposals", life, once, 0.5)
+
+
+async def malformed_requests(life: Life) -> None:
+    """Headers of the wrong type for every method that has one."""
+    methods = (
+        *(microbatch.METHOD, exchange_messages.PROPOSE, exchange_messages.OPEN, exchange_messages.CHUNK),
+        *("copy.open", "copy.chunk", STATE_OPEN, "contribution.receipt", "hello.access", "hello.dial_back"),
+    )
+
+    async def once(victim: Victim) -> None:
+        method = life.rng.choice(methods)
+        header = {"run": life.spec.run_id, "stage": "zero", "exchange": 7, "clock": -1.0, "id": [1, 2]}
+        await life.call("malformed requests", victim.peer, method, header)
+
+    await repeat("malformed requests", life, once, 2.0)
+
+
+async def told_ghosts(life: Life) -> None:
+    """Ghosts, told over this peer's own links as its acquaintances, in every stage and with extreme clocks."""
+    attack = "told ghosts"
+
+    def header() -> dict[str, Any]:
+        until, stages = time.time() + 600.0, range(life.spec.stages)
+        made = [(stage, ghost(life, stage, until, clock=1e17, capacity=1e12)) for stage in stages for _ in range(6)]
+        told = [
+            {
+                "stage": stage,
+                "peer": msgpack.unpackb(record.subkey),
+                "expires": record.expires,
+                "signed": base64.b64encode(msgpack.unpackb(record.value)).decode(),
+            }
+            for stage, record in made
+        ]
+        return {"run": life.spec.run_id, "records": told[: records_call.MOST_TOLD]}
+
+    async def handle(_peer: PeerId, _message: Message) -> Message:
+        life.tally.count(attack, "told as an answer")
+        return Message(header())
+
+    life.transport.serve(records_call.METHOD, no_tensors, handle, max_concurrent_per_peer=4)
+
+    async def once(victim: Victim) -> None:
+        await life.call(attack, victim.peer, records_call.METHOD, header())
+
+    await repeat(attack, life, once, 0.5)
+
+
+async def random_labels(life: Life) -> None:
+    """An origin that teaches noise, with 24 microbatches in flight to every stage after its own."""
+
+    async def endless() -> None:
+        while True:
+            later = [victim for victim in life.victims if victim.stage > 0 and victim.peer not in life.banned_by]
+            if not later:
+                await asyncio.sleep(1.0)
+                continue
+            victim = life.rng.choice(later)
+            header, activations, labels = made_microbatch(life, victim.stage)
+            answer = await life.call(
+                "random labels", victim.peer, microbatch.METHOD, header, activations, labels, answer=activations.nbytes
+            )
+            if answer is None:
+                await asyncio.sleep(life.rng.uniform(0.02, 0.2))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(IN_FLIGHT):
+            group.create_task(endless())
+
+
+def made_microbatch(life: Life, stage: int, name: str = "") -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+    """Header, plausible activations and random labels of a microbatch for a stage; an honest origin is said to have
+    drawn it, at the beginning or the end of time."""
+    spec = life.spec
+    shape = (spec.inner.microbatch_windows, spec.data.sequence_length)
+    header = microbatch.MicrobatchHeader(
+        id=name or secrets.token_hex(16), budget_ms=4000, run=spec.run_id, stage=stage
+    ).model_dump(mode="json")
+    header["origin"], header["origin_clock"] = life.rng.choice(life.of_stage(0)).peer, life.rng.choice((0.0, 1e17))
+    dtype = WIRE_DTYPES[spec.pipeline.activations]
+    activations = torch.randn(*shape, int(spec.model.config["hidden_size"])).to(dtype)
+    labels = torch.randint(int(spec.model.config["vocab_size"]), shape, dtype=torch.int32)
+    return header, activations, labels
+
+
+async def _proposed(life: Life, attack: str, victim: Victim) -> str | None:
+    """The name of an exchange that the victim accepted."""
+    name = secrets.token_hex(16)
+    proposal = exchange_messages.Proposal(
+        exchange=name,
+        run=life.spec.run_id,
+        stage=victim.stage,
+        contract=life.workers[victim.stage].contract,
+        clock=life.clock,
+        tokens=1000,
+    )
+    answer = await _call(life, attack, victim, exchange_messages.PROPOSE, proposal.model_dump(mode="json"))
+    return None if answer is None else name
+
+
+def _opening_shapes(life: Life, stage: int) -> list[tuple[int, ...]]:
+    outer = life.workers[stage].outer
+    return [spec.shape for spec in opening_specs(outer.codec, outer.whole.size, life.spec.outer.gauge_coordinates)]
+
+
+def _chunk(life: Life, stage: int) -> torch.Tensor:
+    """A first chunk of the right size: of NaN where the codec can carry it, else of bytes at random."""
+    outer = life.workers[stage].outer
+    values = min(outer.codec.values_within(life.spec.limits.chunk_bytes), outer.whole.size)
+    size, dtype = outer.codec.wire_elements(values), outer.codec.wire_dtype
+    if dtype.is_floating_point:
+        return torch.full((size,), float("nan"), dtype=dtype)
+    return torch.randint(256, (size,), dtype=dtype)
+
+
+async def _call(
+    life: Life, attack: str, victim: Victim, method: str, header: dict[str, Any], *tensors: torch.Tensor
+) -> Message | None:
+    return await life.call(attack, victim.peer, method, header, *tensors, answer=ANSWER_BYTES)

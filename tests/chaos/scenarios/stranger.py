@@ -1,0 +1,369 @@
+"""One stranger with throw-away keys does all that it can at once; the same swarm without it runs beside.
+
+Each arm has its timeline: everybody trains, a while before, the attack, a while after, the target. What the machine
+itself costs (it carries both arms) is told from what the stranger costs by the clean arm's figures of the same spans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.telemetry.events import Account, StateDownload
+from tests.chaos.attacks import ATTACKS
+from tests.chaos.attacks.life import LOST, Victim, write_victims
+from tests.chaos.lab import Lab
+from tests.chaos.observe import last_account, stage_rate
+from tests.chaos.outcome import merged_loss
+from tests.chaos.report import Verdict
+from tests.chaos.stranger import BROKEN, LIVES, READY
+from tests.chaos.swarm import CONFIG, Node, Place, Swarm
+from tests.chaos.watched_node import HONEST, WATCHED
+
+LOSS_RATIO = 1.03
+MOST_MEMORY = 100 * 2**20 / 1e6
+"""MB that a node and its p2pd may take more than at the same time in the clean arm."""
+LAG_SECONDS, LAG_SHARE = 0.5, 0.99
+AFTER_SHARE = 0.05
+LOOK_EVERY = 5.0
+LEAVE_SECONDS = 30.0
+NO_SIGN = frozenset({LOST, "rounds", BROKEN})
+"""Outcomes that do not show that an attack arrived."""
+MICROBATCH_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Times in seconds."""
+
+    replicas: int
+    operation: float
+    before: float
+    attack: float
+    after: float
+    """From the stranger's end; what is compared with before begins here and lasts as long as `before`."""
+    joiner: bool
+    """Whether a late joiner comes in the first third of the attack and leaves in the last."""
+    without: frozenset[str] = frozenset()
+    """Attacks for which there is no time."""
+
+    @property
+    def attacks(self) -> list[str]:
+        """All others, or those that the environment names."""
+        chosen = os.environ.get("NOLOCO_CHAOS_STRANGER_ATTACKS", "")
+        return chosen.split(",") if chosen else [name for name in ATTACKS if name not in self.without]
+
+    @property
+    def whole(self) -> float:
+        """From the start of training to the last figure."""
+        return self.before + self.attack + self.after + self.before
+
+    @property
+    def target(self) -> int:
+        """Tokens that a swarm whose devices never wait trains in a tenth more than that time."""
+        return int(1.1 * (self.whole + LEAVE_SECONDS) * self.replicas * MICROBATCH_TOKENS / (2 * self.operation))
+
+
+ATTACK_SECONDS = float(os.environ.get("NOLOCO_CHAOS_STRANGER_SECONDS", "600"))
+SLOW = frozenset({"dripping donor", "hostile copies of a stage", "bad answers to exchanges"})
+SHORT = Plan(replicas=2, operation=0.1, before=8.0, attack=20.0, after=10.0, joiner=False, without=SLOW)
+
+
+def long_plan() -> Plan:
+    """Ten minutes of attack, unless the environment says otherwise."""
+    span = min(60.0, ATTACK_SECONDS / 2)
+    return Plan(replicas=4, operation=0.2, before=span, attack=ATTACK_SECONDS, after=60.0, joiner=True)
+
+
+@dataclass
+class Arm:
+    """One swarm and what was seen of it."""
+
+    name: str
+    swarm: Swarm
+    plan: Plan
+    overrides: list[str]
+    memory: dict[str, list[tuple[float, float]]] = field(default_factory=dict[str, list[tuple[float, float]]])
+    """Wall time and MB of each node with its p2pd."""
+    spans: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    """`before`, `attack` and `after`, wall times."""
+    joined: str = ""
+    """What became of the late joiner."""
+    loss: float = float("nan")
+
+    @property
+    def core(self) -> list[Node]:
+        """All but the joiner."""
+        return self.swarm.nodes[: 2 * self.plan.replicas]
+
+    def watched(self, node: Node, span: str) -> list[Mapping[str, Any]]:
+        """What a node wrote down in a span."""
+        path, (start, end) = self.swarm.folder / node.name / "watched.jsonl", self.spans[span]
+        if not path.exists():
+            return []
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        return [line for line in lines if start <= line["time"] < end]
+
+    def accounts(self, span: str) -> list[Account]:
+        """All core nodes' books in a span."""
+        start, end = self.spans[span]
+        return [e for n in self.core for e in n.events if isinstance(e, Account) and start <= e.time < end]
+
+
+async def stranger(lab: Lab) -> Verdict:
+    """2 x 4 daemons and ten minutes in the long form; 2 x 2 and twenty seconds in the short one."""
+    verdict, plan = Verdict("stranger"), long_plan() if lab.long else SHORT
+    clean, attacked = _arm(lab, "clean", plan), _arm(lab, "attacked", plan)
+    together = asyncio.Barrier(2)
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_run(clean, together, None))
+            group.create_task(_run(attacked, together, lab))
+    except* AssertionError as failures:
+        verdict.demand("both arms run to their end", held=False, found=str(failures.exceptions[0])[:500])
+    finally:
+        await asyncio.gather(clean.swarm.stop(), attacked.swarm.stop())
+    _judge_attacks(attacked, verdict)
+    if set(attacked.spans) == set(clean.spans) == {"before", "attack", "after"}:
+        await _judge_end(clean, attacked, verdict)
+        _judge_bans(attacked, verdict)
+        _judge_burden(clean, attacked, verdict)
+        _judge_after(clean, attacked, verdict)
+    return verdict
+
+
+def _arm(lab: Lab, name: str, plan: Plan) -> Arm:
+    overrides = [
+        f"run.inner.target_tokens={plan.target}",
+        f"run.model.seed={lab.seed}",
+        f"run.data.seed={lab.seed}",
+        "run.guard_copies=1",
+        "run.limits.guard_seconds=10",
+        "run.limits.chunk_bytes=16384",
+    ]
+    return Arm(name, Swarm(lab.folder / name, overrides, plan.operation), plan, overrides)
+
+
+async def _run(arm: Arm, together: asyncio.Barrier, attacker: Lab | None) -> None:
+    plan, swarm = arm.plan, arm.swarm
+    await swarm.start([0, 1] * plan.replicas, lambda number: _place(arm, number))
+    await swarm.until_training()
+    (swarm.folder / HONEST).write_text(json.dumps([node.started.peer_id for node in swarm.nodes if node.started]))
+    process = None if attacker is None else await _prepare_stranger(arm, attacker)
+    await together.wait()
+    began = time.time()
+    attack, left = began + plan.before, began + plan.before + plan.attack
+    watching = asyncio.create_task(_weigh(arm))
+    try:
+        try:
+            await _until(swarm, attack)
+            if process is not None:
+                await _unleash(process)
+            if plan.joiner:
+                await _late_joiner(arm, attack + plan.attack / 4, attack + 3 * plan.attack / 4)
+            await _until(swarm, left)
+        finally:
+            if process is not None:
+                await _call_off(process)
+        await together.wait()
+        left = time.time()
+        await _until(swarm, left + plan.after + plan.before)
+    finally:
+        watching.cancel()
+        await asyncio.wait((watching,))
+    after = left + plan.after
+    arm.spans = {"before": (began, attack), "attack": (attack, left), "after": (after, after + plan.before)}
+    with contextlib.suppress(AssertionError):  # who has not ended is judged with the others
+        await swarm.until(lambda: not any(node.running for node in arm.core), plan.whole, "all nodes end")
+    arm.loss = await merged_loss(arm.overrides, arm.core, swarm.folder)
+
+
+def _place(arm: Arm, number: int) -> Place:
+    """A node that is watched. Its file lies in its run folder."""
+    name = f"s{number % 2}-n{number}"
+    environment = {WATCHED: str(arm.swarm.folder / name / "watched.jsonl"), "OMP_NUM_THREADS": "1"}
+    return Place(command=(sys.executable, "-m", "tests.chaos.watched_node"), environment=environment)
+
+
+async def _until(swarm: Swarm, when: float) -> None:
+    await swarm.until(lambda: time.time() >= when, max(1.0, when - time.time() + 30), "time passes")
+
+
+async def _weigh(arm: Arm) -> None:
+    while True:
+        for node in arm.core:
+            try:
+                weight = psutil.Process(node.pid).memory_info().rss + node.p2pd().memory_info().rss
+                arm.memory.setdefault(node.name, []).append((time.time(), weight / 1e6))
+            except (psutil.Error, LookupError):
+                continue
+        await asyncio.sleep(LOOK_EVERY)
+
+
+async def _prepare_stranger(arm: Arm, lab: Lab) -> Process:
+    """Start the stranger's process, which waits. It knows the run and its nodes, as everybody may."""
+    started = [(node, node.started) for node in arm.core if node.started]
+    victims = [Victim(PeerId(s.peer_id), n.stage, s.addresses[0], s.metrics_address or "") for n, s in started]
+    folder = arm.swarm.folder / "stranger"
+    folder.mkdir()
+    write_victims(folder / "victims.json", victims)
+    with (folder / "log.txt").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.chaos.stranger", "--config", str(CONFIG)),
+            *(part for override in arm.overrides for part in ("--set", override)),
+            *("--victims", str(folder / "victims.json"), "--folder", str(folder), "--seed", str(lab.seed)),
+            *("--attacks", ",".join(arm.plan.attacks), "--life-seconds", "40" if lab.long else "10"),
+            stdin=PIPE,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    await arm.swarm.until(lambda: READY in (folder / "log.txt").read_text(), 120, "the stranger is ready")
+    return process
+
+
+async def _unleash(process: Process) -> None:
+    assert process.stdin is not None
+    process.stdin.write(b"go\n")
+    await process.stdin.drain()
+
+
+async def _call_off(process: Process) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(LEAVE_SECONDS):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+async def _late_joiner(arm: Arm, comes: float, leaves: float) -> None:
+    """One more of the last stage, which must find an honest donor among whoever offers."""
+    await _until(arm.swarm, comes)
+    node = await arm.swarm.launch(1, _place(arm, len(arm.swarm.nodes) | 1))
+    try:
+        started = await arm.swarm.until_up(node, max(1.0, leaves - time.time()))
+    except AssertionError as failure:
+        arm.joined = str(failure)[:300]
+        return
+    downloads = [event.seconds for event in node.events if isinstance(event, StateDownload)]
+    arm.joined = f"{started.origin}, up after {started.time - node.launched_at:.1f} s, {len(downloads)} looks at it"
+    await _until(arm.swarm, leaves)
+    if node.running:
+        os.kill(node.pid, signal.SIGTERM)
+
+
+def _judge_attacks(arm: Arm, verdict: Verdict) -> None:
+    """Every attack must have arrived: its outcomes, beyond links that failed, are the evidence."""
+    path = arm.swarm.folder / "stranger" / "attacks.json"
+    counts: dict[str, dict[str, int]] = json.loads(path.read_text()) if path.exists() else {}
+    when = arm.spans.get("attack", (time.time(), 0.0))[0]
+    for name in arm.plan.attacks:
+        outcomes = counts.get(name, {})
+        shown = {outcome: times for outcome, times in outcomes.items() if times and outcome not in NO_SIGN}
+        verdict.fault(when, name, ", ".join(f"{outcome} {times}" for outcome, times in sorted(shown.items())))
+        broken = outcomes.get(BROKEN, 0)
+        if broken:
+            verdict.demand(f"{name} is carried out without a mistake of its own", held=False, found=f"{broken} times")
+    verdict.figures["lives of the stranger"] = {name: float(n) for name, n in counts.get(LIVES, {}).items()}
+
+
+async def _judge_end(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
+    ends = [node.stopped.reason if node.stopped else node.describe_exit() for node in attacked.core]
+    verdict.demand("the target is reached", set(ends) == {"target_reached"}, ", ".join(sorted(ends)))
+    ratio = attacked.loss / clean.loss
+    found = f"{attacked.loss:.4f} against {clean.loss:.4f}, {ratio:.4f}"
+    verdict.demand(f"validation loss within {LOSS_RATIO} of clean", ratio <= LOSS_RATIO, found)
+    for arm in (clean, attacked):
+        ends = [node.stopped.time for node in arm.core if node.stopped]
+        took = max(ends) - arm.spans["before"][0] if ends else float("inf")
+        verdict.figures[f"seconds to the end, {arm.name}"] = took
+    if attacked.plan.joiner:
+        verdict.figures["late joiner, clean"] = clean.joined
+        verdict.demand("a late joiner gets an honest state", attacked.joined.startswith("peer"), attacked.joined)
+
+
+def _judge_bans(arm: Arm, verdict: Verdict) -> None:
+    honest = {node.started.peer_id for node in arm.core if node.started}
+    lines = [line for node in arm.core for span in arm.spans for line in arm.watched(node, span) if "ban" in line]
+    wrong = [line for line in lines if line["peer"] in honest]
+    banned = [line for line in wrong if line["ban"]]
+    found = f"{len(banned)} bans, {len(wrong)} offences {sorted({line['detail'] for line in wrong})[:3]}"
+    verdict.demand("no honest node is banned by an honest node", not banned, found)
+    verdict.figures["bans of the stranger's keys"] = sum(line["ban"] for line in lines) - len(banned)
+    last = [account for node in arm.core if (account := last_account(node))]
+    verdict.figures["audits"] = {f"{n.name} {k}": float(v) for n, a in zip(arm.core, last, strict=False)
+                                 for k, v in a.strangers.audits.items()}  # fmt: skip
+
+
+def _judge_burden(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
+    more = [_most(attacked, a.name) - _most(clean, c.name) for a, c in zip(attacked.core, clean.core, strict=True)]
+    found = f"{max(more):.0f} MB at most, {statistics.median(more):.0f} in the middle"
+    verdict.demand(f"a node takes at most {MOST_MEMORY:.0f} MB more", max(more) <= MOST_MEMORY, found)
+    lags = {
+        arm.name: sorted(account.loop_lag_seconds for account in arm.accounts("attack")) for arm in (clean, attacked)
+    }
+    shares = {name: sum(lag < LAG_SECONDS for lag in values) / max(1, len(values)) for name, values in lags.items()}
+    worst = {name: values[-1] if values else 0.0 for name, values in lags.items()}
+    found = f"{shares['attacked']:.4f} of {len(lags['attacked'])}, worst {worst['attacked']:.2f} s; clean: " + (
+        f"{shares['clean']:.4f}, worst {worst['clean']:.2f} s"
+    )
+    verdict.demand(f"{LAG_SHARE:.0%} of loop lags are below {LAG_SECONDS} s", shares["attacked"] >= LAG_SHARE, found)
+    during = {arm.name: stage_rate(arm.core, *arm.spans["attack"]) for arm in (clean, attacked)}
+    verdict.figures["tokens/s during the attack"] = during
+
+
+def _most(arm: Arm, name: str) -> float:
+    """The largest weight of a node during the attack."""
+    start, end = arm.spans["attack"]
+    return max((weight for when, weight in arm.memory.get(name, []) if start <= when < end + 30.0), default=0.0)
+
+
+def _judge_after(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
+    """After against before, in the clean arm's measure of what the machine itself changed meanwhile."""
+    for what, measure, better in (
+        ("peers seen", _peers_seen, 0),
+        ("tokens/s", lambda arm, span: stage_rate(arm.core, *arm.spans[span]), 1),
+        ("look-up times", _look_seconds, -1),
+    ):
+        values = {arm.name: (measure(arm, "before"), measure(arm, "after")) for arm in (clean, attacked)}
+        change = {name: after / before if before else 0.0 for name, (before, after) in values.items()}
+        share = change["attacked"] / change["clean"] if change["clean"] and better else change["attacked"]
+        held = share >= 1 - AFTER_SHARE if better >= 0 else share <= 1 + AFTER_SHARE
+        held = held and (better != 0 or share <= 1 + AFTER_SHARE)
+        found = "; ".join(f"{name} {before:.4g} → {after:.4g}" for name, (before, after) in values.items())
+        verdict.demand(f"{what} within {AFTER_SHARE:.0%} of before, {attacked.plan.after:g} s after", held, found)
+    rows = {span: _mean(line["rows"] for n in attacked.core for line in attacked.watched(n, span) if "rows" in line)
+            for span in attacked.spans}  # fmt: skip
+    verdict.figures["records in the view"] = rows
+
+
+def _peers_seen(arm: Arm, span: str) -> float:
+    """Nodes that a node counts, on average."""
+    return _mean(sum(account.nodes_per_stage) for account in arm.accounts(span))
+
+
+def _look_seconds(arm: Arm, span: str) -> float:
+    """The median look at the directory: a single slow one says nothing."""
+    looks = [line["look"] for node in arm.core for line in arm.watched(node, span) if "look" in line]
+    return statistics.median(looks) if looks else float("inf")
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return statistics.fmean(found) if found else 0.0

@@ -1,0 +1,60 @@
+"""A paced daemon that also writes down how long each look at the directory took, whom it showed, and whom it banned.
+
+Run as `python -m tests.chaos.watched_node run ...`; the file is named in the environment. Beside it lies the list of
+the honest nodes, once that is known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from noloco_node.swarm.conduct import Conduct, Offence
+from noloco_node.swarm.dht_directory import DhtDirectory
+from noloco_node.swarm.directory import DirectoryView
+from noloco_node.swarm.transport import PeerId
+from tests.chaos import paced_node
+
+WATCHED = "NOLOCO_CHAOS_WATCHED"
+"""Path of the file."""
+HONEST = "honest.json"
+"""Peer ids of the honest nodes, in the folder above that of the file."""
+
+
+def write(**entry: Any) -> None:
+    """One line, with the wall time."""
+    with Path(os.environ[WATCHED]).open("a") as file:
+        file.write(json.dumps({"time": time.time(), **entry}) + "\n")
+
+
+def watch() -> None:
+    """Let this process write down what it sees."""
+    refresh, offended = DhtDirectory.refresh, Conduct.offended
+
+    async def timed(self: DhtDirectory) -> DirectoryView:
+        began = time.monotonic()
+        view = await refresh(self)
+        seconds, now = time.monotonic() - began, self.now()
+        peers = {record.peer_id for stage in range(len(view.stages)) for record in view.live(stage, now)}
+        honest = Path(os.environ[WATCHED]).parent.parent / HONEST
+        known = peers & set(json.loads(honest.read_text())) if honest.exists() else peers
+        write(look=seconds, rows=len(peers), honest=len(known))
+        return view
+
+    def judged(self: Conduct, peer: PeerId, offence: Offence, detail: str = "") -> None:
+        before = self.banned(peer)
+        offended(self, peer, offence, detail)
+        write(offence=offence.value, peer=peer, ban=self.banned(peer) and not before, detail=detail[:200])
+
+    DhtDirectory.refresh = timed
+    Conduct.offended = judged
+
+
+if __name__ == "__main__":
+    sys.argv[0] = "noloco-node"
+    watch()
+    paced_node.main()
