@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +16,13 @@ from pydantic_core import ErrorDetails
 from noloco_node.config.lab_spec import LabSpec
 from noloco_node.config.node_settings import LocalSwarmSettings, NodeSettings
 from noloco_node.config.run_spec import RunSpec, Settings
+from noloco_node.config.yaml_text import MAX_CHARACTERS, parse_yaml
 from noloco_node.errors import ExitCode, UserError
 
 MAX_PROBLEMS_SHOWN = 12
 """Problems listed in one message, so that it stays on one screen."""
 
 S = TypeVar("S", bound=Settings)
-
-_EXPONENT_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 
 
 class Config(Settings):
@@ -80,25 +78,6 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.setting}: {self.text}" if self.setting else self.text
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-3 is a number (YAML 1.1 reads a string) and a repeated key is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping; raises ConstructorError where a key is repeated."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' is set twice", key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
-    "tag:yaml.org,2002:float", _EXPONENT_FLOAT, list("-+.0123456789")
-)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -172,7 +151,8 @@ def setting_names(model: type[Settings] = Config, prefix: str = "") -> Iterator[
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)  # bounded: the path may be a device
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(
@@ -181,7 +161,7 @@ def _read(path: Path) -> dict[str, Any]:
             "name an existing YAML file, for example configs/tiny.yaml",
         ) from None
     try:
-        raw: object = yaml.load(text, _Loader)
+        raw: object = parse_yaml(text)
     except yaml.YAMLError as error:
         raise _invalid_yaml(path, error) from None
     if not isinstance(raw, dict):
@@ -215,7 +195,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
             "write the setting's dotted name and its value, for example --set run.inner.learning_rate=3e-3",
         )
     try:
-        value: object = yaml.load(text, _Loader)
+        value: object = parse_yaml(text)
     except yaml.YAMLError:
         raise UserError(
             ExitCode.USAGE, f"--set {override}: the value is not valid YAML", "quote it: --set 'name=\"value\"'"

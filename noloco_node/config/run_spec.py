@@ -14,6 +14,9 @@ from noloco_node.outer.stability import admissible_gamma, safe_gamma
 MAX_BODY_BYTES = 256 << 20
 """Largest body of a request that peers grant each other."""
 
+MAX_PARTS = 1024
+"""Most layers, heads or experts that a model may have; the largest that are known have a few hundred."""
+
 ED25519_PEER_ID = r"^12D3KooW[1-9A-HJ-NP-Za-km-z]{44}$"
 """The peer ids from which the public key can be read."""
 
@@ -40,6 +43,17 @@ class ModelSpec(Settings):
     """Seed of the first weights: each module is initialised from (seed, its full name)."""
     stages: Annotated[int, Field(gt=0, le=256)] = 1
     """Into how many pipeline stages the layers are cut."""
+
+    @model_validator(mode="after")
+    def _can_be_laid_out(self) -> ModelSpec:
+        for name, value in self.config.items():
+            counts = name.startswith(("num_", "n_")) or "layers" in name
+            if counts and isinstance(value, int | float) and value > MAX_PARTS:
+                raise ValueError(
+                    f"model.config.{name} is {str(value)[:20]}: to lay out so many would take this machine minutes or "
+                    f"hours; set it to {MAX_PARTS} or less"
+                )
+        return self
 
 
 class DataSpec(Settings):

@@ -34,9 +34,6 @@ TIMEOUT_SECONDS = 20.0
 PROGRESS_SECONDS = 10.0
 MAX_SPEC_BYTES = 128 * 1024
 """Largest RunSpec that travels; an ordinary one has 2 KiB."""
-MAX_PARTS = 16384
-"""Most layers, heads or experts that a stranger's model may have: to lay out more would take this machine for hours."""
-
 NOT_READ = "(not named: only stage 0 reads the text)"
 """Stands for the path of a `text` source on a node that does not read it."""
 
@@ -101,11 +98,7 @@ def read_agreed(text: bytes) -> RunSpec:
     data = raw.get("data")
     if isinstance(data, dict) and cast("dict[str, Any]", data).get("source") == "text":
         data["path"] = NOT_READ
-    spec = RunSpec.model_validate(raw)
-    for name, value in spec.model.config.items():
-        if name.startswith("num_") and isinstance(value, int | float) and value > MAX_PARTS:
-            raise ValueError(f"model.config.{name} is {value}: more than {MAX_PARTS} are not believed of a stranger")
-    return spec
+    return RunSpec.model_validate(raw)
 
 
 def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
