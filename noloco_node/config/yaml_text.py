@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from yaml.constructor import ConstructorError
@@ -46,7 +46,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Build a value; raises ConstructorError where Python cannot make what it says."""
         try:
-            return super().construct_object(node, deep)  # pyright: ignore[reportUnknownVariableType]
+            return super().construct_object(node, deep)  # pyright: ignore
         except (ValueError, OverflowError) as error:
             raise ConstructorError(None, None, f"a value that cannot be: {error}", node.start_mark) from None
 
@@ -68,9 +68,8 @@ class _Bounds:
 
     def check(self, text: str) -> None:
         """Raises yaml.YAMLError beyond a bound."""
-        parsed: Any = yaml.parse(text, _Loader)  # pyright: ignore[reportUnknownMemberType]
-        events: Iterator[yaml.Event] = parsed
-        for event in events:
+        parsed: object = yaml.parse(text, _Loader)  # pyright: ignore
+        for event in cast("Iterator[yaml.Event]", parsed):
             match event:
                 case yaml.AliasEvent():
                     self._add(self._size_of(event), event)
@@ -85,7 +84,7 @@ class _Bounds:
                 case yaml.CollectionEndEvent():
                     anchor, before = self._open.pop()
                     self._remember(anchor, self._values - before)
-                case _:
+                case yaml.Event():
                     pass
 
     def _size_of(self, alias: yaml.AliasEvent) -> int:

@@ -19,6 +19,8 @@ from noloco_node.errors import ExitCode, UserError
 _NOT_OF_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _BINARY_PROBE_BYTES = 8192
 _FILE_BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".txt": "text"}
+_TABLES = frozenset({".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".bz2", ".xz", ".zst", ".zip"})
+"""Files that are not themselves the text: rows and columns, or compressed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ def _standard_library() -> Iterator[Document]:
 def _text(path: Path, text_field: str) -> Iterator[Document]:
     if not path.exists():
         raise _data_error(f"data.path is '{path}', which does not exist", "name an existing file or folder")
+    _refuse_tables(path)
     root, files = (path.parent, iter([path])) if path.is_file() else (path, _files(path))
     for file in files:
         key = file.relative_to(root).as_posix()
@@ -120,13 +123,34 @@ def _text(path: Path, text_field: str) -> Iterator[Document]:
             yield Document(key, _decode(content))
 
 
+def _refuse_tables(path: Path) -> None:
+    """Refuse what would be trained on with its braces and commas: a file of rows, or a folder that is mostly such."""
+    if path.is_file():
+        tables = path.suffix.lower() in _TABLES
+        found = f"'{path}', a {path.suffix} file"
+    else:
+        sizes = [(file.suffix.lower() in _TABLES, file.stat().st_size) for file in _files(path)]
+        tables = 2 * sum(size for table, size in sizes if table) > sum(size for _, size in sizes)
+        found = f"'{path}', whose files are mostly {' or '.join(sorted(_suffixes(path) & _TABLES))}"
+    if tables:
+        raise _data_error(
+            f"data.path is {found}, and data.source 'text' would train on it as it stands",
+            "give plain text, or .jsonl with the text in data.text_field; or set data.source to huggingface, which "
+            f"takes {', '.join(sorted(_FILE_BUILDERS))} files and folders of them",
+        )
+
+
+def _suffixes(folder: Path) -> set[str]:
+    return {file.suffix.lower() for file in _files(folder)}
+
+
 def _json_lines(key: str, content: bytes, text_field: str) -> Iterator[Document]:
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
         try:
             row: Any = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _data_error(
                 f"data.path: line {number} of '{key}' is not JSON: {error}", "correct the file"
             ) from error
@@ -160,8 +184,20 @@ def _dataset(name: str, text_field: str) -> Iterator[Document]:
             f"data.text_field is '{text_field}', but the dataset '{name}' has the columns {', '.join(columns)}",
             "set data.text_field to the column that holds the text",
         )
-    for number, text in enumerate(table.select_columns([text_field])):
-        yield Document(f"{number}", text[text_field] or "")
+    for number, row in enumerate(table.select_columns([text_field])):
+        text: object = row[text_field]
+        if text is not None and not isinstance(text, str):
+            raise _data_error(
+                f"data.text_field is '{text_field}', but that column of '{name}' holds {_kind(text)}, not text",
+                "set data.text_field to the column that holds the text: noloco-node makes the tokens itself, from "
+                "data.tokenizer",
+            )
+        yield Document(f"{number}", text or "")
+
+
+def _kind(value: object) -> str:
+    shown = str(value)[:40]
+    return f"lists (token ids, perhaps: {shown} …)" if isinstance(value, list) else type(value).__name__
 
 
 def _load_dataset(name: str) -> Any:
@@ -171,7 +207,7 @@ def _load_dataset(name: str) -> Any:
     path = Path(name)
     try:
         if path.is_file():
-            return load(_FILE_BUILDERS.get(path.suffix, "text"), data_files=str(path), split="train")
+            return load(_builder_of(path), data_files=str(path), split="train")
         if path.is_dir() and any((path / mark).exists() for mark in ("state.json", "dataset_dict.json")):
             return _train_split(datasets.load_from_disk(str(path)), name)
         if path.is_dir():
@@ -184,6 +220,16 @@ def _load_dataset(name: str) -> Any:
             f"data.path is '{name}', which the datasets library cannot load: {reason}",
             "name a dataset of the Hugging Face hub (owner/name, or owner/name:subset), a file, or a local folder",
         ) from error
+
+
+def _builder_of(path: Path) -> str:
+    builder = _FILE_BUILDERS.get(path.suffix.lower())
+    if builder is None:
+        raise _data_error(
+            f"data.path is '{path}', and by '{path.suffix}' it cannot be told what it holds",
+            f"name a {', '.join(sorted(_FILE_BUILDERS))} file (unpack a compressed one first), or a folder of them",
+        )
+    return builder
 
 
 def _train_split(loaded: Any, name: str) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -151,6 +153,55 @@ def test_datasets_on_disk_give_their_rows_in_order(
         list(read_documents(spec.model_copy(update={"text_field": "absent"})))
 
 
+def save_rows(folder: Path, name: str) -> Path:
+    """Rows of text as JSON, packed where the name says so."""
+    rows = "".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(100)).encode()
+    (folder / name).write_bytes(gzip.compress(rows) if name.endswith(".gz") else rows)
+    return folder / name
+
+
+@pytest.mark.parametrize("name", ["rows.json.gz", "rows.jsonl.gz", "rows.JSON.GZ", "rows.arrow", "rows"])
+def test_a_dataset_file_of_unknown_kind_is_refused_and_not_read_as_raw_text(name: str, tmp_path: Path) -> None:
+    """The datasets library would take every line of it for a document, braces and all."""
+    path = save_rows(tmp_path, name)
+    with pytest.raises(UserError, match=rf"data\.path is '.*{re.escape(name)}'") as caught:
+        list(read_documents(DataSpec(source="huggingface", path=str(path))))
+    assert caught.value.exit_code is ExitCode.DATA
+    assert ".jsonl" in caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.JSON", "rows.csv", "rows.jsonl.gz"])
+@pytest.mark.parametrize("whole_folder", [False, True])
+def test_rows_and_columns_are_not_trained_on_as_plain_text(name: str, whole_folder: bool, tmp_path: Path) -> None:
+    """Neither one such file nor a folder of them."""
+    path = save_rows(tmp_path, name)
+    (tmp_path / "about.txt").write_text("what is here")
+    with pytest.raises(UserError, match=r"data\.path is '.*'text' would train on it") as caught:
+        list(read_documents(text_spec(tmp_path if whole_folder else path)))
+    assert caught.value.exit_code is ExitCode.DATA
+    assert "huggingface" in caught.value.remedy
+
+
+def test_a_folder_of_text_may_hold_a_table_or_two(tmp_path: Path) -> None:
+    """A source tree has its package.json."""
+    (tmp_path / "package.json").write_text("{}")
+    (tmp_path / "code.py").write_text("pass\n" * 10)
+    assert keys(text_spec(tmp_path)) == ["code.py", "package.json"]
+
+
+@pytest.mark.parametrize("column", [[[1, 2], [3]], [1, 2], [1.5, None]])
+def test_a_column_of_tokens_or_numbers_is_named(
+    column: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to end as a defect."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    path = save_parquet(tmp_path, datasets.Dataset.from_dict({"input_ids": column}))
+    spec = DataSpec(source="huggingface", path=str(path), text_field="input_ids")
+    with pytest.raises(UserError, match=r"data\.text_field is 'input_ids', but that column .* not text") as caught:
+        load_split(spec)
+    assert caught.value.exit_code is ExitCode.DATA
+
+
 def bad_spec(case: str, folder: Path) -> DataSpec:
     """A source that cannot be used."""
     if case == "missing":
@@ -165,6 +216,9 @@ def bad_spec(case: str, folder: Path) -> DataSpec:
         return text_spec(folder / "short.txt")
     if case == "broken json lines":
         (folder / "rows.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+        return text_spec(folder)
+    if case == "endless brackets":
+        (folder / "rows.jsonl").write_text('{"text": "fine"}\n' + "[" * 200_000)
         return text_spec(folder)
     if case == "no such column":
         (folder / "rows.jsonl").write_text('{"body": "fine"}\n[1]\n')
@@ -181,6 +235,7 @@ def bad_spec(case: str, folder: Path) -> DataSpec:
         ("blank file", r"data\.path '.*blank\.txt' holds no text"),
         ("short file", r"single short document"),
         ("broken json lines", r"line 2 of 'rows\.jsonl' is not JSON"),
+        ("endless brackets", r"line 2 of 'rows\.jsonl' is not JSON"),
         ("no such column", r"data\.text_field is 'text', but line 1 of 'rows\.jsonl'"),
         ("broken dataset", r"datasets library cannot load"),
     ],
