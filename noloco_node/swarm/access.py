@@ -24,6 +24,7 @@ from noloco_node.swarm.transport import (
     Refused,
     Transport,
 )
+from noloco_node.swarm.typed_calls import Nothing, ask
 from noloco_node.swarm.wire import WireModel, no_tensors, parse
 
 logger = logging.getLogger(__name__)
@@ -105,10 +106,9 @@ class Introduction:
 
     async def show(self, peer: PeerId, seconds: float) -> None:
         """Show it to `peer` within `seconds`. Raises like `Transport.call`; that it has expired is also logged."""
-        header = ShownProof(proof=self._proof).model_dump(mode="json", exclude_none=True)
-        limit = min(seconds, SHOW_SECONDS)
+        shown, limit = ShownProof(proof=self._proof), min(seconds, SHOW_SECONDS)
         try:
-            await self._transport.call(peer, METHOD, Message(header), timeout=limit, progress=limit, max_answer_bytes=0)
+            await ask(self._transport, peer, METHOD, shown, Nothing, timeout=limit, progress=limit)
         except Refused as refused:
             if refused.reason is Refusal.NOT_ADMITTED and time.monotonic() >= self._warn_again_at:
                 self._warn_again_at = time.monotonic() + EXPIRED_AGAIN_SECONDS

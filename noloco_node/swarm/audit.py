@@ -20,7 +20,8 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from noloco_node.swarm.microbatch import COME_BACK, INLINE_ELEMENTS, Outgoing, Trained
+from noloco_node.swarm.finite import INLINE_ELEMENTS
+from noloco_node.swarm.microbatch import COME_BACK, Outgoing, Trained
 from noloco_node.swarm.repute import TRIAL_SECONDS, Trust
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.transport import PeerId, Refused, TransportError

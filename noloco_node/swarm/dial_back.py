@@ -25,8 +25,9 @@ from noloco_node.swarm.transport import (
     Refused,
     Transport,
 )
+from noloco_node.swarm.typed_calls import ask
 from noloco_node.swarm.who_answers import NoAnswer, who_answers
-from noloco_node.swarm.wire import WireModel, no_tensors, parse, parsed_answer
+from noloco_node.swarm.wire import WireModel, no_tensors, parse
 
 logger = logging.getLogger(__name__)
 
@@ -123,15 +124,9 @@ def serve_dial_back(transport: Transport, connections: Connections) -> None:
 
 async def ask_dial_back(transport: Transport, peer: PeerId, ports: Sequence[int]) -> Dialled:
     """What a peer says of this node's ports. Raises Refused or TransportError."""
-    answer = await transport.call(
-        peer,
-        METHOD,
-        Message({"ports": list(ports)}),
-        timeout=TIMEOUT_SECONDS,
-        progress=TIMEOUT_SECONDS,
-        max_answer_bytes=0,
-    )
-    return parsed_answer(Dialled, answer.header)
+    limit = TIMEOUT_SECONDS
+    answer = await ask(transport, peer, METHOD, DialBack(ports=tuple(ports)), Dialled, timeout=limit, progress=limit)
+    return answer.header
 
 
 async def _dial(peer: PeerId, host: str, port: int) -> Reached:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -40,14 +41,14 @@ from noloco_node.swarm.exchange_session import (
     abort_event,
     begin,
     commit_event,
-    opening_message,
+    opening_of,
     opening_specs,
     overdue,
     say_goodbye,
     streams_for,
 )
 from noloco_node.swarm.fellow_clocks import FellowClocks
-from noloco_node.swarm.microbatch import all_finite
+from noloco_node.swarm.finite import all_finite
 from noloco_node.swarm.pairing import Window, answer_proposal
 from noloco_node.swarm.patience import Patience
 from noloco_node.swarm.probation import Meeting, Standing
@@ -63,7 +64,8 @@ from noloco_node.swarm.transport import (
     Transport,
     TransportError,
 )
-from noloco_node.swarm.wire import no_tensors, parse
+from noloco_node.swarm.typed_calls import A, Answer, BadAnswer, Nothing, ask, judging
+from noloco_node.swarm.wire import WireModel, no_tensors, parse
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.stage_worker import Commit, StageWorker
 
@@ -171,7 +173,6 @@ class Exchanger:
             await self._lead(session)
         except (Refused, TransportError, NotFinite) as error:
             self._report_abort(session, repr(error) if not isinstance(error, Refused) else str(error))
-            self._transport.conduct.judge(partner, error)
             self._close(session)
             await say_goodbye(self._transport, session)
             return False
@@ -208,8 +209,7 @@ class Exchanger:
             fragment=session.fragment,
             newcomer=self._standing.newcomer,
         )
-        answer = await self._call(session.partner, PROPOSE, Message(proposal.model_dump(mode="json")), 0)
-        acceptance = parse(Acceptance, answer.header)
+        acceptance = (await self._ask(session.partner, PROPOSE, proposal, Acceptance)).header
         session.fellow_loss = acceptance.loss
         if not acceptance.weightless:
             session.weight, _ = token_weights((proposal.tokens, acceptance.tokens))
@@ -218,16 +218,12 @@ class Exchanger:
         """The dialler's part after acceptance: headers, then all chunks, then the commit."""
         snapshot = session.snapshot = await self._worker.snapshot(session.fragment)
         own = await self._compute(lambda: self._begin(session))
-        size = sum(tensor.nbytes for tensor in own)
-        answer = await self._call(session.partner, OPEN, opening_message(session, snapshot, own), size)
-        if answer.specs != self._opening_specs(session.part):
-            raise ProtocolViolation("the gauge or the sketch does not have the agreed size")
-        if not await all_finite(answer.tensors[0]):
-            raise ProtocolViolation("the gauge holds NaN or infinity")
-        opening = parse(Opening, answer.header)
+        specs = self._opening_specs(session.part)
+        answer = await self._ask(session.partner, OPEN, opening_of(session, snapshot), Opening, own, specs)
+        opening = answer.header
         session.bound = opening.bound
         self._refuse_laggards(session.partner, opening.clock)
-        await self._compute(lambda: self._worker.outer.agree(answer.tensors[1:]))
+        await self._take_in(session, lambda: self._worker.outer.agree(answer.tensors[1:]))
         session.meet(self._clocks.met(opening.clock), own, answer.tensors)
         pending = list(reversed(range(self._worker.outer.chunks)))
 
@@ -247,15 +243,16 @@ class Exchanger:
         await self._commit(session)
 
     async def _swap_chunk(self, session: Session, index: int) -> None:
-        header = ChunkHeader(exchange=session.exchange, index=index).model_dump(mode="json")
+        header = ChunkHeader(exchange=session.exchange, index=index)
         own = await self._compute(lambda: self._worker.outer.encoded_chunk(index))
+        specs = (TensorSpec.of(own),)
         try:
-            answer = await self._call(session.partner, CHUNK, Message(header, (own,)), own.nbytes)
+            answer = await self._ask(session.partner, CHUNK, header, Nothing, (own,), specs)
+        except ProtocolViolation:
+            raise
         except TransportError:  # one broken stream need not cost the exchange; the partner adds a chunk only once
-            answer = await self._call(session.partner, CHUNK, Message(header, (own,)), own.nbytes)
-        if len(answer.tensors) != 1 or answer.specs[0] != TensorSpec.of(own):
-            raise ProtocolViolation(f"chunk {index} does not have the agreed size and precision")
-        await self._compute(lambda: self._worker.outer.add_chunk(index, answer.tensors[0]))
+            answer = await self._ask(session.partner, CHUNK, header, Nothing, (own,), specs)
+        await self._take_in(session, lambda: self._worker.outer.add_chunk(index, answer.tensors[0]))
         session.sent += own.nbytes
         session.received += answer.tensors[0].nbytes
 
@@ -351,11 +348,11 @@ class Exchanger:
         try:
             own = await self._compute(work)
         except NotFinite as error:
-            raise self._broken_off(session, str(error)) from None
+            raise self._broken_off(session, str(error), own=not await self._own_is_finite()) from None
         self._check_still_open(session)
         session.meet(self._clocks.met(opening.clock), own, message.tensors)
         session.snapshot = snapshot
-        return opening_message(session, snapshot, own)
+        return Message(opening_of(session, snapshot).model_dump(mode="json"), own)
 
     def _check_still_open(self, session: Session) -> None:
         """Refuse to go on where the exchange was given up: another outer step may own the buffers by now."""
@@ -389,7 +386,7 @@ class Exchanger:
         try:
             own = await self._compute(work)
         except NotFinite as error:
-            raise self._broken_off(session, str(error)) from None
+            raise self._broken_off(session, str(error), own=not await self._own_is_finite()) from None
         session.last_progress = time.monotonic()
         session.sent += own.nbytes
         session.received += message.tensors[0].nbytes
@@ -458,12 +455,13 @@ class Exchanger:
             self._report_abort(session, late)
             self._close(session)
 
-    def _broken_off(self, session: Session, reason: str) -> Refused:
-        """End an exchange whose partner sent NaN or infinity; the refusal to give."""
+    def _broken_off(self, session: Session, reason: str, *, own: bool = False) -> Refused:
+        """End an exchange in which something is not finite; the refusal to give. `own`: the fault is not the partner's,
+        and is no offence."""
         if self._session is session:
             self._report_abort(session, reason)
             self._close(session)
-        return Refused(Refusal.NOT_FINITE, reason)
+        return Refused(Refusal.DIVERGED if own else Refusal.NOT_FINITE, reason)
 
     def _close(self, session: Session) -> None:
         if self._session is session:
@@ -488,11 +486,33 @@ class Exchanger:
             raise Refused(Refusal.UNKNOWN_EXCHANGE)
         return session
 
-    async def _call(self, peer: PeerId, method: str, message: Message, max_answer_bytes: int) -> Message:
+    async def _ask(
+        self,
+        peer: PeerId,
+        method: str,
+        request: WireModel,
+        kind: type[A],
+        tensors: tuple[Tensor, ...] = (),
+        specs: tuple[TensorSpec, ...] = (),
+    ) -> Answer[A]:
         limit = self._spec.limits.exchange_progress_seconds
-        return await self._transport.call(
-            peer, method, message, timeout=limit, progress=limit, max_answer_bytes=max_answer_bytes
+        return await ask(
+            self._transport, peer, method, request, kind, tensors=tensors, specs=specs, timeout=limit, progress=limit
         )
+
+    async def _take_in(self, session: Session, work: Callable[[], None]) -> None:
+        """Arithmetic on what the partner has answered. Raises ProtocolViolation, booked against the partner, where that
+        is not finite; NotFinite where this replica's own weights are not, for which it must blame nobody."""
+        with judging(self._transport, session.partner, "exchange"):
+            try:
+                await self._compute(work)
+            except NotFinite as error:
+                if not await self._own_is_finite():
+                    raise
+                raise BadAnswer(str(error)) from None
+
+    async def _own_is_finite(self) -> bool:
+        return math.isfinite(await self._compute(self._worker.outer.own_motion))
 
     async def _compute(self, work: Callable[[], T]) -> T:
         """Arithmetic of the open step, one piece after another on its own thread: what a closed session left there is

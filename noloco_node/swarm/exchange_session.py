@@ -15,7 +15,8 @@ from noloco_node.outer.gauge import gauge_coordinates, spread
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.swarm.exchange_messages import LEAVE, Leave, Opening
 from noloco_node.swarm.state_messages import StateManifest
-from noloco_node.swarm.transport import Message, PeerId, Refused, TensorSpec, Transport, TransportError
+from noloco_node.swarm.transport import PeerId, Refused, TensorSpec, Transport, TransportError
+from noloco_node.swarm.typed_calls import Nothing, ask
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.progress import Progress
 from noloco_node.training.stage_worker import Commit, Snapshot
@@ -84,10 +85,9 @@ def opening_specs(codec: Codec, size: int, coordinates: int) -> tuple[TensorSpec
     return tuple(TensorSpec("fp32", (elements,)) for elements in (gauge, sketch) if elements)
 
 
-def opening_message(session: Session, snapshot: Snapshot, tensors: tuple[Tensor, ...]) -> Message:
-    """What a side says of its snapshot before any chunk, with the gauge and, if any, the sketch."""
-    opening = Opening(exchange=session.exchange, clock=snapshot.progress.clock, bound=session.bound)
-    return Message(opening.model_dump(mode="json"), tensors)
+def opening_of(session: Session, snapshot: Snapshot) -> Opening:
+    """What a side says of its snapshot before any chunk."""
+    return Opening(exchange=session.exchange, clock=snapshot.progress.clock, bound=session.bound)
 
 
 def streams_for(chunk_seconds: float, limit: float, most: int) -> int:
@@ -108,9 +108,9 @@ def overdue(session: Session, now: float, limit: float, chunks: int) -> str | No
 
 async def say_goodbye(transport: Transport, session: Session) -> None:
     """Tell the partner that the exchange is over, so that it is free at once and not after its deadline."""
-    header, limit = Leave(exchange=session.exchange).model_dump(mode="json"), LEAVE_SECONDS
+    leave, limit = Leave(exchange=session.exchange), LEAVE_SECONDS
     try:
-        await transport.call(session.partner, LEAVE, Message(header), timeout=limit, progress=limit, max_answer_bytes=0)
+        await ask(transport, session.partner, LEAVE, leave, Nothing, timeout=limit, progress=limit)
     except (Refused, TransportError) as error:
         logger.debug("%s was not told that the exchange is over: %r", session.partner, error)
 

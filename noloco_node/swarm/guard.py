@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 from torch import Tensor
 
 from noloco_node.config.run_spec import RunSpec
@@ -28,13 +28,13 @@ from noloco_node.swarm.transport import (
     JsonObject,
     Message,
     PeerId,
-    ProtocolViolation,
     Refusal,
     Refused,
     TensorSpec,
     Transport,
     TransportError,
 )
+from noloco_node.swarm.typed_calls import Nothing, ask
 from noloco_node.swarm.wire import ClockValue, RunName, StageIndex, WireModel, no_tensors, parse
 from noloco_node.training.stage_worker import StageWorker
 
@@ -134,7 +134,6 @@ class StageCopies:
             try:
                 return await self._fetch(peer, stage, idle_share=0.0)
             except (Refused, TransportError) as error:
-                self._transport.conduct.judge(peer, error)
                 logger.warning("could not take the copy of stage %d from %s: %s", stage, peer, error or repr(error))
         return kept
 
@@ -151,7 +150,6 @@ class StageCopies:
         try:
             self.kept = await self._fetch(giver, stage, idle_share=IDLE_SHARE)
         except (Refused, TransportError) as error:
-            self._transport.conduct.judge(giver, error)
             logger.debug("could not copy stage %d from %s: %r", stage, giver, error)
             return False
         logger.debug("keeps a copy of stage %d at clock %.0f", stage, self.kept.clock)
@@ -161,16 +159,12 @@ class StageCopies:
         try:
             return await self._open(peer, CopyRequest(run=self._spec.run_id, stage=stage))
         except (Refused, TransportError) as error:
-            self._transport.conduct.judge(peer, error)
             logger.warning("%s does not give its copy of stage %d: %s", peer, stage, error or repr(error))
             return None
 
     async def _open(self, peer: PeerId, request: CopyRequest) -> CopyOffer:
-        answer = await self._call(peer, OPEN, request, 0)
-        try:
-            return CopyOffer.model_validate(answer.header)
-        except ValidationError as error:
-            raise ProtocolViolation(f"bad offer of a copy: {error.error_count()} errors") from None
+        limit = self._spec.limits.exchange_progress_seconds
+        return (await ask(self._transport, peer, OPEN, request, CopyOffer, timeout=limit, progress=limit)).header
 
     async def _fetch(self, peer: PeerId, stage: int, *, idle_share: float) -> StageCopy:
         """Take a copy, one chunk after another, with a pause of `idle_share` times the duration after each."""
@@ -178,24 +172,16 @@ class StageCopies:
         offer = await self._open(peer, request)
         count = self._parameters[stage]
         weights = torch.empty(count, dtype=torch.float16)
-        step = self._spec.limits.chunk_bytes // 2
+        step, limit = self._spec.limits.chunk_bytes // 2, self._spec.limits.exchange_progress_seconds
         for index in range(math.ceil(count / step)):
             started = time.monotonic()
             part = weights[index * step : (index + 1) * step]
             named = request.model_copy(update={"copy_name": offer.copy_name, "index": index})
-            answer = await self._call(peer, CHUNK, named, part.nbytes)
-            if answer.specs != (TensorSpec("fp16", (part.numel(),)),):
-                raise ProtocolViolation(f"chunk {index} of the copy does not hold {part.numel()} weights")
+            specs = (TensorSpec.of(part),)
+            answer = await ask(self._transport, peer, CHUNK, named, Nothing, specs=specs, timeout=limit, progress=limit)
             part.copy_(answer.tensors[0])
             await asyncio.sleep(idle_share * (time.monotonic() - started))
-        if not await asyncio.to_thread(lambda: bool(torch.isfinite(weights).all())):
-            raise ProtocolViolation("the copy holds NaN or infinity")
         return StageCopy(offer.copy_name, stage, offer.clock, offer.outer_rounds, weights, time.monotonic())
-
-    async def _call(self, peer: PeerId, method: str, request: CopyRequest, most: int) -> Message:
-        limit = self._spec.limits.exchange_progress_seconds
-        message = Message(request.model_dump(mode="json"))
-        return await self._transport.call(peer, method, message, timeout=limit, progress=limit, max_answer_bytes=most)
 
     def _admit(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
         request = parse(CopyRequest, header)

@@ -16,7 +16,8 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.peer_addresses import parse_address
 from noloco_node.swarm.transport import Message, PeerId, Refused, Transport, TransportError
-from noloco_node.swarm.wire import ProtocolVersion, StageIndex, WireModel, no_tensors, parsed_answer
+from noloco_node.swarm.typed_calls import ask
+from noloco_node.swarm.wire import ProtocolVersion, StageIndex, WireModel, no_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +57,8 @@ def serve_hello(transport: Transport, spec: RunSpec | None, stage: Callable[[], 
 
 async def ask_hello(transport: Transport, peer: PeerId) -> Hello:
     """What a peer says of itself. Raises Refused or TransportError where it says nothing of use."""
-    answer = await transport.call(
-        peer, METHOD, Message(), timeout=TIMEOUT_SECONDS, progress=TIMEOUT_SECONDS, max_answer_bytes=0
-    )
-    return parsed_answer(Hello, answer.header, "hello")
+    limit = TIMEOUT_SECONDS
+    return (await ask(transport, peer, METHOD, None, Hello, timeout=limit, progress=limit)).header
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.state_messages import OFFER, StateManifest, StateOffer, StateRequest
 from noloco_node.swarm.state_transfer import Download, fetch_state, load_download, new_download
 from noloco_node.swarm.transport import (
-    Message,
     PeerId,
     ProtocolViolation,
     Refusal,
@@ -28,7 +27,7 @@ from noloco_node.swarm.transport import (
     Transport,
     TransportError,
 )
-from noloco_node.swarm.wire import parsed_answer
+from noloco_node.swarm.typed_calls import ask
 from noloco_node.telemetry.events import AnyEvent, DonorFailed, StateDownload
 from noloco_node.training.stage_worker import StageWorker
 
@@ -199,13 +198,8 @@ class StateCopier:
     async def _ask(self, donor: PeerId) -> StateOffer:
         """What one donor can give. Raises Refused or TransportError."""
         request = StateRequest(run=self._spec.run_id, stage=self._stage, contract=self._worker.contract)
-        message, limit = Message(request.model_dump(mode="json")), OFFER_SECONDS
-        try:
-            call = self._transport.call(donor, OFFER, message, timeout=limit, progress=limit, max_answer_bytes=0)
-            return parsed_answer(StateOffer, (await call).header, "offer of a state")
-        except (Refused, TransportError) as error:
-            self._transport.conduct.judge(donor, error)
-            raise
+        limit = OFFER_SECONDS
+        return (await ask(self._transport, donor, OFFER, request, StateOffer, timeout=limit, progress=limit)).header
 
     def _note(self, search: _Search, donor: PeerId, error: Refused | TransportError) -> None:
         reason = str(error) or repr(error)
@@ -234,9 +228,8 @@ class StateCopier:
                     streams=self._streams,
                     on_progress=progress,
                 )
-                return await load_download(self._worker, download, manifest, self._believe)
-            except ProtocolViolation as error:
-                self._transport.conduct.judge(donor, error)
+                return await load_download(self._transport, self._worker, download, manifest, self._believe)
+            except ProtocolViolation:
                 raise
             except TransportError as error:
                 if resumes == RESUMES:

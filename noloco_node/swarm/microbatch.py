@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.data.walk import WalkPosition
 from noloco_node.swarm.origins_seen import DrawnBy
-from noloco_node.swarm.transport import JsonObject, PeerId, ProtocolViolation, Refusal, Refused, TensorSpec
+from noloco_node.swarm.transport import JsonObject, PeerId, Refusal, Refused, TensorSpec
+from noloco_node.swarm.typed_calls import Answer, BadAnswer
 from noloco_node.swarm.wire import (
     ClockValue,
     PeerName,
@@ -27,13 +25,9 @@ from noloco_node.swarm.wire import (
     WireModel,
     check_addressed,
     parse,
-    parsed_answer,
 )
 
 METHOD = "microbatch"
-
-INLINE_ELEMENTS = 1 << 18
-"""Tensors up to this size are checked on the event loop: handing them to a thread would take longer (0.1 ms)."""
 
 COUNTS = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
 
@@ -209,45 +203,11 @@ def check_specs(specs: tuple[TensorSpec, ...], *, dtype: str, windows: int, leng
             raise Refused(Refusal.MALFORMED, f"{got.dtype} {got.shape} where {wanted.dtype} {wanted.shape} belongs")
 
 
-async def parse_answer(
-    header: JsonObject, tensors: tuple[Tensor, ...], *, activations: Tensor, mode: Mode
-) -> tuple[Trained, int]:
-    """A validated answer and the load that rode on it; raises ProtocolViolation where it breaks the protocol."""
-    answer = parsed_answer(MicrobatchAnswer, header)
-    if answer.tokens != activations.shape[0] * activations.shape[1]:
-        raise ProtocolViolation(f"the answer counts {answer.tokens} tokens in activations {tuple(activations.shape)}")
-    if mode == "evaluate":
-        return Trained(answer.loss_sum, answer.tokens, None), answer.load
-    if len(tensors) != 1 or tensors[0].shape != activations.shape or tensors[0].dtype != activations.dtype:
-        raise ProtocolViolation("the gradient does not have the shape and precision of the activations")
-    scale = await scale_of(tensors[0])
-    if not math.isfinite(scale):
-        raise ProtocolViolation("the gradient holds NaN or infinity, or is beyond all scale")
-    return Trained(answer.loss_sum, answer.tokens, tensors[0], scale), answer.load
-
-
-async def all_finite(tensor: Tensor) -> bool:
-    """True where no element is NaN or infinite. A large tensor is looked at off the event loop."""
-    if tensor.numel() <= INLINE_ELEMENTS:
-        return _finite(tensor)
-    return await asyncio.to_thread(_finite, tensor)
-
-
-async def scale_of(tensor: Tensor) -> float:
-    """Root mean square of a tensor; NaN or infinite where an element is, or where fp32 does not hold its square.
-
-    A large one is looked at off the event loop.
-    """
-    if tensor.numel() <= INLINE_ELEMENTS:
-        return _scale(tensor)
-    return await asyncio.to_thread(_scale, tensor)
-
-
-def _scale(tensor: Tensor) -> float:
-    norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float32))  # pyright: ignore
-    return norm / tensor.numel() ** 0.5
-
-
-def _finite(tensor: Tensor) -> bool:
-    """One pass: a sum is finite only if every element is."""
-    return bool(torch.isfinite(tensor.sum(dtype=torch.float64)))
+def read_answer(answer: Answer[MicrobatchAnswer], activations: Tensor) -> Trained:
+    """What came back for these activations. Raises BadAnswer where it counts other tokens than they have."""
+    header = answer.header
+    if header.tokens != activations.shape[0] * activations.shape[1]:
+        raise BadAnswer(f"the answer counts {header.tokens} tokens in activations {tuple(activations.shape)}")
+    if not answer.tensors:
+        return Trained(header.loss_sum, header.tokens, None)
+    return Trained(header.loss_sum, header.tokens, answer.tensors[0], answer.scales[0])

@@ -20,20 +20,20 @@ from torch import Tensor
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.audit import Auditor
+from noloco_node.swarm.finite import all_finite, scale_of
 from noloco_node.swarm.microbatch import (
     COME_BACK,
     METHOD,
     HopFailed,
     Ledger,
+    MicrobatchAnswer,
     MicrobatchHeader,
     Outgoing,
     Trained,
-    all_finite,
     check_specs,
     given_up,
-    parse_answer,
     parse_header,
-    scale_of,
+    read_answer,
 )
 from noloco_node.swarm.origins_seen import OriginsSeen
 from noloco_node.swarm.places import Places
@@ -50,6 +50,7 @@ from noloco_node.swarm.transport import (
     Transport,
     TransportError,
 )
+from noloco_node.swarm.typed_calls import ask, judging
 from noloco_node.training.norm_bound import NormBound
 from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
 from noloco_node.training.stage_worker import StageWorker
@@ -165,10 +166,7 @@ class Downstream:
             raise
 
     def _note_failure(self, peer: PeerId, error: Refused | TransportError) -> None:
-        if not isinstance(error, Refused):
-            self._book.failed(peer)
-            self._transport.conduct.judge(peer, error)
-        elif error.reason in _NOT_FOR_US:
+        if not isinstance(error, Refused) or error.reason in _NOT_FOR_US:
             self._book.failed(peer)
 
     async def _ask(self, peer: PeerId, outgoing: Outgoing, attempt: int, left: float) -> Trained:
@@ -185,18 +183,22 @@ class Downstream:
         )
         self._book.sent(peer)
         try:
-            answer = await self._transport.call(
+            answer = await ask(
+                self._transport,
                 peer,
                 METHOD,
-                Message(header.model_dump(mode="json"), (activations, outgoing.labels)),
+                header,
+                MicrobatchAnswer,
+                tensors=(activations, outgoing.labels),
+                specs=(TensorSpec.of(activations),) if mode == "train" else (),
                 timeout=left,
                 progress=self._spec.pipeline.progress_seconds,
-                max_answer_bytes=activations.nbytes,
             )
         finally:
             self._book.done(peer)
-        trained, load = await parse_answer(answer.header, answer.tensors, activations=activations, mode=mode)
-        self._book.reported(peer, load)
+        with judging(self._transport, peer, METHOD):
+            trained = read_answer(answer, activations)
+        self._book.reported(peer, answer.header.load)
         if mode == "train":
             self._ledger.note_received(peer, trained.tokens)
         return replace(trained, peer=peer)

@@ -33,6 +33,7 @@ from noloco_node.swarm.transport import (
     Transport,
     TransportError,
 )
+from noloco_node.swarm.typed_calls import Nothing, ask
 from noloco_node.swarm.wire import WireModel, no_tensors, parse
 from noloco_node.training.progress import Progress
 
@@ -203,12 +204,10 @@ class Receipts:
 
     async def _send(self, peer: PeerId) -> None:
         pending = self._pending[peer]
-        message = Message(pending.header.model_dump(mode="json"))
         pending.tries += 1
+        limit = CALL_SECONDS
         try:
-            await self._transport.call(
-                peer, METHOD, message, timeout=CALL_SECONDS, progress=CALL_SECONDS, max_answer_bytes=0
-            )
+            await ask(self._transport, peer, METHOD, pending.header, Nothing, timeout=limit, progress=limit)
         except (Refused, TransportError) as error:
             logger.debug("receipt for %s came to nothing: %r", peer, error)
             final = isinstance(error, Refused) and error.reason is not Refusal.BUSY
@@ -229,7 +228,7 @@ class Receipts:
             raise Refused(Refusal.BUSY, f"one receipt in {LEAST_SECONDS:g} s")
         done = self._ledger.done_for.get(peer)
         if done is None or receipt.microbatches > done.microbatches or receipt.tokens > done.tokens:
-            raise Refused(Refusal.MALFORMED, "the receipt is for more than this node has counted")
+            raise Refused(Refusal.NOT_COUNTED, "the receipt is for more than this node has counted")
         done.microbatches -= receipt.microbatches
         done.tokens -= receipt.tokens
         if not done.microbatches:

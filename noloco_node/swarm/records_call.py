@@ -15,7 +15,8 @@ from pydantic import Field
 
 from noloco_node.swarm.directory import Directory, SignedRecord
 from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, Transport, TransportError
-from noloco_node.swarm.wire import RunName, StageIndex, WireModel, no_tensors, parse, parsed_answer
+from noloco_node.swarm.typed_calls import ask
+from noloco_node.swarm.wire import RunName, StageIndex, WireModel, no_tensors, parse
 
 METHOD = "records"
 TIMEOUT_SECONDS = 5.0
@@ -50,7 +51,7 @@ def serve_records(transport: Transport, run_id: str, directory: Directory) -> No
         if told.run != run_id:
             raise Refused(Refusal.WRONG_RUN, f"this node serves run {run_id[:8]}")
         directory.told(peer, _unpacked(told.records))
-        return Message(_packed(run_id, directory.to_tell(MOST_TOLD)))
+        return Message(_packed(run_id, directory.to_tell(MOST_TOLD)).model_dump(mode="json"))
 
     transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=1)
 
@@ -60,26 +61,25 @@ async def tell(
 ) -> bool:
     """Tell a peer this node's own record and a few others, and take in what it answers; whether it answered within
     `timeout` seconds. A refusal is an answer. Never raises for the peer."""
-    request = Message(_packed(run_id, directory.to_tell(MOST_TOLD)))
+    request = _packed(run_id, directory.to_tell(MOST_TOLD))
     try:
-        answer = await transport.call(peer, METHOD, request, timeout=timeout, progress=timeout, max_answer_bytes=0)
-        told = parsed_answer(RecordsMessage, answer.header, "answer to records")
+        answer = await ask(transport, peer, METHOD, request, RecordsMessage, timeout=timeout, progress=timeout)
     except Refused:
         return True
-    except TransportError as error:
-        transport.conduct.judge(peer, error)
+    except TransportError:
         return False
+    told = answer.header
     if told.run == run_id:
         directory.told(peer, _unpacked(told.records))
     return True
 
 
-def _packed(run_id: str, rows: Sequence[SignedRecord]) -> dict[str, object]:
+def _packed(run_id: str, rows: Sequence[SignedRecord]) -> RecordsMessage:
     told = [
         ToldRecord(stage=row.stage, peer=row.peer, expires=row.expires, signed=base64.b64encode(row.signed).decode())
         for row in rows[:MOST_TOLD]
     ]
-    return RecordsMessage(run=run_id, records=told).model_dump(mode="json")
+    return RecordsMessage(run=run_id, records=told)
 
 
 def _unpacked(told: Sequence[ToldRecord]) -> list[SignedRecord]:

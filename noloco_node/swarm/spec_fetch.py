@@ -20,13 +20,12 @@ from noloco_node.swarm.peer_addresses import log_passed_over, parse_address, pee
 from noloco_node.swarm.transport import (
     Message,
     PeerId,
-    ProtocolViolation,
     Refusal,
     Refused,
-    TensorSpec,
     Transport,
     TransportError,
 )
+from noloco_node.swarm.typed_calls import BadAnswer, Nothing, ask, judging
 from noloco_node.swarm.wire import first_problem, no_tensors
 
 METHOD = "hello.spec"
@@ -188,25 +187,31 @@ async def _hello_or_reason(transport: Transport, address: str) -> Hello | str:
 
 async def _fetch(transport: Transport, peer: PeerId, hello: Hello) -> RunSpec:
     """One peer's RunSpec, equal to the run that it said it serves. Raises Refused or TransportError."""
-    answer = await transport.call(
+    answer = await ask(
+        transport,
         peer,
         METHOD,
-        Message(),
+        None,
+        Nothing,
+        text_bytes=MAX_SPEC_BYTES,
         timeout=TIMEOUT_SECONDS,
         progress=PROGRESS_SECONDS,
-        max_answer_bytes=MAX_SPEC_BYTES,
     )
-    if len(answer.specs) != 1 or answer.specs[0] != TensorSpec("u8", (answer.specs[0].nbytes,)):
-        raise ProtocolViolation("its answer is no text")
+    with judging(transport, peer, METHOD):
+        return _spec_of(answer.tensors[0].numpy().tobytes(), hello)
+
+
+def _spec_of(text: bytes, hello: Hello) -> RunSpec:
+    """The RunSpec of the run that this hello names. Raises BadAnswer."""
     try:
-        spec = read_agreed(answer.tensors[0].numpy().tobytes())
+        spec = read_agreed(text)
         found = spec.run_id
     except ValidationError as error:
-        raise ProtocolViolation(f"its RunSpec is refused: {first_problem(error)}") from None
+        raise BadAnswer(f"its RunSpec is refused: {first_problem(error)}") from None
     except ValueError as error:
-        raise ProtocolViolation(f"its RunSpec is refused: {error}") from None
+        raise BadAnswer(f"its RunSpec is refused: {error}") from None
     if found != hello.run:
-        raise ProtocolViolation(f"its RunSpec is that of run {found}, but it says that it serves {hello.run}")
+        raise BadAnswer(f"its RunSpec is that of run {found}, but it says that it serves {hello.run}")
     return spec
 
 

@@ -13,7 +13,8 @@ from pydantic import Field, ValidationError
 from torch import Tensor
 
 from noloco_node.config.canonical import canonical_json
-from noloco_node.swarm.transport import Message, PeerId, ProtocolViolation, TensorSpec, Transport
+from noloco_node.swarm.transport import Message, PeerId, Transport
+from noloco_node.swarm.typed_calls import Answer, BadAnswer
 from noloco_node.swarm.wire import ClockValue, RunName, StageIndex, WireModel
 
 OFFER = "state.offer"
@@ -64,6 +65,13 @@ class StateManifest(WireModel):
     """Hash over the digests of all chunks in order, as hex."""
 
 
+class SignedManifest(WireModel):
+    """A manifest as text, and its donor's seal over that text as hex. With it travel the digests, u8 [chunks, 16]."""
+
+    manifest: Annotated[str, Field(max_length=MAX_MANIFEST_CHARACTERS)]
+    seal: Annotated[str, Field(max_length=MAX_SEAL_CHARACTERS, pattern=r"^([0-9a-f]{2})+$")]
+
+
 def digest(data: memoryview | bytes) -> bytes:
     """The hash of a chunk."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
@@ -77,37 +85,32 @@ def root_of(digests: Tensor) -> str:
 def manifest_message(transport: Transport, manifest: StateManifest, digests: Tensor) -> Message:
     """A manifest as it travels: its text, the donor's seal over that text, and the digests u8 [chunks, 16]."""
     text = canonical_json(manifest.model_dump(mode="json"))
-    return Message({"manifest": text, "seal": transport.sign(text.encode()).hex()}, (digests,))
+    signed = SignedManifest(manifest=text, seal=transport.sign(text.encode()).hex())
+    return Message(signed.model_dump(mode="json"), (digests,))
 
 
 def read_manifest(
-    transport: Transport, donor: PeerId, answer: Message, request: StateRequest, *, size: int, chunks: int
+    transport: Transport, donor: PeerId, answer: Answer[SignedManifest], request: StateRequest, *, size: int
 ) -> tuple[StateManifest, list[bytes]]:
     """The manifest and the digest of each chunk.
 
-    Raises ProtocolViolation unless `donor` itself signed it, for what was asked, over exactly these digests.
+    Raises BadAnswer unless `donor` itself signed it, for what was asked, over exactly these digests.
     """
-    text, seal = answer.header.get("manifest"), answer.header.get("seal")
-    if not isinstance(text, str) or not isinstance(seal, str):
-        raise ProtocolViolation("the manifest has no text or no seal")
-    if len(text) > MAX_MANIFEST_CHARACTERS or len(seal) > MAX_SEAL_CHARACTERS:
-        raise ProtocolViolation("the manifest or its seal is unreasonably long")
+    text, seal = answer.header.manifest, answer.header.seal
     try:
         manifest = StateManifest.model_validate_json(text)
-        signed = transport.signed_by(donor, bytes.fromhex(seal), text.encode())
     except ValidationError as error:
-        raise ProtocolViolation(f"bad manifest: {error.error_count()} errors") from None
-    except ValueError:
-        raise ProtocolViolation("the manifest's seal is not hex") from None
+        raise BadAnswer(f"bad manifest: {error.error_count()} errors") from None
+    signed = transport.signed_by(donor, bytes.fromhex(seal), text.encode())
     if not signed or manifest.donor != donor:
-        raise ProtocolViolation("the manifest is not signed by the donor")
+        raise BadAnswer("the manifest is not signed by the donor")
     asked = (request.run, request.stage, request.contract)
     if (manifest.run, manifest.stage, manifest.contract) != asked:
-        raise ProtocolViolation("the manifest is of another run, stage or contract")
-    if manifest.size != size or answer.specs != (TensorSpec("u8", (chunks, DIGEST_BYTES)),):
-        raise ProtocolViolation(f"the donor's state has {manifest.size} bytes where {size} belong")
+        raise BadAnswer("the manifest is of another run, stage or contract")
+    if manifest.size != size:
+        raise BadAnswer(f"the donor's state has {manifest.size} bytes where {size} belong")
     if manifest.root != root_of(answer.tensors[0]):
-        raise ProtocolViolation("the digests are not those that the manifest was signed for")
+        raise BadAnswer("the digests are not those that the manifest was signed for")
     return manifest, [bytes(row.numpy()) for row in answer.tensors[0]]
 
 
@@ -144,7 +147,7 @@ def packed_size(sizes: Sizes) -> int:
 
 
 def unpack(buffer: bytearray, sizes: Sizes) -> dict[str, Tensor]:
-    """The tensors of a `PackedState`, as views. Raises ProtocolViolation where one is not finite."""
+    """The tensors of a `PackedState`, as views. Raises BadAnswer where one is not finite."""
     state: dict[str, Tensor] = {}
     offset = 0
     for name in sorted(sizes):
@@ -153,5 +156,5 @@ def unpack(buffer: bytearray, sizes: Sizes) -> dict[str, Tensor]:
         state[name] = torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(shape)
         offset += count * dtype.itemsize
         if not bool(torch.isfinite(state[name]).all()):
-            raise ProtocolViolation("the donor's state holds NaN or infinity")
+            raise BadAnswer("the donor's state holds NaN or infinity")
     return state

@@ -12,6 +12,7 @@ from noloco_node.swarm.state_messages import (
     CHUNK,
     DIGEST_BYTES,
     OPEN,
+    SignedManifest,
     StateManifest,
     StateRequest,
     digest,
@@ -21,7 +22,6 @@ from noloco_node.swarm.state_messages import (
 )
 from noloco_node.swarm.transport import (
     DeadlinePassed,
-    Message,
     PeerId,
     ProtocolViolation,
     Refused,
@@ -29,6 +29,7 @@ from noloco_node.swarm.transport import (
     Transport,
     TransportError,
 )
+from noloco_node.swarm.typed_calls import BadAnswer, Nothing, ask, judging
 from noloco_node.training.stage_worker import StageWorker
 
 logger = logging.getLogger(__name__)
@@ -89,15 +90,18 @@ async def fetch_state(
     """
     request = StateRequest(run=spec.run_id, stage=stage, contract=worker.contract, snapshot=download.snapshot)
     limit = spec.limits.exchange_progress_seconds
-    answer = await transport.call(
+    answer = await ask(
+        transport,
         donor,
         OPEN,
-        Message(request.model_dump(mode="json")),
+        request,
+        SignedManifest,
+        specs=(TensorSpec("u8", (download.chunks, DIGEST_BYTES)),),
         timeout=MANIFEST_PATIENCE * limit,
         progress=limit,
-        max_answer_bytes=download.chunks * DIGEST_BYTES,
     )
-    manifest, digests = read_manifest(transport, donor, answer, request, size=download.size, chunks=download.chunks)
+    with judging(transport, donor, OPEN):
+        manifest, digests = read_manifest(transport, donor, answer, request, size=download.size)
     download.snapshot = manifest.snapshot
     pending = download.missing(digests)
     here = download.size - sum(map(download.length, pending))
@@ -128,11 +132,16 @@ async def fetch_state(
 
 
 async def load_download(
-    worker: StageWorker, download: Download, manifest: StateManifest, believe: Callable[[float], float]
+    transport: Transport,
+    worker: StageWorker,
+    download: Download,
+    manifest: StateManifest,
+    believe: Callable[[float], float],
 ) -> StateManifest:
     """Become a copy: load a whole download at once, or nothing of it. `believe` turns the donor's claimed clock into
     the one to take over. Raises ProtocolViolation where the state is not finite."""
-    state = await asyncio.to_thread(unpack, download.buffer, worker.state_sizes())
+    with judging(transport, PeerId(manifest.donor), OPEN):
+        state = await asyncio.to_thread(unpack, download.buffer, worker.state_sizes())
     manifest = manifest.model_copy(update={"clock": believe(manifest.clock)})
     await worker.load_full_state(manifest.clock, manifest.outer_rounds, state)
     return manifest
@@ -149,23 +158,26 @@ async def _fetch_chunk(
 ) -> memoryview:
     for attempt in range(CHUNK_ATTEMPTS):
         try:
-            answer = await transport.call(
+            answer = await ask(
+                transport,
                 donor,
                 CHUNK,
-                Message(request.model_dump(mode="json")),
+                request,
+                Nothing,
+                specs=(TensorSpec("u8", (size,)),),
                 timeout=patience,
                 progress=limit,
-                max_answer_bytes=size,
             )
+        except ProtocolViolation:
+            raise
         except TransportError as error:
             if attempt + 1 == CHUNK_ATTEMPTS:
                 raise
             logger.debug("chunk %d from %s failed: %r", request.index, donor, error)
         else:
-            if answer.specs != (TensorSpec("u8", (size,)),):
-                raise ProtocolViolation(f"chunk {request.index} of its state does not have {size} bytes")
             data = answer.tensors[0].numpy().data
-            if await asyncio.to_thread(digest, data) != wanted:
-                raise ProtocolViolation(f"chunk {request.index} of its state does not match the manifest")
+            with judging(transport, donor, CHUNK):
+                if await asyncio.to_thread(digest, data) != wanted:
+                    raise BadAnswer(f"chunk {request.index} of its state does not match the manifest")
             return data
     raise AssertionError("unreachable")

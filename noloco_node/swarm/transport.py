@@ -70,6 +70,7 @@ class Refusal(StrEnum):
     FORGED = "forged"
     NOT_ADMITTED = "not_admitted"
     RELAYED = "relayed"
+    NOT_COUNTED = "not_counted"
     BANNED = "banned"
 
 
@@ -100,6 +101,7 @@ REFUSAL_MEANINGS: dict[Refusal, str] = {
     Refusal.FORGED: "a signature does not hold",
     Refusal.NOT_ADMITTED: "the run admits only peers that its owner has listed or invited",
     Refusal.RELAYED: "what is asked for is not sent through a relay; no offence",
+    Refusal.NOT_COUNTED: "a receipt for more work than the peer has counted since it started; no offence",
     Refusal.BANNED: "the peer has banned this node for offences, until the time that it names is over",
 }
 

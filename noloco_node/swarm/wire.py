@@ -7,7 +7,7 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.swarm.transport import JsonObject, PeerId, ProtocolViolation, Refusal, Refused, TensorSpec
+from noloco_node.swarm.transport import JsonObject, PeerId, Refusal, Refused, TensorSpec
 
 ClockValue = Annotated[float, Field(ge=0.0, le=1e18, allow_inf_nan=False)]
 RunName = Annotated[str, Field(max_length=64)]
@@ -41,14 +41,6 @@ def check_addressed(*, run: str, stage: int, own_run: str, own_stage: int, proto
         raise Refused(Refusal.WRONG_RUN, f"this node serves run {own_run[:8]}")
     if stage != own_stage:
         raise Refused(Refusal.WRONG_STAGE, f"this node serves stage {own_stage}, not {stage}")
-
-
-def parsed_answer(kind: type[H], header: JsonObject, what: str = "answer") -> H:
-    """The header of an answer as a `kind`; ProtocolViolation (naming the first mistake) where it is none."""
-    try:
-        return kind.model_validate(header)
-    except ValidationError as error:
-        raise ProtocolViolation(f"bad {what}: {first_problem(error)}") from None
 
 
 def first_problem(error: ValidationError) -> str:

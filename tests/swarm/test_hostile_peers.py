@@ -11,8 +11,9 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PipelineSpec
 from noloco_node.replica import Replica
 from noloco_node.swarm import exchange
-from noloco_node.swarm.microbatch import parse_answer
-from noloco_node.swarm.transport import Message, PeerId, ProtocolViolation, Refusal, Refused, Release
+from noloco_node.swarm.microbatch import MicrobatchAnswer, read_answer
+from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, Release
+from noloco_node.swarm.typed_calls import Answer, BadAnswer
 from tests.support import eventually, one_turn
 from tests.swarm.test_exchange import outer_steps, state_of, two_replicas, unchanged
 from tests.swarm.test_pipeline import ask, request, serving_world
@@ -83,16 +84,16 @@ async def test_a_budget_of_a_day_holds_a_place_no_longer_than_the_runs_own() -> 
 
 
 @pytest.mark.parametrize("mode", ["train", "evaluate"])
-async def test_an_answer_may_not_invent_tokens(mode: str) -> None:
+def test_an_answer_may_not_invent_tokens(mode: str) -> None:
     """A next stage that claims more than it was sent would push this replica's clock and dilute its gradient."""
     activations = torch.zeros(WINDOWS, LENGTH, 32)
+    tensors, scales = ((activations,), (0.0,)) if mode == "train" else ((), ())
     for tokens in (1, WINDOWS * LENGTH - 1, 1 << 32):
-        header = {"loss_sum": 1.0, "tokens": tokens, "load": 0}
-        with pytest.raises(ProtocolViolation, match="tokens"):
-            await parse_answer(header, (activations,), activations=activations, mode=mode)  # type: ignore[arg-type]
-    header = {"loss_sum": 1.0, "tokens": WINDOWS * LENGTH, "load": 0}
-    trained, _ = await parse_answer(header, (activations,), activations=activations, mode=mode)  # type: ignore[arg-type]
-    assert trained.tokens == WINDOWS * LENGTH
+        header = MicrobatchAnswer(loss_sum=1.0, tokens=tokens, load=0)
+        with pytest.raises(BadAnswer, match="tokens"):
+            read_answer(Answer(header, tensors, scales), activations)
+    header = MicrobatchAnswer(loss_sum=1.0, tokens=WINDOWS * LENGTH, load=0)
+    assert read_answer(Answer(header, tensors, scales), activations).tokens == WINDOWS * LENGTH
 
 
 async def test_chunks_admitted_for_one_exchange_do_not_count_for_its_namesake() -> None:

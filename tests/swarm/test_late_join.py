@@ -101,9 +101,9 @@ async def join_until_the_first_has_failed(made: World, joiner: Replica, *, hones
     [
         (lambda h: {"manifest": h["manifest"].replace('"clock":', '"clock":9')}, "not signed by the donor"),
         (lambda _: {"seal": "00" * 64}, "not signed by the donor"),
-        (lambda _: {"seal": "no hex"}, "not hex"),
-        (lambda _: {"seal": None}, "no seal"),
-        (lambda _: {"manifest": "x" * 5000}, "unreasonably long"),
+        (lambda _: {"seal": "no hex"}, "bad SignedManifest: seal"),
+        (lambda _: {"seal": None}, "bad SignedManifest: seal"),
+        (lambda _: {"manifest": "x" * 5000}, "bad SignedManifest: manifest"),
     ],
 )
 async def test_a_manifest_that_its_donor_did_not_sign_is_refused_and_the_next_donor_gives(
@@ -157,7 +157,7 @@ async def test_an_offer_that_is_none_is_an_offence(monkeypatch: pytest.MonkeyPat
             return Message({**answer.header, "readers": -1})
 
         monkeypatch.setattr(method, "handle", altered)
-        assert "bad offer of a state: readers" in await join_until_the_first_has_failed(made, joiner)
+        assert "bad StateOffer: readers" in await join_until_the_first_has_failed(made, joiner)
 
 
 async def test_a_donor_that_is_slow_full_or_away_offends_nobody() -> None:

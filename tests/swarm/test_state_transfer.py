@@ -20,7 +20,8 @@ from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.memory_transport import Fault, FaultKind
 from noloco_node.swarm.state_donor import StateDonor
 from noloco_node.swarm.state_messages import PackedState, digest, packed_size, unpack
-from noloco_node.swarm.transport import Message, PeerId, ProtocolViolation
+from noloco_node.swarm.transport import Message, PeerId
+from noloco_node.swarm.typed_calls import BadAnswer
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
 from tests.support import eventually
 from tests.worlds import World, micro_spec, peer_name, world
@@ -173,7 +174,7 @@ def test_a_packed_state_is_its_tensors_one_after_another() -> None:
     unpacked = unpack(bytearray(plain), sizes)
     assert all(torch.equal(unpacked[name], state[name]) for name in state)
     state["fast"][3] = float("nan")
-    with pytest.raises(ProtocolViolation, match="NaN"):
+    with pytest.raises(BadAnswer, match="NaN"):
         unpack(bytearray(PackedState(state).part(0, packed.size)), sizes)
 
 

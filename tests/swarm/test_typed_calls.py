@@ -1,0 +1,272 @@
+"""Every answer goes through one place, which holds it to what was asked for and books it where it is not that."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from noloco_node.config.run_spec import OuterSpec
+from noloco_node.outer.codec import CODECS
+from noloco_node.replica import Replica
+from noloco_node.swarm import dial_back, exchange, hello, microbatch, spec_fetch
+from noloco_node.swarm.contribution import Receipt, statement_text
+from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
+from noloco_node.swarm.receipts import METHOD as RECEIPT
+from noloco_node.swarm.receipts import open_receipts
+from noloco_node.swarm.transport import (
+    JsonObject,
+    Message,
+    PeerId,
+    ProtocolViolation,
+    Refusal,
+    Refused,
+    TensorSpec,
+    Transport,
+)
+from noloco_node.swarm.typed_calls import BadAnswer, ask, judging
+from noloco_node.swarm.wire import WireModel
+from noloco_node.training.progress import Progress
+from tests.worlds import World, micro_spec, peer_name, world
+
+HOSTILE = PeerId("a-hostile-fellow")
+PACKAGE = Path(__file__).parents[2] / "noloco_node"
+RAW_CALL = {"common_transport", "typed_calls"}
+MAY_VIOLATE = {"libp2p_transport", "memory_transport", "typed_calls"}
+
+Turn = Callable[[Message], Awaitable[Message]]
+
+
+def anything(_peer: PeerId, _header: JsonObject, _specs: tuple[TensorSpec, ...]) -> None:
+    """Admits every request."""
+
+
+@asynccontextmanager
+async def beside_a_hostile_fellow(codec: str, turns: dict[str, Turn]) -> AsyncIterator[tuple[World, Replica]]:
+    """A replica that has trained, and somebody who answers its methods by `turns`."""
+    spec = micro_spec(stages=1, outer=OuterSpec(inner_steps=2, min_inner_steps=1, codec=codec))  # type: ignore[arg-type]
+    async with world(spec) as made:
+        hostile = MemoryTransport(made.network, HOSTILE)
+        for method, turn in turns.items():
+
+            async def handle(_peer: PeerId, message: Message, turn: Turn = turn) -> Message:
+                return await turn(message)
+
+            hostile.serve(method, anything, handle, max_concurrent_per_peer=64)
+        (replica,) = made.replicas
+        assert replica.origin is not None
+        await replica.origin.train_one()
+        try:
+            yield made, replica
+        finally:
+            await hostile.close()
+
+
+async def no_acceptance(_message: Message) -> Message:
+    """Tokens below zero."""
+    return Message({"tokens": -1})
+
+
+async def acceptance(_message: Message) -> Message:
+    """A sound yes."""
+    return Message({"tokens": 64})
+
+
+async def no_opening(message: Message) -> Message:
+    """A clock that no model allows."""
+    return Message({**message.header, "clock": -1.0}, message.tensors)
+
+
+async def same_again(message: Message) -> Message:
+    """What came goes back: a partner with the same weights."""
+    return message
+
+
+async def zeros(message: Message) -> Message:
+    """A sound body."""
+    return Message(message.header, tuple(torch.zeros_like(tensor) for tensor in message.tensors))
+
+
+async def poisoned(message: Message) -> Message:
+    """The body is NaN, or as near to it as its precision comes."""
+    bad = [torch.full_like(t, math.nan) if t.is_floating_point() else torch.full_like(t, 255) for t in message.tensors]
+    return Message(message.header, tuple(bad))
+
+
+TURNS: dict[str, dict[str, Turn]] = {
+    "proposals": {exchange.PROPOSE: no_acceptance},
+    "openings": {exchange.PROPOSE: acceptance, exchange.OPEN: no_opening},
+    "gauges": {exchange.PROPOSE: acceptance, exchange.OPEN: poisoned},
+    "chunks": {exchange.PROPOSE: acceptance, exchange.OPEN: same_again, exchange.CHUNK: poisoned},
+}
+
+
+@pytest.mark.parametrize("what", list(TURNS))
+async def test_thirty_answers_that_break_the_protocol_of_an_exchange_are_a_ban(what: str) -> None:
+    """Each is an offence, the eleventh brings the ban, and this replica's weights stay as they are."""
+    async with beside_a_hostile_fellow("fp32", TURNS[what]) as (made, replica):
+        conduct = replica._transport.conduct  # pyright: ignore[reportPrivateUsage]
+        _, before = await replica.worker.full_state()
+        for _ in range(30):
+            assert not await replica.exchanger.dial(HOSTILE)
+        assert conduct.offences["bad_answer"] == 30
+        assert conduct.banned(HOSTILE)
+        _, after = await replica.worker.full_state()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        assert made.replicas[0].exchanger.engaged is False
+
+
+@pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if codec.wire_dtype is torch.uint8])
+async def test_bytes_that_decode_to_nothing_finite_are_an_offence_or_harmless(codec: str) -> None:
+    """Codes have no NaN to look at: what comes of them is looked at where they are decoded."""
+    async with beside_a_hostile_fellow(codec, TURNS["chunks"]) as (_, replica):
+        committed = await replica.exchanger.dial(HOSTILE)
+        offences = replica._transport.conduct.offences.total()  # pyright: ignore[reportPrivateUsage]
+        assert offences == (0 if committed else 1)
+        _, state = await replica.worker.full_state()
+        assert bool(torch.isfinite(state["fast"]).all())
+
+
+async def test_a_replica_whose_own_weights_are_not_finite_blames_nobody() -> None:
+    """The exchange comes to nothing, and no honest partner is booked for it."""
+    turns = {exchange.PROPOSE: acceptance, exchange.OPEN: zeros, exchange.CHUNK: zeros}
+    async with beside_a_hostile_fellow("fp32", turns) as (_, replica):
+        replica.worker._trainer.master[:] = math.nan  # pyright: ignore[reportPrivateUsage]
+        assert not await replica.exchanger.dial(HOSTILE)
+        assert replica._transport.conduct.offences.total() == 0  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_an_honest_receipt_after_a_restart_is_no_offence(tmp_path: Path) -> None:
+    """The node that was served has counted work of the earlier life; the one that served has forgotten it."""
+    network = MemoryNetwork()
+    served, server = (MemoryTransport(network, PeerId(name)) for name in ("served-of-stage-0", "server-of-stage-1"))
+    ledger = microbatch.Ledger()
+    await open_receipts(tmp_path / "file", "r" * 32, 1, server, ledger, Progress)
+    statement = Receipt(
+        run="r" * 32,
+        since=1.0,
+        until=2.0,
+        server=server.peer_id,
+        session="0" * 16,
+        serial=0,
+        microbatches=3,
+        tokens=60,
+    )
+    text = statement_text(statement)
+    header = {"statement": text, "seal": served.sign(text.encode()).hex()}
+    for _ in range(30):
+        with pytest.raises(Refused) as refused:
+            await served.call(server.peer_id, RECEIPT, Message(header), timeout=5, progress=5, max_answer_bytes=0)
+        assert refused.value.reason is Refusal.NOT_COUNTED
+    assert server.conduct.offences.total() == 0
+    await server.close()
+    await served.close()
+
+
+# What the one place refuses
+
+
+class Numbered(WireModel):
+    """An answer of a test."""
+
+    number: int
+
+
+@pytest.mark.parametrize(
+    ("answer", "sound"),
+    [
+        (Message({"number": 1, "newer": True}, (torch.zeros(2),)), True),
+        (Message({"number": "x"}, (torch.zeros(2),)), False),
+        (Message({}, (torch.zeros(2),)), False),
+        (Message({"number": 1}), False),
+        (Message({"number": 1}, (torch.zeros(2), torch.zeros(0))), False),
+        (Message({"number": 1}, (torch.zeros(2, 1),)), False),
+        (Message({"number": 1}, (torch.zeros(4, dtype=torch.float16),)), False),
+        (Message({"number": 1}, (torch.zeros(3),)), False),
+        (Message({"number": 1}, (torch.tensor([0.0, math.inf]),)), False),
+        (Message({"number": 1}, (torch.tensor([0.0, 1e30]),)), False),
+    ],
+)
+async def test_an_answer_is_what_was_asked_for_or_an_offence(answer: Message, sound: bool) -> None:
+    """Header, number, shape and precision of tensors, and finite numbers in them; unknown fields are passed over."""
+    network = MemoryNetwork()
+    asking, answering = MemoryTransport(network, peer_name(0, 0)), MemoryTransport(network, HOSTILE)
+
+    async def handle(_peer: PeerId, _message: Message) -> Message:
+        return answer
+
+    answering.serve("method", anything, handle, max_concurrent_per_peer=1)
+    asked = ask(asking, HOSTILE, "method", None, Numbered, specs=(TensorSpec("fp32", (2,)),), timeout=5, progress=5)
+    if sound:
+        assert (await asked).header.number == 1
+    else:
+        with pytest.raises(ProtocolViolation):
+            await asked
+    assert asking.conduct.offences.total() == (0 if sound else 1)
+    await asking.close()
+    await answering.close()
+
+
+async def test_judging_books_once_and_only_bad_answers() -> None:
+    """Cancellation, refusals and failures of this node pass through unbooked."""
+    transport = MemoryTransport(MemoryNetwork(), peer_name(0, 0))
+    for error in (Refused(Refusal.MALFORMED), asyncio.CancelledError(), RuntimeError()):
+        with pytest.raises(type(error)), judging(transport, HOSTILE, "test"):
+            raise error
+    assert transport.conduct.offences.total() == 0
+    with pytest.raises(ProtocolViolation, match="test of a-hostile-fellow: why"), judging(transport, HOSTILE, "test"):
+        raise BadAnswer("why")
+    assert transport.conduct.offences == {"bad_answer": 1}
+    await transport.close()
+
+
+METHODS: dict[str, Callable[[Transport], Awaitable[object]]] = {
+    hello.METHOD: lambda transport: hello.ask_hello(transport, HOSTILE),
+    dial_back.METHOD: lambda transport: dial_back.ask_dial_back(transport, HOSTILE, [1]),
+    spec_fetch.METHOD: lambda transport: spec_fetch._fetch(transport, HOSTILE, cast("hello.Hello", None)),
+}
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+async def test_rubbish_of_a_stranger_is_booked_whoever_asked(method: str) -> None:
+    """Also before this node belongs to a run."""
+    network = MemoryNetwork()
+    asking, answering = MemoryTransport(network, peer_name(0, 0)), MemoryTransport(network, HOSTILE)
+
+    async def handle(_peer: PeerId, _message: Message) -> Message:
+        return Message({"run": 5, "results": 5}, (torch.zeros(3, dtype=torch.uint8),))
+
+    answering.serve(method, anything, handle, max_concurrent_per_peer=1)
+    with pytest.raises(ProtocolViolation):
+        await METHODS[method](asking)
+    assert asking.conduct.offences == {"bad_answer": 1}
+    await asking.close()
+    await answering.close()
+
+
+def _uses(path: Path) -> tuple[bool, bool]:
+    """Whether a file calls a transport by itself, and whether it makes ProtocolViolations."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    raw = violates = False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "call":
+            raw = raw or ast.unparse(node.value).endswith("transport")
+        if isinstance(node, ast.Call):
+            raw = raw or any(keyword.arg == "max_answer_bytes" for keyword in node.keywords)
+            violates = violates or ast.unparse(node.func).endswith("ProtocolViolation")
+    return raw, violates
+
+
+def test_nobody_else_calls_a_transport_or_says_what_breaks_the_protocol() -> None:
+    """So no caller can forget to judge: what it finds wrong itself is a `BadAnswer`, which fails loudly unbooked."""
+    uses = {path.stem: _uses(path) for path in PACKAGE.rglob("*.py")}
+    assert {name for name, (raw, _) in uses.items() if raw} <= RAW_CALL
+    assert {name for name, (_, violates) in uses.items() if violates} <= MAY_VIOLATE
+    assert uses["typed_calls"] == (True, True), "the law sees what it looks for"
