@@ -154,7 +154,7 @@ async def network(
                 settings.model_copy(update={"initial_peers": daemon.joined_peers}),
                 daemon,
                 door.transport,
-                ScreenedDirectory(directory, access.deals, access.proof),
+                ScreenedDirectory(directory, access, access.proof),
                 known,
                 supervisor(daemon, directory, known, settings),
             )

@@ -132,7 +132,7 @@ class Replica:
 
     def _make_membership(self, directory: Directory) -> Membership:
         return Membership(
-            ScreenedDirectory(directory, lambda peer, _: not self._transport.conduct.banned(peer)),
+            ScreenedDirectory(directory, self._transport.conduct),
             self._transport.peer_id,
             self.stage,
             self.spec.stages,
@@ -423,7 +423,7 @@ class Replica:
         return PairingState(
             steps_since_outer=self.worker.progress.steps_since_outer,
             steps_free=self.worker.progress.steps - self.exchanger.free_since_step,
-            fellows=self._partners(*states),
+            fellows=lambda: self._partners(*states),
             engaged=self.exchanger.engaged or self.membership.state is PeerState.DRAINING,
             next_try=next_try,
             last_round=last_round,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, model_validator
 
@@ -308,10 +309,20 @@ class RunSpec(Settings):
             del agreed["data"]["path"]
         return canonical_json(agreed)
 
-    @property
+    @cached_property
     def run_id(self) -> str:
-        """The first 32 hex digits of the SHA-256 of `agreed_json`."""
+        """The first 32 hex digits of the SHA-256 of `agreed_json`. Every message that travels asks for it."""
         return hashlib.sha256(self.agreed_json.encode()).hexdigest()[:32]
+
+    def __copy__(self) -> Self:
+        copied = super().__copy__()
+        vars(copied).pop("run_id", None)  # pydantic makes a changed model of a copy of the first
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        copied = super().__deepcopy__(memo)
+        vars(copied).pop("run_id", None)
+        return copied
 
     @model_validator(mode="after")
     def _microbatch_fits(self) -> RunSpec:

@@ -7,6 +7,7 @@ proof once with `hello.access`, and asks again; the peer remembers it by its aut
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
 from collections import OrderedDict
@@ -50,6 +51,9 @@ class Access:
         self._now = now
         self._guests: OrderedDict[tuple[PeerId, Proof], bool] = OrderedDict()
         self._until: dict[PeerId, int] = {}
+        self._changes = 0
+        self._ends: list[int] = []
+        """When the proofs of those admitted by one expire, as a heap."""
         self.proof = proof
         """This node's own."""
 
@@ -69,9 +73,20 @@ class Access:
             if len(self._guests) > GUESTS_REMEMBERED:
                 (forgotten, _), _ = self._guests.popitem(last=False)
                 self._until.pop(forgotten, None)
+                self._changes += 1
             if holds:
+                self._changes += 1
+                heapq.heappush(self._ends, proof.grant.expires)
                 self._until[peer] = max(proof.grant.expires, self._until.get(peer, 0))
         return self._guests[place]
+
+    @property
+    def changes(self) -> int:
+        """How often `admits` may have changed its answer so far: proofs that came, expired, or were forgotten."""
+        while self._ends and self._ends[0] <= self._now():
+            heapq.heappop(self._ends)
+            self._changes += 1
+        return self._changes
 
     def deals(self, peer: PeerId, row: LiveRecord) -> bool:
         """Whether a directory record is a member's."""

@@ -7,6 +7,7 @@ slow, and whatever a bound on norms scales down are none.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 import time
@@ -101,6 +102,9 @@ class Conduct:
         """So far, by `Offence`."""
         self.bans: Counter[str] = Counter()
         """So far, by the `Offence` that brought them."""
+        self._changes = 0
+        self._ends: list[float] = []
+        """Of the bans in force, as a heap."""
         self.on_ban: Callable[[PeerId], None] | None = None
         """Called when a ban begins."""
 
@@ -111,10 +115,13 @@ class Conduct:
         after = self._standings[peer] = after_offence(before, offence, now)
         if len(self._standings) > PEERS_REMEMBERED:
             self._standings.popitem(last=False)
+            self._changes += 1
         self.offences[offence.value] += 1
         if not after.banned(now) or before.banned(now):
             return
         self.bans[offence.value] += 1
+        self._changes += 1
+        heapq.heappush(self._ends, after.banned_until)
         seconds = after.banned_until - now
         logger.warning("%s is banned here for %.0f s: %s (%s)", peer, seconds, offence.value, detail[:200])
         if self.on_ban is not None:
@@ -129,6 +136,18 @@ class Conduct:
         """Whether `peer` is banned now."""
         standing = self._standings.get(peer)
         return standing is not None and standing.banned(self._clock())
+
+    @property
+    def changes(self) -> int:
+        """How often `banned` may have changed its answer so far: bans that began, and that ended."""
+        while self._ends and self._ends[0] <= self._clock():
+            heapq.heappop(self._ends)
+            self._changes += 1
+        return self._changes
+
+    def deals(self, peer: PeerId, _: object = None, /) -> bool:
+        """Whether this node deals with `peer`: it is not banned now."""
+        return not self.banned(peer)
 
     @property
     def banned_now(self) -> int:

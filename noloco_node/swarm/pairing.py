@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median, median_high
 from typing import Literal
@@ -42,8 +42,9 @@ class PairingState:
     """Inner steps of each fragment since its last committed snapshot."""
     steps_free: int
     """Inner steps since this replica was last engaged: a long exchange must not use up the time to find the next."""
-    fellows: Sequence[PeerId]
-    """Live fellows that may be averaged with."""
+    fellows: Callable[[], Sequence[PeerId]]
+    """Live fellows that may be averaged with. Asked only once a step is due: it takes all records to say, and the
+    decision is taken at every pulse."""
     engaged: bool
     """An exchange is open, here or dialled from elsewhere."""
     next_try: float
@@ -83,14 +84,15 @@ def decide(state: PairingState, window: Window, *, now: float, rng: random.Rando
     if state.engaged or state.last_done or (longest < window.inner_steps and not state.last_round):
         return WAIT
     fragment = None if state.last_round else state.steps_since_outer.index(longest)
-    if not state.fellows:
+    fellows = state.fellows()
+    if not fellows:
         return StepAlone(fragment)
     searched_enough = state.steps_free >= window.search_steps
     if longest >= window.alone_after and searched_enough and not state.last_round:
         return StepAlone(fragment)
     if now < state.next_try:
         return WAIT
-    return Dial(rng.choice(list(state.fellows)), fragment)
+    return Dial(rng.choice(list(fellows)), fragment)
 
 
 def retry_delay(step_seconds: float, rng: random.Random) -> float:

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from noloco_node.swarm.directory import Directory, DirectoryView, LiveRecord, PeerRecord, SignedRecord
 from noloco_node.swarm.invitation import Proof
 from noloco_node.swarm.transport import PeerId
 
-Deals = Callable[[PeerId, LiveRecord], bool]
-"""Whether this node deals with the peer of a record. Asked at every look: the answer may change."""
+
+class Screen(Protocol):
+    """Says with whom this node deals. Implementations: `Conduct`, `Access`."""
+
+    @property
+    def changes(self) -> int:
+        """How often any of its answers may have changed so far, time's doing included: cheap to ask."""
+        ...
+
+    def deals(self, peer: PeerId, row: LiveRecord, /) -> bool:
+        """Whether this node deals with the peer of a record."""
+        ...
 
 
 class ScreenedDirectory:
-    """Implements `Directory`: another one, in whose view only records appear that pass `deals`.
+    """Implements `Directory`: another one, in whose view only records appear that pass `screen`.
 
     Who is left out is neither routed to, nor averaged or counted with, nor asked for its state, and its clock is heard
-    by nobody here.
+    by nobody here. A view is screened once, and again when the screen has changed: every microbatch may ask for it.
     """
 
-    def __init__(self, directory: Directory, deals: Deals, proof: Proof | None = None) -> None:
+    def __init__(self, directory: Directory, screen: Screen, proof: Proof | None = None) -> None:
         self._directory = directory
-        self._deals = deals
+        self._screen = screen
         self._proof = proof
+        self._from: tuple[DirectoryView, int] | None = None
+        self._view = DirectoryView(())
 
     @property
     def view(self) -> DirectoryView:
@@ -51,6 +64,11 @@ class ScreenedDirectory:
         return self._directory.told(teller, records)
 
     def _screened(self, view: DirectoryView) -> DirectoryView:
-        return DirectoryView(
-            tuple({peer: row for peer, row in rows.items() if self._deals(peer, row)} for rows in view.stages)
-        )
+        changes = self._screen.changes
+        if self._from is None or self._from[0] is not view or self._from[1] != changes:
+            deals = self._screen.deals
+            self._view = DirectoryView(
+                tuple({peer: row for peer, row in rows.items() if deals(peer, row)} for rows in view.stages)
+            )
+            self._from = (view, changes)
+        return self._view

@@ -149,7 +149,10 @@ class Fellowship:
         account = self._accounts[index]
         if account.engaged:
             return
-        fellows = [self._peers[other] for other, own in enumerate(self._accounts) if own.present and other != index]
+
+        def fellows() -> list[PeerId]:
+            return [self._peers[other] for other, own in enumerate(self._accounts) if own.present and other != index]
+
         state = PairingState(
             steps_since_outer=account.progress.steps_since_outer,
             steps_free=account.progress.steps - account.free_since,

@@ -15,6 +15,7 @@ from noloco_node.config.run_spec import AccessSpec, RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.invite_commands import make_invitation
 from noloco_node.swarm.access import METHOD, Access, Introduction, own_access
+from noloco_node.swarm.conduct import Conduct
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.identity import Identity, load_or_create_identity
 from noloco_node.swarm.invitation import Invitation, Proof, invite, read_invitation
@@ -245,7 +246,7 @@ async def test_records_of_outsiders_are_ignored_and_members_carry_their_proof(ow
         (PeerId("a-thief-of-proofs"), invitation.proof_for(GUEST)),
         (PeerId("a-listed-peer"), None),
     ):
-        directory = ScreenedDirectory(MemoryDirectory(hub), lambda *_: True, proof)
+        directory = ScreenedDirectory(MemoryDirectory(hub), Conduct(), proof)
         assert await directory.publish(record_of(peer), 60)
-    view = await ScreenedDirectory(MemoryDirectory(hub), judge.deals).refresh()
+    view = await ScreenedDirectory(MemoryDirectory(hub), judge).refresh()
     assert sorted(view.stages[0]) == ["a-listed-peer", GUEST]

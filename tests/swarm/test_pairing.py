@@ -35,6 +35,8 @@ def state(steps: int, **changes: object) -> PairingState:
         "next_try": 0.0,
         **changes,
     }
+    fellows = values["fellows"]
+    values["fellows"] = lambda: fellows
     return PairingState(**values)  # pyright: ignore[reportArgumentType]
 
 

@@ -1,0 +1,142 @@
+"""Work that need not be done again is not: counted, since a clock would tell it from a busy machine's noise badly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from noloco_node import PROTOCOL_VERSION, __version__
+from noloco_node.config import run_spec
+from noloco_node.config.canonical import canonical_json
+from noloco_node.replica import Replica
+from noloco_node.swarm import conduct
+from noloco_node.swarm.access import Access
+from noloco_node.swarm.conduct import FIRST_BAN_SECONDS, Conduct, Offence
+from noloco_node.swarm.directory import LiveRecord, PeerRecord, PeerState
+from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.swarm.pairing import WAIT, PairingState, Window, decide
+from noloco_node.swarm.screened_directory import ScreenedDirectory
+from noloco_node.swarm.transport import PeerId
+from tests.worlds import micro_spec, run_to_the_end, world
+
+PEERS = tuple(PeerId(f"peer-of-a-stage-{number}") for number in range(3))
+
+
+class CountedConduct(Conduct):
+    """Counts how often it is asked about a record."""
+
+    asked = 0
+
+    def deals(self, peer: PeerId, _: object = None, /) -> bool:
+        self.asked += 1
+        return super().deals(peer)
+
+
+async def crowded(hub: MemoryDirectoryHub) -> None:
+    """Three peers at the only stage."""
+    for peer in PEERS:
+        record = PeerRecord(
+            peer_id=peer, stage=0, state=PeerState.TRAINING, protocol=PROTOCOL_VERSION, version=__version__
+        )
+        await MemoryDirectory(hub).publish(record, 600)
+
+
+async def test_a_view_is_screened_once_for_each_refresh_and_each_change_of_the_screen() -> None:
+    """However often it is asked for; a ban counts from its first moment, and its end from its first moment."""
+    clock = [0.0]
+    hub, book = MemoryDirectoryHub(1), CountedConduct(lambda: clock[0])
+    await crowded(hub)
+    directory = ScreenedDirectory(MemoryDirectory(hub), book)
+    await directory.refresh()
+    for _ in range(5):
+        assert set(directory.view.stages[0]) == set(PEERS)
+    assert book.asked == len(PEERS)
+    for _ in range(int(conduct.TOLERATED) + 1):
+        book.offended(PEERS[0], Offence.MALFORMED)
+    for _ in range(5):
+        assert set(directory.view.stages[0]) == set(PEERS[1:])
+    assert book.asked == 2 * len(PEERS)
+    clock[0] = FIRST_BAN_SECONDS
+    for _ in range(5):
+        assert set(directory.view.stages[0]) == set(PEERS)
+    assert book.asked == 3 * len(PEERS)
+    await directory.refresh()
+    assert directory.view is directory.view
+    assert book.asked == 4 * len(PEERS)
+
+
+async def test_a_ban_forgotten_for_others_ends_in_the_view_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accounts are bounded: who drops out of them is dealt with again."""
+    monkeypatch.setattr(conduct, "PEERS_REMEMBERED", 1)
+    hub, book = MemoryDirectoryHub(1), Conduct()
+    await crowded(hub)
+    directory = ScreenedDirectory(MemoryDirectory(hub), book)
+    await directory.refresh()
+    for _ in range(int(conduct.TOLERATED) + 1):
+        book.offended(PEERS[0], Offence.MALFORMED)
+    assert set(directory.view.stages[0]) == set(PEERS[1:])
+    book.offended(PEERS[1], Offence.MALFORMED)
+    assert set(directory.view.stages[0]) == set(PEERS)
+
+
+def test_an_open_run_never_changes_who_is_admitted() -> None:
+    """So that its views are screened once for each refresh."""
+    access = Access(micro_spec())
+    before = access.changes
+    assert all(access.deals(peer, LiveRecord(None, 0.0)) for peer in PEERS)  # pyright: ignore[reportArgumentType]
+    assert access.changes == before
+
+
+def test_the_run_id_is_hashed_once_and_a_changed_copy_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each microbatch asks for it three times a hop."""
+    hashed: list[object] = []
+
+    def counted(value: object) -> str:
+        hashed.append(value)
+        return canonical_json(value)
+
+    monkeypatch.setattr(run_spec, "canonical_json", counted)
+    spec = micro_spec()
+    assert len({spec.run_id for _ in range(9)}) == 1
+    assert len(hashed) == 1
+    for deep in (False, True):
+        other = spec.model_copy(update={"name": "another"}, deep=deep)
+        assert other.run_id != spec.run_id
+        assert other.model_copy(update={"name": spec.name}, deep=deep).run_id == spec.run_id
+    assert "run_id" not in spec.model_dump()
+
+
+def test_fellows_are_asked_for_only_once_a_step_is_due() -> None:
+    """The decision is taken at every pulse, and takes all records."""
+
+    def nobody_asks() -> Sequence[PeerId]:
+        raise AssertionError("asked")
+
+    early = PairingState(steps_since_outer=(9,), steps_free=9, fellows=nobody_asks, engaged=False, next_try=0.0)
+    assert decide(early, Window(10, 5), now=1.0, rng=None) is WAIT  # pyright: ignore[reportArgumentType]
+
+
+async def test_a_whole_run_neither_looks_for_partners_too_early_nor_builds_views_by_the_microbatch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No outer step is due before the last round here; views are built at refreshes, however many microbatches pass."""
+    done: Counter[str] = Counter()
+    partners, screened = Replica._partners, Conduct.deals
+
+    def looked(self: Replica, *states: PeerState) -> list[PeerId]:
+        done["looked for partners"] += not self.exchanger.last_round
+        return partners(self, *states)
+
+    def asked(self: Conduct, peer: PeerId, _: object = None, /) -> bool:
+        done["asked the screen"] += 1
+        return screened(self, peer)
+
+    monkeypatch.setattr(Replica, "_partners", looked)
+    monkeypatch.setattr(Conduct, "deals", asked)
+    async with world(micro_spec(steps=100), replicas=1) as made:
+        await run_to_the_end(made)
+        assert made.replicas[0].ledger.trained >= 100
+    assert done["looked for partners"] == 0
+    assert done["asked the screen"] < 100
