@@ -151,6 +151,7 @@ class Replica:
             self._downstream,
             self.ledger,
             self._settings.max_pending,
+            self._transport.acquaintances,
         )
 
     def _make_exchanger(self) -> Exchanger:

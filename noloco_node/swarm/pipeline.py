@@ -12,13 +12,13 @@ import logging
 import random
 import secrets
 import time
-from collections import OrderedDict
 from dataclasses import replace
 
 from torch import Tensor
 
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.audit import Auditor
 from noloco_node.swarm.finite import all_finite, scale_of
 from noloco_node.swarm.microbatch import (
@@ -37,6 +37,7 @@ from noloco_node.swarm.microbatch import (
 )
 from noloco_node.swarm.origins_seen import OriginsSeen
 from noloco_node.swarm.places import Places
+from noloco_node.swarm.repeats import MicrobatchName, Repeats, content_of
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.transport import (
     JsonObject,
@@ -61,13 +62,10 @@ BUDGET_SHARE_PASSED_ON = 0.9
 """Each hop gives the next one less time than it has, so that it can fail upward before its own time is over."""
 
 MIN_BUDGET_MS = 50
-ANSWERS_KEPT = 32
-IDS_KEPT = 4096
 BUSY_BACKOFF_SECONDS = (0.02, 0.2)
 ROUNDS_TO_DESPAIR = 3
 """In which every peer of good repute has refused a microbatch, before one on trial is asked for more than its word."""
 NOBODY_WARNING_SECONDS = 30.0
-KEPT_ANSWER_BYTES = 64 << 20
 SCALE_MULTIPLE = 16.0
 """Activations whose root mean square is this many times the usual one are refused."""
 
@@ -168,6 +166,7 @@ class Downstream:
     def _note_failure(self, peer: PeerId, error: Refused | TransportError) -> None:
         if not isinstance(error, Refused) or error.reason in _NOT_FOR_US:
             self._book.failed(peer)
+            self._transport.acquaintances.idle(peer)
 
     async def _ask(self, peer: PeerId, outgoing: Outgoing, attempt: int, left: float) -> Trained:
         activations, mode = outgoing.activations, outgoing.mode
@@ -201,6 +200,7 @@ class Downstream:
         self._book.reported(peer, answer.header.load)
         if mode == "train":
             self._ledger.note_received(peer, trained.tokens)
+            self._transport.acquaintances.worked(peer, trained.tokens)
         return replace(trained, peer=peer)
 
     async def _wait_for_a_peer(self, all_asked: bool, remaining: float) -> None:
@@ -226,6 +226,7 @@ class PipelineServer:
         downstream: Downstream | None,
         ledger: Ledger,
         max_pending: int,
+        acquaintances: Acquaintances,
     ) -> None:
         self._spec = spec
         self._stage = stage
@@ -234,11 +235,10 @@ class PipelineServer:
         self._worker = worker
         self._downstream = downstream
         self._ledger = ledger
-        self._under_way: dict[str, asyncio.Task[object] | None] = {}
-        self._handed_back: set[str] = set()
-        self._trained: OrderedDict[str, None] = OrderedDict()
-        self._answers: OrderedDict[str, Message] = OrderedDict()
-        self._kept_bytes = 0
+        self._acquaintances = acquaintances
+        self._under_way: dict[MicrobatchName, asyncio.Task[object] | None] = {}
+        self._handed_back: set[MicrobatchName] = set()
+        self._repeats = Repeats()
         self._places = Places(max_pending)
         self._scales = NormBound(SCALE_MULTIPLE, floor=1.0)
         self.origins_seen = OriginsSeen()
@@ -271,49 +271,54 @@ class PipelineServer:
     async def handle(self, peer: PeerId, message: Message) -> Message:
         """Train or evaluate one admitted microbatch and answer with loss and gradient."""
         header = parse_header(message.header, run=self._spec.run_id, stage=self._stage)
-        known = self._recall(header.id)
+        name = MicrobatchName(peer, header.mode, header.id, await content_of(message.tensors))
+        if name in self._under_way:
+            raise Refused(Refusal.BUSY, "this microbatch is under way here")
+        known = self._repeats.answer_to(name)
         if known is not None:
             return known
-        self._under_way[header.id] = task = asyncio.current_task()
+        self._under_way[name] = task = asyncio.current_task()
         try:
-            answer = await self._carry_through(peer, header, *message.tensors)
+            answer = await self._carry_through(name, header, *message.tensors)
         except asyncio.CancelledError:
-            if header.id not in self._handed_back or task is None:
+            if name not in self._handed_back or task is None:
                 raise
             task.uncancel()
             raise Refused(Refusal.DRAINING) from None
         finally:
-            del self._under_way[header.id]
-            self._handed_back.discard(header.id)
+            del self._under_way[name]
+            self._handed_back.discard(name)
         if header.mode == "train":
-            self._keep_answer(header.id, answer)
-            self._ledger.note_served(peer, int(answer.header["tokens"]))
+            self._repeats.keep(name, answer)
+            tokens = int(answer.header["tokens"])
+            self._ledger.note_served(peer, tokens)
+            self._acquaintances.worked(peer, tokens)
             self.origins_seen.saw(header.drawn, peer)
         return answer
 
     def hand_back(self) -> None:
         """Refuse what is under way here and not trained yet, as `draining`: its senders try others at once, and count
         it as no failure. What is being trained comes to its end."""
-        for microbatch, task in self._under_way.items():
-            if microbatch not in self._trained and task is not None:
-                self._handed_back.add(microbatch)
+        for name, task in self._under_way.items():
+            if not self._repeats.was_trained(name) and task is not None:
+                self._handed_back.add(name)
                 task.cancel()
 
     async def _carry_through(
-        self, peer: PeerId, header: MicrobatchHeader, activations: Tensor, labels: Tensor
+        self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor
     ) -> Message:
         deadline = time.monotonic() + min(header.budget_ms / 1000, self._spec.pipeline.budget_seconds)
         if not await all_finite(activations):
             raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
-        self._check_scale(peer, await scale_of(activations))
+        self._check_scale(name.sender, await scale_of(activations))
         if int(labels.min()) < 0 or int(labels.max()) >= self._vocabulary:  # on a GPU this would end the process
             raise Refused(Refusal.MALFORMED, f"a label is outside the vocabulary of {self._vocabulary}")
         try:
             if header.mode == "evaluate":
                 return await self._evaluate(header, activations, labels, deadline)
-            return await self._train(peer, header, activations, labels, deadline)
+            return await self._train(name, header, activations, labels, deadline)
         except MicrobatchNotFinite as error:
-            self._trained.pop(header.id, None)
+            self._repeats.unmark(name)
             raise Refused(Refusal.DIVERGED, str(error)) from None  # with these weights: no proof against the sender
 
     def _check_scale(self, peer: PeerId, scale: float) -> None:
@@ -322,18 +327,18 @@ class PipelineServer:
             raise Refused(Refusal.OUT_OF_SCALE, f"root mean square {scale:.3g}, {self._scales.usual:.3g} is usual here")
 
     async def _train(
-        self, peer: PeerId, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float
+        self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float
     ) -> Message:
         if self._downstream is None:
-            self._mark_trained(header.id)
-            result = await self._worker.loss(activations, labels, source=peer)
+            self._mark_trained(name)
+            result = await self._worker.loss(activations, labels, source=name.sender)
             return self._answer(Trained(result.loss_sum, result.tokens, result.input_gradient))
-        passage = Passage(source=peer)
+        passage = Passage(source=name.sender)
         try:
             outputs = await self._worker.forward(activations, passage)
             trained = await self._send_on(header, outputs, labels, deadline)
             assert trained.gradient is not None
-            self._mark_trained(header.id)
+            self._mark_trained(name)
             gradient = await self._worker.backward(
                 passage, trained.gradient, trained.loss_sum, trained.tokens, source=trained.peer
             )
@@ -362,29 +367,6 @@ class PipelineServer:
         header = {"loss_sum": trained.loss_sum, "tokens": trained.tokens, "load": max(0, self.pending - 1)}
         return Message(header, () if trained.gradient is None else (trained.gradient,))
 
-    def _recall(self, microbatch: str) -> Message | None:
-        """The answer to a repeat. One that was trained here but whose answer is gone must not be trained again."""
-        if microbatch in self._under_way:
-            raise Refused(Refusal.BUSY, "this microbatch is under way here")
-        if microbatch in self._answers:
-            return self._answers[microbatch]
-        if microbatch in self._trained:
-            raise Refused(Refusal.ALREADY_TRAINED)
-        return None
-
-    def _mark_trained(self, microbatch: str) -> None:
-        """From here on it changes this replica: a repeat is turned away even if this attempt is cancelled."""
-        self._trained[microbatch] = None
-        if len(self._trained) > IDS_KEPT:
-            self._trained.popitem(last=False)
-
-    def _keep_answer(self, microbatch: str, answer: Message) -> None:
-        self._answers[microbatch] = answer
-        self._kept_bytes += _size(answer)
-        while self._answers and (len(self._answers) > ANSWERS_KEPT or self._kept_bytes > KEPT_ANSWER_BYTES):
-            _, dropped = self._answers.popitem(last=False)
-            self._kept_bytes -= _size(dropped)
-
-
-def _size(message: Message) -> int:
-    return sum(tensor.nbytes for tensor in message.tensors)
+    def _mark_trained(self, name: MicrobatchName) -> None:
+        """It changes this replica from here on."""
+        self._ledger.repeated += self._repeats.mark_trained(name)

@@ -40,9 +40,9 @@ from noloco_node.swarm import (
     hello,
     microbatch,
     patience,
-    pipeline,
     receipts,
     records_call,
+    repeats,
     spec_fetch,
     state_messages,
     state_transfer,
@@ -237,8 +237,9 @@ class Target:
     def check_books(self) -> None:
         """Nothing has grown beyond its limit, and nothing is left under way."""
         server, exchanger = self.replica.server, self.replica.exchanger
-        assert len(server._trained) <= IDS_KEPT
-        assert len(server._answers) <= ANSWERS_KEPT
+        assert len(server._repeats._trained) <= IDS_KEPT
+        assert len(server._repeats._answers) <= ANSWERS_KEPT
+        assert len(server._repeats._ids) <= IDS_KEPT
         assert not server._under_way
         assert server.pending == 0
         assert self.replica.worker.live_versions == 1
@@ -394,8 +395,8 @@ def runner() -> Iterator[asyncio.Runner]:
 
 def keep_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small books, so that their limits are reached."""
-    monkeypatch.setattr(pipeline, "IDS_KEPT", IDS_KEPT)
-    monkeypatch.setattr(pipeline, "ANSWERS_KEPT", ANSWERS_KEPT)
+    monkeypatch.setattr(repeats, "MICROBATCHES_REMEMBERED", IDS_KEPT)
+    monkeypatch.setattr(repeats, "ANSWERS_KEPT", ANSWERS_KEPT)
     never_tire_of_strangers(monkeypatch)
 
 
@@ -452,8 +453,8 @@ def test_each_mutated_request_is_answered_or_refused_and_a_refused_one_changes_n
     runner.run(target.still_trains())
     check_outcomes(target, SINGLE * 9 // 10, caplog)
     assert set(target.handled) >= set(METHODS) - {"no.such.method", exchange.OPEN, exchange.CHUNK}
-    assert len(target.replica.server._trained) == IDS_KEPT, "the limit must have been reached"
-    assert len(target.replica.server._answers) == ANSWERS_KEPT
+    assert len(target.replica.server._repeats._trained) == IDS_KEPT, "the limit must have been reached"
+    assert len(target.replica.server._repeats._answers) == ANSWERS_KEPT
     for reason in ("malformed", "unknown_exchange", "unknown_method", "not_finite", "too_large", "wrong_run"):
         assert target.outcomes[reason] > 0, target.outcomes
 
@@ -561,7 +562,7 @@ def test_the_same_over_p2pd(
 def test_no_method_that_is_served_is_left_out() -> None:
     """Every name that is passed to `serve` in the code, and every field of its header."""
     served: set[str] = set()
-    package = Path(pipeline.__file__).parents[1]
+    package = Path(repeats.__file__).parents[1]
     for path in package.rglob("*.py"):
         for name in SERVED.findall(path.read_text()):
             module = importlib.import_module(

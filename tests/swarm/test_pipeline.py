@@ -17,6 +17,7 @@ from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.memory_transport import Fault, FaultKind
 from noloco_node.swarm.microbatch import MicrobatchHeader, Sample
 from noloco_node.swarm.origin import Origin
+from noloco_node.swarm.repeats import MicrobatchName
 from noloco_node.swarm.transport import Message, Refusal, Refused
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
 from tests.support import eventually, last_account
@@ -83,8 +84,8 @@ async def test_lost_requests_and_answers_cost_no_sample() -> None:
     assert sum(a.drawn for a in heads) == sum(a.trained for a in heads) >= 80
     assert sum(a.dropped + a.held_at_end for a in heads) == 0
     assert sum(a.retried for a in accounts) >= 12
-    assert 0 < sum(a.repeated for a in accounts) <= 8, (
-        "only broken streams may have been trained, not unreachable peers"
+    assert 0 < sum(a.repeated for a in accounts) <= 16, (
+        "only broken streams may have been trained, not unreachable peers; a later stage may see the id twice as well"
     )
 
 
@@ -262,7 +263,7 @@ async def test_what_a_leaving_node_cannot_finish_goes_back_as_no_failure() -> No
         last = made.replicas[2]
         marked = last.server._mark_trained  # pyright: ignore[reportPrivateUsage]
 
-        def mark_and_leave(name: str) -> None:
+        def mark_and_leave(name: MicrobatchName) -> None:
             marked(name)
             last.server.hand_back()
 
