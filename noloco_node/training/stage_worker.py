@@ -353,13 +353,13 @@ class StageWorker:
         self.last_trained = LastTrained(self.trained_tokens, time.monotonic())
 
     def _step_if_due(self) -> None:
-        share = share_of_batch(self._spec.inner.global_batch_tokens, self.live_replicas, self._spec.limits.max_replicas)
+        live = self.live_replicas  # once: the event loop may replace it at any moment
+        share = share_of_batch(self._spec.inner.global_batch_tokens, live, self._spec.limits.max_replicas)
         gathered = self._trainer.tokens_accumulated
         credit = credit_after_step(gathered, self._credit, share)
         if credit is None:
             return
         self._credit = credit
-        live = self.live_replicas
         self.progress = self.progress.after_inner_step(gathered, live)
         rate = self.current_learning_rate()  # of the clock after these tokens, so that the first step moves
         result = self._trainer.step(rate)

@@ -14,6 +14,7 @@ from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.microbatch import HopFailed
 from noloco_node.telemetry.events import InnerStep
+from noloco_node.training import schedule, stage_worker
 from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
 from tests.support import eventually
 from tests.training.made_trainers import lone_worker, make_trainer
@@ -65,6 +66,20 @@ def test_a_microbatch_whose_gradient_overflows_does_not_spoil_those_before_it() 
     assert all(torch.equal(t._gradient, b) for t, b in zip((last, first), before, strict=True))
     assert [trainer.tokens_accumulated for trainer in (last, first)] == [MICROBATCH, MICROBATCH]
     assert [trainer.live_versions for trainer in (last, first)] == [1, 1]
+
+
+async def test_a_decision_on_an_inner_step_stands_on_one_number_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop reads the directory between the decision and the step: clock and report are of the share decided on."""
+    async with lone_worker(micro_spec(stages=1)) as (worker, _, reports):
+
+        def share_while_the_loop_writes(global_batch_tokens: int, live_replicas: int, max_replicas: int) -> float:
+            worker.live_replicas = 4
+            return schedule.share_of_batch(global_batch_tokens, live_replicas, max_replicas)
+
+        monkeypatch.setattr(stage_worker, "share_of_batch", share_while_the_loop_writes)
+        await worker.loss(*window_batch(range(WINDOWS)))
+        assert [report.live_replicas for report in reports] == [1]
+        assert worker.progress.clock == MICROBATCH
 
 
 async def test_a_run_of_one_stage_survives_a_loss_that_is_not_finite() -> None:
