@@ -22,7 +22,7 @@ from noloco_node.swarm import microbatch
 from noloco_node.swarm.beginning import BEGINNINGS, run_has_ended, where_to_begin
 from noloco_node.swarm.books import Books
 from noloco_node.swarm.directory import Directory, PeerState
-from noloco_node.swarm.ending import NEAR_TARGET, until_nobody_trains
+from noloco_node.swarm.ending import EndOfRun
 from noloco_node.swarm.evaluations import Evaluations
 from noloco_node.swarm.exchange import Exchanger
 from noloco_node.swarm.exchange_session import caught_up_event
@@ -122,6 +122,9 @@ class Replica:
         self.membership.eager = self.origin is not None and settings.start_replicas > 1
         self._watch = Watch(emit)
         self.books = self._make_books()
+        self._end = self._make_end()
+        self._over = False
+        """An origin has found the run to be over before its own clock was at the target."""
         self._last_step_taken = False
         transport.conduct.on_ban = lambda _: self._directory_read()
 
@@ -182,6 +185,20 @@ class Replica:
     def _make_origin(self, samples: Samples) -> Origin:
         draw, load = samples.draw, samples.train
         return Origin(self.spec, self.worker, self._downstream, self.ledger, draw=draw, load=load, rng=self._rng)
+
+    def _make_end(self) -> EndOfRun:
+        return EndOfRun(
+            self._transport.peer_id,
+            self.membership,
+            self._transport.acquaintances,
+            self.server.origins_seen if self.stage > 0 else None,
+            clock=lambda: self.worker.progress.clock,
+            last_trained=lambda: self.worker.last_trained.at,
+            held_up=lambda: bool(self.missing.stages),
+            target=self.spec.inner.target_tokens,
+            max_lag=self.spec.max_lag_tokens,
+            grace=self.spec.limits.grace_seconds,
+        )
 
     def _make_books(self) -> Books:
         return Books(
@@ -248,6 +265,7 @@ class Replica:
         """Become a copy of a fellow and begin on probation. Raises NoDonor."""
         self._watch.say("downloading", f"a fellow's state of stage {self.stage}")
         donor, _ = await self._copier.copy_best(self._possible_donors)
+        self._end.copied = True
         self._begin_on_probation()
         return donor
 
@@ -337,29 +355,33 @@ class Replica:
             await self._train(self.origin, evaluations)
             if self.stop.is_set():
                 return
-            await evaluations.last()
-            await self.membership.announce(PeerState.FINISHING)
-        grace = self.spec.limits.grace_seconds
-        await until_nobody_trains(self.membership, self.stop, self._moved, grace, self.is_near_end)
+            if not self._over:
+                await evaluations.last()
+                await self.membership.announce(PeerState.FINISHING)
+        if not self._over:
+            await self._end.wait(self.stop, self._moved)
         if not self.stop.is_set():
             await self._last_outer_step()
 
-    def is_near_end(self) -> bool:
-        """Whether the run was near its target when this node last knew how far it was."""
-        clock = max(self.worker.progress.clock, self.membership.origins_clock)
-        return clock > NEAR_TARGET * self.spec.inner.target_tokens
-
     def run_goes_on(self) -> bool:
-        """False once this replica leaves or the origins have: stages that empty at the run's end are not lost."""
-        if self.membership.state is not PeerState.TRAINING or self.membership.run_is_over():
-            return False
-        return not self.is_near_end() or bool(self.membership.live(0, PeerState.TRAINING))
+        """False once this replica leaves or the origins do: stages that empty at the run's end are not lost."""
+        return self.membership.state is PeerState.TRAINING and not self._end.in_sight()
 
     async def _train(self, origin: Origin, evaluations: Evaluations) -> None:
+        """Until the clock is at the target, or the run turns out to be over without this node."""
         async with asyncio.TaskGroup() as group:
             evaluating = group.create_task(evaluations.now_and_then(self._moved, self._way_is_open))
+            watching = group.create_task(self._until_over())
             await origin.run(self._settings.in_flight, self._training_goes_on, self._way_is_open)
             evaluating.cancel()
+            watching.cancel()
+
+    async def _until_over(self) -> None:
+        await self._end.wait(self.stop, self._moved)
+        if not self.stop.is_set():
+            logger.warning("the run is over: nothing was trained here any more while others came to its end")
+            self._over = True
+            self._moved.fire()
 
     async def _way_is_open(self) -> None:
         """Return once every other stage has a replica and the run has begun, or the training is over."""
@@ -376,7 +398,8 @@ class Replica:
         return not self.membership.eager
 
     def _training_goes_on(self) -> bool:
-        return self.worker.progress.clock < self.spec.inner.target_tokens and not self.stop.is_set()
+        reached = self.worker.progress.clock >= self.spec.inner.target_tokens
+        return not (reached or self._over or self.stop.is_set())
 
     async def _last_outer_step(self) -> None:
         """Average once more with whoever is still there, and stay for fellows that have not had theirs."""

@@ -113,12 +113,6 @@ class Membership:
                 clocks.append(row.record.clock + moving * age * row.record.tokens_per_second * replicas)
         return clocks
 
-    def run_is_over(self) -> bool:
-        """Whether no replica of stage 0 trains and one, that may have left since, has trained to the run's end."""
-        origins = self.live(0, *PeerState)
-        trains = any(record.state is PeerState.TRAINING for record in origins)
-        return not trains and any(record.finished for record in origins)
-
     def others(self, *states: PeerState) -> list[PeerRecord]:
         """Live records of all stages without this node's own, which its former life may have left there."""
         records = [record for stage in range(self.stages) for record in self.live(stage, *states)]

@@ -1,42 +1,149 @@
-"""How nodes that draw no samples learn that the run is over."""
+"""How nodes learn that the run is over: by work of their own, and by origins that they have worked with."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 
 from noloco_node.aio import Pulse
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.ending import ORPHAN_GRACES, until_nobody_trains
+from noloco_node.swarm.ending import (
+    BEGINNING_SECONDS,
+    HELD_UP_GRACES,
+    LATE_GRACES,
+    ORPHAN_GRACES,
+    Course,
+    EndOfRun,
+    Sight,
+    near_from,
+    verdict,
+)
 from noloco_node.swarm.membership import Membership, OwnFigures
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.swarm.origins_seen import DrawnBy, OriginsSeen
 from noloco_node.swarm.transport import PeerId
-from tests.support import eventually, one_turn
+from tests.support import eventually
 from tests.worlds import micro_spec, peer_name, world
 
-GRACE = 0.02
+GRACE, TARGET, RECORD = 20.0, 64_000_000.0, 100_000.0
+A, B, C = PeerId("origin-aaaa"), PeerId("origin-bbbb"), PeerId("origin-cccc")
+OVER, ON, STALLED = Course.OVER, Course.GOES_ON, Course.STALLED
+AT_WORK = Sight(
+    near=True,
+    begun=True,
+    idle=0.0,
+    finished=False,
+    training=True,
+    vanished=False,
+    outvoted=0.0,
+    moving=False,
+    held_up=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, ON),
+        ({"finished": True}, ON),
+        ({"finished": True, "idle": LATE_GRACES + 1}, OVER),
+        ({"finished": True, "training": False}, OVER),
+        ({"finished": True, "training": False, "vanished": True}, ON),
+        ({"finished": True, "training": False, "vanished": True, "idle": 2}, OVER),
+        ({"training": False, "idle": 0.5}, ON),
+        ({"training": False, "idle": 2}, OVER),
+        ({"finished": True, "outvoted": LATE_GRACES + 1}, OVER),
+        ({"idle": ORPHAN_GRACES - 1}, ON),
+        ({"idle": ORPHAN_GRACES + 1}, STALLED),
+        ({"idle": ORPHAN_GRACES + 1, "moving": True}, ON),
+        ({"idle": ORPHAN_GRACES + 1, "held_up": True}, ON),
+        ({"idle": HELD_UP_GRACES + 1, "held_up": True, "moving": True}, STALLED),
+        ({"near": False, "finished": True, "training": False, "idle": ORPHAN_GRACES - 1}, ON),
+        ({"near": False, "finished": True, "outvoted": 1e9}, ON),
+        ({"near": False, "finished": True, "training": False, "idle": ORPHAN_GRACES + 1}, STALLED),
+        ({"near": False, "begun": False, "idle": HELD_UP_GRACES + 1}, ON),
+        ({"near": False, "begun": False, "idle": BEGINNING_SECONDS / GRACE + 1}, STALLED),
+    ],
+)
+def test_what_a_replica_makes_of_what_it_sees(changes: dict[str, float | bool], found: Course) -> None:
+    """Times in graces. Far from the target no word ends anything; nothing is waited for without an end."""
+    seconds = {k: v * GRACE if k in ("idle", "outvoted") else v for k, v in changes.items()}
+    assert verdict(replace(AT_WORK, **seconds), GRACE) is found  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "near"), [(0.0, 0.9), (0.05 * TARGET, 0.9), (0.3 * TARGET, 0.7), (2 * TARGET, 0.5)]
+)
+def test_how_near_the_end_is_near(max_lag: float, near: float) -> None:
+    """The last tenth; more where clocks may lie further apart, never more than half."""
+    assert near_from(TARGET, max_lag) == pytest.approx(near * TARGET)
+
+
+@dataclass
+class Time:
+    """Seconds, of which tests say when they pass."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Swarm:
-    """Origins A and B of stage 0, and a node of stage 1 that looks at them now and then."""
+    """Origins A, B and C of stage 0, and a node of stage 1 or 0 that looks at them; time stands still."""
 
-    def __init__(self) -> None:
-        self.hub = MemoryDirectoryHub(2)
-        self.a, self.b = self.member("origin-aaaa", 0), self.member("origin-bbbb", 0)
-        self.watcher = self.member("watcher-wwww", 1)
-
-    def member(self, name: str, stage: int) -> Membership:
-        return Membership(
-            MemoryDirectory(self.hub), PeerId(name), stage, 2, 60.0, lambda: OwnFigures(5.0, 1.0, 0), lambda: None
+    def __init__(self, *, stage: int = 1, clock: float = TARGET) -> None:
+        self.time, self.clock, self.trained = Time(), clock, 0.0
+        self.hub = MemoryDirectoryHub(2, self.time)
+        self.origins = {name: self.member(name, 0) for name in (A, B, C)}
+        self.watcher = self.member(PeerId("watcher-wwww"), stage)
+        self.acquaintances = Acquaintances(self.time)
+        self.seen = OriginsSeen(self.time)
+        self.held_up = False
+        self.clocks = dict.fromkeys((A, B, C), clock)
+        self.end = EndOfRun(
+            PeerId("watcher-wwww"),
+            self.watcher,
+            self.acquaintances,
+            self.seen if stage else None,
+            clock=lambda: self.clock,
+            last_trained=lambda: self.trained,
+            held_up=lambda: self.held_up,
+            target=TARGET,
+            max_lag=0.0,
+            grace=GRACE,
+            now=self.time,
         )
 
-    def ended(self, is_near_end: Callable[[], bool] = lambda: False) -> asyncio.Task[None]:
-        return asyncio.create_task(
-            until_nobody_trains(self.watcher, asyncio.Event(), Pulse(), grace=GRACE, is_near_end=is_near_end)
-        )
+    def member(self, name: PeerId, stage: int) -> Membership:
+        def figures() -> OwnFigures:
+            return OwnFigures(self.clocks[name] if name in self.origins else 0.0, 1.0, 0)
+
+        return Membership(MemoryDirectory(self.hub), name, stage, 2, RECORD, figures, lambda: None)
+
+    async def say(self, name: PeerId, *states: PeerState) -> None:
+        for state in states:
+            await self.origins[name].announce(state)
+
+    def work(self, *names: PeerId) -> None:
+        """Microbatches of these origins are trained here now."""
+        self.trained = self.time()
+        for name in names:
+            self.seen.saw(DrawnBy(name, self.clocks[name]), name)
+
+    async def verdict(self, graces: float = 0.0) -> Course:
+        """After so much time, looking about as often as a node does."""
+        until = self.time.now + graces * GRACE
+        while True:
+            await self.watcher.refresh()
+            found = verdict(self.end.look(), GRACE)
+            if self.time.now >= until:
+                return found
+            self.time.now = min(until, self.time.now + GRACE / 2)
 
 
 FINISHED = (PeerState.TRAINING, PeerState.FINISHING, PeerState.DRAINING, PeerState.GONE)
@@ -44,58 +151,174 @@ STOPPED = (PeerState.TRAINING, PeerState.DRAINING, PeerState.GONE)
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "over"),
+    ("a", "b", "found"),
     [
-        (FINISHED[:2], (), True),
-        (FINISHED[:3], (), True),
-        (FINISHED, (), True),
-        (FINISHED, STOPPED, True),
-        (FINISHED, FINISHED[:1], False),
-        (STOPPED, (), False),
-        (STOPPED[:2], STOPPED, False),
-        ((), (), False),
+        (FINISHED[:2], (), OVER),
+        (FINISHED[:3], (), OVER),
+        (FINISHED, (), OVER),
+        (FINISHED, STOPPED, OVER),
+        (FINISHED, FINISHED[:1], ON),
+        (STOPPED, (), ON),
+        (STOPPED[:2], STOPPED, ON),
     ],
 )
-async def test_the_run_is_over_once_an_origin_was_at_its_end_and_none_trains(
-    a: tuple[PeerState, ...], b: tuple[PeerState, ...], over: bool
+async def test_the_run_is_over_at_once_when_an_origin_was_at_its_end_and_none_trains(
+    a: tuple[PeerState, ...], b: tuple[PeerState, ...], found: Course
 ) -> None:
-    """However far the origin has left meanwhile: who looks every two seconds misses what passes in one."""
+    """However far it has left meanwhile: who looks every two seconds misses what passes in one."""
     swarm = Swarm()
-    for member, course in ((swarm.a, a), (swarm.b, b)):
-        for state in course:
-            await member.announce(state)
-    await swarm.watcher.refresh()
-    assert swarm.watcher.run_is_over() is over
+    for name, course in ((A, a), (B, b)):
+        await swarm.say(name, *course)
+        if course:
+            swarm.work(name)
+    assert await swarm.verdict() is found
 
 
-async def test_a_node_that_saw_an_origin_train_and_then_gone_ends_with_it() -> None:
-    """At once, without waiting for the grace time, and however far its own clock is behind."""
+async def test_a_later_stage_whose_clock_lags_ends_with_the_origins_it_has_worked_with() -> None:
+    """A stage that was restored has a clock of its own."""
+    swarm = Swarm(clock=100.0)
+    swarm.clocks[A] = 0.99 * TARGET
+    await swarm.say(A, *FINISHED)
+    assert await swarm.verdict() is ON
+    swarm.work(A)
+    assert await swarm.verdict() is OVER
+
+
+async def test_records_behind_which_nobody_works_neither_end_a_run_nor_keep_it_going() -> None:
+    """Ghosts, and a process that answers for as many keys as it likes."""
+    swarm = Swarm(clock=320.0)
+    await swarm.say(A, PeerState.TRAINING)
+    swarm.work(A)
+    await swarm.say(B, *FINISHED[:2])
+    swarm.acquaintances.answered(B)
+    assert await swarm.verdict() is ON
+    swarm.clock = swarm.clocks[A] = TARGET
+    await swarm.say(C, PeerState.TRAINING)
+    swarm.acquaintances.answered(C)
+    swarm.work(A)
+    assert await swarm.verdict() is ON
+    await swarm.say(A, PeerState.FINISHING)
+    assert await swarm.verdict() is OVER
+
+
+async def test_one_origin_that_says_finished_ends_nobody_while_another_trains() -> None:
+    """As long as work comes, however long; and the records of those that finished may be forgotten meanwhile."""
     swarm = Swarm()
-    await swarm.a.announce(PeerState.TRAINING)
-    await swarm.watcher.refresh()
-    ending = swarm.ended()
-    await one_turn()
-    assert not ending.done()
-    for state in FINISHED[1:]:
-        await swarm.a.announce(state)
-    await swarm.watcher.refresh()
-    await asyncio.wait_for(ending, ORPHAN_GRACES * GRACE)
+    for name, course in ((A, FINISHED), (B, FINISHED[:1])):
+        await swarm.say(name, *course)
+        swarm.work(name)
+    for _ in range(5 * LATE_GRACES):
+        swarm.work(B)
+        assert await swarm.verdict(1) is ON
+    assert await swarm.verdict(LATE_GRACES + 1) is OVER
+
+
+async def test_most_origins_need_not_wait_long_for_the_last() -> None:
+    """Two of three have finished: the third has some graces, though its microbatches still come."""
+    swarm = Swarm()
+    for name, course in ((A, FINISHED), (B, FINISHED), (C, FINISHED[:1])):
+        await swarm.say(name, *course)
+        swarm.work(name)
+    found = [ON]
+    while found[-1] is ON and len(found) < 2 * LATE_GRACES:
+        swarm.work(C)
+        found.append(await swarm.verdict(1))
+    assert found[-1] is OVER
+    assert len(found) == LATE_GRACES + 2
+
+
+async def test_one_sender_is_one_voice_however_many_origins_it_names() -> None:
+    """On a deep stage whoever sends microbatches says who drew them."""
+    swarm = Swarm()
+    honest, liar = PeerId("sender-honest"), PeerId("sender-liar")
+    await swarm.say(A, PeerState.TRAINING)
+    for name in (B, C):
+        await swarm.say(name, *FINISHED)
+    for _ in range(2 * LATE_GRACES):
+        swarm.trained = swarm.time()
+        for sender, name in ((honest, A), (liar, B), (liar, C)):
+            swarm.seen.saw(DrawnBy(name, TARGET), sender)
+        assert await swarm.verdict(1) is ON
+
+
+async def test_an_origin_that_is_at_its_end_waits_for_others_some_graces_and_no_more() -> None:
+    """Only for those that answer or that it has averaged with; and not at all where there is none."""
+    swarm = Swarm(stage=0)
+    await swarm.watcher.announce(PeerState.FINISHING)
+    swarm.trained = swarm.time()
+    await swarm.say(B, PeerState.TRAINING)
+    assert await swarm.verdict() is OVER
+    await swarm.say(A, PeerState.TRAINING)
+    swarm.acquaintances.worked(A)
+    assert await swarm.verdict(LATE_GRACES - 1) is ON
+    assert await swarm.verdict(2) is OVER
+
+
+async def test_an_origin_that_is_cut_off_ends_when_others_have_finished_and_complains_where_none_has() -> None:
+    """Its own training has stood still; far from the end the word of others is none for it either."""
+    for clock, finishes, found in (
+        (TARGET * 0.95, True, OVER),
+        (TARGET * 0.95, False, STALLED),
+        (320.0, True, STALLED),
+    ):
+        swarm = Swarm(stage=0, clock=clock)
+        await swarm.watcher.announce(PeerState.TRAINING)
+        swarm.trained = swarm.time()
+        await swarm.say(A, PeerState.TRAINING)
+        swarm.acquaintances.worked(A)
+        assert await swarm.verdict() is ON
+        if finishes:
+            await swarm.say(A, *FINISHED)
+        assert await swarm.verdict(LATE_GRACES - 1) is ON
+        assert await swarm.verdict(ORPHAN_GRACES) is found
 
 
 async def test_orphans_end_near_the_target_and_complain_far_from_it() -> None:
-    """Their origin was stopped before the run's end."""
-    swarm = Swarm()
-    await swarm.a.announce(PeerState.TRAINING)
-    await swarm.watcher.refresh()
-    near, far = swarm.ended(lambda: True), swarm.ended()
-    await one_turn()
-    for state in STOPPED[1:]:
-        await swarm.a.announce(state)
-    await swarm.watcher.refresh()
-    await asyncio.wait_for(near, 10)
-    with pytest.raises(UserError, match="no replica of stage 0 has been seen") as raised:
-        await asyncio.wait_for(far, 10)
+    """Their origin was stopped before the run's end, or hangs while its records say that it trains."""
+    for clock, course, graces, found in (
+        (TARGET, STOPPED, 2, OVER),
+        (320.0, STOPPED, ORPHAN_GRACES - 1, ON),
+        (320.0, STOPPED, ORPHAN_GRACES + 1, STALLED),
+        (320.0, STOPPED[:1], ORPHAN_GRACES + 1, STALLED),
+    ):
+        swarm = Swarm(clock=clock)
+        await swarm.say(A, *course)
+        swarm.work(A)
+        assert await swarm.verdict(graces) is found
+
+
+async def test_a_node_that_gets_nothing_stays_while_the_clocks_of_its_origins_move() -> None:
+    """The others pass it over, for whatever reason: the run goes on all the same."""
+    swarm = Swarm(clock=320.0)
+    await swarm.say(A, PeerState.TRAINING)
+    swarm.work(A)
+    for _ in range(3 * ORPHAN_GRACES):
+        swarm.clocks[A] += 64
+        swarm.acquaintances.answered(A)
+        await swarm.say(A, PeerState.TRAINING)
+        assert await swarm.verdict(1) is ON
+
+
+async def test_time_in_which_this_process_stood_still_counts_for_nothing() -> None:
+    """A suspended laptop, a stopped container."""
+    swarm = Swarm(clock=320.0)
+    await swarm.say(A, PeerState.TRAINING)
+    swarm.work(A)
+    assert await swarm.verdict(1) is ON
+    swarm.time.now += 100 * ORPHAN_GRACES * GRACE
+    assert await swarm.verdict(ORPHAN_GRACES - 2) is ON
+    assert await swarm.verdict(3) is STALLED
+
+
+async def test_who_gives_up_says_why_and_what_to_do() -> None:
+    """With the exit code of peers that are out of reach."""
+    swarm = Swarm(clock=320.0)
+    swarm.end.copied = True
+    await swarm.verdict(ORPHAN_GRACES + 1)
+    with pytest.raises(UserError, match="nothing has been trained here for 3") as raised:
+        await swarm.end.wait(asyncio.Event(), Pulse())
     assert raised.value.exit_code is ExitCode.PEERS_UNREACHABLE
+    assert "checkpoint" in raised.value.remedy
 
 
 @pytest.mark.parametrize("attempt", range(3))
