@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import statistics
 import sys
@@ -32,6 +33,11 @@ CLOCK_SECONDS = 5.0
 READY = "ready"
 """What it prints once it can begin."""
 LIVES = "lives"
+TURNS = (
+    frozenset({"lying clocks"}),
+    frozenset({"exchanges of NaN", "abandoned proposals", "malformed requests"}),
+)
+"""Attacks that would spoil each other under one key: each life carries out the others and one of these sets."""
 BROKEN = "broken"
 """An outcome that says that the attack itself is at fault."""
 
@@ -102,10 +108,11 @@ async def _live_again_and_again(spec: RunSpec, arguments: argparse.Namespace) ->
     rng, tally = random.Random(arguments.seed), Tally(arguments.folder / "attacks.json")
     torch.set_num_threads(1)
     names = arguments.attacks.split(",") if arguments.attacks else list(ATTACKS)
-    while True:
+    for turn in itertools.cycle(TURNS):
+        now = [name for name in names if name in turn or not any(name in other for other in TURNS)]
         try:
             async with living(spec, read_victims(arguments.victims), arguments.folder, tally, rng) as life:
-                await haunt(life, names, arguments.life_seconds)
+                await haunt(life, now, arguments.life_seconds)
         except UserError as error:
             tally.count(LIVES, LOST)
             print(f"this life did not begin: {error}", flush=True)

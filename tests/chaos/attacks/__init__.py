@@ -34,6 +34,7 @@ ATTACKS: Mapping[str, Attack] = {
     "dripping donor": services.dripping_donor,
     "hostile copies of a stage": services.hostile_copies,
     "exchanges of NaN": visits.nan_exchanges,
+    "lying clocks": visits.lying_clocks,
     "abandoned proposals": visits.abandoned_proposals,
     "random labels": visits.random_labels,
     "malformed requests": visits.malformed_requests,

@@ -25,7 +25,16 @@ from noloco_node.swarm.identity import Identity, ed25519_peer_id, ed25519_public
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
 from noloco_node.swarm.record_validator import stage_key
-from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, TransportError
+from noloco_node.swarm.transport import (
+    Handle,
+    JsonObject,
+    Message,
+    PeerId,
+    Refusal,
+    Refused,
+    TensorSpec,
+    TransportError,
+)
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import StageWorker
@@ -107,6 +116,12 @@ class Life:
         """The directory's key of a stage."""
         return stage_key(self.spec.run_id, stage)
 
+    def serve(self, method: str, handle: Handle) -> None:
+        """Answer a method with this, whoever asks; the first word stands."""
+        if method not in self.served:
+            self.served.add(method)
+            self.transport.serve(method, _admit_all, handle, max_concurrent_per_peer=64)
+
     async def call(
         self, attack: str, peer: PeerId, method: str, header: dict[str, Any], *tensors: torch.Tensor, answer: int = 0
     ) -> Message | None:
@@ -151,6 +166,10 @@ class Life:
         """End their threads."""
         for worker in self.workers:
             await cast("Any", worker)._thread.close()
+
+
+def _admit_all(_peer: PeerId, _header: JsonObject, _specs: tuple[TensorSpec, ...]) -> None:
+    return None
 
 
 def throw_away_key() -> Identity:

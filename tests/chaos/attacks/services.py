@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.swarm import exchange_messages, guard, hello, microbatch, state_messages
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.state_messages import StateManifest, StateOffer, digest, manifest_message, packed_size, root_of
-from noloco_node.swarm.transport import JsonObject, Message, PeerId, Refusal, Refused, TensorSpec
+from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
 from tests.chaos.attacks.life import Life
 from tests.chaos.attacks.records import signed, store
 from tests.chaos.attacks.visits import made_microbatch
@@ -81,7 +79,7 @@ async def garbled_copies(life: Life) -> None:
                 )
         raise Refused(Refusal.INTERNAL, "out of order today")
 
-    _serve(life, microbatch.METHOD, handle)
+    life.serve(microbatch.METHOD, handle)
     guessed = 0
     while True:
         for victim in life.victims:
@@ -111,8 +109,8 @@ async def bad_exchange_answers(life: Life) -> None:
             return Message({"exchange": message.header["exchange"], "clock": 1e18}, nan)
         return Message(life.rng.choice(JUNK), message.tensors)
 
-    _serve(life, exchange_messages.PROPOSE, propose)
-    _serve(life, exchange_messages.OPEN, opened)
+    life.serve(exchange_messages.PROPOSE, propose)
+    life.serve(exchange_messages.OPEN, opened)
     await asyncio.Event().wait()
 
 
@@ -153,9 +151,9 @@ async def dripping_donor(life: Life) -> None:
         data = _piece(stage, index, chunk, sizes[stage])
         return Message({}, (torch.frombuffer(bytearray(data), dtype=torch.uint8),))
 
-    _serve(life, state_messages.OFFER, offer)
-    _serve(life, state_messages.OPEN, opened)
-    _serve(life, state_messages.CHUNK, piece)
+    life.serve(state_messages.OFFER, offer)
+    life.serve(state_messages.OPEN, opened)
+    life.serve(state_messages.CHUNK, piece)
     await asyncio.Event().wait()
 
 
@@ -183,14 +181,6 @@ async def hostile_copies(life: Life) -> None:
         left = life.workers[stage].outer.whole.size - index * step
         return Message({}, (torch.full((max(0, min(step, left)),), 3e4, dtype=torch.float16),))
 
-    _serve(life, guard.OPEN, opened)
-    _serve(life, guard.CHUNK, piece)
+    life.serve(guard.OPEN, opened)
+    life.serve(guard.CHUNK, piece)
     await asyncio.Event().wait()
-
-
-def _serve(life: Life, method: str, handle: Callable[..., Any]) -> None:
-    def admit(_peer: PeerId, _header: JsonObject, _specs: tuple[TensorSpec, ...]) -> None:
-        json.dumps(dict(_header))
-
-    life.served.add(method)
-    life.transport.serve(method, admit, handle, max_concurrent_per_peer=64)

@@ -15,7 +15,6 @@ from noloco_node.swarm import exchange_messages, microbatch, records_call
 from noloco_node.swarm.exchange_session import opening_specs
 from noloco_node.swarm.state_messages import OPEN as STATE_OPEN
 from noloco_node.swarm.transport import WIRE_DTYPES, Message, PeerId
-from noloco_node.swarm.wire import no_tensors
 from tests.chaos.attacks.life import Life, Victim, repeat
 from tests.chaos.attacks.records import ghost
 
@@ -45,6 +44,27 @@ async def nan_exchanges(life: Life) -> None:
             )
 
     await repeat("exchanges of NaN", life, once, 0.5)
+
+
+async def lying_clocks(life: Life) -> None:
+    """Exchanges that are carried to their end, of noise, by a partner that says it is at the end of time."""
+    attack = "lying clocks"
+
+    async def once(victim: Victim) -> None:
+        name = await _proposed(life, attack, victim)
+        if name is None:
+            return
+        opening = {"exchange": name, "clock": 1e18}
+        tensors = [1e-3 * torch.randn(shape) for shape in _opening_shapes(life, victim.stage)]
+        answer = await _call(life, attack, victim, exchange_messages.OPEN, opening, *tensors)
+        chunks = _chunks(life, victim.stage) if answer is not None else []
+        for index, chunk in enumerate(chunks):
+            named = {"exchange": name, "index": index}
+            if await _call(life, attack, victim, exchange_messages.CHUNK, named, chunk) is None:
+                return
+        life.tally.count(attack, "carried to the end", bool(chunks))
+
+    await repeat(attack, life, once, 0.5)
 
 
 async def abandoned_proposals(life: Life) -> None:
@@ -93,7 +113,7 @@ async def told_ghosts(life: Life) -> None:
         life.tally.count(attack, "told as an answer")
         return Message(header())
 
-    life.transport.serve(records_call.METHOD, no_tensors, handle, max_concurrent_per_peer=4)
+    life.serve(records_call.METHOD, handle)
 
     async def once(victim: Victim) -> None:
         await life.call(attack, victim.peer, records_call.METHOD, header())
@@ -129,9 +149,13 @@ def made_microbatch(life: Life, stage: int, name: str = "") -> tuple[dict[str, A
     spec = life.spec
     shape = (spec.inner.microbatch_windows, spec.data.sequence_length)
     header = microbatch.MicrobatchHeader(
-        id=name or secrets.token_hex(16), budget_ms=4000, run=spec.run_id, stage=stage
+        id=name or secrets.token_hex(16),
+        budget_ms=4000,
+        run=spec.run_id,
+        stage=stage,
+        origin=life.rng.choice(life.of_stage(0)).peer,
+        origin_clock=life.rng.choice((0.0, 1e17)),
     ).model_dump(mode="json")
-    header["origin"], header["origin_clock"] = life.rng.choice(life.of_stage(0)).peer, life.rng.choice((0.0, 1e17))
     dtype = WIRE_DTYPES[spec.pipeline.activations]
     activations = torch.randn(*shape, int(spec.model.config["hidden_size"])).to(dtype)
     labels = torch.randint(int(spec.model.config["vocab_size"]), shape, dtype=torch.int32)
@@ -160,12 +184,20 @@ def _opening_shapes(life: Life, stage: int) -> list[tuple[int, ...]]:
 
 def _chunk(life: Life, stage: int) -> torch.Tensor:
     """A first chunk of the right size: of NaN where the codec can carry it, else of bytes at random."""
+    first = _chunks(life, stage)[0]
+    return torch.full_like(first, float("nan")) if first.is_floating_point() else first
+
+
+def _chunks(life: Life, stage: int) -> list[torch.Tensor]:
+    """Noise in the shape of a whole exchange."""
     outer = life.workers[stage].outer
-    values = min(outer.codec.values_within(life.spec.limits.chunk_bytes), outer.whole.size)
-    size, dtype = outer.codec.wire_elements(values), outer.codec.wire_dtype
+    values, size = outer.codec.values_within(life.spec.limits.chunk_bytes), outer.whole.size
+    counts = [min(values, size - start) for start in range(0, size, values)]
+    sizes = [outer.codec.wire_elements(count) for count in counts]
+    dtype = outer.codec.wire_dtype
     if dtype.is_floating_point:
-        return torch.full((size,), float("nan"), dtype=dtype)
-    return torch.randint(256, (size,), dtype=dtype)
+        return [1e-3 * torch.randn(size).to(dtype) for size in sizes]
+    return [torch.randint(256, (size,), dtype=dtype) for size in sizes]
 
 
 async def _call(
