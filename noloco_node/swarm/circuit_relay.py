@@ -12,6 +12,8 @@ import contextlib
 import logging
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from noloco_node.aio import cancel_and_wait
 from noloco_node.swarm.circuit_messages import (
@@ -52,10 +54,18 @@ COPY_BYTES = 256 * 1024
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
+class RelayingHost(StreamHost, Protocol):
+    """What a relay needs of libp2p. Implementation: `PrivateP2P`."""
+
+    async def connections(self) -> Mapping[PeerId, Sequence[str]]:
+        """The peers that it is connected to, and the other ends of these connections. OSError, TimeoutError."""
+        ...
+
+
 class CircuitRelay:
     """Serves circuits on a host between `start` and `close`, or refuses them all where it does not `carry`."""
 
-    def __init__(self, host: StreamHost, *, carry: bool) -> None:
+    def __init__(self, host: RelayingHost, *, carry: bool) -> None:
         self._host = host
         self._carry_for_others = carry
         self._places: dict[PeerId, float] = {}
@@ -118,7 +128,7 @@ class CircuitRelay:
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 try:
-                    answer = self._answer(peer, await read_fields(stream[0]))
+                    answer = await self._answer(peer, await read_fields(stream[0]))
                 except ValueError:
                     answer = hop_answer(Status.MALFORMED_MESSAGE)
             if not isinstance(answer, bytes):
@@ -129,20 +139,22 @@ class CircuitRelay:
             self._handshakes.subtract((peer,))
             self._handshakes = +self._handshakes
 
-    def _answer(self, peer: PeerId, request: Fields) -> bytes | PeerId:
+    async def _answer(self, peer: PeerId, request: Fields) -> bytes | PeerId:
         """What to answer at once, or whom the peer wants to be connected to. ValueError where it asks for neither."""
         kind = request.get(1, RESERVE)
         if not self._carry_for_others:
             return hop_answer(Status.PERMISSION_DENIED)
         if kind == RESERVE:
-            return self._reserve(peer)
+            return await self._reserve(peer)
         if kind != CONNECT:
             raise ValueError("neither a reservation nor a connection")
         wanted = wanted_peer(request)
         refusal = self._refusal(peer, wanted)
         return wanted if refusal is None else hop_answer(refusal)
 
-    def _reserve(self, peer: PeerId) -> bytes:
+    async def _reserve(self, peer: PeerId) -> bytes:
+        if peer not in self._places and self.places >= MOST_PLACES:
+            await self._forget_disconnected()
         taken = self.places
         if peer not in self._places:
             if taken >= MOST_PLACES:
@@ -216,6 +228,13 @@ class CircuitRelay:
                 writer.write(data)
                 self.carried_bytes += len(data)
                 await writer.drain()
+
+    async def _forget_disconnected(self) -> None:
+        """Nobody is reached through a connection that has gone; who has gone would hold its place for a while yet, and
+        one machine with a key after another could hold them all."""
+        with contextlib.suppress(OSError, TimeoutError):
+            connected = await self._host.connections()
+            self._places = {peer: until for peer, until in self._places.items() if peer in connected}
 
     def _forget_expired(self) -> None:
         now = time.monotonic()

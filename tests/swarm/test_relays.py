@@ -264,6 +264,25 @@ async def test_places_and_circuits_are_bounded_and_a_place_lapses(
                 writer.transport.abort()
 
 
+@pytest.mark.daemons
+@pytest.mark.timeout(90)
+async def test_who_has_gone_holds_no_place_that_another_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One machine that reserves under one throw-away key after another, one connection at a time, cannot take all."""
+    monkeypatch.setattr(circuit_relay, "MOST_PLACES", 2)
+    keys = [load_or_create_identity(tmp_path / name) for name in "rabcd"]
+    async with relay_node(keys[0]) as (middle, relay):
+        for key in keys[1:3]:
+            async with running_p2p(entering(middle, relay=False), key) as thrown_away:
+                assert await ask_for_place(thrown_away, middle.own_id) is None
+        assert relay.places == 2
+        settings = entering(middle, relay=False)
+        async with running_p2p(settings, keys[3]) as one, running_p2p(settings, keys[4]) as other, asyncio.timeout(15):
+            while await ask_for_place(one, middle.own_id) is not None:  # its p2pd may not have noticed yet who has gone
+                assert relay.places == 2
+            assert await ask_for_place(other, middle.own_id) is None
+            assert {one.own_id, other.own_id} == set(relay._places), "who is there keeps its place"
+
+
 def connect_request(peer: PeerId) -> bytes:
     """Asks a relay for a connection to a peer."""
     return bytes((1 << 3, 1)) + stop_request(peer)[2:]
