@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from noloco_node.telemetry.events import NodeStopped
     from noloco_node.virtual.experiment import Finished
 
+DISK_REFUSES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
+"""What a system says of a disk that is full or must not be written: nothing that a defect of this program could be."""
 ORPHAN_SECONDS = 8.0
 """Time that a daemon of a local swarm has to end in order after its launcher has vanished."""
 
@@ -88,6 +91,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.OK)
+    except OSError as error:
+        if error.errno not in DISK_REFUSES:
+            _report_failure(error, debug=options.debug)
+            return int(ExitCode.FAILURE)
+        where = f" ('{error.filename}')" if error.filename else ""
+        print(f"noloco-node: the disk refuses what is to be written{where}: {error.strerror}", file=sys.stderr)
+        print("  remedy: make room there, or choose a folder on another disk", file=sys.stderr)
+        return int(ExitCode.RUN_FOLDER)
     except Exception as error:  # noqa: BLE001 - the last resort: a person sees one screen, the report gets the rest
         _report_failure(error, debug=options.debug)
         return int(ExitCode.FAILURE)
@@ -437,9 +448,13 @@ def _report_failure(error: Exception, *, debug: bool) -> None:
     if debug or not sys.stderr.isatty():
         print(text, file=sys.stderr)
         return
-    handle, path = tempfile.mkstemp(prefix="noloco-node-failure-", suffix=".log")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
+    try:
+        handle, path = tempfile.mkstemp(prefix="noloco-node-failure-", suffix=".log")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError:  # the disk is full, perhaps: then the screen must hold it
+        print(text, file=sys.stderr)
+        return
     print(f"  this is a defect of noloco-node: please report it, with {path}", file=sys.stderr)
 
 

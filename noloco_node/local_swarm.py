@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from noloco_node.config.load import Config, render
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
+from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.display import Display, SwarmView
 from noloco_node.telemetry.events import AnyEvent, EventReader, NodeMoved, NodeStarted, NodeStopped
@@ -30,6 +32,8 @@ DRAIN_SECONDS = 2.0
 """When all daemons stop at once, nobody is left to finish the others' work: draining longer is waiting for nothing."""
 STOP_SECONDS = 6.0
 """From SIGTERM to SIGKILL; a daemon's own drain ends before."""
+DISK_SECONDS = 2.0
+"""Interval at which the launcher looks whether the disk still takes what is written."""
 POLL_SECONDS = 0.2
 """Interval at which event files, which cannot be awaited, are read."""
 LOG_LINES_SHOWN = 8
@@ -367,13 +371,19 @@ def run_local_swarm(config: Config, run_folder: Path, console: Console) -> Swarm
         target=config.run.inner.target_tokens,
         nodes=tuple(layout(config)),
     )
-    observer = _Follower(view, Display(view, console))
+    observer = _Follower(view, Display(view, console), run_folder)
     swarm = LocalSwarm(config, run_folder, observer=observer)
     interrupted = asyncio.run(_supervise(swarm, observer))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     histories = list(view.histories.values())
     files = {"events and logs of each node": run_folder / "nodes", "summary": run_folder / "summary.json"}
-    _write_summary(summarize_histories(histories), files["summary"])
+    try:
+        _write_summary(summarize_histories(histories), files["summary"])
+    except UserError as error:
+        if not interrupted:
+            raise
+        del files["summary"]
+        console.print(str(error), highlight=False, markup=False, soft_wrap=True)
     if interrupted:
         return SwarmResult(summarize_histories(histories), ExitCode.INTERRUPTED, files)
     files["plot of loss and spread"] = run_folder / "plot.png"
@@ -389,11 +399,13 @@ def run_local_swarm(config: Config, run_folder: Path, console: Console) -> Swarm
 
 
 class _Follower(Observer):
-    """Keeps the display in step with the swarm."""
+    """Keeps the display in step with the swarm, and says why nothing is seen of it where the disk takes no events."""
 
-    def __init__(self, view: SwarmView, display: Display) -> None:
+    def __init__(self, view: SwarmView, display: Display, run_folder: Path) -> None:
         self.view = view
         self.display = display
+        self._run_folder = run_folder
+        self._next_look = 0.0
 
     def on_event(self, node: SwarmNode, event: AnyEvent) -> None:
         self.view.observe(node.name, event)
@@ -402,6 +414,10 @@ class _Follower(Observer):
         self.view.lost(node.name, f"{node.describe_exit()}; its last lines:\n{node.last_lines()}")
 
     def on_poll(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + DISK_SECONDS
+            self.view.trouble = _unseen(self._run_folder, RunFolder(self._run_folder).refusal())
         self.display.refresh()
 
 
@@ -443,6 +459,13 @@ async def _train(swarm: LocalSwarm) -> None:
     await swarm.wait()
 
 
+def _unseen(run_folder: Path, refusal: str) -> str:
+    return refusal and (
+        f"NOTHING CAN BE WRITTEN to {run_folder}: {refusal}. The nodes train on, unseen: no events, no checkpoints. "
+        "Make room there; after Ctrl-C the same command goes on from the last checkpoints"
+    )
+
+
 def _merge(swarm: LocalSwarm, console: Console, files: dict[str, Path]) -> float | None:
     """Merge what the nodes saved into one model; its loss. None, with the reason shown, where a stage left nothing."""
     saved: dict[int, list[Path]] = {stage: [] for stage in range(swarm.config.run.stages)}
@@ -463,7 +486,16 @@ def _merge(swarm: LocalSwarm, console: Console, files: dict[str, Path]) -> float
 
 
 def _write_summary(summary: Summary, path: Path) -> None:
-    path.write_text(json.dumps(summary.as_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Raises UserError (RUN_FOLDER) where the disk refuses."""
+    text = json.dumps(summary.as_json(), indent=2, ensure_ascii=False) + "\n"
+    try:
+        atomic.write_bytes(path, text.encode())
+    except OSError as error:
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"the summary cannot be written to '{path}': {error.strerror or error}",
+            "make room on the disk; the same command with the same --run-folder writes it then",
+        ) from None
 
 
 def _plot(histories: Sequence[NodeHistory], path: Path, config: Config, merged_loss: float | None) -> None:

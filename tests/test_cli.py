@@ -177,3 +177,14 @@ def test_every_way_a_command_can_fail_has_its_code(
     monkeypatch.setattr(cli, "_show", fail)
     assert cli.main(["config", "show", "x.yaml"]) == code
     assert words in capsys.readouterr().err
+
+
+def test_a_full_disk_is_no_defect() -> None:
+    """The system's word for it, a remedy, and the code of a folder that cannot be written."""
+    command = [sys.executable, "-u", "-m", "noloco_node", "config", "show", str(MICRO)]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == ExitCode.RUN_FOLDER, done.stderr
+    assert "No space left on device" in done.stderr
+    assert "remedy" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -172,6 +172,52 @@ async def test_daemons_end_when_their_launcher_is_killed(
     remove_folder_without_sockets(temporary)
 
 
+async def test_a_disk_that_fills_is_named_on_the_screen_and_ctrl_c_ends_in_order(
+    tmp_path: Path, temporary: Path, launched: list[LauncherProcess]
+) -> None:
+    """A real full file system: the display used to stand still without a word, and Ctrl-C ended as a defect."""
+    folder = tmp_path / "run"
+    with small_disk(folder):
+        launcher = LauncherProcess(folder, temporary, ENDLESS, "local_swarm.replicas=1", "run.model.stages=1")
+        launched.append(launcher)
+        events = folder / "nodes" / "s0-r0" / "events.jsonl"
+        await eventually(
+            lambda: launcher.look() and b'"inner_step"' in (events.read_bytes() if events.exists() else b""), 90
+        )
+        fill(folder)
+        out = launcher.process.stdout
+        assert out is not None
+        seen = await asyncio.to_thread(lambda: next((line for line in out if "NOTHING CAN BE WRITTEN" in line), ""))
+        assert "No space left on device" in seen
+        os.kill(launcher.process.pid, signal.SIGINT)
+        code, output = await asyncio.to_thread(launcher.end, 30)
+        assert code == ExitCode.INTERRUPTED, output
+        assert "Traceback" not in output
+        assert "the summary cannot be written" in output
+        assert await eventually(lambda: not launcher.alive(), within=10)
+
+
+def fill(disk: Path) -> None:
+    """To the last block."""
+    subprocess.run(["mount", "-o", "remount,size=1m", str(disk)], check=True)
+    with (disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while filler.write(bytes(4096)):
+            pass
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A file system that can be made smaller."""
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8g", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
 def remove_folder_without_sockets(folder: Path) -> None:
     """What a launcher that was killed could not remove: folders, but no socket."""
     assert not [path for path in folder.rglob("*") if path.is_socket()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from noloco_node.storage import atomic
 from noloco_node.storage.file_lock import FileLock, LockHeld, lock_holder
 
 MARK = "run.json"
+PROBE_BYTES = 8192
+"""Written to see whether the disk has room: what is smaller may fit into the rest of a block."""
 
 
 class RunMark(BaseModel):
@@ -46,6 +49,18 @@ class RunFolder:
         except OSError as error:
             raise _unwritable(path, error) from error
         return cls(path)
+
+    def refusal(self) -> str:
+        """Why the disk takes nothing more, in the system's words; empty where a block can be written."""
+        probe = self.path / f".room.{os.getpid()}"
+        try:
+            probe.write_bytes(bytes(PROBE_BYTES))
+        except OSError as error:
+            return error.strerror or str(error)
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink(missing_ok=True)
+        return ""
 
     @contextlib.contextmanager
     def lock(self) -> Generator[None]:

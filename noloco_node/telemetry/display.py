@@ -71,6 +71,8 @@ class SwarmView:
         self.histories = {name: NodeHistory(name) for name in nodes}
         self.gone: set[str] = set()
         self.notes: list[tuple[float, str]] = []
+        self.trouble = ""
+        """What is wrong now and makes the figures old; shown until it is over."""
         self.last_pairs: deque[tuple[str, str]] = deque(maxlen=8)
         self._names: dict[str, str] = {}
 
@@ -184,8 +186,9 @@ def screen(view: SwarmView, now: float) -> RenderableType:
         f"{f.clock:,.0f} of {f.target:,} tokens",
         Text(f"{_duration(f.seconds_left)} left", style="bold"),
     )
+    trouble = [Text(view.trouble, style="bold red"), Text()] if view.trouble else []
     return Panel(
-        Group(progress, Text(), _figures_table(f), Text(), _who_with_whom(view), Text(), _notable(view)),
+        Group(*trouble, progress, Text(), _figures_table(f), Text(), _who_with_whom(view), Text(), _notable(view)),
         title=f"[bold]{view.run_name}[/] · {view.stages} stages · {len(view.histories)} nodes",
         subtitle="Ctrl-C ends the swarm",
     )
@@ -223,6 +226,8 @@ class Display:
         if last or now >= self._next_line:
             self._next_line = now + PLAIN_INTERVAL
             self._line(f"{_clock_time(now)} {plain_line(self._view, now)}")
+            if self._view.trouble:
+                self._line(f"{_clock_time(now)} {self._view.trouble}")
 
     def _line(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 logger = logging.getLogger(__name__)
 
 TAIL_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 20
+"""Read of one line at a time, so that a file without line ends fills no memory."""
 
 
 class Event(BaseModel):
@@ -341,11 +343,13 @@ def _whole_lines(path: Path) -> int:
 
 
 class EventReader:
-    """Reads an event file while it grows. A half-written last line is left for the next call."""
+    """Reads an event file while it grows. A half-written last line is left for the next call; what is no event, another
+    version's or a tampered one, is passed over."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
+        self._told = False
 
     def new_events(self) -> Iterator[AnyEvent]:
         """Yield the events appended since the last call; none while the file does not exist."""
@@ -353,11 +357,22 @@ class EventReader:
             return
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
+            while line := file.readline(MAX_LINE_BYTES):
+                if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                     return
                 self._offset += len(line)
-                yield _ADAPTER.validate_json(line)
+                event = self._parsed(line)
+                if event is not None:
+                    yield event
+
+    def _parsed(self, line: bytes) -> AnyEvent | None:
+        try:
+            return _ADAPTER.validate_json(line)
+        except ValidationError:
+            if not self._told:
+                logger.warning("%s holds lines that are no events of this version: passed over", self._path)
+            self._told = True
+            return None
 
 
 def parse_event(line: bytes) -> AnyEvent:

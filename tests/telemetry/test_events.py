@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node.telemetry.events import EventFile, InnerStep, read_events
+from tests.telemetry import made_events as made
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, 0.5])
@@ -50,3 +51,15 @@ def test_a_line_that_a_killed_node_left_half_written_does_not_spoil_the_next_lif
         second.write(events[1])
         second.close()
         assert read_events(path) == events
+
+
+def test_what_is_no_event_is_passed_over(tmp_path: Path) -> None:
+    """Of another version, torn, hostile, longer than memory should hold; the events around it are read."""
+    path = tmp_path / "events.jsonl"
+    file = EventFile(path)
+    file.write(made.inner_step(1))
+    file.close()
+    sound = path.read_bytes()
+    hostile = (b"{}", b"[" * 100_000, b'{"event":"from_tomorrow"}', b"\xff\x00", b"x" * (3 << 20), b'"' + b"1" * 5000)
+    path.write_bytes(b"\n".join((sound.strip(), *hostile, b"")) + sound)
+    assert [event.event for event in read_events(path)] == ["inner_step", "inner_step"]
