@@ -40,6 +40,12 @@ RESUMES = 2
 RESUME_PAUSE_SECONDS = 0.5
 BUSY_PAUSE_SECONDS = (1.0, 4.0)
 BUSY_PATIENCE_SECONDS = 1800.0
+AWAY_TRIES = 6
+"""Times that donors are asked of which none could be reached, or none was ready to give."""
+AWAY_PAUSE_SECONDS = 0.25
+"""After the first of those times; twice as long after each further one."""
+NOT_READY = (Refusal.DRAINING, Refusal.UNKNOWN_METHOD, Refusal.UNKNOWN_SNAPSHOT, Refusal.INTERNAL)
+"""Refusals of a donor that may give its state a moment later: it has just come, or its snapshot has been replaced."""
 RELAYED_TRIES = 4
 """Times that a donor is asked to which there is only a relayed connection: a direct one may be under way."""
 RELAYED_REST_SECONDS = 30.0
@@ -90,6 +96,10 @@ class _Search:
 
     failed: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
     busy: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
+    away: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
+    """Donors that could not be reached, or were not ready."""
+    rounds: int = 0
+    """In which every donor was away."""
     relayed: Counter[PeerId] = field(default_factory=Counter[PeerId])
     """How often a donor refused since it is connected through a relay."""
 
@@ -126,8 +136,8 @@ class StateCopier:
     ) -> tuple[PeerId, StateManifest]:
         """Take the state of the best donor that gives it; `donors()` looks who lives now.
 
-        A donor that fails is not asked again. While all who are left are busy, waits and asks again, `patience` seconds
-        at most. Raises NoDonor.
+        A donor whose state is no good is not asked again. While all who are left are busy, waits and asks again,
+        `patience` seconds at most; where all are away or none is seen, `AWAY_TRIES` times. Raises NoDonor.
         """
         search = _Search()
         download: Download | None = None
@@ -141,11 +151,17 @@ class StateCopier:
                     return donor, await self._copy(donor, download)
                 except (Refused, TransportError) as error:
                     self._note(search, donor, error)
-            if not search.busy or time.monotonic() >= until:
-                raise NoDonor(search.failed | search.busy)
-            logger.info("all %d donors are busy: asking again in a moment", len(search.busy))
-            await asyncio.sleep(self._rng.uniform(*BUSY_PAUSE_SECONDS))
-            search.busy.clear()
+            if search.busy and time.monotonic() < until:
+                logger.info("all %d donors are busy: asking again in a moment", len(search.busy))
+                await asyncio.sleep(self._rng.uniform(*BUSY_PAUSE_SECONDS))
+                search.busy.clear()
+                continue
+            search.rounds += 1
+            in_vain = search.failed and not search.away
+            if search.busy or in_vain or search.rounds >= AWAY_TRIES:
+                raise NoDonor(search.failed | search.busy | search.away)
+            # Nothing tells that a link is mended or a donor ready: asking again is the only way.
+            await asyncio.sleep(AWAY_PAUSE_SECONDS * 2.0 ** (search.rounds - 1) * self._rng.uniform(0.5, 1.5))
 
     async def copy_from(self, donor: PeerId) -> StateManifest:
         """Take the state of this donor. Raises Refused or TransportError; the replica is unchanged then. One that gives
@@ -210,8 +226,13 @@ class StateCopier:
             search.busy[donor] = reason
             logger.debug("donor %s is busy: %s", donor, reason)
             return
-        search.failed[donor] = reason
-        self._emit(DonorFailed(donor=donor, reason=reason))
+        if _may_come_back(error) and not relayed:
+            told, search.away[donor] = donor in search.away, reason
+        else:
+            told, search.failed[donor] = False, reason
+            search.away.pop(donor, None)
+        if not told:
+            self._emit(DonorFailed(donor=donor, reason=reason))
 
     async def _copy(self, donor: PeerId, download: Download) -> StateManifest:
         """One donor's state, resumed where a stream breaks, loaded as a whole at the end."""
@@ -237,6 +258,13 @@ class StateCopier:
                 logger.debug("the transfer from %s broke off, resuming: %r", donor, error)
                 await asyncio.sleep(RESUME_PAUSE_SECONDS * self._rng.uniform(0.5, 1.5))
         raise AssertionError("unreachable")
+
+
+def _may_come_back(error: Refused | TransportError) -> bool:
+    """Whether a failed link or a peer that is not ready is all that is wrong with a donor."""
+    if isinstance(error, Refused):
+        return error.reason in NOT_READY
+    return not isinstance(error, ProtocolViolation)
 
 
 class _Progress:

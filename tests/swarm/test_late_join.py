@@ -220,6 +220,33 @@ def caught_up(made: Swarm) -> list[OuterStep]:
     return [event for event in made.events[-1] if isinstance(event, OuterStep) and event.kind == "caught_up"]
 
 
+@pytest.fixture
+def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Donors that are away are asked again at once."""
+    monkeypatch.setattr(late_join, "AWAY_PAUSE_SECONDS", 0.001)
+
+
+@pytest.mark.usefixtures("quick_tries")
+async def test_a_donor_is_asked_again_after_lost_requests_and_while_it_is_not_ready_and_not_for_ever() -> None:
+    """A link that loses some requests, a donor that does not serve yet, a directory that shows none for a moment: none
+    of them ends a joiner's life. Each failed donor is told once."""
+    lost = Fault(FaultKind.LOSE_REQUEST, method=state_messages.OFFER, times=2)
+    early = Fault(FaultKind.REFUSE, method=state_messages.OFFER, times=2, reason=Refusal.DRAINING)
+    for fault in (lost, early):
+        async with donors_and_joiner(1) as (made, joiner):
+            made.network.inject(fault)
+            assert await joiner.become_current() == FIRST
+            assert len([event for event in made.events[-1] if isinstance(event, DonorFailed)]) == 1
+    async with donors_and_joiner(1) as (made, joiner):
+        donors = [[], [FIRST]]
+        assert (await joiner._copier.copy_best(lambda: asyncio.sleep(0, donors.pop(0))))[0] == FIRST
+        asked = made.network.inject(Fault(FaultKind.UNREACHABLE, method=state_messages.OFFER, times=99))
+        with pytest.raises(UserError):
+            await joiner.become_current()
+        assert asked.times == 99 - late_join.AWAY_TRIES
+
+
+@pytest.mark.usefixtures("quick_tries")
 async def test_when_nobody_gives_its_state_each_donor_is_named_with_its_reason() -> None:
     """One is gone, one refuses, one answers for another contract."""
     async with donors_and_joiner(3) as (made, joiner):
