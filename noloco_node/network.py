@@ -147,7 +147,14 @@ async def network(
         access.serve(door.transport)
         if access.proof is not None:
             door.transport.introduce_with(Introduction(door.transport, access.proof).show)
-        directory = await join_directory(daemon, door.identity, spec.run_id, spec.stages)
+        directory = await join_directory(
+            daemon,
+            door.identity,
+            spec.run_id,
+            spec.stages,
+            acquaintances=door.transport.acquaintances,
+            record_seconds=spec.limits.record_seconds,
+        )
         try:
             yield Network(
                 spec,

@@ -70,7 +70,8 @@ async def _agree(spec: RunSpec | None, door: Entrance) -> RunSpec | None:
 @contextlib.asynccontextmanager
 async def _directory(door: Entrance, spec: RunSpec | None) -> AsyncGenerator[DhtDirectory]:
     run, stages = (None, 0) if spec is None else (spec.run_id, spec.stages)
-    directory = await join_directory(door.daemon, door.identity, run, stages)
+    met = door.transport.acquaintances
+    directory = await join_directory(door.daemon, door.identity, run, stages, acquaintances=met)
     try:
         yield directory
     finally:

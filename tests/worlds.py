@@ -223,7 +223,10 @@ async def libp2p_world(
             transport = Libp2pTransport(daemon, identity=identity)
             await transport.start()
             try:
-                directory = await join_directory(daemon, identity, spec.run_id, spec.stages)
+                met, life = transport.acquaintances, spec.limits.record_seconds
+                directory = await join_directory(
+                    daemon, identity, spec.run_id, spec.stages, acquaintances=met, record_seconds=life
+                )
                 try:
                     yield transport, directory
                 finally:

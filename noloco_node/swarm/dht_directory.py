@@ -5,48 +5,67 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
 
-from hivemind.dht.node import DHTNode  # pyright: ignore[reportMissingTypeStubs]
-from hivemind.dht.protocol import ValidationError  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.utils.timed_storage import get_dht_time  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node.aio import cancel_and_wait
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.swarm.acquaintance import Acquaintances
+from noloco_node.swarm.dht_walk import Walker
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, SignedRecord
+from noloco_node.swarm.guarded_dht import CannotBeReached, ClocksDiffer, DhtNode, Stored, peer_name
 from noloco_node.swarm.identity import Identity
 from noloco_node.swarm.lost_peers import LostPeers
 from noloco_node.swarm.p2p_daemon import PrivateP2P
-from noloco_node.swarm.peer_addresses import peers_unreachable
+from noloco_node.swarm.peer_addresses import parse_address, peers_unreachable
+from noloco_node.swarm.record_intake import Intake
+from noloco_node.swarm.record_store import Esteem, RecordStore
 from noloco_node.swarm.record_validator import RecordValidator, sign_record, stage_key
 from noloco_node.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-LOOK_UP_SECONDS = 5.0
 STORE_SECONDS = 5.0
 JOIN_SECONDS = 20.0
-RPC_SECONDS = 3.0
 MAX_LIFE_SECONDS = 3600.0
-"""A record that claims to live longer than this from now is not believed: its owner could never leave."""
+"""A record that claims to live much longer than this from now is not held: its owner could never leave."""
+WITHDRAWAL_SECONDS = 10.0
+"""What a withdrawal may live longer than what it withdraws."""
 SMALLEST_EXTENSION = 1e-3
-MOST_KEYS = 4096
-"""Stages of other people's runs that a seed holds the records of."""
+ALSO_ASKED = 8
+"""Peers that have answered this node and are asked for records whatever their places: a stranger that took all places
+near a key does not come between those who know each other."""
+ALSO_TOLD = 3
+"""Of these, those that an own record is stored at besides the nodes nearest to its key."""
 
 
 class DhtDirectory:
     """Implements `Directory` on the DHT. Made by `join_directory`."""
 
-    def __init__(self, node: DHTNode, validator: RecordValidator, identity: Identity, keys: tuple[str, ...]) -> None:
-        self._node: Any = node
-        self._validator = validator
+    def __init__(
+        self,
+        node: DhtNode,
+        intake: Intake,
+        records: RecordStore,
+        identity: Identity,
+        keys: tuple[str, ...],
+        acquaintances: Acquaintances,
+    ) -> None:
+        self._node = node
+        self._intake = intake
+        self._records = records
         self._identity = identity
         self._keys = keys
+        self._key_ids: tuple[Any, ...] = tuple(DHTID.generate(source=key) for key in keys)
+        self._acquaintances = acquaintances
+        self._walker = Walker(node)
         self._last_expiry: dict[int, float] = {}
-        self._own: dict[int, SignedRecord] = {}
         self._rng = random.Random()
         self._view = DirectoryView(tuple({} for _ in keys))
         self._lost = LostPeers(identity.peer_id, random.Random())
@@ -57,155 +76,176 @@ class DhtDirectory:
         """The last view read; empty before the first `refresh`."""
         return self._view
 
+    @property
+    def records_held(self) -> int:
+        """Records that this node holds, for itself and for others."""
+        return len(self._records)
+
     def now(self) -> float:
         """DHT time, seconds."""
         return float(get_dht_time())
 
+    async def enter(self, peers: Sequence[str]) -> None:
+        """Make this node known to the peers at these addresses, and to those near it. Raises UserError where none of
+        them takes it, with the reason."""
+        asked = [self._node.ping(_peer(parse_address(text).peer), introduce=True) for text in peers]
+        answers: list[bool | BaseException] = []
+        try:
+            async with asyncio.timeout(JOIN_SECONDS):
+                answers = await asyncio.gather(*asked, return_exceptions=True)
+                if True in answers:
+                    await self._walker.walk([self._node.node_id])
+        except TimeoutError:
+            logger.debug("entering the directory took more than %g s", JOIN_SECONDS)
+        if True in answers or not peers:
+            return
+        for answer in answers:
+            if isinstance(answer, ClocksDiffer | CannotBeReached):
+                raise UserError(
+                    ExitCode.CONFIG,
+                    f"initial_peers: a peer does not accept this node ({answer})",
+                    "set this machine's clock (NTP), and see that others can reach the announced address",
+                )
+            if isinstance(answer, BaseException):
+                raise answer
+        raise peers_unreachable(dict.fromkeys(peers, "connected, but it does not answer in the directory"))
+
     async def publish(self, record: PeerRecord, life: float) -> bool:
         """Sign and store this node's record for `life` seconds, or a little longer where its last one would outlive it
-        (the DHT keeps whatever expires later: so a withdrawal always wins over what it withdraws)."""
+        (whatever expires later is kept: so a withdrawal always wins over what it withdraws). This node always holds
+        and serves its own."""
         assert record.peer_id == self._identity.peer_id, "a node can only publish its own record"
         expires = max(self.now() + life, self._last_expiry.get(record.stage, 0.0) + SMALLEST_EXTENSION)
         self._last_expiry[record.stage] = expires
-        key = self._keys[record.stage]
-        value = sign_record(self._identity, key, record, expires)
-        self._own[record.stage] = SignedRecord(record.stage, self._identity.peer_id, expires, value)
+        key_id, own = self._key_ids[record.stage], self._identity.peer_id
+        signed = sign_record(self._identity, self._keys[record.stage], record, expires)
+        row = Stored(key_id.to_bytes(), own, signed, expires)
+        self._intake.take(own, *row)
         try:
             async with asyncio.timeout(STORE_SECONDS):
-                return bool(await self._node.store(key, value, expires, subkey=record.peer_id))
+                if not self._walker.near.get(key_id):
+                    await self._walker.walk([key_id], self._also(ALSO_ASKED))
+                peers = dict.fromkeys((*self._walker.near.get(key_id, ()), *self._also(ALSO_TOLD)))
+                answers = await asyncio.gather(*(self._node.store(peer, [row]) for peer in peers))
         except TimeoutError:
-            logger.debug("publishing at %s took more than %g s", key, STORE_SECONDS)
+            logger.debug("publishing at stage %d took more than %g s", record.stage, STORE_SECONDS)
             return False
+        return not answers or any(answer is not None and any(answer) for answer in answers)
 
     async def refresh(self) -> DirectoryView:
-        """Read all stages anew. A row stays until a newer one is found or its life ends, so a look-up that fails, or
-        sees only some of the records, loses nobody."""
-        found = await asyncio.gather(*(self._look_up(key) for key in self._keys))
+        """Read all stages anew. A row stays until a newer one is found, its life ends, or strangers' rows are so many
+        that not all have a place; a look-up that fails, or sees only some of the records, loses nobody."""
+        await self._walker.walk(self._key_ids, self._also(ALSO_ASKED))
         now = self.now()
-        view = DirectoryView(tuple(_merge(old, new, now) for old, new in zip(self._view.stages, found, strict=True)))
+        view = DirectoryView(tuple(self._rows(key_id, now) for key_id in self._key_ids))
         self._lost.seen(self._view, view, now)
         self._view = view
         if self._seeking is None or self._seeking.done():
             self._seeking = asyncio.create_task(self._seek_a_lost_peer(), name="seek a lost peer")
         return self._view
 
+    def _rows(self, key_id: Any, now: float) -> dict[PeerId, LiveRecord]:
+        live = self._records.live(key_id.to_bytes(), now)
+        return {peer: LiveRecord(held.record, held.expires, held.signed) for peer, held in live.items()}
+
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
-        """See `Directory.to_tell`."""
-        now = self.now()
-        own = sorted((row for row in self._own.values() if row.expires > now), key=lambda row: -row.expires)[:most]
-        others = [
-            SignedRecord(stage, peer, row.expires, row.signed)
-            for stage, rows in enumerate(self._view.stages)
-            for peer, row in rows.items()
-            if row.expires > now and peer != self._identity.peer_id
-        ]
+        """See `Directory.to_tell`. Others are those that have answered this node: nobody's word is passed on."""
+        now, own, others = self.now(), list[SignedRecord](), list[SignedRecord]()
+        for stage, key_id in enumerate(self._key_ids):
+            for peer, held in self._records.live(key_id.to_bytes(), now).items():
+                row = SignedRecord(stage, peer, held.expires, held.signed)
+                if peer == self._identity.peer_id:
+                    own.append(row)
+                elif self._acquaintances.answers(peer):
+                    others.append(row)
+        own = sorted(own, key=lambda row: -row.expires)[:most]
         return (*own, *self._rng.sample(others, min(most - len(own), len(others))))
 
     def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
         """See `Directory.told`."""
-        logger.debug("%s told %d records", teller, len(records))
-        return sum(self._take(row) for row in records)
-
-    def _take(self, row: SignedRecord) -> bool:
-        if row.stage >= len(self._keys):
-            return False
-        key = self._keys[row.stage]
-        believed = row.expires <= self.now() + MAX_LIFE_SECONDS
-        if not believed or self._validator.read_found(key, row.peer, row.signed, row.expires) is None:
-            return False
-        key_id: Any = DHTID.generate(source=key)
-        packed = self._node.protocol.serializer.dumps(row.signed)
-        return bool(self._node.protocol.storage.store_subkey(key_id, row.peer, packed, row.expires))
+        return sum(
+            self._intake.take(teller, self._key_ids[row.stage].to_bytes(), row.peer, row.signed, row.expires)
+            for row in records
+            if row.stage < len(self._keys)
+        )
 
     def neighbours(self) -> list[PeerId]:
         """Peers in the routing table of the DHT."""
-        return [PeerId(str(peer)) for peer in self._node.protocol.routing_table.peer_id_to_uid]
+        return [peer_name(peer) for peer in self._node.table.peer_id_to_uid]
 
     async def rejoin(self, peers: Iterable[PeerId]) -> int:
         """Find back into the DHT after p2pd was started anew; how many of `peers` answered.
 
         While it was away every look-up failed, and took the peers that it asked out of the routing table.
         """
-        self._node.blacklist.clear()
-        pings = (self._node.protocol.call_ping(PeerID.from_base58(peer)) for peer in peers)
-        return sum(answer is not None for answer in await asyncio.gather(*pings))
+        self._walker.forget()
+        return sum(await asyncio.gather(*(self._node.ping(_peer(peer)) for peer in peers)))
 
     async def close(self) -> None:
         """Stop serving the DHT. The p2pd it runs on stays."""
         if self._seeking is not None:
             await cancel_and_wait((self._seeking,))
-        try:
-            async with asyncio.timeout(STORE_SECONDS):
-                await self._node.shutdown()
-        except (TimeoutError, OSError):
-            logger.debug("the DHT did not shut down in order")
+        await self._walker.close()
+        await _leave(self._node)
+
+    def _also(self, most: int) -> list[Any]:
+        """Some peers of the view that have answered this node."""
+        known = {peer for rows in self._view.stages for peer in rows if self._acquaintances.answers(peer)}
+        known.discard(self._identity.peer_id)
+        return [_peer(peer) for peer in self._rng.sample(sorted(known), min(most, len(known)))]
 
     async def _seek_a_lost_peer(self) -> None:
-        """Ask for one that vanished: hivemind drops from its routes whoever fails to answer, and never asks again."""
+        """Ask for one that vanished: who fails to answer is dropped from the routes, and never asked again."""
         peer = self._lost.due(self.now())
-        if peer is None:
-            return
-        peer_id: Any = PeerID.from_base58(peer)
-        if await self._node.protocol.call_ping(peer_id) is not None:
-            self._node.blacklist.register_success(peer_id)
+        if peer is not None and await self._node.ping(_peer(peer)):
             logger.info("%s, which had vanished, answers again", peer)
 
-    async def _look_up(self, key: str) -> dict[PeerId, LiveRecord]:
-        try:
-            async with asyncio.timeout(LOOK_UP_SECONDS):
-                found: Any = await self._node.get(key, latest=True)
-        except TimeoutError:
-            logger.debug("the look-up of %s took more than %g s", key, LOOK_UP_SECONDS)
-            return {}
-        entries: object = None if found is None else found.value
-        if not isinstance(entries, dict):
-            return {}
-        rows: dict[PeerId, LiveRecord] = {}
-        for subkey, (value, expires) in cast("dict[object, tuple[object, float]]", entries).items():
-            record = self._validator.read_found(key, subkey, value, expires)
-            if record is not None and expires <= self.now() + MAX_LIFE_SECONDS:
-                rows[PeerId(record.peer_id)] = LiveRecord(record, expires, cast("bytes", value))
-        return rows
 
-
-async def join_directory(p2p: PrivateP2P, identity: Identity, run_id: str | None, stages: int) -> DhtDirectory:
+async def join_directory(
+    p2p: PrivateP2P,
+    identity: Identity,
+    run_id: str | None,
+    stages: int,
+    *,
+    acquaintances: Acquaintances | None = None,
+    record_seconds: float = MAX_LIFE_SECONDS,
+) -> DhtDirectory:
     """Join the DHT through the initial peers that `p2p` is connected to, or start a new one if there are none.
 
     Where `run_id` is None this node only holds the records of whatever runs come by, and looks up none (`stages` is 0).
+    Records that claim to live much longer than `record_seconds` are not held.
     Raises UserError: PEERS_UNREACHABLE where none of them answers in the DHT, CONFIG where clocks differ too much.
     """
-    validator = RecordValidator(run_id, stages)
-    peers = p2p.joined_peers
-    try:
-        async with asyncio.timeout(JOIN_SECONDS):
-            node = await cast("Any", DHTNode).create(
-                p2p=p2p.hivemind_p2p,
-                initial_peers=list(peers),
-                record_validator=validator,
-                wait_timeout=RPC_SECONDS,
-                cache_locally=False,
-                cache_nearest=0,
-                cache_on_store=False,
-                cache_refresh_before_expiry=0,
-                reuse_get_requests=False,
-            )
-    except ValidationError as error:
-        raise UserError(
-            ExitCode.CONFIG,
-            f"initial_peers: a peer does not accept this node ({error})",
-            "set this machine's clock (NTP), and see that others can reach the announced address",
-        ) from None
-    except (RuntimeError, TimeoutError):
-        raise peers_unreachable(dict.fromkeys(peers, "connected, but it does not answer in the directory")) from None
+    met = acquaintances or Acquaintances()
     keys = () if run_id is None else tuple(stage_key(run_id, stage) for stage in range(stages))
-    if run_id is None:
-        node.protocol.storage.maxsize = MOST_KEYS
-    return DhtDirectory(node, validator, identity, keys)
+
+    def esteem(peer: PeerId) -> Esteem:
+        if met.works(peer):
+            return Esteem.WORKS
+        return Esteem.KNOWN if met.answers(peer) else Esteem.HEARSAY
+
+    records = RecordStore(identity.peer_id, esteem, random.Random())
+    longest = min(MAX_LIFE_SECONDS, record_seconds) + WITHDRAWAL_SECONDS
+    validator = RecordValidator(run_id, stages)
+    intake = Intake(identity.peer_id, validator, records, met.answers, get_dht_time, longest)
+    node = await DhtNode.open(p2p.hivemind_p2p, intake, records)
+    directory = DhtDirectory(node, intake, records, identity, keys, met)
+    try:
+        await directory.enter(p2p.joined_peers)
+    except BaseException:
+        await directory.close()
+        raise
+    return directory
 
 
-def _merge(old: Mapping[PeerId, LiveRecord], new: Mapping[PeerId, LiveRecord], now: float) -> dict[PeerId, LiveRecord]:
-    merged = dict(old)
-    for peer, row in new.items():
-        if peer not in merged or row.expires >= merged[peer].expires:
-            merged[peer] = row
-    return {peer: row for peer, row in merged.items() if row.expires > now}
+async def _leave(node: DhtNode) -> None:
+    try:
+        async with asyncio.timeout(STORE_SECONDS):
+            await node.close()
+    except (TimeoutError, OSError, P2PDaemonError):
+        logger.debug("the DHT did not shut down in order")
+
+
+@lru_cache(maxsize=4096)
+def _peer(peer: PeerId) -> Any:
+    return PeerID.from_base58(peer)

@@ -14,14 +14,20 @@ import struct
 from collections import OrderedDict
 from typing import Any, cast
 
-import msgpack  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.dht.crypto import DHTRecord, RecordValidatorBase  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs]
+from pydantic_core import from_json
 
+from noloco_node.swarm.dht_dictionary import pack_one, unpack_one
 from noloco_node.swarm.directory import PeerRecord
 from noloco_node.swarm.identity import MAX_PUBLIC_KEY_BYTES, Identity, peer_id_of, verify
 
-MAX_RECORD_BYTES = 4096
+MAX_RECORD_BYTES = 1024
+"""Of what is signed: an honest record has some 320 bytes, an invitation 460 more."""
+MAX_SIGNED_BYTES = MAX_RECORD_BYTES + MAX_PUBLIC_KEY_BYTES + 520
+"""With the longest key and signature, which have the sizes that they must have, around it."""
+MAX_UNKNOWN_FIELDS = 4
+"""Of newer versions; padding has no other place."""
 MAX_SUBKEY_BYTES = 160
 MAX_EXPIRY = float(1 << 40)
 """Seconds since 1970 that no honest record reaches; keeps arithmetic with expiries harmless."""
@@ -30,7 +36,6 @@ CACHED_VERDICTS = 8192
 _DOMAIN = b"noloco directory record 1\0"
 _LENGTHS = struct.Struct(">BHH")
 _FORMAT = 1
-_msgpack: Any = msgpack
 
 
 def stage_key(run_id: str, stage: int) -> str:
@@ -74,7 +79,7 @@ class RecordValidator(RecordValidatorBase):
         if not isinstance(expires, float):
             return None
         stage = self._stages.get(key)
-        bounded = len(value) <= MAX_RECORD_BYTES and len(subkey) <= MAX_SUBKEY_BYTES
+        bounded = len(value) <= MAX_SIGNED_BYTES and len(subkey) <= MAX_SUBKEY_BYTES
         if (
             (stage is None and not self._any_key)
             or not bounded
@@ -95,35 +100,52 @@ class RecordValidator(RecordValidatorBase):
             self._verdicts.popitem(last=False)
         return verdict
 
+    def read_at(self, key: bytes, signer: str, signed: bytes, expires: float) -> PeerRecord | None:
+        """Like `read`, for what is at hand unpacked."""
+        return self.read(key, pack_one(signer), pack_one(signed), expires)
+
     def read_found(self, key: str, subkey: object, value: object, expires: float) -> PeerRecord | None:
         """Like `read`, for what hivemind's `get` hands out."""
         if not isinstance(subkey, str) or not isinstance(value, bytes):
             return None
-        return self.read(_digest(key), _pack(subkey), _pack(value), expires)
+        return self.read(_digest(key), pack_one(subkey), pack_one(value), expires)
 
 
 def _parse(
     stage: int | None, key: bytes, packed_subkey: bytes, packed_value: bytes, expires: float
 ) -> PeerRecord | None:
-    subkey, value = _unpack(packed_subkey), _unpack(packed_value)
+    subkey, value = unpack_one(packed_subkey), unpack_one(packed_value)
     if not isinstance(subkey, str) or not isinstance(value, bytes):
         return None
     # Only one spelling of each is accepted, or a copy in another spelling would be a second record.
-    if _pack(subkey) != packed_subkey or _pack(value) != packed_value:
+    if pack_one(subkey) != packed_subkey or pack_one(value) != packed_value:
         return None
     version, public_length, signature_length = cast("tuple[int, int, int]", _LENGTHS.unpack_from(value))
     public_end = _LENGTHS.size + public_length
     payload_start = public_end + signature_length
     if version != _FORMAT or public_length > MAX_PUBLIC_KEY_BYTES or payload_start >= len(value):
         return None
+    if len(value) - payload_start > MAX_RECORD_BYTES:
+        return None
     public_key, signature = value[_LENGTHS.size : public_end], value[public_end:payload_start]
     payload = value[payload_start:]
     if peer_id_of(public_key) != subkey:
         return None
-    record = PeerRecord.model_validate_json(payload)
+    record = _record_of(payload)
     if record.peer_id != subkey or stage not in (None, record.stage):
         return None
     return record if verify(public_key, signature, _place(key, subkey, expires) + payload) else None
+
+
+def _record_of(payload: bytes) -> PeerRecord:
+    """ValueError (ValidationError included) for what is none."""
+    parsed: object = from_json(payload, allow_inf_nan=False)
+    if not isinstance(parsed, dict):
+        raise ValueError("it is no JSON object")
+    fields = cast("dict[str, object]", parsed)
+    if len(fields.keys() - PeerRecord.model_fields.keys()) > MAX_UNKNOWN_FIELDS:
+        raise ValueError("too many fields that are not known")
+    return PeerRecord.model_validate_json(payload)
 
 
 def _place(key: bytes, subkey: str, expires: float) -> bytes:
@@ -134,16 +156,3 @@ def _place(key: bytes, subkey: str, expires: float) -> bytes:
 def _digest(key: str) -> bytes:
     identifier: Any = DHTID.generate(source=key)
     return bytes(identifier.to_bytes())
-
-
-def _pack(value: object) -> bytes:
-    return bytes(_msgpack.packb(value, use_bin_type=True))
-
-
-def _unpack(data: bytes) -> object:
-    """One MessagePack value without extension types; ValueError for anything else."""
-    return _msgpack.unpackb(data, raw=False, strict_map_key=True, ext_hook=_no_extension)
-
-
-def _no_extension(code: int, data: bytes) -> object:
-    raise ValueError(f"extension type {code} of {len(data)} bytes")

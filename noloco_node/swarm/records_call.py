@@ -14,6 +14,7 @@ from typing import Annotated
 from pydantic import Field
 
 from noloco_node.swarm.directory import Directory, SignedRecord
+from noloco_node.swarm.record_validator import MAX_SIGNED_BYTES
 from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, Transport, TransportError
 from noloco_node.swarm.typed_calls import ask
 from noloco_node.swarm.wire import RunName, StageIndex, WireModel, no_tensors, parse
@@ -22,8 +23,8 @@ METHOD = "records"
 TIMEOUT_SECONDS = 5.0
 MOST_TOLD = 12
 """Records in one message, the teller's own included: what a header holds, and few enough to check at once."""
-MAX_SIGNED_TEXT = 1400
-"""Characters of a signed record of the largest size in base64."""
+MAX_SIGNED_TEXT = 4 * (-(-MAX_SIGNED_BYTES // 3))
+"""Characters in base64."""
 
 
 class ToldRecord(WireModel):

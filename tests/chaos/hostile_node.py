@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hivemind.dht.routing import DHTID
 from torch import Tensor
 
 from noloco_node import node
@@ -27,6 +28,7 @@ from noloco_node.replica import Replica
 from noloco_node.swarm import microbatch
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.frames import END_FRAME, FrameKind, encode_envelope, encode_frame, encode_prefix, tensor_bytes
+from noloco_node.swarm.guarded_dht import Stored
 from noloco_node.swarm.libp2p_transport import STREAM_PROTOCOL
 from noloco_node.swarm.microbatch import MicrobatchHeader, Trained
 from noloco_node.swarm.pipeline import PipelineServer
@@ -222,8 +224,10 @@ class Attacker:
             (sign_record(identity, key, record, expires), self._transport.peer_id, expires + 1000),
             (b"\xff" * 100, peer, expires),
         ):
+            row = Stored(DHTID.generate(source=key).to_bytes(), subkey, value, until)
             async with asyncio.timeout(2):
-                await directory._node.store(key, value, until, subkey=subkey, exclude_self=True)
+                for near in list(directory._node.table.peer_id_to_uid):
+                    await directory._node.store(near, [row])
 
     def _header(self, stage: int) -> dict[str, Any]:
         spec = self._replica.spec

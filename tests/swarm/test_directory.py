@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.swarm.dht_directory import join_directory
 from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
+from noloco_node.swarm.guarded_dht import node_id_of
 from noloco_node.swarm.identity import Identity, load_or_create_identity
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.p2p_daemon import running_p2p
@@ -166,9 +167,10 @@ async def test_halves_that_forgot_each_other_find_each_other_again(tmp_path: Pat
 
             assert await publish_and_read(1.0) == [ids, ids]
             for directory, _ in nodes:
-                table = directory._node.protocol.routing_table
+                table = directory._node.table
                 for node_id in list(table.uid_to_peer_id):
                     del table[node_id]
+                directory._walker.forget()
             await eventually(lambda: not any(live_ids(directory, 0) for directory, _ in nodes), what="records end")
             alone = await publish_and_read(30.0)
             assert alone == [{identity.peer_id} for _, identity in nodes]
@@ -186,13 +188,14 @@ async def test_a_hostile_node_harms_no_reader(tmp_path: Path) -> None:
     Every honest reader still sees all honest records, in time, and only those."""
     with nothing_left_behind():
         async with dht_nodes(tmp_path, 3) as nodes:
-            [address] = nodes[0][0]._node.protocol.p2p._visible_maddrs
+            [address] = nodes[0][0]._node._p2p._visible_maddrs
             evil = load_or_create_identity(tmp_path / "evil.key")
             settings_ = NodeSettings(initial_peers=(f"{address}/p2p/{nodes[0][1].peer_id}",))
             for number, (directory, identity) in enumerate(nodes):
                 assert await directory.publish(record_of(identity.peer_id, number % 2), 60)
             async with running_p2p(settings_, evil) as p2p:
-                hostile = await DHTNode.create(p2p=p2p.hivemind_p2p, initial_peers=list(p2p.joined_peers))
+                own = node_id_of(p2p.hivemind_p2p.peer_id)
+                hostile = await DHTNode.create(p2p=p2p.hivemind_p2p, node_id=own, initial_peers=list(p2p.joined_peers))
                 stored = await store_poison(hostile, evil, nodes[1][1].peer_id, nodes[0][0].now() + 60)
                 assert stored == [], f"honest nodes took {stored}"
                 for directory, _ in nodes:

@@ -1,0 +1,240 @@
+"""The signed records that a node holds, for itself and for others: bounded, and hard to fill with strangers' keys.
+
+Records cost their signers nothing, so where places are short it counts what this node knows of the signer: that it
+works, that it answers, that it brought its record itself. Among equals chance decides who goes; whoever has a place
+cannot keep it by filling the others, and who renews its record comes back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeVar
+
+from noloco_node.swarm.directory import PeerRecord
+from noloco_node.swarm.peer_id import PeerId
+
+T = TypeVar("T")
+
+MOST_RECORDS = 512
+"""Records under one key."""
+MOST_HEARSAY = 64
+"""Records under one key that one peer brought of others, of whom this node knows nothing more."""
+MOST_KEYS = 4096
+"""Stages of other people's runs that a seed holds the records of."""
+MOST_KEYS_A_SIGNER = 8
+"""A node serves one stage and may have just left some."""
+MOST_IN_ALL = 16_384
+REGULAR_SECONDS = 60.0
+"""Whoever has brought its own record for this long, again and again, is known by that."""
+SWEEP_SECONDS = 1.0
+SAMPLED = 32
+"""Places that are looked at for one to give up."""
+
+
+class Esteem(IntEnum):
+    """What is known of a record's signer, the least first."""
+
+    HEARSAY = 0
+    """Somebody else brought the record."""
+    DIRECT = 1
+    """The signer brought it itself, over its own link."""
+    KNOWN = 2
+    """It has answered this node, or has brought its record for a while."""
+    WORKS = 3
+    OWN = 4
+
+
+@dataclass(slots=True)
+class Held:
+    """One record. Expiry in DHT time, seconds; `signed` is what its owner signed."""
+
+    record: PeerRecord
+    signed: bytes
+    expires: float
+    storer: PeerId
+    """Who brought it when it took its place."""
+    first_direct: float | None = None
+    """When its signer first brought it itself."""
+    last_direct: float = 0.0
+
+
+class RecordStore:
+    """Records by key and signer. `esteem` says what is known of a peer; time is handed in."""
+
+    def __init__(
+        self,
+        own: PeerId,
+        esteem: Callable[[PeerId], Esteem],
+        rng: random.Random,
+        *,
+        most_records: int = MOST_RECORDS,
+        most_keys: int = MOST_KEYS,
+        most_in_all: int = MOST_IN_ALL,
+    ) -> None:
+        self._own = own
+        self._esteem = esteem
+        self._rng = rng
+        self._most_records, self._most_keys, self._most_in_all = most_records, most_keys, most_in_all
+        self._rows: dict[bytes, dict[PeerId, Held]] = {}
+        self._keys_of: Counter[PeerId] = Counter()
+        self._hearsay: Counter[tuple[bytes, PeerId]] = Counter()
+        self._count = 0
+        self._swept = 0.0
+        """When all ended records were last cleared away."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def keys(self) -> tuple[bytes, ...]:
+        """The keys that records are held under."""
+        return tuple(self._rows)
+
+    def held(self, key: bytes, signer: PeerId) -> Held | None:
+        """What is held of `signer` under `key`; its life may have ended."""
+        return self._rows.get(key, {}).get(signer)
+
+    def live(self, key: bytes, now: float) -> Mapping[PeerId, Held]:
+        """All records under `key` that live, by signer."""
+        self._drop_ended(key, now)
+        return dict(self._rows.get(key, {}))
+
+    def best_first(self, key: bytes, now: float) -> list[tuple[PeerId, Held]]:
+        """The same, those of whose signers most is known first, equals by chance."""
+        rows = list(self.live(key, now).items())
+        self._rng.shuffle(rows)
+        rows.sort(key=lambda row: -self.esteem_of(row[0], row[1], now))
+        return rows
+
+    def esteem_of(self, signer: PeerId, held: Held, now: float) -> Esteem:
+        """What is known of the signer of a record that is held."""
+        if signer == self._own:
+            return Esteem.OWN
+        known = self._esteem(signer)
+        if known >= Esteem.KNOWN or held.first_direct is None:
+            return max(known, Esteem.HEARSAY)
+        regular = held.last_direct - held.first_direct >= REGULAR_SECONDS and now - held.last_direct < REGULAR_SECONDS
+        return Esteem.KNOWN if regular else Esteem.DIRECT
+
+    def touch(self, held: Held, signer: PeerId, storer: PeerId, now: float) -> None:
+        """`storer` brought what is held already."""
+        if storer == signer:
+            held.first_direct = now if held.first_direct is None else held.first_direct
+            held.last_direct = now
+
+    def put(self, key: bytes, signer: PeerId, row: Held, now: float) -> bool:
+        """Take in a checked record that `row.storer` brought; False where there is no place for it, or one that
+        expires no earlier is held."""
+        old = self.held(key, signer)
+        if old is not None and old.expires > now:
+            self.touch(old, signer, row.storer, now)
+            if row.expires <= old.expires:
+                return False
+            old.record, old.signed, old.expires = row.record, row.signed, row.expires
+            return True
+        if old is not None:
+            self._drop(key, signer)
+        self.touch(row, signer, row.storer, now)
+        if not self._make_room(key, signer, row, now):
+            return False
+        self._rows.setdefault(key, {})[signer] = row
+        self._count += 1
+        self._keys_of[signer] += 1
+        if row.storer != signer:
+            self._hearsay[key, row.storer] += 1
+        return True
+
+    def _make_room(self, key: bytes, signer: PeerId, row: Held, now: float) -> bool:
+        esteem = self.esteem_of(signer, row, now)
+        if esteem is Esteem.OWN:
+            return True
+        if self._keys_of[signer] >= MOST_KEYS_A_SIGNER:
+            return False
+        if esteem is Esteem.HEARSAY and self._hearsay[key, row.storer] >= MOST_HEARSAY:
+            self._keep_hearsay_bounded(key, row.storer, now)
+        if len(self._rows.get(key, ())) >= self._most_records:
+            self._drop_ended(key, now)
+        if len(self._rows.get(key, ())) >= self._most_records:
+            return self._give_up_place(key, esteem, now)
+        if key not in self._rows and len(self._rows) >= self._most_keys:
+            return self._give_up_key(esteem, now)
+        if self._count >= self._most_in_all:
+            self._drop_all_ended(now)
+        if self._count >= self._most_in_all:
+            largest = max(self._sampled(self._rows), key=lambda each: len(self._rows[each]))
+            return self._give_up_place(largest, esteem, now)
+        return True
+
+    def _keep_hearsay_bounded(self, key: bytes, storer: PeerId, now: float) -> None:
+        """What one peer brings of others takes the place of something that it brought before."""
+        rows = self._rows[key]
+        mine = [
+            signer
+            for signer, held in rows.items()
+            if held.storer == storer != signer and self.esteem_of(signer, held, now) is Esteem.HEARSAY
+        ]
+        if len(mine) >= MOST_HEARSAY:
+            self._drop(key, self._rng.choice(mine))
+
+    def _give_up_place(self, key: bytes, esteem: Esteem, now: float) -> bool:
+        """Whoever is not hearsay gets a place in any case, or newcomers would be shut out of a full stage; but only a
+        small share of the places falls to those of whom least is known, since all others are left alone while one of
+        theirs is among those looked at."""
+        rows = self._rows[key]
+        among = self._sampled(signer for signer in rows if signer != self._own)
+        if not among:
+            return False
+        victim = min(among, key=lambda signer: self.esteem_of(signer, rows[signer], now))
+        if esteem is Esteem.HEARSAY and self.esteem_of(victim, rows[victim], now) > esteem:
+            return False
+        self._drop(key, victim)
+        return True
+
+    def _give_up_key(self, esteem: Esteem, now: float) -> bool:
+        self._drop_all_ended(now)
+        if len(self._rows) < self._most_keys:
+            return True
+
+        def best(key: bytes) -> Esteem:
+            rows = self._rows[key]
+            return max(self.esteem_of(signer, rows[signer], now) for signer in self._sampled(rows))
+
+        victim = min(self._sampled(self._rows), key=best)
+        if best(victim) > esteem:
+            return False
+        for signer in list(self._rows[victim]):
+            self._drop(victim, signer)
+        return True
+
+    def _sampled(self, among: Iterable[T]) -> list[T]:
+        every = list(among)
+        return self._rng.sample(every, min(SAMPLED, len(every)))
+
+    def _drop_all_ended(self, now: float) -> None:
+        """Looks at everything, so not at every record of a flood."""
+        if abs(now - self._swept) < SWEEP_SECONDS:
+            return
+        self._swept = now
+        for key in list(self._rows):
+            self._drop_ended(key, now)
+
+    def _drop_ended(self, key: bytes, now: float) -> None:
+        for signer in [signer for signer, held in self._rows.get(key, {}).items() if held.expires <= now]:
+            self._drop(key, signer)
+
+    def _drop(self, key: bytes, signer: PeerId) -> None:
+        rows = self._rows[key]
+        held = rows.pop(signer)
+        self._count -= 1
+        self._keys_of[signer] -= 1
+        if not self._keys_of[signer]:
+            del self._keys_of[signer]
+        if held.storer != signer:
+            self._hearsay[key, held.storer] -= 1
+            if not self._hearsay[key, held.storer]:
+                del self._hearsay[key, held.storer]
+        if not rows:
+            del self._rows[key]
