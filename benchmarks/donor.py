@@ -30,7 +30,7 @@ from noloco_node.swarm.transport import PeerId, Refused, TransportError
 from noloco_node.telemetry.events import EventReader, InnerStep, NodeStarted
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.stage_trainer import StageTrainer
-from noloco_node.training.stage_worker import StageWorker
+from noloco_node.training.stage_worker import StageWorker, outer_of
 
 SETTINGS = (
     "run.model.stages=1",
@@ -51,7 +51,7 @@ class Reader:
     def __init__(self, config: Config, transport: Libp2pTransport, donor: PeerId) -> None:
         run = config.run
         trainer = StageTrainer(build_stage(run.model, 0), run.inner, device="cpu", wire_dtype=torch.float32)
-        self._worker = StageWorker(run, trainer, ComputeThread(), lambda _: None)
+        self._worker = StageWorker(run, trainer, outer_of(run, trainer.master), ComputeThread(), lambda _: None)
         self._run, self._transport, self._donor = run, transport, donor
         self.reading = asyncio.Event()
         self.bytes = 0

@@ -27,7 +27,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.interrupts import Interrupts, interruptible
 from noloco_node.model.stage import Stage, build_stage
 from noloco_node.network import Agree, Network, network
-from noloco_node.replica import Replica
+from noloco_node.replica import Replica, on_its_device
 from noloco_node.stays import BeginsFrom, Stays, stays_of
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
@@ -181,7 +181,7 @@ async def _stay(place: _Place, stage_index: int) -> AsyncGenerator[_Stay | None]
             replica = Replica(
                 spec,
                 net.settings,
-                stage,
+                await on_its_device(spec, net.settings, stage, place.thread),
                 net.transport,
                 net.directory,
                 place.thread,

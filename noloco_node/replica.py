@@ -45,8 +45,7 @@ from noloco_node.telemetry.events import AnyEvent, InnerStep, OuterStep, Probati
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.pace import Capacity, Pace
 from noloco_node.training.progress import Progress
-from noloco_node.training.stage_trainer import StageTrainer
-from noloco_node.training.stage_worker import InnerReport, StageWorker
+from noloco_node.training.stage_worker import InnerReport, PlacedStage, StageWorker, place_stage
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +60,12 @@ STARTS_ALONE = (
 )
 
 
+async def on_its_device(spec: RunSpec, settings: NodeSettings, stage: Stage, thread: ComputeThread) -> PlacedStage:
+    """Put a stage where a replica of it trains (`place_stage`)."""
+    wire_dtype = WIRE_DTYPES[spec.pipeline.activations]
+    return await place_stage(spec, stage, thread, device=settings.device, wire_dtype=wire_dtype)
+
+
 class Replica:
     """The parts of one replica and the order in which they live. `emit` receives every event."""
 
@@ -68,7 +73,7 @@ class Replica:
         self,
         spec: RunSpec,
         settings: NodeSettings,
-        stage: Stage,
+        placed: PlacedStage,
         transport: Transport,
         directory: Directory,
         thread: ComputeThread,
@@ -79,6 +84,7 @@ class Replica:
         guards: Callable[[], int | None] = lambda: None,
         relayed: Callable[[PeerId], Awaitable[bool]] = nobody_relayed,
     ) -> None:
+        stage = placed.stage
         assert (samples is not None) == stage.cut.is_first, "stage 0, and only it, has the text"
         self.spec = spec
         self.cut = stage.cut
@@ -94,7 +100,7 @@ class Replica:
         self._rng = random.Random(f"{settings.seed}/{transport.peer_id}")
         self._moved = Pulse()
         self.ledger = ledger or Ledger()
-        self.worker = self._make_worker(stage, thread)
+        self.worker = StageWorker(spec, placed.trainer, placed.outer, thread, self._inner_step_taken)
         self.membership = self._make_membership(directory)
         self._book = RoutingBook(spec.pipeline.routing, self._rng, time.monotonic)
         self._downstream = (
@@ -127,11 +133,6 @@ class Replica:
         """An origin has found the run to be over before its own clock was at the target."""
         self._last_step_taken = False
         transport.conduct.on_ban = lambda _: self._directory_read()
-
-    def _make_worker(self, stage: Stage, thread: ComputeThread) -> StageWorker:
-        wire_dtype = WIRE_DTYPES[self.spec.pipeline.activations]
-        trainer = StageTrainer(stage, self.spec.inner, device=self._settings.device, wire_dtype=wire_dtype)
-        return StageWorker(self.spec, trainer, thread, self._inner_step_taken)
 
     def _make_membership(self, directory: Directory) -> Membership:
         return Membership(

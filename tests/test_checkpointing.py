@@ -25,7 +25,7 @@ from noloco_node.data.walk import WalkPosition, WindowWalk
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import build_stage
 from noloco_node.outer.codec import CodecName
-from noloco_node.replica import Replica
+from noloco_node.replica import Replica, on_its_device
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder, Standing, Written, read_checkpoint
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
@@ -80,7 +80,8 @@ async def lone_node(spec: RunSpec, folder: CheckpointFolder, saved: Checkpoint |
     thread, transport = ComputeThread(), MemoryTransport(MemoryNetwork(), peer_name(0, 0))
     try:
         directory, stage = MemoryDirectory(MemoryDirectoryHub(1)), build_stage(spec.model, 0)
-        replica = Replica(spec, settings, stage, transport, directory, thread, samples=samples, emit=events.append)
+        placed = await on_its_device(spec, settings, stage, thread)
+        replica = Replica(spec, settings, placed, transport, directory, thread, samples=samples, emit=events.append)
         with CheckpointKeeper(replica, folder, events.append, settings) as keeper:
             if saved is not None:
                 await keeper.resume(saved)
@@ -195,8 +196,9 @@ async def test_a_checkpoint_of_a_later_stage_keeps_what_is_left_from_stage_0(tmp
         for books, saved in ((left, False), (ledger, True)):
             directory, stage = MemoryDirectory(MemoryDirectoryHub(2)), build_stage(spec.model, 1)
             events = list[AnyEvent]()
+            placed = await on_its_device(spec, settings, stage, thread)
             replica = Replica(
-                spec, settings, stage, transport, directory, thread, samples=None, emit=events.append, ledger=books
+                spec, settings, placed, transport, directory, thread, samples=None, emit=events.append, ledger=books
             )
             with CheckpointKeeper(replica, folder, events.append, settings) as keeper:
                 if saved:

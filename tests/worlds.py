@@ -24,7 +24,7 @@ from noloco_node.config.run_spec import (
 )
 from noloco_node.data.samples import Samples
 from noloco_node.model.stage import build_stage
-from noloco_node.replica import Replica
+from noloco_node.replica import Replica, on_its_device
 from noloco_node.swarm.dht_directory import join_directory
 from noloco_node.swarm.directory import Directory
 from noloco_node.swarm.identity import load_or_create_identity
@@ -175,7 +175,7 @@ async def _populate(
         replica = Replica(
             spec,
             settings,
-            build_stage(spec.model, stage),
+            await on_its_device(spec, settings, build_stage(spec.model, stage), thread),
             transport,
             directory,
             thread,

@@ -146,7 +146,7 @@ def packed_size(sizes: Sizes) -> int:
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in sizes.values())
 
 
-def unpack(buffer: bytearray, sizes: Sizes) -> dict[str, Tensor]:
+def unpack(buffer: bytearray | memoryview, sizes: Sizes) -> dict[str, Tensor]:
     """The tensors of a `PackedState`, as views. Raises BadAnswer where one is not finite."""
     state: dict[str, Tensor] = {}
     offset = 0

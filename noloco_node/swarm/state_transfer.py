@@ -7,6 +7,8 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
+import torch
+
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.state_messages import (
     CHUNK,
@@ -47,7 +49,8 @@ class Download:
         self.size = size
         self.chunk = chunk
         self.chunks = math.ceil(size / chunk)
-        self.buffer = bytearray(size)
+        # A bytearray of that size would be zeroed with the interpreter held, and the event loop with it.
+        self.buffer = torch.zeros(size, dtype=torch.uint8).numpy().data
         self.snapshot = ""
         """Name of the snapshot that was read last: a donor that still holds it goes on with it."""
         self._have = [b""] * self.chunks

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.model.stage import Stage
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.replica import OuterReplica, Part, fragments_of
 from noloco_node.outer.update import OuterRule
@@ -88,6 +89,43 @@ class WholeState:
     """Time the compute thread was held for it."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedStage:
+    """A stage with all vectors that its training takes: several times its weights, so it is never made on the loop."""
+
+    stage: Stage
+    trainer: StageTrainer
+    outer: OuterReplica
+
+
+async def place_stage(
+    spec: RunSpec, stage: Stage, thread: ComputeThread, *, device: str, wire_dtype: torch.dtype
+) -> PlacedStage:
+    """Put a stage on its device (`node.device`), on the thread that owns that. UserError (CONFIG) as
+    `check_fragments`."""
+
+    def work() -> PlacedStage:
+        trainer = StageTrainer(stage, spec.inner, device=device, wire_dtype=wire_dtype)
+        return PlacedStage(stage, trainer, outer_of(spec, trainer.master))
+
+    return await thread.run(Priority.STEP, work)
+
+
+def outer_of(spec: RunSpec, master: Tensor) -> OuterReplica:
+    """The outer state of a stage that begins at these weights (flat, any device). UserError (CONFIG) as
+    `check_fragments`."""
+    outer = spec.outer
+    slow = master.to("cpu", copy=True)
+    check_fragments(spec, slow.numel())
+    return OuterReplica(
+        OuterRule(outer.alpha, outer.beta, outer.effective_gamma, outer.momentum),
+        slow,
+        codec=CODECS[outer.codec],
+        chunk_bytes=spec.limits.chunk_bytes,
+        fragments=outer.fragments,
+    )
+
+
 class OnHost(Protocol):
     """Runs host arithmetic off the event loop and off the compute thread."""
 
@@ -104,11 +142,13 @@ class StageWorker:
         self,
         spec: RunSpec,
         trainer: StageTrainer,
+        outer: OuterReplica,
         thread: ComputeThread,
         on_inner_step: Callable[[InnerReport], None],
     ) -> None:
         self._spec = spec
         self._trainer = trainer
+        self.outer = outer
         self._thread = thread
         self._on_inner_step = on_inner_step
         self._credit = 0.0
@@ -117,19 +157,6 @@ class StageWorker:
         """As of the last gradient that was added, with the inner step where one was due. One value, since others read
         it while the device's thread works."""
         self.progress = Progress(marks=staggered(spec.outer.fragments, spec.outer.inner_steps))
-        self.outer = self._make_outer()
-
-    def _make_outer(self) -> OuterReplica:
-        outer = self._spec.outer
-        slow = self._trainer.master.to("cpu", copy=True)
-        check_fragments(self._spec, slow.numel())
-        return OuterReplica(
-            OuterRule(outer.alpha, outer.beta, outer.effective_gamma, outer.momentum),
-            slow,
-            codec=CODECS[outer.codec],
-            chunk_bytes=self._spec.limits.chunk_bytes,
-            fragments=outer.fragments,
-        )
 
     @property
     def contract(self) -> str:
@@ -270,10 +297,13 @@ class StageWorker:
 
     async def load_slow_weights(self, clock: float, outer_rounds: int, weights: Tensor) -> None:
         """Begin anew at these slow weights (flat, host): fast weights equal to them, all momenta and moments zero."""
-        zeros = dict.fromkeys(("momentum", "exp_avg", "exp_avg_sq"), torch.zeros(weights.numel()))
-        slow = weights.to(torch.float32)
-        state = {"fast": slow, "slow": slow, **zeros, "optimizer_steps": torch.tensor(0)}
-        await self.load_full_state(clock, outer_rounds, state)
+
+        def state() -> dict[str, Tensor]:
+            zeros = dict.fromkeys(("momentum", "exp_avg", "exp_avg_sq"), torch.zeros(weights.numel()))
+            slow = weights.to(torch.float32)
+            return {"fast": slow, "slow": slow, **zeros, "optimizer_steps": torch.tensor(0)}
+
+        await self.load_full_state(clock, outer_rounds, await asyncio.to_thread(state))
 
     async def load_full_state(self, clock: float, outer_rounds: int, state: Mapping[str, Tensor]) -> None:
         """Become a copy of a fellow: its state as `full_state()` gives it, its clock and round. Own counts start anew

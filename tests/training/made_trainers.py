@@ -11,7 +11,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import Stage, build_stage
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.stage_trainer import StageTrainer
-from noloco_node.training.stage_worker import InnerReport, StageWorker
+from noloco_node.training.stage_worker import InnerReport, StageWorker, outer_of
 
 
 def make_trainer(spec: RunSpec, stage: int) -> StageTrainer:
@@ -42,6 +42,6 @@ async def lone_worker(spec: RunSpec) -> AsyncIterator[tuple[StageWorker, StageTr
     trainer = make_trainer(spec, 0)
     reports: list[InnerReport] = []
     try:
-        yield StageWorker(spec, trainer, thread, reports.append), trainer, reports
+        yield StageWorker(spec, trainer, outer_of(spec, trainer.master), thread, reports.append), trainer, reports
     finally:
         await thread.close()

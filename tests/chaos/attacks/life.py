@@ -37,7 +37,7 @@ from noloco_node.swarm.transport import (
 )
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.stage_trainer import StageTrainer
-from noloco_node.training.stage_worker import StageWorker
+from noloco_node.training.stage_worker import StageWorker, outer_of
 
 RPC_SECONDS = 3.0
 CALL_SECONDS = 5.0
@@ -187,15 +187,11 @@ def digest_of(key: str) -> bytes:
 
 def make_workers(spec: RunSpec) -> list[StageWorker]:
     """One for each stage. `Life.close_workers` ends them."""
-    return [
-        StageWorker(
-            spec,
-            StageTrainer(build_stage(spec.model, stage), spec.inner, device="cpu", wire_dtype=torch.float32),
-            ComputeThread(),
-            lambda _: None,
-        )
-        for stage in range(spec.stages)
-    ]
+    workers: list[StageWorker] = []
+    for stage in range(spec.stages):
+        trainer = StageTrainer(build_stage(spec.model, stage), spec.inner, device="cpu", wire_dtype=torch.float32)
+        workers.append(StageWorker(spec, trainer, outer_of(spec, trainer.master), ComputeThread(), lambda _: None))
+    return workers
 
 
 @contextlib.asynccontextmanager
