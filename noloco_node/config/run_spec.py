@@ -209,8 +209,9 @@ class PipelineSpec(Settings):
     put_backs: Annotated[int, Field(ge=0)] = 5
     """Times that a sample is put back before it is dropped with a reason."""
     audit_share: Annotated[float, Field(ge=0.0, le=1.0)] = 1 / 32
-    """Share of the microbatches that a second next-stage replica trains too, so that their gradients can be compared
-    (stages of three replicas and more). New, doubted and unusual peers are looked at more often. 0: none."""
+    """Share of its work that the last stage does twice, at the most, so that gradients of next-stage replicas can be
+    compared (stages of three replicas and more): divided over the hops. New peers and unusual gradients are looked at
+    first; what a doubt calls for comes on top. 0: none."""
 
     @model_validator(mode="after")
     def _progress_within_budget(self) -> PipelineSpec:

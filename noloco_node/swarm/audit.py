@@ -45,6 +45,12 @@ BUSY_SECONDS = 1.0
 """After which a doubted peer that is busy or about to leave is asked again; who breaks off waits for a whole trial."""
 
 
+def share_of_a_hop(share: float, hops: int) -> float:
+    """The share that the sender of each of so many hops may have trained twice. Nothing tells a copy from the first, so
+    copies are copied again further down: at the last stage all of them together come to `share` of the work."""
+    return (1.0 + share) ** (1.0 / hops) - 1.0
+
+
 class Finding(StrEnum):
     """How an audit ended."""
 
@@ -98,9 +104,12 @@ class Auditor:
         train_again: Callable[[PeerId, Outgoing, float], Awaitable[Trained]],
         rng: random.Random,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        allowance: float = JURY,
     ) -> None:
-        """`train_again` has a peer train a microbatch again, under another id, with the budget (seconds) that the
-        first had: nothing must tell the two apart. Refused, TransportError."""
+        """`share`: copies for each microbatch, all audits together but those that a doubt calls for; `allowance`: how
+        many there may be at once to begin with. `train_again` has a peer train a microbatch again, under another id,
+        with the budget (seconds) that the first had: nothing must tell the two apart. Refused, TransportError."""
         self._share = share
         self._book = book
         self._train_again = train_again
@@ -108,6 +117,8 @@ class Auditor:
         self._clock = clock
         self._cases: asyncio.Queue[_Case] = asyncio.Queue()
         self._at_work = False
+        self._credit, self._most_credit = allowance, max(allowance, float(JURY))
+        """Copies that may be asked for now without a doubt."""
         self._norms = NormBound(UNUSUAL)
         self._silent_until: dict[PeerId, float] = {}
         """Doubted peers that did not answer, and when they are asked again: they must not hold the audits up."""
@@ -116,10 +127,11 @@ class Auditor:
 
     def consider(self, first: Trained, outgoing: Outgoing, *, budget: float, took: float) -> None:
         """Audit a microbatch that a peer has answered, where no other is being audited, and the stage has enough
-        replicas to decide: the first of each peer, one whose gradient is unusually large, all of a doubted peer, any
-        while one is on trial and to be heard, and of the others a share. `budget` and `took`: the seconds that the
-        answer had and needed."""
+        replicas to decide: all of a doubted peer and any while one is on trial and to be heard; and as far as the share
+        goes the first of each peer, one whose gradient is unusually large, and others at random. `budget` and `took`:
+        the seconds that the answer had and needed."""
         peer = PeerId(first.peer)
+        self._credit = min(self._most_credit, self._credit + self._share)
         unusual = self._norms.factor(peer, first.scale) < 1.0
         if self._share == 0.0 or self._at_work or self._book.trust(peer) is Trust.SET_ASIDE:
             return
@@ -127,11 +139,19 @@ class Auditor:
         spotless = len(self._book.peers) - len(doubted)
         if spotless + (peer in doubted or bool(suspects)) < JURY:
             return
-        heard = self._book.repute(peer)
-        due = unusual or heard.audits == 0 or peer in doubted or bool(suspects)
-        if due or self._rng.random() < self._share:
-            self._at_work = True
-            self._cases.put_nowait(_Case(first, outgoing, budget, took))
+        if peer in doubted or suspects:
+            self._take_up(_Case(first, outgoing, budget, took))
+        elif self._credit >= 1.0 and (unusual or self._book.repute(peer).audits == 0 or self._is_drawn()):
+            self._credit -= 1.0
+            self._take_up(_Case(first, outgoing, budget, took))
+
+    def _is_drawn(self) -> bool:
+        """Twice as often as the share allows: it is the credit that holds it down, and hardly any is left unused."""
+        return self._rng.random() < 2.0 * self._share
+
+    def _take_up(self, case: _Case) -> None:
+        self._at_work = True
+        self._cases.put_nowait(case)
 
     async def run(self) -> NoReturn:
         """Work off what `consider` has taken up, until cancelled."""
@@ -154,6 +174,8 @@ class Auditor:
             peer = self._next_juror({*answers, *failed})
             if peer is None:
                 break
+            if len(answers) > 1:
+                self._credit = max(-float(JURY), self._credit - 1.0)
             gradient = await self._ask(peer, case)
             if gradient is None:
                 failed.add(peer)

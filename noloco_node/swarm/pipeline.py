@@ -19,7 +19,7 @@ from torch import Tensor
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.acquaintance import Acquaintances
-from noloco_node.swarm.audit import Auditor
+from noloco_node.swarm.audit import JURY, Auditor, share_of_a_hop
 from noloco_node.swarm.finite import all_finite, scale_of
 from noloco_node.swarm.microbatch import (
     COME_BACK,
@@ -86,7 +86,9 @@ class Downstream:
         self._ledger = ledger
         self._rng = rng
         self._warn_again_at = 0.0
-        self.auditor = Auditor(spec.pipeline.audit_share, book, self._train_again, rng)
+        hops = spec.stages - 1
+        share = share_of_a_hop(spec.pipeline.audit_share, hops)
+        self.auditor = Auditor(share, book, self._train_again, rng, allowance=JURY / hops)
         """Runs beside the training (`Auditor.run`)."""
 
     @property
