@@ -14,6 +14,7 @@ from statistics import median
 
 import psutil
 
+from noloco_node.address_space import address_space_left
 from noloco_node.errors import ExitCode, UserError
 
 MEMORY_BYTES_PER_PARAMETER = 40
@@ -126,14 +127,15 @@ def free_disk(path: Path) -> int:
 
 
 def memory() -> tuple[int, int]:
-    """Bytes of memory (available, total), no more than what a container may have."""
+    """Bytes of memory (available, total), no more than what a container or this process may have."""
     found = psutil.virtual_memory()
     available, total = int(found.available), int(found.total)
     limit, used = _container_memory()
     if limit is not None:
         total = min(total, limit)
         available = min(available, max(0, limit - used))
-    return available, total
+    left = address_space_left()
+    return available if left is None else min(available, left), total
 
 
 def raise_file_limit() -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from noloco_node import __version__
+from noloco_node.address_space import refused_memory
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
 from noloco_node.help_texts import (
     DESCRIPTION,
@@ -100,6 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("  remedy: make room there, or choose a folder on another disk", file=sys.stderr)
         return int(ExitCode.RUN_FOLDER)
     except Exception as error:  # noqa: BLE001 - the last resort: a person sees one screen, the report gets the rest
+        refused = refused_memory(error)
+        if refused is not None and not options.debug:
+            print(f"noloco-node: {_no_memory(refused)}", file=sys.stderr)
+            return int(ExitCode.CHECK_FAILED)
         _report_failure(error, debug=options.debug)
         return int(ExitCode.FAILURE)
 
@@ -439,6 +444,14 @@ def _end_with_stdin() -> None:
     time.sleep(ORPHAN_SECONDS)
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
+
+
+def _no_memory(error: BaseException) -> UserError:
+    return UserError(
+        ExitCode.CHECK_FAILED,
+        f"memory: this process asked for more than it may have ({str(error)[:200] or type(error).__name__})",
+        "raise its limit (ulimit -v says it), close other programs, or serve a smaller stage with --stage",
+    )
 
 
 def _report_failure(error: Exception, *, debug: bool) -> None:

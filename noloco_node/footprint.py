@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from noloco_node.address_space import address_space_left
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.cut import build_config, cut_model
 from noloco_node.model.stage import build_on_meta
@@ -83,13 +84,14 @@ def free_memory(device: str) -> Memory:
 
 
 def _free_on_host() -> int:
-    """What can be had without swapping, and without exceeding what a container is allowed."""
+    """What can be had without swapping, and without exceeding what a container or this process is allowed."""
     free = int(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")
     limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
     if limit and used and limit[0].isdigit():
         free = min(free, max(0, int(limit[0]) - int(used[0]) + _reclaimable(group)))
-    return free
+    left = address_space_left()
+    return free if left is None else min(free, left)
 
 
 def _reclaimable(group: Path) -> int:

@@ -7,10 +7,13 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node import checks as machine_checks
+from noloco_node.address_space import refused_memory
 from noloco_node.checks import (
     Check,
     Outcome,
@@ -26,6 +29,7 @@ from noloco_node.checks import (
 )
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.footprint import free_memory
 from noloco_node.preflight import plan_run
 from noloco_node.start_checks import among_peers, for_a_stage, report
 from noloco_node.storage.run_folder import RunFolder
@@ -118,6 +122,24 @@ def test_the_file_limit_is_raised_as_far_as_the_system_grants(few_files: None) -
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert raise_file_limit() == (8192 if hard == resource.RLIM_INFINITY else min(8192, hard))
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1000
+
+
+def test_what_a_process_may_not_take_is_no_free_memory() -> None:
+    """`ulimit -v`, and many batch systems, bound the address space, whatever the machine has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    left = 64 << 20
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + left, hard))
+    try:
+        free, (available, _) = free_memory("cpu").host, memory()
+        with pytest.raises(RuntimeError) as refused:
+            torch.empty(4 * left, dtype=torch.uint8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert 0 < free <= left
+    assert 0 < available <= left
+    assert refused_memory(refused.value) is refused.value
+    assert isinstance(refused_memory(ExceptionGroup("", [ValueError(), MemoryError()])), MemoryError)
+    assert refused_memory(RuntimeError("something else")) is None
 
 
 @pytest.mark.parametrize(("ahead", "outcome"), [(0.0, Outcome.PASS), (10.0, Outcome.FAIL), (-10.0, Outcome.FAIL)])

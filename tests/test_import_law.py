@@ -14,7 +14,7 @@ NAME = "noloco_node"
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(rooms.split())
     for rooms in (
-        "errors aio",
+        "errors aio address_space",
         "outer",
         "config",
         "model data",

@@ -1,0 +1,31 @@
+"""What this process may still take of its address space, and how a refusal of memory looks.
+
+Batch systems and `ulimit -v` bound the address space; nothing in what the machine says of its memory shows it.
+"""
+
+from __future__ import annotations
+
+import resource
+from typing import cast
+
+import psutil
+
+_REFUSED = ("can't allocate memory", "out of memory", "Cannot allocate memory", "failed to map segment")
+"""What torch, its devices and the loader of libraries say."""
+
+
+def address_space_left() -> int | None:
+    """Bytes that this process may add to its address space; None where nothing bounds it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return max(0, limit - int(psutil.Process().memory_info().vms))
+
+
+def refused_memory(error: BaseException) -> BaseException | None:
+    """What says that memory was asked for and not given: this error, or one of a group; None where nothing does."""
+    if isinstance(error, BaseExceptionGroup):
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        return next((cause for each in group.exceptions if (cause := refused_memory(each)) is not None), None)
+    told = isinstance(error, RuntimeError | OSError | ImportError) and any(word in str(error) for word in _REFUSED)
+    return error if isinstance(error, MemoryError) or told else None
