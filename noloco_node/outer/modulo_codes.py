@@ -26,13 +26,16 @@ _AMBIGUOUS = -128
 
 
 def sketch_of(exchange: str, values: Tensor) -> Tensor:
-    """A few rotated coordinates of each block of the values, fp32 [8 · blocks]."""
+    """A few rotated coordinates of each block of the values, fp32 [8 · blocks].
+
+    By their rows of the rotation, which takes a sixth of the time of rotating all: it may round otherwise on another
+    machine, since members use each other's sketches as they came.
+    """
     stride = BLOCK // SKETCH_PER_BLOCK
     drawn = hashed(torch.arange(SKETCH_PER_BLOCK), seed_of(f"sketch/{exchange}")) % stride
     places = torch.arange(0, BLOCK, stride) + drawn
-    flips, rows = signs(seed_of(f"signs/{exchange}")).to(values.dtype), rows_of(values)
-    samples = [rotated(rows[piece], flips)[:, places] for piece in _pieces(len(rows))]
-    return torch.cat(samples).to(torch.float32).flatten()
+    basis = rotated_back_(torch.zeros(SKETCH_PER_BLOCK, BLOCK).scatter_(1, places[:, None], 1.0), _signs_of(exchange))
+    return (rows_of(values) @ basis.to(values.dtype).T).to(torch.float32).flatten()
 
 
 class ModuloCodes:
@@ -54,7 +57,7 @@ class ModuloCodes:
         self._bits = bits
         self._steps = _steps(bits, range_in_deviations, sketches)
         self._seed = seed_of(f"dither/{exchange}")
-        self._signs = signs(seed_of(f"signs/{exchange}"))
+        self._signs = _signs_of(exchange)
         self._start, self._end = start, end
 
     def encode(self, values: Tensor, start: int, pull: Tensor | None = None) -> Tensor:  # noqa: ARG002
@@ -119,6 +122,10 @@ def rows_of(values: Tensor) -> Tensor:
     """Values by blocks [n, 1024], the last one filled up with zeros."""
     missing = -len(values) % BLOCK
     return (functional.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)
+
+
+def _signs_of(exchange: str) -> Tensor:
+    return signs(seed_of(f"signs/{exchange}"))
 
 
 def _pieces(blocks: int) -> list[slice]:

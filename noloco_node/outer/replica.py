@@ -14,6 +14,8 @@ from noloco_node.outer.codec import BLOCK, Codec, Coding
 from noloco_node.outer.decoupled import crosses_whole
 from noloco_node.outer.update import OuterRule, contribution, step_
 
+_IN_CACHE = 1 << 16
+"""Values that are looked at together, so that what is made of them stays in a processor's cache."""
 TRAIL_STEPS = 16
 """Outer steps over which a trail averages (decision 157)."""
 
@@ -177,16 +179,13 @@ class OuterReplica:
         if wire.shape != own.shape or wire.dtype != own.dtype:
             raise ValueError(f"chunk {index} is {wire.dtype} {tuple(wire.shape)}, not {own.dtype} {tuple(own.shape)}")
         difference = self._coding.difference(wire, own, part.start)
-        if not bool(torch.isfinite(difference).all()):
+        if not _finite(difference):
             raise NotFinite(f"chunk {index} holds NaN or infinity")
         self._difference[part].add_(difference, alpha=1 / self._members)
 
     def difference_norm(self) -> float:
         """Norm of Σ_j (Q(s_j) − Q(s_i))/n over the open part: how far the partners pull this replica's mean."""
-        total = 0.0
-        for index in range(self.chunks):  # in fp64, or the square of a large finite difference would be infinite
-            total += float(self._difference[self._slice(index)].double().square().sum())
-        return math.sqrt(total)
+        return math.sqrt(_squares(self._difference[self._part.slice]))
 
     def own_motion(self) -> float:
         """Norm of βΔ over the open part: what this replica itself brings to the step. The momentum is left out, because
@@ -194,7 +193,7 @@ class OuterReplica:
         total = 0.0
         for index in range(self.chunks):
             part = self._slice(index)
-            total += float((self.snapshot[part] - self.slow[part]).double().square_().sum())
+            total += _squares(self.snapshot[part] - self.slow[part])
         return self.rule.beta * math.sqrt(total)
 
     def commit(self, scale: float = 1.0) -> Tensor:
@@ -254,3 +253,14 @@ class OuterReplica:
             momentum=self.momentum[part],
             weight=self._weight,
         )
+
+
+def _squares(values: Tensor) -> float:
+    """The sum of their squares, in fp64: the square of a large finite difference would be infinite otherwise."""
+    starts = range(0, values.numel(), _IN_CACHE)
+    return math.fsum(float(values[start : start + _IN_CACHE].double().square().sum()) for start in starts)
+
+
+def _finite(values: Tensor) -> bool:
+    """Whether none is NaN or infinite. Their sum says so in one pass, unless it is too large itself."""
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
