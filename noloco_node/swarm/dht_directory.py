@@ -115,9 +115,13 @@ class DhtDirectory:
         (whatever expires later is kept: so a withdrawal always wins over what it withdraws). This node always holds
         and serves its own."""
         assert record.peer_id == self._identity.peer_id, "a node can only publish its own record"
-        expires = max(self.now() + life, self._last_expiry.get(record.stage, 0.0) + SMALLEST_EXTENSION)
-        self._last_expiry[record.stage] = expires
         key_id, own = self._key_ids[record.stage], self._identity.peer_id
+        last = self._last_expiry.get(record.stage, 0.0)
+        if last > self._intake.latest_expiry:  # this clock was ahead for a moment: nobody else holds that record
+            self._records.forget(key_id.to_bytes(), own)
+            last = 0.0
+        expires = max(self.now() + life, last + SMALLEST_EXTENSION)
+        self._last_expiry[record.stage] = expires
         signed = sign_record(self._identity, self._keys[record.stage], record, expires)
         row = Stored(key_id.to_bytes(), own, signed, expires)
         self._intake.take(own, *row)

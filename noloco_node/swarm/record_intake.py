@@ -52,12 +52,17 @@ class Intake:
         self.checked = 0
         """Signatures so far."""
 
+    @property
+    def latest_expiry(self) -> float:
+        """DHT time beyond which no record is believed to live."""
+        return self.now() + self._longest_life + SKEW_SECONDS
+
     def take(self, storer: PeerId, key: bytes, signer: object, signed: object, expires: object) -> bool:
         """Take in one record as `storer` brought it, of any types; whether it is held now. Never raises."""
         if not isinstance(signer, str) or not isinstance(signed, bytes) or not isinstance(expires, float):
             return False
         now, peer = self.now(), PeerId(signer)
-        if not now < expires <= now + self._longest_life + SKEW_SECONDS:
+        if not now < expires <= self.latest_expiry:
             return False
         held = self._store.held(key, peer)
         if held is not None and held.expires >= expires:

@@ -119,6 +119,11 @@ class RecordStore:
         regular = held.last_direct - held.first_direct >= REGULAR_SECONDS and now - held.last_direct < REGULAR_SECONDS
         return Esteem.KNOWN if regular else Esteem.DIRECT
 
+    def forget(self, key: bytes, signer: PeerId) -> None:
+        """Hold nothing of `signer` under `key`."""
+        if self.held(key, signer) is not None:
+            self._drop(key, signer)
+
     def touch(self, held: Held, signer: PeerId, storer: PeerId, now: float) -> None:
         """`storer` brought what is held already."""
         if storer == signer:

@@ -115,6 +115,25 @@ async def test_life_is_judged_by_the_reader(nodes: Nodes) -> None:
     assert view.live(0, now + 31) == ()
 
 
+@pytest.mark.daemons
+async def test_a_clock_that_was_ahead_for_a_moment_hides_its_node_no_longer(tmp_path: Path) -> None:
+    """Nobody holds what it published then, and what it publishes afterwards need not outlive that."""
+    with nothing_left_behind():
+        async with dht_nodes(tmp_path, 2) as [(writer, identity), (reader, _)]:
+            right, ahead = writer.now, lambda: time.time() + 86_400.0
+            writer.now = writer._intake.now = ahead
+            await writer.publish(record_of(identity.peer_id, sequence=1), 30)
+            await reader.refresh()
+            assert live_ids(reader, 0) == set()
+            writer.now = writer._intake.now = right
+            assert await writer.publish(record_of(identity.peer_id, sequence=2), 30)
+            for directory in (reader, writer):
+                await directory.refresh()
+                [row] = directory.view.stages[0].values()
+                assert row.record.sequence == 2
+                assert row.expires < time.time() + 60.0
+
+
 async def test_a_hub_that_is_cut_off_keeps_the_last_rows() -> None:
     """Publication says so, look-ups lose nobody."""
     hub = MemoryDirectoryHub(STAGES)

@@ -22,8 +22,8 @@ from tests.chaos.attacks.life import DHT_SERVICE, Life, Victim, digest_of, throw
 
 IDS_A_KEY = 20
 """As many as hivemind asks for the nearest of a key."""
-BELIEVED_SECONDS = 3500.0
-"""A life that a reader still believes."""
+BELIEVED_SECONDS = 250.0
+"""A life that a reader still believes, allowing for honest clocks."""
 BATCH = 50
 """Records in one request to store."""
 CROWD = 400
