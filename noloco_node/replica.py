@@ -296,9 +296,13 @@ class Replica:
         serve_records(self._transport, self.spec.run_id, self._directory)
 
     def close(self) -> None:
-        """Take back what `serve` and its receipts registered, so that another replica can take this one's place."""
+        """Take back what `serve` and its receipts registered, and let go of the stage, so that another replica can take
+        this one's place: two stages may be more than the memory holds."""
         self.ledger.walk = self.walk_position()
+        self._transport.conduct.on_ban = None
         self._transport.withdraw("microbatch", "outer", "state", "contribution", "records")
+        self.donor.let_go()
+        self.worker.let_go()
 
     async def run(self) -> None:
         """Train to the run's end, or until `stop` is set; then leave in order."""

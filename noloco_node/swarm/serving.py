@@ -163,8 +163,8 @@ class RequestDesk:
         The handler's failures, and an answer that cannot be sent, become `Refused(INTERNAL)` and are logged; nothing
         of them reaches the peer.
         """
+        served = self._methods.get(method)
         try:
-            served = self._methods.get(method)
             if served is None:
                 raise Refused(Refusal.UNKNOWN_METHOD, method)
             answer = await served.handle(peer, request)
@@ -174,6 +174,8 @@ class RequestDesk:
         except Refused:
             raise
         except Exception:
+            if self._methods.get(method) is not served:
+                raise Refused(Refusal.DRAINING) from None  # its replica has left meanwhile, and its stage is gone
             logger.exception("the handler of %s failed on a request of %s", method, peer)
             raise Refused(Refusal.INTERNAL) from None
         finally:

@@ -107,6 +107,10 @@ class StateDonor:
         if self._held is not None and time.monotonic() - self._held.used > SNAPSHOT_LIFE_SECONDS:
             self._held = None
 
+    def let_go(self) -> None:
+        """The replica has left: free the snapshot at once."""
+        self._held = None
+
     def _readers(self) -> dict[PeerId, _Reader]:
         """Those who have not had all chunks yet and were heard of lately."""
         held = self._held

@@ -80,6 +80,8 @@ class ComputeThread:
                 call()
             except _Leave:
                 return
+            finally:
+                del call  # else it would hold what it was called with, and its result, until the next one comes
 
 
 class _Leave(Exception):

@@ -165,6 +165,11 @@ class StageWorker:
         cut = (f"{outer.fragments} fragments", f"{self._spec.limits.chunk_bytes} bytes")
         return self._trainer.layout.contract(outer.codec, outer.momentum, *cut)
 
+    def let_go(self) -> None:
+        """The replica has left: its vectors are freed now, and not when a collector of cycles comes by. Nothing may be
+        asked of the worker any more but where it stood."""
+        del self._trainer, self.outer
+
     def part(self, fragment: int | None) -> Part:
         """A fragment's place in the stage's vector; None is the whole."""
         return self.outer.whole if fragment is None else self.outer.fragments[fragment]

@@ -1,0 +1,111 @@
+"""A node that leaves a stage keeps nothing of it: two stages may be more than its memory holds."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from noloco_node.checkpointing import CheckpointKeeper
+from noloco_node.replica import Replica
+from noloco_node.storage.checkpoint import CheckpointFolder
+from noloco_node.swarm.conduct import Offence
+from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
+from noloco_node.training.compute_thread import ComputeThread, Priority
+from tests.support import eventually
+from tests.test_off_the_loop import SETTINGS, replicas
+from tests.worlds import peer_name
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Without it only what nobody refers to is freed."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+async def live(replica: Replica, folder: Path) -> None:
+    """A stay: train, give its state, be averaged with, take a checkpoint, and leave in order."""
+    life = asyncio.create_task(replica.run())
+    await eventually(lambda: replica.worker.progress.steps > 2, what="it trains")
+    with CheckpointKeeper(replica, CheckpointFolder(folder, 1), lambda _: None, SETTINGS) as keeper:
+        await keeper.save()
+    replica.stop.set()
+    await life
+
+
+async def test_a_stage_that_was_left_is_freed_at_once_and_its_replica_is_held_by_nobody(
+    tmp_path: Path, no_collector: None
+) -> None:
+    """The vectors go with the stay, without any collector; transport, directory, thread and ledger live on and refer to
+    nothing of it."""
+    async with replicas(2) as made:
+        leaver, fellow = made
+        del made[:]
+        transport, ledger = leaver._transport, leaver.ledger
+        transport.conduct.offended(PeerId("somebody"), Offence.MALFORMED)
+        await live(leaver, tmp_path)
+        leaver.donor.accepting = True
+        await fellow._copier.copy_from(peer_name(0, 0))
+        trainer, outer = leaver.worker._trainer, leaver.worker.outer
+        vectors = [weakref.ref(tensor) for tensor in (trainer.master, trainer._gradient, outer.slow, outer.momentum)]
+        vectors.append(weakref.ref(trainer))
+        assert leaver.donor._held is not None
+        vectors.append(weakref.ref(leaver.donor._held.digests))
+        replica = weakref.ref(leaver)
+        del trainer, outer
+        leaver.close()
+        del leaver
+        assert [vector() for vector in vectors] == [None] * len(vectors)
+        gc.collect()
+        assert replica() is None
+        assert ledger.drawn > 0
+        for _ in range(20):
+            transport.conduct.offended(PeerId("somebody"), Offence.MALFORMED)
+        assert transport.conduct.banned(PeerId("somebody"))
+
+
+async def test_the_compute_thread_keeps_nothing_of_its_last_call(no_collector: None) -> None:
+    """Neither what the call held nor what it gave."""
+
+    class Given:
+        """Something that can be referred to weakly."""
+
+    thread, given = ComputeThread(), [Given()]
+    reference = weakref.ref(given[0])
+    assert await thread.run(Priority.STEP, given.pop) is not None
+    await eventually(lambda: reference() is None, what="the thread has let go")
+    await thread.close()
+
+
+async def test_a_request_that_outlives_its_replica_is_told_that_it_has_left(caplog: pytest.LogCaptureFixture) -> None:
+    """`draining`, which nobody holds against the node, and no failure in its log."""
+    async with replicas(2) as made:
+        asking, leaver = (replica._transport for replica in made)
+        began, left = asyncio.Event(), asyncio.Event()
+
+        async def handle(_peer: PeerId, _message: Message) -> Message:
+            began.set()
+            await left.wait()
+            made[1].worker.current_learning_rate()
+            await made[1].worker.full_state()
+            return Message()
+
+        leaver.serve("state.test", lambda *_: None, handle, max_concurrent_per_peer=1)
+        call = asking.call(peer_name(0, 1), "state.test", Message(), timeout=5, progress=5, max_answer_bytes=0)
+        asked = asyncio.create_task(call)
+        await began.wait()
+        made[1].close()
+        left.set()
+        with pytest.raises(Refused) as refused:
+            await asked
+        assert refused.value.reason is Refusal.DRAINING
+        assert not caplog.records
