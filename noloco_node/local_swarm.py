@@ -20,6 +20,7 @@ from rich.console import Console
 from noloco_node.config.load import Config, render
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
 from noloco_node.storage import atomic
+from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.display import Display, SwarmView
 from noloco_node.telemetry.events import AnyEvent, EventReader, NodeMoved, NodeStarted, NodeStopped
@@ -114,6 +115,15 @@ class SwarmNode:
         """True where the run has come to its end in this node's folder."""
         return RunFolder(self.folder).ended
 
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether an earlier life has left some, sound or not."""
+        return RunFolder(self.folder).checkpoints.is_dir()
+
+    def brings_state(self, run_id: str) -> bool:
+        """Whether the run has not ended in its folder and it can go on from a checkpoint. Reads it whole."""
+        return not self.ended and CheckpointFolder(RunFolder(self.folder).checkpoints, 1).any_sound(run_id)
+
     def describe_exit(self) -> str:
         """Exit code with its meaning, for a person."""
         code = self.exit_code
@@ -193,7 +203,7 @@ class LocalSwarm:
         seconds = self.config.local_swarm.start_seconds
         try:
             async with asyncio.timeout(seconds):
-                first, *others = sorted(self.nodes, key=lambda node: node.ended)
+                first, *others = await asyncio.to_thread(self._in_order_of_start)
                 addresses = (await self._up(first, config_path, ())).addresses
                 for node in others:
                     await self._launch(node, config_path, addresses)
@@ -206,6 +216,15 @@ class LocalSwarm:
                 f"{', '.join(node.name for node in missing)} not up within local_swarm.start_seconds ({seconds:g})",
                 f"raise it if this machine is slow; what they said is in {missing[0].log}",
             ) from None
+
+    def _in_order_of_start(self) -> list[SwarmNode]:
+        """First one that brings the run's state with it: one with damaged checkpoints would start the run from the
+        seed, and can take the state from who is up already."""
+        run_id, nodes = self.config.run.run_id, sorted(self.nodes, key=lambda node: node.ended)
+        if any(node.has_checkpoints for node in nodes):
+            first = next((node for node in nodes if node.brings_state(run_id)), nodes[0])
+            nodes = [first, *(node for node in nodes if node is not first)]
+        return nodes
 
     async def wait(self) -> None:
         """Return when every daemon has ended, reading events meanwhile."""

@@ -21,7 +21,7 @@ from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
 from noloco_node.swarm.dial_back import PEER_SECONDS, serve_dial_back
 from noloco_node.swarm.directory import Directory
 from noloco_node.swarm.identity import Identity, IdentityLock, load_or_create_identity
-from noloco_node.swarm.known_peers import KnownPeers, live_peers, peers_met
+from noloco_node.swarm.known_peers import Held, KnownPeers, holders_in, live_peers, peers_met
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.p2p_daemon import Doors, PrivateP2P, running_p2p
 from noloco_node.swarm.p2pd_supervisor import Supervisor
@@ -59,7 +59,7 @@ class Network:
     async def beside(self, work: Awaitable[T], *companions: Coroutine[Any, Any, None]) -> T:
         """The result of `work`; meanwhile p2pd is started again where it dies, the peers met are written down, and
         `companions` run, which are cancelled at its end."""
-        keeping = self.known.keep(self.daemon, self.spec.run_id, self.live_peers)
+        keeping = self.known.keep(self.daemon, self.spec.run_id, self.live_peers, self._holders)
         return await self.supervisor.beside(work, keeping, *companions)
 
     async def say_whether_reached(self) -> None:
@@ -80,6 +80,9 @@ class Network:
     async def relayed(self, peer: PeerId) -> bool:
         """Whether this node is connected to a peer through relays only."""
         return await connected_by_relay(self.daemon, peer)
+
+    def _holders(self) -> dict[PeerId, Held]:
+        return holders_in(self.directory.view, self.directory.now(), self.transport.acquaintances.works)
 
     def live_peers(self) -> list[PeerId]:
         """Who lives, as this node's last look at the directory says."""

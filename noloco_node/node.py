@@ -20,6 +20,7 @@ from noloco_node.checkpointing import CheckpointKeeper
 from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
+from noloco_node.custody import last_of_stage, unusable_checkpoints
 from noloco_node.data.samples import Samples
 from noloco_node.data.walk import WalkPosition, WindowWalk
 from noloco_node.data.windows import load_windows
@@ -64,6 +65,7 @@ async def run_node(spec: RunSpec, settings: NodeSettings) -> NodeStopped:
         await check_same_run(transport, spec, joined)
         return spec
 
+    await asyncio.to_thread(_check_folder, RunFolder(settings.run_folder), spec, settings)  # before anything is written
     return await _run(agree, settings, None, spec.run_id)
 
 
@@ -78,18 +80,26 @@ async def join_node(own: OwnData, settings: NodeSettings, show: Show) -> NodeSto
 
 async def _run(agree: Agree, settings: NodeSettings, show: Show | None, run: str | None) -> NodeStopped:
     started = time.monotonic()
-    folder = RunFolder.create(settings.run_folder)
+    folder, opened = RunFolder.create(settings.run_folder), asyncio.Event()
+
+    def last_word(stopped: NodeStopped) -> None:
+        """Not into the diary of a run that this node only stumbled into."""
+        if opened.is_set() or folder.may_be_of(run):
+            emit(stopped)
+
     with folder.lock(), _telemetry(folder, settings) as (emit, metrics_address), interruptible() as interrupts:
         try:
-            stopped = await _live(agree, settings, folder, emit, metrics_address, interrupts, started, show, run)
+            stopped = await _live(
+                agree, settings, folder, emit, metrics_address, interrupts, started, show, run, opened
+            )
         except asyncio.CancelledError:
             if not interrupts.cancelled_by_signal:
                 raise
             stopped = _stopped("interrupted", "before the work under way was finished", started)
         except UserError as error:
-            emit(_stopped("failed", error.message, started))
+            last_word(_stopped("failed", error.message, started))
             raise
-        emit(stopped)
+        last_word(stopped)
         return stopped
 
 
@@ -103,6 +113,7 @@ async def _live(
     started: float,
     show: Show | None,
     run: str | None,
+    opened: asyncio.Event,
 ) -> NodeStopped:
     check_device(settings.device)
     torch.set_num_threads(settings.torch_threads)
@@ -110,8 +121,12 @@ async def _live(
     async with network(agree, settings, folder, run=run) as net, _compute_thread() as thread:
         spec = net.spec
         saved = await asyncio.to_thread(_open_run, folder, checkpoints, spec, net.settings)
+        opened.set()
+        if saved is None and (warning := unusable_checkpoints(checkpoints)) is not None:
+            emit(warning)
         await asyncio.to_thread(net.known.save, spec.run_id)  # the folder is this run's now
         stays = await _choose(net, saved, show)
+        stays.emit = emit
         checks = partial(start_checks.for_a_stage, spec, stays.stage, folder, moves=stays.may_move)
         start_checks.report(await asyncio.to_thread(checks))
         net.supervisor.on_restart = lambda cause: emit(P2pdRestarted(cause=cause, restarts=net.supervisor.restarts))
@@ -205,7 +220,8 @@ async def _stay(place: _Place, stage_index: int) -> AsyncGenerator[_Stay | None]
                 lambda: replica.worker.progress,
             )
             replica.serve()
-            origin = await net.beside(stays.begin(replica, clock, place.checkpoints))
+            holders = net.known.holders(spec.run_id, stage_index)
+            origin = await net.beside(stays.begin(replica, clock, place.checkpoints, holders))
         if origin is not None:
             place.emit(stays.arrived(replica, origin) or _started_event(place, stage, origin, resumed=resumed))
         yield None if origin is None else _Stay(replica, keeper, receipts)
@@ -219,7 +235,8 @@ async def _train(place: _Place, stay: _Stay, interrupts: Interrupts, started: fl
     work = stay.receipts.beside(replica.run(), replica.moved, lambda: replica.membership.state in leaving)
     once = (place.net.say_whether_reached(),) if place.first_stay else ()
     place.first_stay = False
-    life = place.net.beside(work, stay.keeper.run(), place.stays.accompany(replica), *once)
+    farewell = _say_if_last(place, replica, interrupts)
+    life = place.net.beside(work, stay.keeper.run(), place.stays.accompany(replica), farewell, *once)
     await run_and_save(life, _saving(place, stay, interrupts))
     if _moves_on(place.stays, interrupts):
         return None
@@ -237,19 +254,35 @@ async def _train(place: _Place, stay: _Stay, interrupts: Interrupts, started: fl
     )
 
 
-def _open_run(
-    folder: RunFolder, checkpoints: CheckpointFolder, spec: RunSpec, settings: NodeSettings
-) -> Checkpoint | None:
-    """Take the folder for this run; its newest checkpoint that can be gone on from. Raises UserError (RUN_FOLDER) where
-    it holds another run, or where the run has come to its end there and no peer to go on with is named."""
-    ended = folder.claim(spec.run_id, spec.name)
-    if ended and not settings.initial_peers:
+async def _say_if_last(place: _Place, replica: Replica, interrupts: Interrupts) -> None:
+    """Once this node is told to leave: say so where its stage is left without a replica."""
+    await replica.stop.wait()
+    if interrupts.asked:
+        warning = last_of_stage(
+            replica.membership, place.net.transport.acquaintances.answers, place.net.spec.guard_copies
+        )
+        if warning is not None:
+            place.emit(warning)
+
+
+def _check_folder(folder: RunFolder, spec: RunSpec, settings: NodeSettings) -> None:
+    """Raise UserError (RUN_FOLDER) as `_open_run` says. Writes nothing."""
+    if folder.judge(spec.run_id, spec.name) and not settings.initial_peers:
         raise UserError(
             ExitCode.RUN_FOLDER,
             f"run '{spec.name}' ({spec.run_id}) has come to its end in '{folder.path}': "
             f"its weights are in {folder.final}",
             "name another folder with --run-folder to train it anew",
         )
+
+
+def _open_run(
+    folder: RunFolder, checkpoints: CheckpointFolder, spec: RunSpec, settings: NodeSettings
+) -> Checkpoint | None:
+    """Take the folder for this run; its newest checkpoint that can be gone on from. Raises UserError (RUN_FOLDER) where
+    it holds another run, or where the run has come to its end there and no peer to go on with is named."""
+    _check_folder(folder, spec, settings)
+    folder.claim(spec.run_id, spec.name)
     return checkpoints.newest(spec.run_id, None if settings.stage == "auto" else settings.stage)
 
 

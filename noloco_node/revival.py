@@ -57,7 +57,6 @@ async def revive_if_lost(
         )
         return "checkpoint"
     if copy is None:
-        _say_that_it_is_lost(spec, stage)
         return "seed"
     clock = min(copy.clock, max((record.clock for record in membership.others()), default=math.inf))
     await worker.load_slow_weights(clock, copy.outer_rounds, copy.weights)
@@ -72,16 +71,6 @@ def _that_fits(checkpoint: Checkpoint | None, worker: StageWorker) -> Checkpoint
         return checkpoint
     logger.warning("checkpoint %s is not used: its tensors are not those of this stage", checkpoint.path)
     return None
-
-
-def _say_that_it_is_lost(spec: RunSpec, stage: int) -> None:
-    asked = "guard_copies is 0" if spec.guard_copies == 0 else "no node that kept one is left"
-    logger.error(
-        "STAGE %d STARTS AGAIN FROM THE RUN'S SEED: all of its replicas are gone and no copy is left (%s); "
-        "what it had learnt is lost",
-        stage,
-        asked,
-    )
 
 
 async def _is_lost(spec: RunSpec, membership: Membership, own: PeerId, confirmed: bool) -> bool:

@@ -7,12 +7,13 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Literal
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.custody import HOLDER_SECONDS, stage_lost, state_elsewhere, wait_for_holder
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.footprint import Footprint, fitting_stages, footprint_of, free_memory, memory_needed
 from noloco_node.replica import Replica
@@ -23,10 +24,12 @@ from noloco_node.swarm.balancing import Server, servers_of, usual_strength
 from noloco_node.swarm.directory import Directory, DirectoryView
 from noloco_node.swarm.first_look import FIRST_LOOK_SECONDS, look_for_others
 from noloco_node.swarm.guard import StageCopies
+from noloco_node.swarm.known_peers import Held
+from noloco_node.swarm.membership import SERVING
 from noloco_node.swarm.microbatch import Ledger
 from noloco_node.swarm.relocation import Move, Relocation, Standing
-from noloco_node.swarm.transport import Transport
-from noloco_node.telemetry.events import NodeMoved
+from noloco_node.swarm.transport import PeerId, Transport
+from noloco_node.telemetry.events import NodeMoved, Warned
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,8 @@ class Stays:
         self.move: Move | None = None
         """Why this node leaves its stage; None while it stays."""
         self._came_from: tuple[int, Move] | None = None
+        self.emit: Callable[[Warned], None] = lambda warning: logger.warning(warning.detail)
+        """Takes what whoever runs the node should know."""
 
     async def look_around(self) -> DirectoryView:
         """The directory before a stage is chosen, without this node's own former record; where this node joined others,
@@ -109,10 +114,15 @@ class Stays:
             yield
 
     async def begin(
-        self, replica: Replica, saved_clock: float | None, checkpoints: CheckpointFolder
+        self,
+        replica: Replica,
+        saved_clock: float | None,
+        checkpoints: CheckpointFolder,
+        holders: Sequence[tuple[PeerId, Held]] = (),
     ) -> BeginsFrom | None:
         """Give the replica the state to begin with, and say where from. `saved_clock` is that of the checkpoint that it
-        was resumed from; one of `checkpoints` may be what is left of a lost stage. None where this node has moved here
+        was resumed from; one of `checkpoints` may be what is left of a lost stage, and `holders` held it when they were
+        last seen: a node that has just started waits for them, briefly and once. None where this node has moved here
         and nobody gave it: `back` is the stage to return to then. Raises UserError (NO_DONOR) for a node that has just
         started."""
         await replica.look_around(self._patience())
@@ -120,6 +130,9 @@ class Stays:
         confirmed = self._came_from is not None and self._came_from[1].why == "lost"
         try:
             if saved_clock is None:
+                if holders and self._came_from is None and not replica.membership.fellows(*SERVING):
+                    self.emit(state_elsewhere(replica.stage, holders, HOLDER_SECONDS))
+                    await wait_for_holder(replica.membership, holders)
                 revived = await revive_if_lost(
                     self._spec,
                     replica.membership,
@@ -129,6 +142,8 @@ class Stays:
                     confirmed=confirmed,
                     saved=lambda: checkpoints.newest(self._spec.run_id, replica.stage),
                 )
+                if revived == "seed":
+                    self.emit(stage_lost(self._spec, replica.stage))
                 if revived is not None:
                     return revived
             if await replica.become_current(saved_clock) is not None:

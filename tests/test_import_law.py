@@ -22,7 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "footprint storage telemetry",
         "checks merge preflight swarm",
         "start_checks",
-        "revival virtual",
+        "custody revival virtual",
         "replica",
         "interrupts network stays",
         "checkpointing",

@@ -197,6 +197,31 @@ async def test_a_disk_that_fills_is_named_on_the_screen_and_ctrl_c_ends_in_order
         assert await eventually(lambda: not launcher.alive(), within=10)
 
 
+async def test_damaged_checkpoints_are_named_on_the_screen(
+    tmp_path: Path, temporary: Path, launched: list[LauncherProcess]
+) -> None:
+    """The stage begins from the seed then, and it used to do so without a word."""
+    small = ("local_swarm.replicas=1", "run.model.stages=1", "node.checkpoint_rounds=1", "node.checkpoint_seconds=0")
+    first = LauncherProcess(tmp_path / "run", temporary, ENDLESS, *small)
+    launched.append(first)
+    node = tmp_path / "run" / "nodes" / "s0-r0"
+    await eventually(lambda: first.look() and list(node.rglob("state.safetensors")), within=90)
+    os.kill(first.process.pid, signal.SIGINT)
+    await asyncio.to_thread(first.end, 30)
+    for state in node.rglob("state.safetensors"):
+        state.write_bytes(b"damaged")
+    second = LauncherProcess(tmp_path / "run", temporary, ENDLESS, *small)
+    launched.append(second)
+    out = second.process.stdout
+    assert out is not None
+    seen = await asyncio.to_thread(lambda: next((line for line in out if "DAMAGED" in line), ""))
+    assert "s0-r0 WARNS" in seen
+    assert "put it back" in seen
+    second.look()
+    os.kill(second.process.pid, signal.SIGINT)
+    await asyncio.to_thread(second.end, 30)
+
+
 def fill(disk: Path) -> None:
     """To the last block."""
     subprocess.run(["mount", "-o", "remount,size=1m", str(disk)], check=True)

@@ -120,6 +120,8 @@ class CheckpointFolder:
     def __init__(self, path: Path, keep: int) -> None:
         self.path = path
         self._keep = keep
+        self.damaged: dict[Path, str] = {}
+        """Those that `newest` passed over last, and why; not those of another stage."""
 
     def write(self, standing: Standing, tensors: Mapping[str, Tensor]) -> Written:
         """Write one more, and then remove those that are too many. Raises CheckpointFailed."""
@@ -140,14 +142,29 @@ class CheckpointFolder:
     def newest(self, run_id: str, stage: int | None) -> Checkpoint | None:
         """The newest one of this run and stage (None: of whatever stage) that is whole. One that is not used is logged
         with the reason, and the one before it is tried."""
+        self.damaged = {}
         for number in reversed(self._numbers()):
             path = self.path / f"{number:08d}"
             try:
                 return read_checkpoint(path, run_id, stage)
             except Unusable as reason:
-                level = logging.INFO if isinstance(reason, OfAnotherStage) else logging.WARNING
-                logger.log(level, "checkpoint %s is not used: %s", path, reason)
+                elsewhere = isinstance(reason, OfAnotherStage)
+                logger.log(
+                    logging.INFO if elsewhere else logging.WARNING, "checkpoint %s is not used: %s", path, reason
+                )
+                if not elsewhere:
+                    self.damaged[path] = str(reason)
         return None
+
+    def any_sound(self, run_id: str) -> bool:
+        """Whether one of this run is whole, of whatever stage. Says nothing of those that are not."""
+        for number in reversed(self._numbers()):
+            try:
+                read_checkpoint(self.path / f"{number:08d}", run_id, None)
+            except Unusable:
+                continue
+            return True
+        return False
 
     def _prune(self) -> None:
         stages: set[int] = set()

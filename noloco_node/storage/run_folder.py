@@ -95,9 +95,16 @@ class RunFolder:
 
         Raises UserError (RUN_FOLDER) where the folder belongs to another run, or cannot be written any more.
         """
+        ended = self.judge(run_id, run_name)
+        if not self.claimed:
+            self._write_mark(RunMark(run_id=run_id, run_name=run_name))
+        return ended
+
+    def judge(self, run_id: str, run_name: str) -> bool:
+        """Whether the run has come to its end here. Writes nothing. Raises UserError (RUN_FOLDER) where the folder
+        belongs to another run."""
         former = self._mark()
         if former is None:
-            self._write_mark(RunMark(run_id=run_id, run_name=run_name))
             return False
         if former.run_id != run_id:
             raise UserError(
@@ -113,6 +120,12 @@ class RunFolder:
         """Say that the run has come to its end here. Raises as `claim`."""
         self._write_mark(RunMark(run_id=run_id, run_name=run_name, ended=True))
 
+    def may_be_of(self, run_id: str | None) -> bool:
+        """Whether it is no run's yet, or of this one and that has not ended. False where a run has it and `run_id` is
+        not known."""
+        mark = self._mark()
+        return mark is None or (mark.run_id == run_id and not mark.ended)
+
     @property
     def claimed(self) -> bool:
         """Whether it belongs to a run."""
@@ -127,7 +140,7 @@ class RunFolder:
     def _mark(self) -> RunMark | None:
         try:
             return RunMark.model_validate_json((self.path / MARK).read_bytes())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValidationError) as error:
             raise UserError(

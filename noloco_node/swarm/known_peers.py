@@ -1,4 +1,5 @@
-"""Peers seen before: where they listen, kept in a file, so that the next start finds the swarm by another door."""
+"""Peers seen before, kept in a file: where they listen, so that the next start finds the swarm by another door, and
+what those held that this node has worked with, so that a stage is not begun anew while its state is only away."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple, NoReturn, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from noloco_node.storage import atomic
 from noloco_node.swarm.directory import DirectoryView
@@ -47,6 +49,18 @@ class _Wait(NamedTuple):
     pause: int = 1
 
 
+class Held(BaseModel):
+    """The state that a peer held when it was last seen at work."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    stage: Annotated[int, Field(ge=0, le=255)]
+    clock: Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+    """In swarm tokens, as the peer said."""
+    seen: Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+    """Seconds since 1970."""
+
+
 class _File(BaseModel):
     """The file: which run the peers were met in, and where they listened, those seen last first."""
 
@@ -54,6 +68,7 @@ class _File(BaseModel):
 
     run: Annotated[str, Field(max_length=128)]
     peers: Annotated[dict[str, Addresses], Field(max_length=MOST_PEERS)]
+    held: Annotated[dict[str, Held], Field(max_length=MOST_PEERS)] = {}
 
 
 class KnownPeers:
@@ -64,6 +79,8 @@ class KnownPeers:
         self.run: str | None = None
         """The run in which they were met; None where the file says nothing."""
         self.addresses: dict[PeerId, tuple[str, ...]] = {}
+        self.held: dict[PeerId, Held] = {}
+        """What those held that this node has worked with, seen last first."""
         self._load()
 
     def texts(self, run: str | None = None) -> tuple[str, ...]:
@@ -80,18 +97,40 @@ class KnownPeers:
         while len(self.addresses) > MOST_PEERS:
             self.addresses.popitem()
 
+    def worked_with(self, holders: Mapping[PeerId, Held]) -> None:
+        """Take in what peers hold now of which this node has seen work."""
+        kept = {**holders, **{peer: held for peer, held in self.held.items() if peer not in holders}}
+        self.held = dict(sorted(kept.items(), key=lambda item: -item[1].seen)[:MOST_PEERS])
+
+    def holders(self, run: str, stage: int) -> list[tuple[PeerId, Held]]:
+        """Who held the state of a stage of the run when this node saw it at work, the furthest first."""
+        found = [(peer, held) for peer, held in self.held.items() if held.stage == stage and held.clock > 0.0]
+        return sorted(found, key=lambda item: -item[1].clock) if run == self.run else []
+
     def save(self, run: str) -> None:
         """Write the file; a failure is logged, since the training can do without it."""
+        if run != self.run:
+            self.held = {}
         self.run = run
-        content = {"run": run, "peers": {peer: list(texts) for peer, texts in self.addresses.items()}}
+        content = {
+            "run": run,
+            "peers": {peer: list(texts) for peer, texts in self.addresses.items()},
+            "held": {peer: held.model_dump() for peer, held in self.held.items()},
+        }
         try:
             atomic.write_json(self._path, content)
         except OSError as error:
             logger.warning("the peers seen cannot be kept in %s: %s", self._path, error.strerror or error)
 
-    async def keep(self, book: Book, run: str, live: Callable[[], Iterable[PeerId]]) -> NoReturn:
+    async def keep(
+        self,
+        book: Book,
+        run: str,
+        live: Callable[[], Iterable[PeerId]],
+        holders: Callable[[], Mapping[PeerId, Held]] = dict,
+    ) -> NoReturn:
         """Learn where the live peers listen, each as soon as it is seen (a short run may be over before long) and again
-        from time to time, and keep the file up to date."""
+        from time to time, and what those hold that work with this node, and keep the file up to date."""
         waits: dict[PeerId, _Wait] = {}
         look = 0
         while True:
@@ -103,7 +142,10 @@ class KnownPeers:
             for peer in peers:
                 pause = LONGEST_PAUSE if peer in self.addresses else min(2 * waits[peer].pause, LONGEST_PAUSE)
                 waits[peer] = _Wait(look + pause, pause)
-            if self.addresses != before or self.run != run:
+            known = self.held.keys()
+            self.worked_with(holders())
+            grown = self.held.keys() != known or (self.held and look % LONGEST_PAUSE == 0)
+            if self.addresses != before or self.run != run or grown:
                 await asyncio.to_thread(self.save, run)
             await asyncio.sleep(LOOK_SECONDS)
             look += 1
@@ -128,10 +170,11 @@ class KnownPeers:
             parsed = _File.model_validate(json.loads(self._path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return
-        except (OSError, ValueError, ValidationError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             logger.warning("%s is no list of peers (%s): passed over", self._path, str(error).splitlines()[0])
             return
         self.run = parsed.run
+        self.held = {PeerId(peer): held for peer, held in parsed.held.items()}
         self.addresses = {PeerId(peer): usable for peer, texts in parsed.peers.items() if (usable := dialable(texts))}
 
 
@@ -154,6 +197,16 @@ def live_peers(view: DirectoryView, now: float, own: PeerId) -> list[PeerId]:
     """All peers that live at DHT time `now`, whatever their stage, without this one."""
     stages: Sequence[int] = range(len(view.stages))
     return sorted({PeerId(record.peer_id) for stage in stages for record in view.live(stage, now)} - {own})
+
+
+def holders_in(view: DirectoryView, now: float, works: Callable[[PeerId], bool]) -> dict[PeerId, Held]:
+    """What the live peers hold of which work has been seen, as their records say at DHT time `now`."""
+    return {
+        PeerId(record.peer_id): Held(stage=stage, clock=record.clock, seen=time.time())
+        for stage in range(len(view.stages))
+        for record in view.live(stage, now)
+        if record.outer_rounds and works(PeerId(record.peer_id))
+    }
 
 
 def peers_met(view: DirectoryView, own: PeerId) -> list[PeerId]:

@@ -26,6 +26,7 @@ from noloco_node.telemetry.events import (
     NodeStopped,
     OuterStep,
     StateDownload,
+    Warned,
 )
 from noloco_node.telemetry.summary import NodeHistory
 
@@ -36,6 +37,7 @@ RECENT_STEPS = 5
 MATRIX_REPLICAS = 8
 """Replicas up to which the who-averaged-with-whom matrix fits a screen."""
 NOTABLE_EVENTS = 7
+WARNINGS_SHOWN = 4
 PLAIN_INTERVAL = 5.0
 """Seconds between two plain lines."""
 
@@ -71,6 +73,8 @@ class SwarmView:
         self.histories = {name: NodeHistory(name) for name in nodes}
         self.gone: set[str] = set()
         self.notes: list[tuple[float, str]] = []
+        self.warnings: deque[str] = deque(maxlen=WARNINGS_SHOWN)
+        """The last ones, shown as long as the screen is."""
         self.trouble = ""
         """What is wrong now and makes the figures old; shown until it is over."""
         self.last_pairs: deque[tuple[str, str]] = deque(maxlen=8)
@@ -92,6 +96,9 @@ class SwarmView:
                 self.note(f"{name} took over the state of {self.name_of(event.partner)}", event.time)
             case Evaluation():
                 self.note(f"validation loss {event.loss:.4f} at {event.clock:,.0f} tokens ({name})", event.time)
+            case Warned(what="checkpoints_unusable" | "stage_lost" | "state_elsewhere"):
+                self.warnings.append(f"{name}: {event.detail}")
+                self.note(f"{name} WARNS: {event.detail}", event.time)
             case NodeStopped():
                 self.gone.add(name)
                 self.note(f"{name} ended: {event.reason.replace('_', ' ')}", event.time)
@@ -186,7 +193,8 @@ def screen(view: SwarmView, now: float) -> RenderableType:
         f"{f.clock:,.0f} of {f.target:,} tokens",
         Text(f"{_duration(f.seconds_left)} left", style="bold"),
     )
-    trouble = [Text(view.trouble, style="bold red"), Text()] if view.trouble else []
+    warnings = [*view.warnings, *([view.trouble] if view.trouble else [])]
+    trouble = [part for line in warnings for part in (Text(line, style="bold red"), Text())]
     return Panel(
         Group(*trouble, progress, Text(), _figures_table(f), Text(), _who_with_whom(view), Text(), _notable(view)),
         title=f"[bold]{view.run_name}[/] · {view.stages} stages · {len(view.histories)} nodes",
@@ -276,7 +284,7 @@ def _matrix(title: str, rows: dict[str, Counter[str]]) -> Table:
 def _notable(view: SwarmView) -> Text:
     lines = [f"{_clock_time(when)} {line}" for when, line in view.notes[-NOTABLE_EVENTS:]]
     text = Text("\n".join(lines + [""] * (NOTABLE_EVENTS - len(lines))), no_wrap=True, overflow="ellipsis")
-    text.highlight_regex(r".*DIED.*", "bold red")
+    text.highlight_regex(r".*(DIED|WARNS).*", "bold red")
     return text
 
 

@@ -247,6 +247,18 @@ class Doing(Event):
     """Wall time at which it began."""
 
 
+class Warned(Event):
+    """Whoever runs this node should know it, and may do something about it."""
+
+    event: Literal["warned"] = "warned"
+    what: Literal["checkpoints_unusable", "stage_lost", "state_elsewhere", "last_of_stage"]
+    """`checkpoints_unusable`: all of its checkpoints are damaged; `stage_lost`: its stage begins anew;
+    `state_elsewhere`: a peer that is away held the state of its stage; `last_of_stage`: it leaves, and no other replica
+    is known."""
+    detail: str
+    """What it means and what can be done, for a person."""
+
+
 class P2pdRestarted(Event):
     """hivemind's p2pd was started again under this node."""
 
@@ -283,6 +295,7 @@ AnyEvent = Annotated[
     | DonorFailed
     | ProbationEnded
     | Doing
+    | Warned
     | P2pdRestarted
     | NodeStopped,
     Field(discriminator="event"),

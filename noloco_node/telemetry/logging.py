@@ -18,6 +18,7 @@ from noloco_node.telemetry.events import (
     OuterStep,
     ProbationEnded,
     StateDownload,
+    Warned,
 )
 
 LOGGER_NAME = "noloco_node"
@@ -117,6 +118,8 @@ def describe(event: AnyEvent) -> tuple[int, str]:
         case Doing():
             waits = event.what.startswith("waiting")
             return (logging.WARNING, f"waiting for {event.detail}") if waits else (logging.DEBUG, event.detail)
+        case Warned():
+            return logging.WARNING, event.detail
         case NodeStopped():
             level = logging.ERROR if event.reason == "failed" else logging.INFO
             detail = f": {event.detail}" if event.detail else ""

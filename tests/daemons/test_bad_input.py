@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode
 from noloco_node.status import status_lines
-from noloco_node.telemetry.events import AnyEvent, NodeStarted, read_events
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped, read_events
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(180)]
 
@@ -142,3 +144,36 @@ def test_a_taken_identity_and_another_run(tmp_path: Path, temporary: Path) -> No
         code, complaint = refused("run", MICRO, "--run-folder", tmp_path / "fourth", *joining, *other)
         assert code == ExitCode.WRONG_RUN
         assert first.run_id in complaint
+
+
+def test_a_refused_start_leaves_no_trace_in_another_runs_folder(
+    tmp_path: Path, temporary: Path, busy_port: int
+) -> None:
+    """Of another run, of a run that has ended, and before either is looked at: `status` goes on saying what the run's
+    own node said last."""
+    folder = RunFolder.create(tmp_path / "done")
+    run = load_config(MICRO).run
+    folder.claim(run.run_id, run.name)
+    folder.mark_ended(run.run_id, run.name)
+    diary = EventFile(folder.events)
+    diary.write(
+        NodeStopped(
+            reason="target_reached", detail="", outer_rounds=3, partners={}, final_weights=None, seconds=1.0, time=9.0
+        )
+    )
+    diary.close()
+    before = {path: path.read_bytes() for path in folder.path.iterdir()}
+    for more in (
+        [],
+        ["--set", "run.inner.learning_rate=0.5"],
+        ["--port", str(busy_port)],
+        ["--set", "node.device=none"],
+    ):
+        code, complaint = refused("run", MICRO, "--run-folder", folder.path, *more)
+        assert code == ExitCode.RUN_FOLDER, complaint
+        assert {path: path.read_bytes() for path in folder.path.iterdir()} == before
+    nobody = NOBODY.format(port=busy_port)
+    code, _ = refused("join", nobody, "--run-folder", folder.path)
+    assert code == ExitCode.PEERS_UNREACHABLE
+    assert folder.events.read_bytes() == before[folder.events]
+    assert any("stopped" in line and "target reached" in line for line in status_lines(folder.path))

@@ -97,3 +97,28 @@ def test_a_mark_that_cannot_be_read_is_no_free_folder(tmp_path: Path) -> None:
     (folder.path / "run.json").write_text("{")
     with pytest.raises(UserError, match=r"run\.json"):
         folder.claim("a" * 32, "first")
+
+
+def test_a_folder_is_judged_without_a_trace(tmp_path: Path) -> None:
+    """Before a node touches it: nothing of a refused node may lie in another run's folder."""
+    assert not RunFolder(tmp_path / "none").judge("a", "a")
+    folder = RunFolder.create(tmp_path / "run")
+    assert folder.may_be_of("a")
+    assert folder.may_be_of(None)
+    folder.claim("a", "first")
+    before = sorted(path.name for path in folder.path.iterdir())
+    with pytest.raises(UserError, match="holds run 'first'"):
+        folder.judge("b", "second")
+    assert not folder.judge("a", "first")
+    assert [folder.may_be_of(run) for run in ("a", "b", None)] == [True, False, False]
+    folder.mark_ended("a", "first")
+    assert folder.judge("a", "first")
+    assert not folder.may_be_of("a")
+    assert sorted(path.name for path in folder.path.iterdir()) == before
+
+
+def test_a_full_disk_says_why(tmp_path: Path) -> None:
+    """A folder that is not there stands for a disk that refuses; nothing is left where it takes a block."""
+    assert RunFolder(tmp_path).refusal() == ""
+    assert list(tmp_path.iterdir()) == []
+    assert "No such file" in RunFolder(tmp_path / "none").refusal()
