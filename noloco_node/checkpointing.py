@@ -12,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from noloco_node.address_space import refused_memory
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.replica import Replica
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFailed, CheckpointFolder, HeldSample, Standing, Written
 from noloco_node.swarm.microbatch import Sample
 from noloco_node.telemetry.events import AnyEvent, CheckpointTaken
+from noloco_node.training.progress import Progress
 from noloco_node.training.stage_worker import WholeState
 
 logger = logging.getLogger(__name__)
@@ -97,9 +99,16 @@ class CheckpointKeeper:
                 await self.save()
 
     async def save(self) -> None:
-        """Take a checkpoint now. Where the disk refuses it: a warning, once until it works again; never an error."""
+        """Take a checkpoint now. Where the disk refuses it, or there is no memory for the copy: a warning, once until
+        it works again; never an error."""
         started = self._since = time.monotonic()
-        state = await self._replica.worker.whole_state()
+        try:
+            state = await self._replica.worker.whole_state()
+        except (MemoryError, RuntimeError) as refusal:
+            if refused_memory(refusal) is None:
+                raise
+            self._not_taken(f"no memory for a copy of the state ({str(refusal)[:200]})", started)
+            return
         standing = self._standing(state)  # no await in between: see `StageWorker.whole_state`
         self._round = state.progress.outer_rounds
         self._held.append(state.held_seconds)
@@ -111,7 +120,13 @@ class CheckpointKeeper:
         except CheckpointFailed as failure:
             error = str(failure)
         self._report(error)
-        self._emit(_event(state, written, error, time.monotonic() - started))
+        self._emit(_event(state.progress, state.held_seconds, written, error, time.monotonic() - started))
+
+    def _not_taken(self, error: str, started: float) -> None:
+        progress, seconds = self._replica.worker.progress, time.monotonic() - started
+        self._round = progress.outer_rounds
+        self._report(error)
+        self._emit(_event(progress, 0.0, None, error, seconds))
 
     def _usual_hold(self) -> float:
         """What a copy takes of the compute thread: the least of the last few. One alone says as much of what else ran
@@ -155,14 +170,16 @@ class CheckpointKeeper:
         self._failing = bool(error)
 
 
-def _event(state: WholeState, written: Written | None, error: str, seconds: float) -> CheckpointTaken:
+def _event(
+    progress: Progress, held_seconds: float, written: Written | None, error: str, seconds: float
+) -> CheckpointTaken:
     return CheckpointTaken(
         path=str(written.path) if written else None,
-        clock=state.progress.clock,
-        round=state.progress.outer_rounds,
-        step=state.progress.steps,
+        clock=progress.clock,
+        round=progress.outer_rounds,
+        step=progress.steps,
         size=written.size if written else 0,
-        held_seconds=state.held_seconds,
+        held_seconds=held_seconds,
         seconds=seconds,
         error=error,
     )

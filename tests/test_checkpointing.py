@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -377,6 +378,28 @@ async def test_a_disk_that_refuses_is_named_once_and_training_goes_on(
     assert str(folder.path) in warnings[0]
     assert cause in warnings[0]
     assert sum("again" in line for line in lines) == 1
+
+
+async def test_where_there_is_no_memory_for_the_copy_training_goes_on(tmp_path: Path) -> None:
+    """Under a limit on the address space, as batch systems set it: an event with the cause, and the next one is taken
+    where there is room again."""
+    spec = micro_spec(stages=1, outer=OUTER)
+    wide = {**spec.model.config, "hidden_size": 512, "intermediate_size": 1024}
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"config": wide})})
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    async with lone_node(spec, folder) as node:
+        await node.train(2)
+        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (96 << 20), hard))
+        try:
+            await node.keeper.save()
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        [tried] = [event for event in node.events if isinstance(event, CheckpointTaken)]
+        assert "no memory" in tried.error
+        await node.train(2)
+        await node.keeper.save()
+        assert folder.newest(spec.run_id, 0) is not None
 
 
 async def test_a_full_disk_costs_events_and_never_a_torn_line(

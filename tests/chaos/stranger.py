@@ -34,8 +34,8 @@ READY = "ready"
 """What it prints once it can begin."""
 LIVES = "lives"
 TURNS = (
-    frozenset({"lying clocks"}),
     frozenset({"exchanges of NaN", "abandoned proposals", "malformed requests"}),
+    frozenset({"lying clocks"}),
 )
 """Attacks that would spoil each other under one key: each life carries out the others and one of these sets."""
 BROKEN = "broken"
