@@ -54,6 +54,8 @@ MOST_ASKED = 256
 """Keys in one request for records: a run has no more stages."""
 MOST_STORED = 256
 """Records of one request that are looked at."""
+ROW_BYTES = 24
+"""Of a record in an answer, beside its signer and what it signed."""
 ANSWER_BYTES = 256 << 10
 """Records of one key in an answer."""
 ANSWERS_BYTES = 1 << 20
@@ -256,9 +258,13 @@ class DhtNode:
         return response
 
     def _fitting(self, key: bytes, most_bytes: int) -> list[tuple[str, bytes, float]]:
+        now = self._intake.now()
+        live = self._records.live(key, now)
+        if sum(len(held.signed) + len(signer) + ROW_BYTES for signer, held in live.items()) <= most_bytes:
+            return [(signer, held.signed, held.expires) for signer, held in live.items()]
         rows: list[tuple[str, bytes, float]] = []
-        for signer, held in self._records.best_first(key, self._intake.now()):
-            most_bytes -= len(held.signed) + len(signer) + 24
+        for signer, held in self._records.best_first(key, now):
+            most_bytes -= len(held.signed) + len(signer) + ROW_BYTES
             if most_bytes < 0:
                 break
             rows.append((signer, held.signed, held.expires))
@@ -302,7 +308,7 @@ class DhtNode:
     def _to_hand_over(self, newcomer: Any) -> list[Stored]:
         """Records that a node that was just met should hold, where this one is the nearest to their key so far."""
         rows: list[Stored] = []
-        for raw in self._records.keys()[:HAND_OVER_KEYS]:
+        for raw in self._records.held_keys()[:HAND_OVER_KEYS]:
             key = DHTID.from_bytes(raw)
             around = self.nearest(key, REPLICAS)
             distances = [node_id.xor_distance(key) for node_id, _ in around]

@@ -89,7 +89,7 @@ class RecordStore:
     def __len__(self) -> int:
         return self._count
 
-    def keys(self) -> tuple[bytes, ...]:
+    def held_keys(self) -> tuple[bytes, ...]:
         """The keys that records are held under."""
         return tuple(self._rows)
 
@@ -207,8 +207,9 @@ class RecordStore:
             rows = self._rows[key]
             return max(self.esteem_of(signer, rows[signer], now) for signer in self._sampled(rows))
 
-        victim = min(self._sampled(self._rows), key=best)
-        if best(victim) > esteem:
+        among = self._sampled(key for key, rows in self._rows.items() if self._own not in rows)
+        victim = min(among, key=best, default=None)
+        if victim is None or best(victim) > esteem:
             return False
         for signer in list(self._rows[victim]):
             self._drop(victim, signer)

@@ -1,0 +1,66 @@
+"""A whole DHT in one process: real directories and real signatures, without p2pd. Messages pass through their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+
+from noloco_node.swarm.acquaintance import Acquaintances
+from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
+from noloco_node.swarm.identity import Identity
+from tests.swarm.hostile_dht import throw_away_key
+
+Hook = Callable[[str, str], Awaitable[None]]
+
+
+class MemoryP2P:
+    """What is needed of hivemind's `P2P`. All that share one `network` reach each other."""
+
+    def __init__(self, network: dict[str, MemoryP2P], peer: str) -> None:
+        self.network = network
+        self.peer_id = PeerID.from_base58(peer)
+        self.handlers: dict[str, tuple[Any, Any]] = {}
+        self.calls: list[tuple[str, str]] = []
+        """Who was called, and what for."""
+        network[peer] = self
+
+    async def add_protobuf_handler(self, name: str, handler: Any, kind: Any) -> None:
+        """See hivemind."""
+        self.handlers[name] = (handler, kind)
+
+    async def remove_protobuf_handler(self, name: str) -> None:
+        """See hivemind."""
+        del self.handlers[name]
+
+    async def call_protobuf_handler(self, peer: Any, name: str, request: Any, answer: Any) -> Any:
+        """See hivemind. P2PDaemonError where there is nobody."""
+        self.calls.append((str(peer), name))
+        other = self.network.get(str(peer))
+        if other is None or name not in other.handlers:
+            raise P2PDaemonError("nobody there")
+        handler, kind = other.handlers[name]
+        context = SimpleNamespace(remote_id=self.peer_id)
+        response = await handler(kind.FromString(request.SerializeToString()), context)
+        return answer.FromString(response.SerializeToString())
+
+
+class Member:
+    """A node of the memory DHT."""
+
+    def __init__(self, network: dict[str, MemoryP2P], identity: Identity | None = None) -> None:
+        self.identity = identity or throw_away_key()
+        self.peer = self.identity.peer_id
+        self.p2p = MemoryP2P(network, self.peer)
+        self.met = Acquaintances()
+        self.directory: DhtDirectory
+
+    async def join(self, run: str | None, stages: int, *through: str) -> Member:
+        """Enter through these peers."""
+        joined = tuple(f"/ip4/127.0.0.1/tcp/1/p2p/{peer}" for peer in through)
+        daemon: Any = SimpleNamespace(hivemind_p2p=self.p2p, joined_peers=joined)
+        self.directory = await join_directory(daemon, self.identity, run, stages, acquaintances=self.met)
+        return self

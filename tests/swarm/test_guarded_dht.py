@@ -1,0 +1,349 @@
+"""The DHT among strangers, whole directories in memory: who has a place in it, what is believed, what is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import PeerID
+from hivemind.proto import dht_pb2
+from hivemind.utils import MSGPackSerializer
+
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.swarm import dht_walk
+from noloco_node.swarm.dht_walk import MOST_BY_ONE, MOST_INTRODUCED
+from noloco_node.swarm.directory import PeerState
+from noloco_node.swarm.guarded_dht import (
+    ANSWER_BYTES,
+    ANSWERS_BYTES,
+    ASKED_BYTES,
+    BUCKET_SIZE,
+    HAND_OVERS_AT_ONCE,
+    node_id_of,
+)
+from noloco_node.swarm.identity import Identity
+from noloco_node.swarm.transport import PeerId
+from tests.swarm.hostile_dht import FIND, PING, STORE, Stranger, ghost, key_ids, throw_away_key
+from tests.swarm.memory_dht import Member, MemoryP2P
+from tests.swarm.test_directory import RUN, live_ids, record_of
+
+P2PD_CARRIES = 4 << 20
+KEY = key_ids(RUN, 1)[0]
+
+
+async def members(count: int, network: dict[str, MemoryP2P] | None = None) -> list[Member]:
+    """So many nodes of one stage that have published and looked; each joined through the one before it."""
+    network = {} if network is None else network
+    made: list[Member] = []
+    for _ in range(count):
+        made.append(await Member(network).join(RUN, 1, *(member.peer for member in made[-1:])))
+    await publish(made)
+    return made
+
+
+async def publish(made: list[Member], sequence: int = 0) -> None:
+    """Everybody stores its record anew, and looks."""
+    for member in made:
+        assert await member.directory.publish(record_of(member.peer, sequence=sequence), 60.0)
+    for member in made:
+        await member.directory.refresh()
+
+
+class BlackHole(Stranger):
+    """Has a place in the DHT by its own key; keeps nothing, and knows only its kind."""
+
+    def __init__(self, network: dict[str, MemoryP2P], identity: Identity, kind: list[Any]) -> None:
+        self.p2p = MemoryP2P(network, identity.peer_id)
+        super().__init__(self.p2p, [])
+        self.kind = kind
+        self.own = node_id_of(self.p2p.peer_id)
+
+    async def enter(self, made: list[Member]) -> None:
+        """Answer from now on, and make itself known to everybody."""
+        await self.answer()
+        for member in made:
+            await self._call(member.peer, PING, dht_pb2.PingRequest(peer=self._info()), dht_pb2.PingResponse)
+
+    def _info(self) -> Any:
+        return dht_pb2.NodeInfo(node_id=self.own.to_bytes())
+
+    async def _find(self, request: Any, _context: Any) -> Any:
+        result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
+        for peer in self.kind:
+            result.nearest_node_ids.append(node_id_of(peer).to_bytes())
+            result.nearest_peer_ids.append(peer.to_bytes())
+        return dht_pb2.FindResponse(results=[result] * len(request.keys), peer=self._info())
+
+
+def ground(count: int, made: list[Member]) -> list[Identity]:
+    """Keys whose node ids are nearer to the stage's key than those of all members."""
+    nearest = min(node_id_of(member.p2p.peer_id).xor_distance(KEY) for member in made)
+    found: list[Identity] = []
+    while len(found) < count:
+        identity = throw_away_key()
+        if node_id_of(PeerID.from_base58(identity.peer_id)).xor_distance(KEY) < nearest:
+            found.append(identity)
+    return found
+
+
+async def test_a_swarm_larger_than_a_bucket_sees_itself() -> None:
+    """Each of its nodes entered through one other."""
+    made = await members(BUCKET_SIZE + 4)
+    await publish(made[:1], 1)
+    everyone = {member.peer for member in made}
+    for member in made:
+        await member.directory.refresh()
+        assert live_ids(member.directory, 0) == everyone
+
+
+@pytest.mark.parametrize("introduced", [False, True])
+async def test_a_node_id_that_is_not_the_peers_gets_no_place(introduced: bool) -> None:
+    """Neither by asking nor by answering nor on another's word."""
+    made = await members(2)
+    stranger = BlackHole(made[0].p2p.network, throw_away_key(), [])
+    stranger.own = DHTID(int(KEY) ^ 1)
+    if introduced:
+        await stranger.answer()
+        liar = BlackHole(made[0].p2p.network, throw_away_key(), [])
+        liar._find = lying(liar, [(stranger.own, stranger.p2p.peer_id)])  # type: ignore[method-assign]
+        await liar.enter(made)
+    else:
+        await stranger.enter(made)
+        assert await made[0].directory._node.ping(stranger.p2p.peer_id) is False
+    await publish(made, 1)
+    for member in made:
+        assert stranger.p2p.peer_id not in member.directory._node.table
+        assert live_ids(member.directory, 0) == {member.peer for member in made}
+    assert stranger.stored == 0
+
+
+def lying(stranger: BlackHole, pairs: list[tuple[Any, Any]]) -> Any:
+    """An answer to look-ups with any pairs of node id and peer as neighbours."""
+
+    async def find(request: Any, _context: Any) -> Any:
+        result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
+        for node_id, peer in pairs:
+            result.nearest_node_ids.append(node_id.to_bytes())
+            result.nearest_peer_ids.append(peer.to_bytes())
+        return dht_pb2.FindResponse(results=[result] * len(request.keys), peer=stranger._info())
+
+    return find
+
+
+async def test_one_bad_record_takes_no_other_with_it() -> None:
+    """In what a node hands over, and in what it answers: of another key, too long a life, no record, no bytes."""
+    one, two = await members(2)
+    expires = one.directory.now() + 60
+    good = [ghost(RUN, 0, expires) for _ in range(3)]
+    bad = [ghost("another-run", 0, expires), (good[0][0][:-1] + "x", b"no record"), ("x" * 9999, b"")]
+    stranger = Stranger(MemoryP2P(one.p2p.network, throw_away_key().peer_id), [])
+    await stranger.store_whole(one.peer, KEY, [bad[0], good[0], bad[1], good[1], bad[2], good[2]], expires)
+    for member in (one, two):
+        await member.directory.refresh()
+        assert live_ids(member.directory, 0) == {one.peer, two.peer, *(signer for signer, _ in good)}
+        assert member.directory.records_held == 5
+
+
+async def test_answers_are_cut_to_what_p2pd_carries_and_those_that_are_known_come_first() -> None:
+    """A full key, asked for by itself and under hundreds of names; hivemind reads what comes."""
+    one, two = await members(2)
+    one.met.answered(two.peer)
+    expires, network = one.directory.now() + 60, one.p2p.network
+    stranger = Stranger(MemoryP2P(network, throw_away_key().peer_id), [])
+    for _ in range(12):
+        bringer = Stranger(MemoryP2P(network, throw_away_key().peer_id), [])
+        one.directory._intake._may_check = lambda *_: True  # type: ignore[method-assign]
+        await bringer.store(one.peer, KEY, [ghost(RUN, 0, expires, padding=500) for _ in range(60)], expires)
+    assert one.directory.records_held > 500
+    alone = await stranger.find(one.peer, [KEY])
+    assert len(alone.results[0].value) <= ANSWER_BYTES + 64
+    rows = MSGPackSerializer.loads(alone.results[0].value)
+    assert rows.get(two.peer) is not None
+    assert rows.get(one.peer) is not None
+    assert len(rows) > 100
+    many = await stranger.find(one.peer, [KEY] * 5000)
+    assert ANSWERS_BYTES / 2 < many.ByteSize() < P2PD_CARRIES / 2
+    one.directory._node._answers.of(PeerId(str(stranger._p2p.peer_id))).spend(ASKED_BYTES)
+    assert not (await stranger.find(one.peer, [KEY])).results[0].value, "one peer is given so much a second"
+    assert (await bringer.find(one.peer, [KEY])).results[0].value, "others are not concerned"
+
+
+async def test_routing_tables_do_not_grow_with_invented_keys() -> None:
+    """Hundreds of peers that ask once and are gone; whoever was there stays."""
+    made = await members(2)
+    table = made[0].directory._node.table
+    for _ in range(600):
+        passing = BlackHole(made[0].p2p.network, throw_away_key(), [])
+        await passing.enter(made[:1])
+        del made[0].p2p.network[str(passing.p2p.peer_id)]
+    await asyncio.sleep(0)
+    assert len(table.uid_to_peer_id) <= 2 * BUCKET_SIZE * len(table.buckets)
+    assert len(table.peer_id_to_uid) == len(table.uid_to_peer_id)
+    await made[1].directory.refresh()
+    assert live_ids(made[1].directory, 0) == {member.peer for member in made}
+
+
+async def test_who_comes_and_goes_is_handed_records_at_a_bounded_rate() -> None:
+    """Or each new key of a stranger would cost a node a whole stage's records."""
+    made = await members(1)
+    calls = made[0].p2p.calls
+    del calls[:]
+    for _ in range(100):
+        await BlackHole(made[0].p2p.network, throw_away_key(), []).enter(made)
+    await asyncio.sleep(0.01)
+    assert 0 < sum(name == STORE for _, name in calls) <= HAND_OVERS_AT_ONCE
+
+
+async def test_neighbours_that_are_not_there_cost_a_look_up_a_bounded_number_of_calls() -> None:
+    """Names of peers without end, all near the key: each is tried once, and not again for a while."""
+    made = await members(3)
+    nobody = [PeerID.from_base58(identity.peer_id) for identity in ground(60, made)]
+    liar = BlackHole(made[0].p2p.network, throw_away_key(), nobody)
+    await liar.enter(made)
+    calls = made[0].p2p.calls
+    for most in (MOST_BY_ONE, MOST_BY_ONE):
+        del calls[:]
+        await made[0].directory.refresh()
+        assert sum(name == FIND for _, name in calls) <= 3 + most <= MOST_INTRODUCED
+        assert live_ids(made[0].directory, 0) == {member.peer for member in made}
+    assert await made[0].directory.publish(record_of(made[0].peer, sequence=1), 60.0)
+
+
+async def test_a_node_that_stalls_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others answer is there after the patience for strangers, and what it says later is not lost."""
+    monkeypatch.setattr(dht_walk, "STRANGERS_SECONDS", 0.05)
+    made = await members(3)
+    network, stalled = made[0].p2p.network, asyncio.Event()
+    slow = BlackHole(network, throw_away_key(), [])
+    answer = slow._find
+
+    async def find(request: Any, context: Any) -> Any:
+        await stalled.wait()
+        return await answer(request, context)
+
+    slow._find = find  # type: ignore[method-assign]
+    await slow.enter(made)
+    async with asyncio.timeout(2.0):
+        await publish(made, 1)
+    assert live_ids(made[0].directory, 0) == {member.peer for member in made}
+    stalled.set()
+    for member in made:
+        await member.directory.close()
+
+
+async def test_ground_keys_around_a_stage_come_not_between_those_that_have_answered_each_other() -> None:
+    """More live keys than a bucket holds, nearer to the stage's key than anybody, take every place near it. Whom a node
+    has met it still asks and tells; who joins through one member sees all whom that one has met."""
+    made = await members(8)
+    for one in made:
+        for other in made:
+            if one is not other:
+                one.met.answered(other.peer)
+    kind = list[Any]()
+    for identity in ground(BUCKET_SIZE + 4, made):
+        hole = BlackHole(made[0].p2p.network, identity, kind)
+        kind.append(hole.p2p.peer_id)
+        await hole.enter(made)
+    forget_all_records(made)
+    await publish(made, 1)
+    await publish(made, 2)
+    everyone = {member.peer for member in made}
+    assert [live_ids(member.directory, 0) for member in made] == [everyone] * len(made)
+    newcomer = await Member(made[0].p2p.network).join(RUN, 1, made[3].peer)
+    await newcomer.directory.refresh()
+    assert live_ids(newcomer.directory, 0) >= everyone
+
+
+def forget_all_records(made: list[Member]) -> None:
+    """As when every record has ended."""
+    for member in made:
+        store = member.directory._records
+        for key in store.held_keys():
+            for signer in list(store._rows[key]):
+                store._drop(key, signer)
+        member.directory._walker.near.clear()
+
+
+async def test_records_told_over_own_links_reach_those_whose_dht_says_nothing() -> None:
+    """Two nodes whose only neighbour in the DHT is hostile; one has met a newcomer. What is told is checked as what is
+    stored is, and nobody's record is passed on that has not answered who tells it."""
+    one, two, newcomer = [await Member({}).join(RUN, 1) for _ in range(3)]
+    hole = BlackHole(one.p2p.network, throw_away_key(), [])
+    await hole.enter([one])
+    await publish([one, two, newcomer])
+    expires = one.directory.now() + 60
+    one.met.answered(newcomer.peer)
+    assert one.directory.told(newcomer.peer, newcomer.directory.to_tell(12)) == 1
+    key = KEY.to_bytes()
+    one.directory._intake.take(newcomer.identity.peer_id, key, *ghost(RUN, 0, expires), expires)
+    rows = one.directory.to_tell(12)
+    assert [row.peer for row in rows] == [one.peer, newcomer.peer]
+    assert two.directory.told(one.peer, rows) == 2
+    await two.directory.refresh()
+    assert live_ids(two.directory, 0) == {one.peer, two.peer, newcomer.peer}
+    gone = record_of(newcomer.peer, state=PeerState.GONE, sequence=9)
+    await newcomer.directory.publish(gone, 60.0)
+    assert two.directory.told(newcomer.peer, newcomer.directory.to_tell(12)) == 1
+    assert two.directory.told(one.peer, one.directory.to_tell(12)) == 1, "of the newcomer it holds a later one"
+    await two.directory.refresh()
+    assert live_ids(two.directory, 0) == {one.peer, two.peer}
+
+
+async def test_one_initial_peer_that_turns_this_node_away_does_not_keep_it_out() -> None:
+    """Whatever it says of this node's clock or reach; where all say so, the reason is told."""
+    made = await members(1)
+    network = made[0].p2p.network
+    liar = BlackHole(network, throw_away_key(), [])
+
+    async def ping(_request: Any, _context: Any) -> Any:
+        return dht_pb2.PingResponse(peer=liar._info(), dht_time=1.0, available=False)
+
+    liar._ping = ping  # type: ignore[method-assign]
+    await liar.answer()
+    newcomer = await Member(network).join(RUN, 1, str(liar.p2p.peer_id), made[0].peer)
+    await newcomer.directory.refresh()
+    assert live_ids(newcomer.directory, 0) == {made[0].peer}
+    with pytest.raises(UserError) as refused:
+        await Member(network).join(RUN, 1, str(liar.p2p.peer_id))
+    assert refused.value.exit_code is ExitCode.CONFIG
+    with pytest.raises(UserError) as unreachable:
+        await Member(network).join(RUN, 1, throw_away_key().peer_id)
+    assert unreachable.value.exit_code is ExitCode.PEERS_UNREACHABLE
+
+
+async def test_a_seed_of_no_run_introduces_those_of_every_run_to_each_other_beside_a_flood() -> None:
+    """Two nodes of one run that know only the seed, and a stranger with keys without number at keys without number."""
+    network: dict[str, MemoryP2P] = {}
+    seed = await Member(network).join(None, 0)
+    one, two = [await Member(network).join(RUN, 1, seed.peer) for _ in range(2)]
+    del network[two.peer]
+    await publish([one])
+    network[two.peer] = two.p2p
+    stranger, expires = Stranger(MemoryP2P(network, throw_away_key().peer_id), []), one.directory.now() + 60
+    for number in range(600):
+        key = DHTID.generate(source=f"any.stage.{number}")
+        await stranger.store(seed.peer, key, [ghost("any", number % 4, expires)], expires)
+    await two.directory.refresh()
+    assert live_ids(two.directory, 0) == {one.peer}
+
+
+async def test_messages_of_any_content_raise_nothing() -> None:
+    """Keys and ids of wrong lengths, lists that do not match, values that are no MessagePack."""
+    [one] = await members(1)
+    node = one.directory._node
+    context = SimpleNamespace(remote_id=PeerID.from_base58(throw_away_key().peer_id))
+    for junk in (b"", b"\xff" * 7, b"\xff" * 40):
+        info = dht_pb2.NodeInfo(node_id=junk)
+        assert not (await node.handle_ping(dht_pb2.PingRequest(peer=info, validate=True), context)).available
+        found = await node.handle_find(dht_pb2.FindRequest(keys=[junk, KEY.to_bytes()], peer=info), context)
+        assert len(found.results) == 2
+        request = dht_pb2.StoreRequest(
+            keys=[junk] * 3, subkeys=[b"", junk, b"\xc0"], values=[junk] * 3, expiration_time=[1e12] * 3, peer=info
+        )
+        assert list((await node.handle_store(request, context)).store_ok) == []
+        request.in_cache.extend([False] * 3)
+        assert list((await node.handle_store(request, context)).store_ok) == [False] * 3
+    assert one.directory.records_held == 1
