@@ -41,6 +41,7 @@ SMALLEST_EXTENSION = 1e-3
 ALSO_ASKED = 8
 """Peers that have answered this node and are asked for records whatever their places: a stranger that took all places
 near a key does not come between those who know each other."""
+MOST_ENTRANCES = 2
 ALSO_TOLD = 3
 """Of these, those that an own record is stored at besides the nodes nearest to its key."""
 
@@ -66,6 +67,7 @@ class DhtDirectory:
         self._acquaintances = acquaintances
         self._walker = Walker(node)
         self._last_expiry: dict[int, float] = {}
+        self._entrances: list[PeerId] = []
         self._rng = random.Random()
         self._view = DirectoryView(tuple({} for _ in keys))
         self._lost = LostPeers(identity.peer_id, random.Random())
@@ -88,7 +90,8 @@ class DhtDirectory:
     async def enter(self, peers: Sequence[str]) -> None:
         """Make this node known to the peers at these addresses, and to those near it. Raises UserError where none of
         them takes it, with the reason."""
-        asked = [self._node.ping(_peer(parse_address(text).peer), introduce=True) for text in peers]
+        self._entrances = [parse_address(text).peer for text in peers]
+        asked = [self._node.ping(_peer(peer), introduce=True) for peer in self._entrances]
         answers: list[bool | BaseException] = []
         try:
             async with asyncio.timeout(JOIN_SECONDS):
@@ -193,10 +196,13 @@ class DhtDirectory:
         await _leave(self._node)
 
     def _also(self, most: int) -> list[Any]:
-        """Some peers of the view that have answered this node."""
+        """Some peers of the view that have answered this node, and those that it entered by: who has just come knows
+        nobody else."""
         known = {peer for rows in self._view.stages for peer in rows if self._acquaintances.answers(peer)}
         known.discard(self._identity.peer_id)
-        return [_peer(peer) for peer in self._rng.sample(sorted(known), min(most, len(known)))]
+        some = self._rng.sample(sorted(known), min(most, len(known)))
+        entrances = self._rng.sample(self._entrances, min(MOST_ENTRANCES, len(self._entrances)))
+        return [_peer(peer) for peer in dict.fromkeys((*some, *entrances))]
 
     async def _seek_a_lost_peer(self) -> None:
         """Ask for one that vanished: who fails to answer is dropped from the routes, and never asked again."""

@@ -166,7 +166,7 @@ async def test_answers_are_cut_to_what_p2pd_carries_and_those_that_are_known_com
     assert len(rows) > 100
     many = await stranger.find(one.peer, [KEY] * 5000)
     assert ANSWERS_BYTES / 2 < many.ByteSize() < P2PD_CARRIES / 2
-    one.directory._node._answers.of(PeerId(str(stranger._p2p.peer_id))).spend(ASKED_BYTES)
+    one.directory._node._answers.of(PeerId(str(stranger._p2p.peer_id))).spend(100 * ASKED_BYTES)
     assert not (await stranger.find(one.peer, [KEY])).results[0].value, "one peer is given so much a second"
     assert (await bringer.find(one.peer, [KEY])).results[0].value, "others are not concerned"
 
