@@ -35,6 +35,7 @@ from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, decide, ret
 from noloco_node.swarm.pipeline import Downstream, PipelineServer
 from noloco_node.swarm.probation import Ending, Standing
 from noloco_node.swarm.records_call import serve_records
+from noloco_node.swarm.roll_call import SWEEP_SECONDS, RollCall
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.state_donor import StateDonor, nobody_relayed
@@ -102,6 +103,7 @@ class Replica:
         self.ledger = ledger or Ledger()
         self.worker = StageWorker(spec, placed.trainer, placed.outer, thread, self._inner_step_taken)
         self.membership = self._make_membership(directory)
+        self._roll = self._make_roll(directory)
         self._book = RoutingBook(spec.pipeline.routing, self._rng, time.monotonic)
         self._downstream = (
             None if stage.cut.is_last else Downstream(spec, self.stage, transport, self._book, self.ledger, self._rng)
@@ -137,12 +139,30 @@ class Replica:
     def _make_membership(self, directory: Directory) -> Membership:
         return Membership(
             ScreenedDirectory(directory, self._transport.conduct),
+            self._transport.acquaintances,
             self._transport.peer_id,
             self.stage,
             self.spec.stages,
             self.spec.limits.record_seconds,
             self._describe,
             self._directory_read,
+            self._ask_all,
+        )
+
+    async def _ask_all(self) -> None:
+        """Before it serves; from then on the roll call asks by itself."""
+        await self._roll.sweep(SWEEP_SECONDS)
+
+    def _make_roll(self, directory: Directory) -> RollCall:
+        return RollCall(
+            self._transport,
+            directory,
+            self.spec.run_id,
+            lambda: self.stage,
+            self.spec.limits.record_seconds,
+            self.membership.introduced,
+            self._answers_heard,
+            random.Random(f"roll/{self._settings.seed}/{self._transport.peer_id}"),
         )
 
     def _make_server(self, stage: Stage) -> PipelineServer:
@@ -281,7 +301,9 @@ class Replica:
 
     async def _possible_donors(self) -> list[PeerId]:
         await self.membership.refresh()  # a download outlives the records that were read before it
-        return self.membership.fellows(*SERVING)
+        introduced = self.membership.live(self.stage, *SERVING)
+        own = self._transport.peer_id
+        return self.membership.fellows(*SERVING) or [PeerId(r.peer_id) for r in introduced if r.peer_id != own]
 
     def progress(self) -> Progress:
         """Where it stands now."""
@@ -293,7 +315,7 @@ class Replica:
             self._transport.serve(microbatch.METHOD, self.server.admit, self.server.handle, max_concurrent_per_peer=64)
         self.exchanger.serve()
         self.donor.serve()
-        serve_records(self._transport, self.spec.run_id, self._directory)
+        serve_records(self._transport, self.spec.run_id, self._directory, lambda: self.stage)
 
     def close(self) -> None:
         """Take back what `serve` and its receipts registered, and let go of the stage, so that another replica can take
@@ -314,6 +336,7 @@ class Replica:
                 group.create_task(coroutine)
                 for coroutine in (
                     self.membership.run(),
+                    self._roll.run(),
                     self.exchanger.run(),
                     self._pair(),
                     self._keep_account(),
@@ -433,6 +456,8 @@ class Replica:
             now = self._loop.time()
             decision = decide(self._pairing_state(next_try), self.exchanger.window, now=now, rng=self._rng)
             if isinstance(decision, Dial):
+                window = self.exchanger.window.inner_steps * self._pace.step_seconds
+                self._transport.acquaintances.asked(decision.partner, window)
                 if not await self.exchanger.dial(decision.partner, decision.fragment):
                     next_try = self._loop.time() + retry_delay(self._pace.step_seconds, self._rng)
             elif isinstance(decision, StepAlone):
@@ -442,7 +467,7 @@ class Replica:
 
     def _partners(self, *states: PeerState) -> list[PeerId]:
         """Fellows that are worth dialling now."""
-        fellows, newcomers = self.membership.fellows(*states), self.membership.newcomers()
+        fellows, newcomers = self.membership.partners(*states), self.membership.newcomers()
         counting = self.standing.partners(fellows, newcomers, self.worker.progress.steps)
         return list(self.exchanger.patience.ready(counting, time.monotonic()))
 
@@ -494,10 +519,16 @@ class Replica:
     def _describe(self) -> OwnFigures:
         """What the directory record says of this replica."""
         progress, speed = self.worker.progress, self._pace.tokens_per_second
-        return OwnFigures(progress.clock, speed, progress.outer_rounds, self.capacity, self._guards())
+        return OwnFigures(progress.clock, speed, progress.outer_rounds, self.capacity, self._guards(), progress.steps)
+
+    def _answers_heard(self) -> None:
+        """Somebody has answered, or ceased to, since the directory was read."""
+        self.membership.heed_answers()
+        self._directory_read()
 
     def _directory_read(self) -> None:
-        """Take over what the directory says: routes, the share of the batch, and everyone's waits."""
+        """Take over who is there: routes, the share of the batch, and everyone's waits."""
+        self._roll.look()
         self._book.update(self.membership.next_stage_peers(), self.membership.own_rank())
         self.worker.live_replicas = self.membership.live_replicas()
         progress = self.worker.progress

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -21,13 +21,14 @@ from noloco_node.revival import revive_if_lost
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.swarm.arrival import Arrival
 from noloco_node.swarm.balancing import Server, servers_of, usual_strength
-from noloco_node.swarm.directory import Directory, DirectoryView
+from noloco_node.swarm.directory import Directory, DirectoryView, PeerRecord
 from noloco_node.swarm.first_look import FIRST_LOOK_SECONDS, look_for_others
 from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.known_peers import Held
 from noloco_node.swarm.membership import SERVING
 from noloco_node.swarm.microbatch import Ledger
 from noloco_node.swarm.relocation import Move, Relocation, Standing
+from noloco_node.swarm.roll_call import SWEEP_SECONDS, RollCall
 from noloco_node.swarm.transport import PeerId, Transport
 from noloco_node.telemetry.events import NodeMoved, Warned
 
@@ -56,7 +57,9 @@ class Stays:
         self._directory = directory
         self._own = transport.peer_id
         self._rng = random.Random(f"stays/{settings.seed}/{transport.peer_id}")
-        self._arrival = Arrival(directory, self._own, spec.limits.record_seconds)
+        self._known = transport.acquaintances
+        self._roll = self._make_roll(transport)
+        self._arrival = Arrival(directory, self._own, spec.limits.record_seconds, self._known, self._ask_all)
         self._fitting = fitting_stages(footprint.parameters, spec.outer.codec, free_memory(settings.device))
         self._began = 0.0
         self._looked_in_vain = False
@@ -72,11 +75,27 @@ class Stays:
         self.emit: Callable[[Warned], None] = lambda warning: logger.warning(warning.detail)
         """Takes what whoever runs the node should know."""
 
+    def _make_roll(self, transport: Transport) -> RollCall:
+        """For before a stage is chosen; while it serves one, its replica calls the roll."""
+
+        def introduced() -> Iterable[PeerRecord]:
+            view, now = self._directory.view.without(self._own), self._directory.now()
+            return [record for stage in range(self._spec.stages) for record in view.live(stage, now)]
+
+        life = self._spec.limits.record_seconds
+        return RollCall(
+            transport, self._directory, self._spec.run_id, lambda: self.stage, life, introduced, lambda: None, self._rng
+        )
+
+    async def _ask_all(self) -> None:
+        await self._roll.sweep(SWEEP_SECONDS)
+
     async def look_around(self) -> DirectoryView:
         """The directory before a stage is chosen, without this node's own former record; where this node joined others,
         as soon as it shows one of them, within a few seconds."""
         view = await look_for_others(self._directory, self._own, self._patience())
         self._looked_in_vain = not view.anyone(self._directory.now())
+        await self._ask_all()
         return view
 
     def _patience(self) -> float:
@@ -218,7 +237,7 @@ class Stays:
             if replica.stop.is_set() or not replica.run_goes_on():
                 continue
             now = self._directory.now()
-            others = servers_of(self._directory.view, work, now, without=self._own)
+            others = servers_of(self._directory.view, work, now, self._known, without=self._own)
             strength = replica.capacity * work[replica.stage] or usual_strength(others)
             here = Server(self._own, replica.stage, strength, guards=self.copies.guards)
             move = relocation.look(now, here, others)

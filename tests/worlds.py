@@ -27,6 +27,7 @@ from noloco_node.model.stage import build_stage
 from noloco_node.replica import Replica, on_its_device
 from noloco_node.swarm.dht_directory import join_directory
 from noloco_node.swarm.directory import Directory
+from noloco_node.swarm.hello import serve_hello
 from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
@@ -182,6 +183,7 @@ async def _populate(
             samples=samples_of(drawn) if stage == 0 else None,
             emit=events.append,
         )
+        serve_hello(transport, spec, lambda stage=stage: stage)
         replica.serve()
         made.replicas.append(replica)
         made.drawn.append(drawn)

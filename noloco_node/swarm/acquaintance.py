@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from noloco_node.swarm.peer_id import PeerId
@@ -22,6 +22,12 @@ WORK_SECONDS = 120.0
 """How long work counts where a caller does not say."""
 PEERS_REMEMBERED = 4096
 """Of those whose work was seen, and as many of the others."""
+ASKS_REMEMBERED = 64
+"""How often this node asked a peer, that it had seen no work of before, for work."""
+IDLES_ALLOWED = 2
+"""Times in a row that work which a peer was given may come to nothing; with the next one it has had its chance."""
+ASKS_ALLOWED = 4
+"""Windows in which a peer may be asked and refuse without any work from it in between."""
 
 
 @dataclass(slots=True)
@@ -39,6 +45,12 @@ class Acquaintance:
     """How often it was asked for work and none came, since work of it was last seen."""
     idle_since: float = math.inf
     """When the first of those was; +inf where there is none."""
+    asks: int = 0
+    """How often this node asked it for work since work of it was last seen, each window counted once."""
+    asked_at: float = -math.inf
+    """When the last ask was that counts."""
+    stage: int | None = None
+    """The stage of this node's run that it serves, as it said itself over its own link; None where it has not."""
 
 
 NOBODY = Acquaintance()
@@ -51,6 +63,7 @@ class Acquaintances:
         self._clock = clock
         self._met: OrderedDict[PeerId, Acquaintance] = OrderedDict()
         self._workers: OrderedDict[PeerId, Acquaintance] = OrderedDict()
+        self._asks: deque[tuple[PeerId, float]] = deque(maxlen=ASKS_REMEMBERED)
 
     def answered(self, peer: PeerId) -> None:
         """`peer` answered or refused a call of this node, or sent it a request, over its own authenticated link."""
@@ -74,7 +87,7 @@ class Acquaintances:
             self._workers.move_to_end(peer)
         known.worked_at = known.answered_at = self._clock()
         known.tokens += tokens
-        known.idles, known.idle_since, known.silences = 0, math.inf, 0
+        known.idles, known.idle_since, known.silences, known.asks = 0, math.inf, 0, 0
 
     def idle(self, peer: PeerId) -> None:
         """`peer` was asked for work and none came: an exchange that came to nothing, a microbatch that failed."""
@@ -82,6 +95,51 @@ class Acquaintances:
         if known.idles == 0:
             known.idle_since = self._clock()
         known.idles += 1
+
+    def said(self, peer: PeerId, stage: int | None) -> None:
+        """`peer` said over its own link which stage of this node's run it serves; None where it serves none of it."""
+        self._known(peer).stage = stage
+
+    def asked(self, peer: PeerId, window: float) -> None:
+        """This node asks `peer`, drawn at random from those that answer, for work; what it asks within `window`
+        seconds of the last time counts as one."""
+        known, now = self._known(peer), self._clock()
+        if now - known.asked_at < window:
+            return
+        known.asked_at = now
+        known.asks += 1
+        if known.worked_at == -math.inf:
+            self._asks.append((peer, now))
+
+    def asks_since(self, then: float) -> tuple[int, int]:
+        """How often, of late, it asked peers of which it had seen no work before; and how often work came of it."""
+        peers = [peer for peer, at in self._asks if at >= then]
+        return len(peers), sum(peer in self._workers for peer in peers)
+
+    def met(self, peer: PeerId) -> bool:
+        """Whether `peer` has ever answered, as far as this node remembers."""
+        return self.of(peer).answered_at > -math.inf
+
+    def known_workers(self) -> Sequence[PeerId]:
+        """Peers of which work was seen and that answer, whatever the directory says of them."""
+        return [peer for peer in self._workers if self.answers(peer)]
+
+    def takes_part(self, peer: PeerId) -> bool:
+        """Whether `peer` answers and has said itself that it serves this run, at whatever stage."""
+        return self.answers(peer) and self.of(peer).stage is not None
+
+    def has_worked(self, peer: PeerId) -> bool:
+        """Whether work of `peer` was ever seen here, as far as this node remembers."""
+        return peer in self._workers
+
+    def failed(self, peer: PeerId) -> bool:
+        """Whether `peer` had its fair chance to work with this node, and no work has come of it since."""
+        known = self.of(peer)
+        return known.idles > IDLES_ALLOWED or known.asks > ASKS_ALLOWED
+
+    def serves(self, peer: PeerId, stage: int) -> bool:
+        """Whether `peer` answers and has said itself that it serves this stage of the run."""
+        return self.answers(peer) and self.of(peer).stage == stage
 
     def answers(self, peer: PeerId, within: float = ANSWER_SECONDS) -> bool:
         """Whether `peer` has answered within so many seconds and is not silent since."""

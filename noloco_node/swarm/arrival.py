@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.aio import cancel_and_wait
+from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.balancing import Server, choose_stage, servers_of, settle_among, supply_of
 from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
 from noloco_node.swarm.membership import WITHDRAWAL_MARGIN_SECONDS
@@ -19,21 +20,30 @@ logger = logging.getLogger(__name__)
 
 
 class Arrival:
-    """Publishes this node's `joining` record, which lives `record_seconds` unless it is renewed."""
+    """Publishes this node's `joining` record, which lives `record_seconds` unless it is renewed. `ask` asks whoever the
+    directory shows whether it is there, and notes it in `known`."""
 
-    def __init__(self, directory: Directory, own: PeerId, record_seconds: float) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        own: PeerId,
+        record_seconds: float,
+        known: Acquaintances,
+        ask: Callable[[], Awaitable[None]],
+    ) -> None:
         self._directory = directory
+        self._known = known
+        self._ask = ask
         self._own = own
         self._record_seconds = record_seconds
 
     async def choose(self, work: Sequence[float], fitting: Collection[int], rng: random.Random) -> int:
         """Announce this node at the stage that needs it most, look again, and yield where others chose the same at the
         same time. `work` as in `Supply`; `fitting` are the stages that this machine can hold."""
-        first = servers_of(self._directory.view, work, self._directory.now(), without=self._own)
+        first = self._others(work)
         chosen = choose_stage(supply_of(first, work), fitting, rng)
         await self._publish(chosen, PeerState.JOINING)
-        view = await self._directory.refresh()
-        others = servers_of(view, work, self._directory.now(), without=self._own)
+        others = await self._others_anew(work)
         better = settle_among(others, {server.peer for server in first}, self._own, chosen, work, fitting)
         if better != chosen:
             logger.info("others are joining stage %d at the same time: taking stage %d", chosen, better)
@@ -45,11 +55,18 @@ class Arrival:
         """Announce this node at `stage`, look again, and keep to it if it is still `worth` it beside all others that
         count by then: of several nodes that decide within one look of each other, only one goes, or none."""
         await self._publish(stage, PeerState.JOINING)
-        view = await self._directory.refresh()
-        if worth(servers_of(view, work, self._directory.now(), without=self._own)):
+        if worth(await self._others_anew(work)):
             return True
         await self.withdraw(stage)
         return False
+
+    def _others(self, work: Sequence[float]) -> list[Server]:
+        return servers_of(self._directory.view, work, self._directory.now(), self._known, without=self._own)
+
+    async def _others_anew(self, work: Sequence[float]) -> list[Server]:
+        await self._directory.refresh()
+        await self._ask()
+        return self._others(work)
 
     @contextlib.asynccontextmanager
     async def announced(self, stage: int) -> AsyncGenerator[None]:

@@ -12,14 +12,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.directory import DirectoryView, PeerRecord, PeerState
+from noloco_node.swarm.headcount import is_there
 from noloco_node.swarm.transport import PeerId
 
 COUNTED = (PeerState.JOINING, PeerState.TRAINING, PeerState.FINISHING)
 PRESENT = (PeerState.TRAINING, PeerState.FINISHING)
 
 CREDIBLE_STRENGTH = 8.0
-"""A node counts at most for this many of the median one: what a record claims is only a claim."""
+"""A node of which this one has seen work counts at most for this many of the median one: what a record claims is only
+a claim. Of a node that has only answered, nothing beyond the median is believed."""
 SHORTAGE = 0.03
 """Nobody moves while the poorest stage is within this of what a perfect division would give every stage."""
 DAMPING = 0.5
@@ -62,16 +65,21 @@ class Supply:
         return sum(self.strength) / sum(self.work)
 
 
-def servers_of(view: DirectoryView, work: Sequence[float], now: float, *, without: PeerId | None) -> list[Server]:
-    """All nodes that count at DHT time `now`, but `without`. Whoever has no known speed yet counts like the median, and
-    nobody like more than `CREDIBLE_STRENGTH` of it."""
-    records = [r for stage in range(len(work)) for r in view.live(stage, now, *COUNTED) if r.peer_id != without]
-    known = [r.capacity * work[r.stage] for r in records if r.capacity > 0.0]
-    usual = median(known) if known else 1.0
+def servers_of(
+    view: DirectoryView, work: Sequence[float], now: float, known: Acquaintances, *, without: PeerId | None
+) -> list[Server]:
+    """All nodes that count at DHT time `now`, but `without`: that answer this node, and did not let it down when it
+    gave them work. Whoever has no known speed yet counts like the median; more than that counts only who has worked,
+    and nobody for more than `CREDIBLE_STRENGTH` of it."""
+    introduced = [r for stage in range(len(work)) for r in view.live(stage, now, *COUNTED) if r.peer_id != without]
+    records = [r for r in introduced if is_there(known, r) and not known.failed(PeerId(r.peer_id))]
+    worked = {r.peer_id for r in records if known.has_worked(PeerId(r.peer_id))}
+    speeds = [(r.capacity * work[r.stage], r.peer_id in worked) for r in records if r.capacity > 0.0]
+    usual = median([speed for speed, has in speeds if has or not worked] or [speed for speed, _ in speeds] or [1.0])
 
     def strength(record: PeerRecord) -> float:
         claimed = record.capacity * work[record.stage] or usual
-        return min(claimed, CREDIBLE_STRENGTH * usual)
+        return min(claimed, usual * (CREDIBLE_STRENGTH if record.peer_id in worked else 1.0))
 
     return [Server(PeerId(r.peer_id), r.stage, strength(r), r.state in PRESENT, r.guards) for r in records]
 
@@ -155,9 +163,9 @@ def worth_moving(supply: Supply, own_stage: int, own_strength: float, to: int) -
     return after - min(before[to], before[own_stage]) >= CLEAR_GAIN * brings
 
 
-def lost_stages(servers: Sequence[Server], stages: int) -> list[int]:
-    """Stages that nobody serves and nobody is on the way to."""
-    return sorted(set(range(stages)) - {server.stage for server in servers})
+def unserved_stages(servers: Sequence[Server], stages: int) -> list[int]:
+    """Stages that nobody serves, whoever may be on the way to them."""
+    return sorted(set(range(stages)) - {server.stage for server in servers if server.present})
 
 
 def rescue_rank(servers: Sequence[Server], work: Sequence[float], own: PeerId, lost: int) -> int | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from statistics import median
 
 from noloco_node import PROTOCOL_VERSION, __version__
+from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
 from noloco_node.swarm.first_look import LOOK_AGAIN_SECONDS, look_for_others
+from noloco_node.swarm.headcount import Headcount, is_there
 from noloco_node.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -30,35 +32,49 @@ class OwnFigures:
     outer_rounds: int
     capacity: float = 0.0
     guards: int | None = None
+    steps: int = 0
+    """Inner steps of this replica; not in the record."""
+
+
+async def asked_already() -> None:
+    """Where nobody has to be asked."""
 
 
 class Membership:
-    """Publishes this node's record and answers questions about the live records of others.
+    """Publishes this node's record and answers questions about the others.
 
-    `describe` gives the figures for the record; `on_change` is called after every look at the directory.
+    A live record introduces its peer, an answer over an own link makes it count as there, and only work as a replica
+    (`headcount`). `describe` gives the figures for the record; `ask` asks whoever a look at the directory shows and is
+    not known to be there; `on_change` is called after every look.
     """
 
     def __init__(
         self,
         directory: Directory,
+        known: Acquaintances,
         own: PeerId,
         stage: int,
         stages: int,
         record_seconds: float,
         describe: Callable[[], OwnFigures],
         on_change: Callable[[], None],
+        ask: Callable[[], Awaitable[None]] = asked_already,
     ) -> None:
         self._directory = directory
+        self._known = known
+        self._heads = Headcount(known)
         self._own = own
         self.stage = stage
         self.stages = stages
         self._record_seconds = record_seconds
         self._describe = describe
         self._on_change = on_change
+        self._ask = ask
         self._sequence = int(directory.now() * 1000)
         self._announced_speed = 0.0
         self.origins_clock = 0.0
-        """The furthest that stage 0 has been seen, as the median of its records: a stage that was restored lags it."""
+        """How far stage 0 was when this node last knew, as the median of those that count there: a stage that was
+        restored lags it. Never a maximum: what one moment's lie says, the next look corrects."""
         self._announced_newcomer = False
         self.state = PeerState.JOINING
         self._finished = False
@@ -68,35 +84,67 @@ class Membership:
         """Goes into the record: this node is on probation."""
 
     def live(self, stage: int, *states: PeerState) -> tuple[PeerRecord, ...]:
-        """Live records of a stage, this node's own included if it has been read back."""
+        """Live records of a stage, this node's own included if it has been read back: whoever is introduced."""
         return self._directory.view.live(stage, self._directory.now(), *states)
 
+    def there(self, stage: int, *states: PeerState) -> list[PeerRecord]:
+        """Records of the others at a stage that answer this node and say themselves that they serve it."""
+        return [
+            record
+            for record in self.live(stage, *states)
+            if record.peer_id != self._own and is_there(self._known, record)
+        ]
+
+    def introduced(self) -> list[PeerRecord]:
+        """Live records of all stages without this node's own."""
+        return self.others()
+
     def fellows(self, *states: PeerState) -> list[PeerId]:
-        """Live peers of the own stage, without this one."""
-        return [PeerId(r.peer_id) for r in self.live(self.stage, *states) if r.peer_id != self._own]
+        """Peers of the own stage that are there, without this one."""
+        return [PeerId(r.peer_id) for r in self.there(self.stage, *states)]
+
+    def partners(self, *states: PeerState) -> list[PeerId]:
+        """Fellows to average with: those that are there, without such as have had their chance and did not work, while
+        there are others; where nobody is there, those that once were."""
+        fellows = self.fellows(*states)
+        if not fellows:
+            records = self.live(self.stage, *states)
+            return [peer for record in records if self._once_met(peer := PeerId(record.peer_id))]
+        return [peer for peer in fellows if not self._heads.idles(peer)] or fellows
+
+    def _once_met(self, peer: PeerId) -> bool:
+        return peer != self._own and self._known.met(peer)
 
     def newcomers(self) -> set[PeerId]:
         """Fellows that say they are on probation."""
         return {PeerId(r.peer_id) for r in self.live(self.stage) if r.newcomer}
 
     def next_stage_peers(self) -> list[PeerId]:
-        """Live peers that microbatches may be sent to; none on the last stage."""
+        """Peers that microbatches may be sent to: those that are there, else those that once were; none on the last
+        stage."""
         if self.stage + 1 >= self.stages:
             return []
-        return [PeerId(r.peer_id) for r in self.live(self.stage + 1, *SERVING) if r.peer_id != self._own]
+        there = [PeerId(record.peer_id) for record in self.there(self.stage + 1, *SERVING)]
+        records = self.live(self.stage + 1, *SERVING)
+        return there or [peer for record in records if self._once_met(peer := PeerId(record.peer_id))]
 
     def own_rank(self) -> int:
-        """This peer's place among the live replicas of its stage, by peer id."""
+        """This peer's place among the replicas of its stage that are there, by peer id."""
         return sum(peer < self._own for peer in self.fellows(*SERVING))
 
     def live_replicas(self) -> int:
-        """Replicas of the own stage that train, this one included."""
-        return 1 + len(self.fellows(PeerState.TRAINING))
+        """Replicas of the own stage that train, this one included: by what they have shown (`headcount`)."""
+        return round(self._heads.replicas(self.fellows(PeerState.TRAINING)))
 
     def recorded_clocks(self) -> list[float]:
         """Clocks of the own stage's live fellows as their records say: never ahead of the true ones. A newcomer's clock
         is that of its copy, and tells nobody the time."""
-        return [r.clock for r in self.live(self.stage, *SERVING) if r.peer_id != self._own and not r.newcomer]
+        return [record.clock for record in self._timekeepers()]
+
+    def _timekeepers(self) -> list[PeerRecord]:
+        """Fellows whose clocks are heard: that have worked with this replica; where none has, that are there."""
+        there = [record for record in self.there(self.stage, *SERVING) if not record.newcomer]
+        return [record for record in there if self._heads.works(PeerId(record.peer_id))] or there
 
     def fellow_clocks(self) -> list[float]:
         """Present clocks of the same fellows: what each record says, moved on by its age.
@@ -106,11 +154,12 @@ class Membership:
         """
         now, replicas = self._directory.now(), self.live_replicas()
         clocks: list[float] = []
-        for peer, row in self._directory.view.stages[self.stage].items():
-            if peer != self._own and row.expires > now and row.record.state in SERVING and not row.record.newcomer:
-                age = min(max(0.0, now - (row.expires - self._record_seconds)), self._record_seconds)
-                moving = row.record.state is PeerState.TRAINING
-                clocks.append(row.record.clock + moving * age * row.record.tokens_per_second * replicas)
+        rows = self._directory.view.stages[self.stage]
+        for record in self._timekeepers():
+            expires = rows[PeerId(record.peer_id)].expires
+            age = min(max(0.0, now - (expires - self._record_seconds)), self._record_seconds)
+            moving = record.state is PeerState.TRAINING
+            clocks.append(record.clock + moving * age * record.tokens_per_second * replicas)
         return clocks
 
     def others(self, *states: PeerState) -> list[PeerRecord]:
@@ -118,28 +167,29 @@ class Membership:
         records = [record for stage in range(self.stages) for record in self.live(stage, *states)]
         return [record for record in records if record.peer_id != self._own]
 
-    def unserved(self) -> list[int]:
-        """Stages, the own one aside, that no live replica serves."""
-        return [s for s in range(self.stages) if s != self.stage and not self._served(s)]
+    def others_there(self, *states: PeerState) -> list[PeerRecord]:
+        """Records of all stages' nodes that are there."""
+        return [record for stage in range(self.stages) for record in self.there(stage, *states)]
 
-    def _served(self, stage: int) -> bool:
-        return any(record.peer_id != self._own for record in self.live(stage, *SERVING))
+    def unserved(self) -> list[int]:
+        """Stages, the own one aside, of which nobody that serves is there, whatever the records say."""
+        return [s for s in range(self.stages) if s != self.stage and not self.there(s, *SERVING)]
 
     def replicas_per_stage(self) -> list[int]:
-        """Live replicas of each stage that can be met, this one included."""
+        """Replicas of each stage that are there, this one included."""
         return self._counts(*SERVING, own=1)
 
     def furthest_clock(self) -> float:
-        """The largest clock in any other node's record."""
-        return max((record.clock for record in self.others()), default=0.0)
+        """The largest clock in the record of any other node that is there."""
+        return max((record.clock for record in self.others_there()), default=0.0)
 
     def nodes_per_stage(self) -> list[int]:
-        """Live nodes of each stage; this one counts even where its record has not been read back."""
+        """Nodes of each stage that are there; this one counts even where its record has not been read back."""
         return self._counts(own=int(self.state is not PeerState.GONE))
 
     def _counts(self, *states: PeerState, own: int) -> list[int]:
-        """Other live nodes of each stage, and `own` at this one's."""
-        counts = [len({r.peer_id for r in self.live(stage, *states)} - {self._own}) for stage in range(self.stages)]
+        """Other nodes of each stage that are there, and `own` at this one's."""
+        counts = [len(self.there(stage, *states)) for stage in range(self.stages)]
         counts[self.stage] += own
         return counts
 
@@ -174,19 +224,30 @@ class Membership:
         return stored
 
     async def refresh(self) -> None:
-        """Look at the directory once."""
+        """Look at the directory once, and ask whom it shows."""
         await self._directory.refresh()
+        await self._ask()
         self._take_in()
 
     async def look_for_others(self, seconds: float) -> None:
         """Look until another node is seen, `seconds` at most (`first_look`)."""
         await look_for_others(self._directory, self._own, seconds)
+        await self._ask()
         self._take_in()
 
     def _take_in(self) -> None:
-        clocks = [record.clock for record in self.live(0, *SERVING)]
-        self.origins_clock = max(self.origins_clock, median(clocks) if clocks else 0.0)
+        fellows = [record for record in self.live(self.stage, PeerState.TRAINING) if record.peer_id != self._own]
+        self._heads.look(fellows, self._describe().steps, self._record_seconds)
+        self.heed_answers()
         self._on_change()
+
+    def heed_answers(self) -> None:
+        """Look anew at who is there: an answer has come, or was missed, since the directory was read."""
+        origins = self.there(0, *SERVING)
+        worked = [record.clock for record in origins if self._known.has_worked(PeerId(record.peer_id))]
+        clocks = worked or [record.clock for record in origins]
+        if clocks:
+            self.origins_clock = median(clocks)
 
     async def run(self) -> None:
         """Renew the record three times within its life, and once as soon as this node knows its speed, without which

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
@@ -41,46 +42,72 @@ class RecordsMessage(WireModel):
     """Request and answer alike: the sender's own record first, if it has published one, then others that it knows."""
 
     run: RunName
+    stage: StageIndex | None = None
+    """The one that the sender serves."""
     records: Annotated[list[ToldRecord], Field(max_length=MOST_TOLD, default_factory=list)]
 
 
-def serve_records(transport: Transport, run_id: str, directory: Directory) -> None:
-    """Answer `records` from now on: take in what the caller tells, and tell it what this node knows."""
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What came of telling a peer."""
+
+    answered: bool
+    """A refusal is an answer."""
+    stage: int | None = None
+    """The stage of the run that it serves, as it says; None where it serves another run, or refused."""
+
+
+def serve_records(
+    transport: Transport, run_id: str, directory: Directory, stage: Callable[[], int | None] = lambda: None
+) -> None:
+    """Answer `records` from now on: take in what the caller tells, and tell it what this node knows. `stage` gives the
+    one that this node serves when it is asked."""
 
     async def handle(peer: PeerId, message: Message) -> Message:
         told = parse(RecordsMessage, message.header)
         if told.run != run_id:
             raise Refused(Refusal.WRONG_RUN, f"this node serves run {run_id[:8]}")
+        transport.acquaintances.said(peer, told.stage)
         directory.told(peer, _unpacked(told.records))
-        return Message(_packed(run_id, directory.to_tell(MOST_TOLD)).model_dump(mode="json"))
+        return Message(_packed(run_id, stage(), directory.to_tell(MOST_TOLD)).model_dump(mode="json"))
 
     transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=1)
 
 
 async def tell(
-    transport: Transport, peer: PeerId, run_id: str, directory: Directory, *, timeout: float = TIMEOUT_SECONDS
-) -> bool:
-    """Tell a peer this node's own record and a few others, and take in what it answers; whether it answered within
-    `timeout` seconds. A refusal is an answer. Never raises for the peer."""
-    request = _packed(run_id, directory.to_tell(MOST_TOLD))
+    transport: Transport,
+    peer: PeerId,
+    run_id: str,
+    directory: Directory,
+    *,
+    stage: int | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+) -> Told:
+    """Tell a peer this node's `stage`, its own record and a few others, and take in what it answers within `timeout`
+    seconds. Never raises for the peer."""
+    request = _packed(run_id, stage, directory.to_tell(MOST_TOLD))
     try:
         answer = await ask(transport, peer, METHOD, request, RecordsMessage, timeout=timeout, progress=timeout)
-    except Refused:
-        return True
+    except Refused as refused:
+        if refused.reason in (Refusal.WRONG_RUN, Refusal.UNKNOWN_METHOD):
+            transport.acquaintances.said(peer, None)
+        return Told(answered=True)
     except TransportError:
-        return False
+        return Told(answered=False)
     told = answer.header
+    serves = told.stage if told.run == run_id else None
+    transport.acquaintances.said(peer, serves)
     if told.run == run_id:
         directory.told(peer, _unpacked(told.records))
-    return True
+    return Told(answered=True, stage=serves)
 
 
-def _packed(run_id: str, rows: Sequence[SignedRecord]) -> RecordsMessage:
+def _packed(run_id: str, stage: int | None, rows: Sequence[SignedRecord]) -> RecordsMessage:
     told = [
         ToldRecord(stage=row.stage, peer=row.peer, expires=row.expires, signed=base64.b64encode(row.signed).decode())
         for row in rows[:MOST_TOLD]
     ]
-    return RecordsMessage(run=run_id, records=told)
+    return RecordsMessage(run=run_id, stage=stage, records=told)
 
 
 def _unpacked(told: Sequence[ToldRecord]) -> list[SignedRecord]:

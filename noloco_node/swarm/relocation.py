@@ -12,16 +12,20 @@ from typing import Literal
 
 from noloco_node.swarm.balancing import (
     Server,
-    lost_stages,
     plan_move,
     rescue_rank,
     rescue_wait,
     supply_of,
+    unserved_stages,
     worth_moving,
 )
 
 LOOKS_A_STAY = 20
 """Looks for a poorer stage within the shortest stay; a decision waits up to the time between two looks."""
+JOINER_PATIENCE = 15.0
+"""How long a stage that nobody serves waits for those who say that they are on their way to it, in times that it takes
+to confirm that it is empty. They count from when it was first seen empty, all together: one that never comes, or one
+after another, must not keep it from being rescued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class Relocation:
     rng: random.Random
     _next_look: float = field(init=False)
     _planned: tuple[int, float] | None = field(default=None, init=False)
+    _unserved_since: dict[int, float] = field(default_factory=dict[int, float], init=False)
     _empty_since: dict[int, float] = field(default_factory=dict[int, float], init=False)
     _rescues: dict[int, float] = field(default_factory=dict[int, float], init=False)
 
@@ -68,8 +73,16 @@ class Relocation:
 
     def look(self, now: float, here: Server, others: Sequence[Server]) -> Move | None:
         """Move now, or None. `here` is this node, `others` are all others that count."""
-        lost = lost_stages([*others, here], len(self.standing.work))
+        lost = self._lost(now, [*others, here])
         return self._rescue(now, here, others, lost) or self._balance(now, here, others, lost)
+
+    def _lost(self, now: float, servers: Sequence[Server]) -> list[int]:
+        """Stages that nobody serves, and to which nobody is on the way or has been for too long."""
+        unserved = unserved_stages(servers, len(self.standing.work))
+        self._unserved_since = {stage: self._unserved_since.get(stage, now) for stage in unserved}
+        awaited = {server.stage for server in servers if not server.present}
+        patience = JOINER_PATIENCE * self.standing.confirm_seconds
+        return [stage for stage in unserved if stage not in awaited or now - self._unserved_since[stage] > patience]
 
     def still_worth(self, move: Move, here: Server, others: Sequence[Server]) -> bool:
         """Whether a move to a poor stage gains as much beside these others; one to a lost stage waits for nobody, for

@@ -13,7 +13,8 @@ from noloco_node.swarm.balancing import Server, supply_of, worth_moving
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.transport import PeerId
-from tests.support import eventually
+from tests.support import eventually, one_turn
+from tests.swarm.worlds import AllAnswer
 
 WORK = (1.0, 1.0, 1.0)
 
@@ -38,7 +39,9 @@ async def test_joiners_that_look_at_the_same_time_spread_over_the_stages(count: 
     """They all found an empty swarm. In the end no stage has more than one node above any other (two where a whole
     crowd came within one look), and every node is announced once."""
     hub = MemoryDirectoryHub(len(WORK))
-    arrivals = [Arrival(SlowDirectory(hub), PeerId(f"joiner-{i:06d}"), 20.0) for i in range(count)]
+    arrivals = [
+        Arrival(SlowDirectory(hub), PeerId(f"joiner-{i:06d}"), 20.0, AllAnswer(), one_turn) for i in range(count)
+    ]
     choices = (a.choose(WORK, range(3), random.Random(100 * seed + i)) for i, a in enumerate(arrivals))
     chosen = await asyncio.gather(*choices)
     counts = [chosen.count(stage) for stage in range(3)]
@@ -57,7 +60,7 @@ async def test_an_announcement_lives_while_the_node_prepares_and_is_withdrawn_wh
         return bool(hub.rows[0]) and hub.rows[0][PeerId("joiner-000001")].record.state is PeerState.JOINING
 
     async def prepare_in_vain() -> None:
-        async with Arrival(directory, PeerId("joiner-000001"), 0.3).announced(0):
+        async with Arrival(directory, PeerId("joiner-000001"), 0.3, AllAnswer(), one_turn).announced(0):
             first = hub.rows[0][PeerId("joiner-000001")].expires
             await eventually(lambda: hub.rows[0][PeerId("joiner-000001")].expires > first + 0.1, what="renewed")
             assert announced()
@@ -85,7 +88,11 @@ async def test_of_movers_that_decide_at_the_same_time_no_more_go_than_are_needed
     def still_poor(others: Sequence[Server]) -> bool:
         return worth_moving(supply_of([*others, Server(PeerId("self"), 0, 1.0)], work), 0, 1.0, 1)
 
-    arrivals = [Arrival(SlowDirectory(hub), PeerId(peer), 20.0) for peer, stage in places.items() if stage == 0]
+    arrivals = [
+        Arrival(SlowDirectory(hub), PeerId(peer), 20.0, AllAnswer(), one_turn)
+        for peer, stage in places.items()
+        if stage == 0
+    ]
     tries = [arrival.confirmed(1, work, still_poor) for arrival in arrivals]
     going = list(await asyncio.gather(*tries)) if at_once else [await each for each in tries]
     assert sum(going) <= 1

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noloco_node.swarm.acquaintance import IDLES_ALLOWED, Acquaintances
 from noloco_node.swarm.balancing import (
     CREDIBLE_STRENGTH,
     Server,
@@ -27,6 +28,7 @@ from noloco_node.swarm.balancing import (
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.swarm.relocation import Move, Relocation, Standing
 from noloco_node.swarm.transport import PeerId
+from tests.swarm.worlds import AllAnswer
 
 OWN = PeerId("peer-own-00000")
 EVEN = (1.0, 1.0)
@@ -70,19 +72,37 @@ def test_joining_nodes_count_leaving_ones_do_not_and_the_own_old_record_is_left_
         record("serving-00000", 1, PeerState.TRAINING, 4.0),
         record(OWN, 0, PeerState.TRAINING, 7.0),
     )
-    servers = servers_of(view, EVEN, 50.0, without=OWN)
+    servers = servers_of(view, EVEN, 50.0, AllAnswer(), without=OWN)
     assert [(s.peer, s.strength, s.present) for s in servers] == [
         ("joining-00000", 4.0, False),
         ("serving-00000", 4.0, True),
     ]
-    assert servers_of(view, EVEN, 100.0, without=None) == []
+    assert servers_of(view, EVEN, 100.0, AllAnswer(), without=None) == []
 
 
 def test_nobody_counts_for_more_than_is_credible() -> None:
-    """A single record that claims the speed of a thousand does not drain its stage."""
+    """A single record that claims the speed of a thousand does not drain its stage: without work it counts like the
+    usual node, with work for a few of them; and where it does not answer, or lets this node down, not at all."""
     honest = [record(f"honest-{i:06d}", i % 2, PeerState.TRAINING, 10.0) for i in range(8)]
-    servers = servers_of(view_of(*honest, record("braggart-000", 0, PeerState.TRAINING, 1e12)), EVEN, 1.0, without=None)
-    assert max(server.strength for server in servers) == CREDIBLE_STRENGTH * 10.0
+    view, known = view_of(*honest, record("braggart-000", 0, PeerState.TRAINING, 1e12)), Acquaintances()
+    for each in honest:
+        known.worked(PeerId(each.peer_id))
+        known.said(PeerId(each.peer_id), each.stage)
+    braggart = PeerId("braggart-000")
+
+    def strengths_now() -> list[float]:
+        return sorted(server.strength for server in servers_of(view, EVEN, 1.0, known, without=None))
+
+    assert strengths_now() == [10.0] * 8, "a record alone"
+    known.answered(braggart)
+    assert strengths_now() == [10.0] * 8, "it has not said where it serves"
+    known.said(braggart, 0)
+    assert strengths_now() == [10.0] * 9
+    known.worked(braggart)
+    assert strengths_now() == [*[10.0] * 8, CREDIBLE_STRENGTH * 10.0]
+    for _ in range(IDLES_ALLOWED + 1):
+        known.idle(braggart)
+    assert strengths_now() == [10.0] * 8
 
 
 def test_of_two_that_chose_one_stage_at_once_exactly_one_looks_further() -> None:

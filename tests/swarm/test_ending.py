@@ -27,6 +27,7 @@ from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryH
 from noloco_node.swarm.origins_seen import DrawnBy, OriginsSeen
 from noloco_node.swarm.transport import PeerId
 from tests.support import eventually
+from tests.swarm.worlds import AllAnswer
 from tests.worlds import micro_spec, peer_name, world
 
 GRACE, TARGET, RECORD = 20.0, 64_000_000.0, 100_000.0
@@ -123,7 +124,7 @@ class Swarm:
         def figures() -> OwnFigures:
             return OwnFigures(self.clocks[name] if name in self.origins else 0.0, 1.0, 0)
 
-        return Membership(MemoryDirectory(self.hub), name, stage, 2, RECORD, figures, lambda: None)
+        return Membership(MemoryDirectory(self.hub), AllAnswer(), name, stage, 2, RECORD, figures, lambda: None)
 
     async def say(self, name: PeerId, *states: PeerState) -> None:
         for state in states:

@@ -37,7 +37,6 @@ from noloco_node.swarm import (
     dial_back,
     exchange,
     guard,
-    hello,
     microbatch,
     patience,
     receipts,
@@ -298,7 +297,6 @@ def fuzz_spec(stages: int) -> RunSpec:
 async def serve_the_rest(target: Target, file: ContributionFile) -> None:
     """All that a daemon serves and a replica alone does not."""
     spec, replica, transport = target.spec, target.replica, target.transport
-    hello.serve_hello(transport, spec, lambda: replica.stage)
     spec_fetch.serve_spec(transport, spec)
     rule = AccessSpec(mode="invited", owner=OWNER.peer_id)
     access.Access(spec.model_copy(update={"access": rule})).serve(transport)

@@ -43,7 +43,7 @@ async def test_both_sides_tell_and_hear_whole_records_and_no_more_than_fit() -> 
     caller, server = MemoryTransport(network, ONE), MemoryTransport(network, TWO)
     asking, asked = Book(*many), Book(row(50))
     serve_records(server, RUN, asked)
-    assert await tell(caller, TWO, RUN, asking)
+    assert (await tell(caller, TWO, RUN, asking)).answered
     assert asked.heard == [(ONE, tuple(many[:MOST_TOLD]))]
     assert asking.heard == [(TWO, (row(50),))]
 
@@ -56,9 +56,9 @@ async def test_a_refusal_is_an_answer_and_a_dead_link_is_none(run: str) -> None:
     book = Book()
     if run != RUN:
         serve_records(server, run, Book(row(1)))
-    assert await tell(caller, TWO, RUN, book)
+    assert (await tell(caller, TWO, RUN, book)).answered
     network.inject(Fault(FaultKind.UNREACHABLE, method=METHOD))
-    assert not await tell(caller, TWO, RUN, book)
+    assert not (await tell(caller, TWO, RUN, book)).answered
     assert book.heard == []
 
 
@@ -71,7 +71,7 @@ async def test_an_answer_that_breaks_the_protocol_is_an_offence_and_none_of_it_i
         return Message({"run": RUN, "records": [{"stage": 0}]})
 
     server.serve(METHOD, lambda *_: None, handle, max_concurrent_per_peer=1)
-    assert not await tell(caller, TWO, RUN, book)
+    assert not (await tell(caller, TWO, RUN, book)).answered
     assert caller.conduct.offences.total() == 1
     assert book.heard == []
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
@@ -20,6 +21,25 @@ from noloco_node.swarm.serving import TransportLimits
 from noloco_node.swarm.transport import Message, PeerId
 
 LIMITS = TransportLimits(max_body_bytes=96 << 20, progress_seconds=2.0, idle_seconds=4.0)
+
+
+class AllAnswer(Acquaintances):
+    """A swarm in which every introduced peer answers, and confirms its record."""
+
+    def answers(self, peer: PeerId, within: float = 0.0) -> bool:
+        """See `Acquaintances.answers`."""
+        del peer, within
+        return True
+
+    def serves(self, peer: PeerId, stage: int) -> bool:
+        """See `Acquaintances.serves`."""
+        del peer, stage
+        return True
+
+    def takes_part(self, peer: PeerId) -> bool:
+        """See `Acquaintances.takes_part`."""
+        del peer
+        return True
 
 
 @dataclass

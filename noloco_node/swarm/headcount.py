@@ -1,0 +1,122 @@
+"""How many replicas train beside this one: by what they have shown, never by their records alone.
+
+Work counts in full, and until the peer has had its fair chance to show more and did not. Who answers and has shown
+nothing yet counts as far as others that came no earlier, drawn at random, turned out to work; at a common start, where
+nobody has shown anything, as if they did. Who does not answer counts nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from noloco_node.swarm.acquaintance import Acquaintances
+from noloco_node.swarm.directory import PeerRecord, PeerState
+from noloco_node.swarm.transport import PeerId
+
+PRIOR = 3.0
+"""Fellows that are taken to have worked at a common start, before any has been asked."""
+PRIOR_ASKS = 16
+"""Asks after which nothing of that is left."""
+WORK_AN_ASK = 0.5
+"""Of honest fellows that are asked, at least so many come to work with this node within the same window."""
+WELCOME_SHARE = 0.25
+"""Of those that have shown work, so many more (but one at least) count at once where they come later and answer."""
+STILL_STEPS = 8
+"""Inner steps of this replica within which a fellow's clock that stands still says that it does not train."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What this replica has followed of one fellow since it was introduced. Times are monotonic seconds."""
+
+    since: float
+    clock: float
+    moved_at: float
+    moved_step: int
+    """This replica's own inner steps when the fellow's clock was last seen to move."""
+
+
+def is_there(known: Acquaintances, record: PeerRecord) -> bool:
+    """Whether the peer of a record answers this node, and says itself that it serves what the record says; of one that
+    is on its way to a stage, that it takes part in the run."""
+    peer = PeerId(record.peer_id)
+    return known.takes_part(peer) if record.state is PeerState.JOINING else known.serves(peer, record.stage)
+
+
+def welcome_share(asks: int, worked: int, *, from_the_start: bool) -> float:
+    """Of fellows that answer and have shown nothing yet, the share that counts, after so many `asks` for work of their
+    like, of which so many `worked`."""
+    prior = PRIOR * max(0.0, 1.0 - asks / PRIOR_ASKS) if from_the_start else 0.0
+    doubt = 0.0 if from_the_start else 1.0
+    expected = max(float(worked), WORK_AN_ASK * asks)
+    return (worked + prior) / (expected + prior + doubt) if worked + prior else 0.0
+
+
+def count(working: int, first: int, later: Sequence[float], first_share: float) -> float:
+    """This replica and those that count beside it: the `working` ones, the `first` ones that have been there from the
+    start at their share, and the `later` ones, each with its share; a few of these are welcome at once."""
+    welcome = min(float(len(later)), max(1.0, WELCOME_SHARE * working))
+    return 1.0 + working + first * first_share + max(welcome, sum(later))
+
+
+class Headcount:
+    """Follows the fellows of one replica."""
+
+    def __init__(self, known: Acquaintances, clock: Callable[[], float] = time.monotonic) -> None:
+        self._known = known
+        self._clock = clock
+        self._seen: dict[PeerId, _Seen] = {}
+        self._settled_at: float | None = None
+        """When work of a fellow was first seen: who was there by then may have come together with this replica."""
+        self._own_steps = 0
+        self._still_seconds = math.inf
+
+    def look(self, fellows: Iterable[PeerRecord], own_steps: int, record_seconds: float) -> None:
+        """Take in the records of the fellows that say they train."""
+        now, before = self._clock(), self._seen
+        self._still_seconds, self._own_steps = record_seconds, own_steps
+        self._seen = {}
+        for record in fellows:
+            peer = PeerId(record.peer_id)
+            seen = before.get(peer) or _Seen(now, record.clock, now, own_steps)
+            if seen.clock != record.clock:
+                seen.clock, seen.moved_at, seen.moved_step = record.clock, now, own_steps
+            self._seen[peer] = seen
+        if self._settled_at is None and any(self._known.has_worked(peer) for peer in self._seen):
+            self._settled_at = now
+
+    def works(self, peer: PeerId) -> bool:
+        """Whether work of this fellow was seen here, and nothing has spoken against it since."""
+        return self._known.has_worked(peer) and not self.idles(peer)
+
+    def idles(self, peer: PeerId) -> bool:
+        """Whether this fellow had its fair chance to work with this replica and did not, or says itself that its clock
+        stands still while this one's moves on."""
+        seen = self._seen.get(peer)
+        if self._known.failed(peer):
+            return True
+        if seen is None:
+            return False
+        return self._own_steps - seen.moved_step >= STILL_STEPS and self._clock() - seen.moved_at >= self._still_seconds
+
+    def replicas(self, answering: Sequence[PeerId]) -> float:
+        """Replicas of the stage that train, this one included, where these fellows answer."""
+        working, first, later, shares = 0, 0, list[float](), dict[float, float]()
+        for peer in answering:
+            if self.idles(peer):
+                continue
+            seen = self._seen.get(peer)
+            if self._known.has_worked(peer):
+                working += 1
+            elif self._settled_at is None or seen is None or seen.since <= self._settled_at:
+                first += 1
+            else:
+                if seen.since not in shares:
+                    asks = self._known.asks_since(seen.since)
+                    shares[seen.since] = welcome_share(*asks, from_the_start=False)
+                later.append(shares[seen.since])
+        share = welcome_share(*self._known.asks_since(-math.inf), from_the_start=True) if first else 0.0
+        return count(working, first, later, share)

@@ -1,0 +1,207 @@
+"""The roll call: whom this node asks, and when, whether it is there and which stage it serves.
+
+A record only introduces its peer. Each introduced peer is asked over its own link; in a small swarm all are within
+seconds, in a large one a sample is. Who does not answer is asked again ever more rarely, so that a crowd of records
+without nodes behind them costs a few calls a second and delays nobody who calls this node itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from noloco_node.aio import Pulse
+from noloco_node.swarm.acquaintance import Acquaintances
+from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
+from noloco_node.swarm.headcount import is_there
+from noloco_node.swarm.hello import ask_hello
+from noloco_node.swarm.records_call import tell
+from noloco_node.swarm.transport import PeerId, Refused, Transport, TransportError
+
+LOOK_SECONDS = 1.0
+"""Longest time between two looks whom to ask."""
+CALL_SECONDS = 5.0
+"""Deadline of one call."""
+SWEEP_SECONDS = 10.0
+"""For asking everybody before something is decided."""
+CALLS_A_SECOND = 4.0
+"""In the long run."""
+BURST = 16
+"""Calls that may be made at once after a quiet time, and calls under way."""
+ASK_AGAIN = 0.5
+"""Times a record's life after which a peer that answers is asked again: what records say must be told on in time."""
+FIRST_PAUSE_SECONDS = 1.0
+LONGEST_PAUSE_SECONDS = 300.0
+"""Between two calls to a peer that has never answered; one that has is asked at least once in a record's life."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What is to be asked of one peer."""
+
+    record: PeerRecord | None
+    next_try: float = 0.0
+    pause: float = FIRST_PAUSE_SECONDS
+    silences: int = 0
+    """Calls of whatever kind that it had not answered when it was last asked."""
+    under_way: bool = False
+
+
+class RollCall:
+    """Asks who is there. `introduced` gives the records to go by; `on_change` is called soon after an answer, or its
+    absence, has changed who serves which stage. `run` must be running in the owner's task group; `sweep` needs none."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        directory: Directory,
+        run_id: str,
+        stage: Callable[[], int],
+        record_seconds: float,
+        introduced: Callable[[], Iterable[PeerRecord]],
+        on_change: Callable[[], None],
+        rng: random.Random,
+    ) -> None:
+        self._transport = transport
+        self._directory = directory
+        self._run = run_id
+        self._stage = stage
+        self._life = record_seconds
+        self._introduced = introduced
+        self._on_change = on_change
+        self._rng = rng
+        self._asked: dict[PeerId, _Asked] = {}
+        self._looked = Pulse()
+        self._running = False
+        self._allowance = float(BURST)
+        self._allowed_at = 0.0
+
+    @property
+    def _known(self) -> Acquaintances:
+        return self._transport.acquaintances
+
+    def look(self) -> None:
+        """The directory was read: whoever is new is asked, whoever is gone is forgotten."""
+        records = {PeerId(record.peer_id): record for record in self._introduced()}
+        workers = [peer for peer in self._known.known_workers() if peer not in records]
+        before = self._asked
+        self._asked = {peer: before.get(peer) or _Asked(None) for peer in (*records, *workers)}
+        now = asyncio.get_running_loop().time()
+        for peer, record in records.items():
+            asked = self._asked[peer]
+            moved = asked.record is not None and asked.record.stage != record.stage
+            if moved and self._known.answers(peer):
+                asked.next_try = now
+            asked.record = record
+        self._looked.fire()
+
+    async def run(self) -> None:
+        """Goes on until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        self._running = True
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    now = loop.time()
+                    for peer in self._due(now):
+                        asked = self._asked[peer]
+                        asked.under_way = True
+                        group.create_task(self._ask(peer, asked))
+                    await self._looked.wait(self._until_next(now))
+        finally:
+            self._running = False
+
+    async def sweep(self, seconds: float) -> None:
+        """Ask every introduced peer that does not serve its stage yet as far as this node knows, `BURST` at a time, and
+        return when each has answered or fallen silent; no call is begun after so many seconds. Where `run` runs, it
+        asks, and nobody waits here."""
+        self.look()
+        if self._running:
+            return
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        unsure = [peer for peer, asked in self._asked.items() if not asked.under_way and not self._confirmed(peer)]
+        self._rng.shuffle(unsure)
+        unsure.sort(key=self._urgency, reverse=True)
+
+        async def work_off() -> None:
+            while unsure and loop.time() < until:
+                peer = unsure.pop()
+                if (asked := self._asked.get(peer)) is not None:
+                    await self._ask(peer, asked)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(BURST, len(unsure))):
+                group.create_task(work_off())
+
+    def _due(self, now: float) -> list[PeerId]:
+        """Whom to ask now, within what is allowed: who called this node first, then the nearest stages, then others at
+        random."""
+        self._allowance = min(float(BURST), self._allowance + (now - self._allowed_at) * CALLS_A_SECOND)
+        self._allowed_at = now
+        under_way = sum(asked.under_way for asked in self._asked.values())
+        most = min(int(self._allowance), BURST - under_way)
+        if most <= 0:
+            return []
+        due = [peer for peer, asked in self._asked.items() if not asked.under_way and self._is_due(peer, asked, now)]
+        self._rng.shuffle(due)
+        due.sort(key=self._urgency)
+        self._allowance -= len(due[:most])
+        return due[:most]
+
+    def _is_due(self, peer: PeerId, asked: _Asked, now: float) -> bool:
+        """Its time has come, or it has just let another call go unanswered: is it still there?"""
+        return asked.next_try <= now or self._known.of(peer).silences > asked.silences
+
+    def _urgency(self, peer: PeerId) -> tuple[bool, int]:
+        return not (self._known.answers(peer) and not self._confirmed(peer)), self._distance(peer)
+
+    def _distance(self, peer: PeerId) -> int:
+        """0 for the own stage and the next, 1 for all others."""
+        record = self._asked[peer].record
+        return int(record is not None and record.stage not in (own := self._stage(), own + 1))
+
+    def _confirmed(self, peer: PeerId) -> bool:
+        record = self._asked[peer].record
+        return record is None or is_there(self._known, record)
+
+    def _until_next(self, now: float) -> float | None:
+        waits = [asked.next_try - now for asked in self._asked.values() if not asked.under_way]
+        return min(LOOK_SECONDS, max(1.0 / CALLS_A_SECOND, min(waits))) if waits else None
+
+    async def _ask(self, peer: PeerId, asked: _Asked) -> None:
+        before = self._known.answers(peer), self._known.of(peer).stage
+        asked.under_way = True
+        try:
+            answered = await self._call(peer, asked.record)
+        finally:
+            asked.under_way = False
+        if answered:
+            asked.pause, wait = FIRST_PAUSE_SECONDS, self._life * ASK_AGAIN
+        else:
+            wait, longest = asked.pause, self._life if self._known.met(peer) else LONGEST_PAUSE_SECONDS
+            asked.pause = min(longest, 2.0 * asked.pause)
+        asked.silences = self._known.of(peer).silences
+        asked.next_try = asyncio.get_running_loop().time() + wait * self._rng.uniform(0.75, 1.25)
+        if before != (self._known.answers(peer), self._known.of(peer).stage):
+            self._on_change()
+        self._looked.fire()
+
+    async def _call(self, peer: PeerId, record: PeerRecord | None) -> bool:
+        """A node that is still on its way to its stage has no records to tell yet, and only says where it goes."""
+        if record is None or record.state is not PeerState.JOINING:
+            told = await tell(
+                self._transport, peer, self._run, self._directory, stage=self._stage(), timeout=CALL_SECONDS
+            )
+            return told.answered
+        try:
+            hello = await ask_hello(self._transport, peer)
+        except Refused:
+            return True
+        except TransportError as error:
+            self._transport.conduct.judge(peer, error)
+            return False
+        self._known.said(peer, hello.stage if hello.run == self._run else None)
+        return True
