@@ -144,8 +144,8 @@ async def random_labels(life: Life) -> None:
 
 
 def made_microbatch(life: Life, stage: int, name: str = "") -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
-    """Header, plausible activations and random labels of a microbatch for a stage; an honest origin is said to have
-    drawn it, at the beginning or the end of time."""
+    """Header, plausible activations and random labels of a microbatch for a stage; beyond stage 1 an honest origin is
+    said to have drawn it. It is of the beginning or the end of time."""
     spec = life.spec
     shape = (spec.inner.microbatch_windows, spec.data.sequence_length)
     header = microbatch.MicrobatchHeader(
@@ -153,7 +153,7 @@ def made_microbatch(life: Life, stage: int, name: str = "") -> tuple[dict[str, A
         budget_ms=4000,
         run=spec.run_id,
         stage=stage,
-        origin=life.rng.choice(life.of_stage(0)).peer,
+        origin=life.identity.peer_id if stage == 1 else life.rng.choice(life.of_stage(0)).peer,
         origin_clock=life.rng.choice((0.0, 1e17)),
     ).model_dump(mode="json")
     dtype = WIRE_DTYPES[spec.pipeline.activations]
