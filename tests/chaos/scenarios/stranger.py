@@ -190,7 +190,6 @@ async def _run(arm: Arm, together: asyncio.Barrier, attacker: Lab | None) -> Non
     arm.spans = {"before": (began, attack), "attack": (attack, left), "after": (after, after + plan.before)}
     with contextlib.suppress(AssertionError):  # who has not ended is judged with the others
         await swarm.until(lambda: not any(node.running for node in arm.core), plan.whole, "all nodes end")
-    arm.loss = await merged_loss(arm.overrides, arm.core, swarm.folder)
 
 
 def _place(arm: Arm, number: int) -> Place:
@@ -288,6 +287,11 @@ def _judge_attacks(arm: Arm, verdict: Verdict) -> None:
 async def _judge_end(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
     ends = [node.stopped.reason if node.stopped else node.describe_exit() for node in attacked.core]
     verdict.demand("the target is reached", set(ends) == {"target_reached"}, ", ".join(sorted(ends)))
+    for arm in (
+        clean,
+        attacked,
+    ):  # one after the other: libraries that are imported late are not imported twice at once
+        arm.loss = await merged_loss(arm.overrides, arm.core, arm.swarm.folder)
     ratio = attacked.loss / clean.loss
     found = f"{attacked.loss:.4f} against {clean.loss:.4f}, {ratio:.4f}"
     verdict.demand(f"validation loss within {LOSS_RATIO} of clean", ratio <= LOSS_RATIO, found)
