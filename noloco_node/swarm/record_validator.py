@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import struct
-from collections import OrderedDict
 from typing import Any, cast
 
 from hivemind.dht.crypto import DHTRecord, RecordValidatorBase  # pyright: ignore[reportMissingTypeStubs]
@@ -32,6 +32,8 @@ MAX_SUBKEY_BYTES = 160
 MAX_EXPIRY = float(1 << 40)
 """Seconds since 1970 that no honest record reaches; keeps arithmetic with expiries harmless."""
 CACHED_VERDICTS = 8192
+"""Of more records than that some are judged anew at every look. Which verdict makes room is drawn: each look takes the
+records in about the same order, so that the oldest would be forgotten just before it is asked for, and every one."""
 
 _DOMAIN = b"noloco directory record 1\0"
 _LENGTHS = struct.Struct(">BHH")
@@ -62,7 +64,9 @@ class RecordValidator(RecordValidatorBase):
         self._any_key = run_id is None
         named = {} if run_id is None else {stage: stage_key(run_id, stage) for stage in range(stages)}
         self._stages = {_digest(key): stage for stage, key in named.items()}
-        self._verdicts: OrderedDict[bytes, PeerRecord | None] = OrderedDict()
+        self._verdicts: dict[bytes, PeerRecord | None] = {}
+        self._judged: list[bytes] = []
+        self._rng = random.Random()
 
     def validate(self, record: DHTRecord) -> bool:
         """hivemind's question: may this be stored, or believed when another node returns it? Never raises."""
@@ -89,16 +93,22 @@ class RecordValidator(RecordValidatorBase):
             return None
         digest = hashlib.sha256(struct.pack(">dII", expires, len(subkey), len(value)) + key + subkey + value).digest()
         if digest in self._verdicts:
-            self._verdicts.move_to_end(digest)
             return self._verdicts[digest]
         try:
             verdict = _parse(stage, key, subkey, value, expires)
         except (ValueError, struct.error, RecursionError):
             verdict = None
-        self._verdicts[digest] = verdict
-        if len(self._verdicts) > CACHED_VERDICTS:
-            self._verdicts.popitem(last=False)
+        self._remember(digest, verdict)
         return verdict
+
+    def _remember(self, digest: bytes, verdict: PeerRecord | None) -> None:
+        self._verdicts[digest] = verdict
+        if len(self._judged) < CACHED_VERDICTS:
+            self._judged.append(digest)
+            return
+        place = self._rng.randrange(len(self._judged))
+        del self._verdicts[self._judged[place]]
+        self._judged[place] = digest
 
     def read_at(self, key: bytes, signer: str, signed: bytes, expires: float) -> PeerRecord | None:
         """Like `read`, for what is at hand unpacked."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -11,12 +12,15 @@ from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.config import run_spec
 from noloco_node.config.canonical import canonical_json
 from noloco_node.replica import Replica
-from noloco_node.swarm import conduct
+from noloco_node.swarm import conduct, record_validator
 from noloco_node.swarm.access import Access
 from noloco_node.swarm.conduct import FIRST_BAN_SECONDS, Conduct, Offence
 from noloco_node.swarm.directory import LiveRecord, PeerRecord, PeerState
+from noloco_node.swarm.identity import load_or_create_identity
+from noloco_node.swarm.identity import verify as identity_verify
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.pairing import WAIT, PairingState, Window, decide
+from noloco_node.swarm.record_validator import RecordValidator, sign_record, stage_key
 from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.transport import PeerId
 from tests.worlds import micro_spec, run_to_the_end, world
@@ -32,6 +36,32 @@ class CountedConduct(Conduct):
     def deals(self, peer: PeerId, _: object = None, /) -> bool:
         self.asked += 1
         return super().deals(peer)
+
+
+def test_hardly_more_records_than_verdicts_are_kept_cost_hardly_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look takes all records in the same order: of a twentieth too many not all are judged anew."""
+    monkeypatch.setattr(record_validator, "CACHED_VERDICTS", 100)
+    identity, judged = load_or_create_identity(tmp_path / "key"), Counter[str]()
+    record = PeerRecord(
+        peer_id=identity.peer_id, stage=0, state=PeerState.TRAINING, protocol=PROTOCOL_VERSION, version=__version__
+    )
+    signed = [sign_record(identity, stage_key("run", 0), record, 1000.0 + number) for number in range(105)]
+
+    def verified(public_key: bytes, signature: bytes, statement: bytes) -> bool:
+        judged["signatures"] += 1
+        return identity_verify(public_key, signature, statement)
+
+    monkeypatch.setattr(record_validator, "verify", verified)
+    validator = RecordValidator("run", 1)
+    looks = 20
+    for _ in range(looks):
+        for number, value in enumerate(signed):
+            assert validator.read_found(stage_key("run", 0), identity.peer_id, value, 1000.0 + number) == record
+    again = (judged["signatures"] - len(signed)) / (looks - 1)
+    assert 5 <= again < 0.4 * len(signed)
+    assert len(validator._verdicts) == 100
 
 
 async def crowded(hub: MemoryDirectoryHub) -> None:
