@@ -492,7 +492,7 @@ class Replica:
         started = time.monotonic()
         self.exchanger.catching_up = True
         try:
-            manifest = await self._copier.copy_from(partner)
+            manifest = await self._copier.copy_from(partner, self.membership.fellows(*SERVING))
         except (Refused, TransportError) as error:
             logger.debug("could not catch up with %s: %r", partner, error)
             return

@@ -11,13 +11,14 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm.state_messages import OFFER, StateManifest, StateOffer, StateRequest
+from noloco_node.swarm.donor_pace import DonorPaces, Pace, TooSlow, floor_of
+from noloco_node.swarm.state_messages import OFFER, StateManifest, StateOffer, StateRequest, packed_size
 from noloco_node.swarm.state_transfer import Download, fetch_state, load_download, new_download
 from noloco_node.swarm.transport import (
     PeerId,
@@ -130,6 +131,8 @@ class StateCopier:
         self._resting: dict[PeerId, float] = {}
         """Until when donors are not asked again to which there is only a relayed connection."""
         self._relayed_told = False
+        limits, size = spec.limits, packed_size(worker.state_sizes())
+        self._paces = DonorPaces(floor_of(size, limits.chunk_bytes, limits.exchange_progress_seconds))
 
     async def copy_best(
         self, donors: Callable[[], Awaitable[Sequence[PeerId]]], patience: float = BUSY_PATIENCE_SECONDS
@@ -144,12 +147,17 @@ class StateCopier:
         until = time.monotonic() + patience
         while True:
             offers = await self._ask_all([peer for peer in await donors() if peer not in search.failed], search)
-            for donor in rank_donors(offers, self._spec.max_lag_tokens, self._rng):
+            ranked = rank_donors(offers, self._spec.max_lag_tokens, self._rng)
+            while ranked:
+                donor = self._paces.next(ranked)
                 if download is None:
                     download = await asyncio.to_thread(new_download, self._spec, self._worker)
                 try:
-                    return donor, await self._copy(donor, download)
+                    return donor, await self._copy(donor, download, ranked)
+                except TooSlow as error:
+                    self._emit(DonorFailed(donor=donor, reason=str(error)))
                 except (Refused, TransportError) as error:
+                    ranked.remove(donor)
                     self._note(search, donor, error)
             if search.busy and time.monotonic() < until:
                 logger.info("all %d donors are busy: asking again in a moment", len(search.busy))
@@ -163,14 +171,16 @@ class StateCopier:
             # Nothing tells that a link is mended or a donor ready: asking again is the only way.
             await asyncio.sleep(AWAY_PAUSE_SECONDS * 2.0 ** (search.rounds - 1) * self._rng.uniform(0.5, 1.5))
 
-    async def copy_from(self, donor: PeerId) -> StateManifest:
-        """Take the state of this donor. Raises Refused or TransportError; the replica is unchanged then. One that gives
-        nothing through a relay is asked every `RELAYED_REST_SECONDS` at most, and Refused for it between."""
+    async def copy_from(self, donor: PeerId, others: Collection[PeerId] = ()) -> StateManifest:
+        """Take the state of this donor; TooSlow where one of `others` may be faster. Raises Refused or TransportError;
+        the replica is unchanged then. One that gives nothing through a relay is asked every `RELAYED_REST_SECONDS` at
+        most, and Refused for it between."""
         if time.monotonic() < self._resting.get(donor, 0.0):
             raise Refused(Refusal.RELAYED, "it said so a moment ago")
         try:
             await self._ask(donor)  # there must be something to come before there is room made for it
-            manifest = await self._copy(donor, await asyncio.to_thread(new_download, self._spec, self._worker))
+            download = await asyncio.to_thread(new_download, self._spec, self._worker)
+            manifest = await self._copy(donor, download, others)
         except Refused as error:
             if error.reason is Refusal.RELAYED:
                 self._let_rest(donor)
@@ -234,10 +244,18 @@ class StateCopier:
         if not told:
             self._emit(DonorFailed(donor=donor, reason=reason))
 
-    async def _copy(self, donor: PeerId, download: Download) -> StateManifest:
-        """One donor's state, resumed where a stream breaks, loaded as a whole at the end."""
-        progress = _Progress(donor, download.size, self._emit)
+    async def _copy(self, donor: PeerId, download: Download, offering: Collection[PeerId]) -> StateManifest:
+        """One donor's state, resumed where a stream breaks, loaded as a whole at the end. TooSlow where one of
+        `offering` may be faster."""
+        told = _Progress(donor, download.size, self._emit)
+        pace = Pace(self._paces, donor, offering, self._spec.limits.exchange_progress_seconds)
+
+        def progress(received: int) -> None:
+            told(received)
+            pace(received)
+
         for resumes in range(RESUMES + 1):
+            pace.begin()
             try:
                 manifest = await fetch_state(
                     self._spec,
@@ -250,7 +268,7 @@ class StateCopier:
                     on_progress=progress,
                 )
                 return await load_download(self._transport, self._worker, download, manifest, self._believe)
-            except ProtocolViolation:
+            except (ProtocolViolation, TooSlow):
                 raise
             except TransportError as error:
                 if resumes == RESUMES:

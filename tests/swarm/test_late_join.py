@@ -24,6 +24,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.replica import Replica
 from noloco_node.swarm import late_join, state_messages
 from noloco_node.swarm.directory import PeerState
+from noloco_node.swarm.donor_pace import DonorPaces
 from noloco_node.swarm.donor_rate import HIGHEST_RATE, KEPT_SHARE, Cost, DonorRate
 from noloco_node.swarm.late_join import rank_donors
 from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryTransport
@@ -376,6 +377,59 @@ async def test_a_donor_that_falls_silent_is_left_after_the_progress_deadline() -
         async with asyncio.timeout(30):
             reason = await join_until_the_first_has_failed(made, joiner, honest=True)
         assert "no part of its state came for 2 s" in reason
+
+
+def drip(replica: Replica, seconds: float) -> None:
+    """From now on this donor gives one chunk in so many seconds."""
+    method = replica._transport._desk._methods[state_messages.CHUNK]  # type: ignore[attr-defined]
+    honest, turn = method.handle, asyncio.Lock()
+
+    async def slowly(peer: PeerId, message: Message) -> Message:
+        async with turn:
+            await asyncio.sleep(seconds)
+            return await honest(peer, message)
+
+    method.handle = slowly
+
+
+async def test_a_donor_that_drips_is_left_for_an_idle_one() -> None:
+    """Each of its chunks comes in time, and the whole would take half a minute; the idle one's is there at once."""
+    limits = LIMITS.model_copy(update={"exchange_progress_seconds": 0.5})
+    async with world(micro_spec(stages=1, outer=OUTER, limits=limits), 3) as made:
+        for veteran in made.replicas[:-1]:
+            await make_veteran(veteran)
+        drip(made.replicas[0], 0.3)
+        joiner = made.replicas[-1]
+        async with asyncio.timeout(30):
+            while FIRST not in failures(made):
+                assert await joiner.become_current() == SECOND
+        assert "another may be faster" in failures(made)[FIRST]
+        assert await is_copy_of(joiner, made.replicas[1])
+        assert joiner._transport.conduct.offences.total() == 0
+
+
+def test_the_only_donor_is_kept_however_slow() -> None:
+    """Also where others are known that do not offer now."""
+    paces = DonorPaces(floor=100.0)
+    assert paces.goes_on(FIRST, 0.001, [FIRST])
+    assert not paces.goes_on(FIRST, 0.001, [FIRST, SECOND])
+    assert paces.next([FIRST]) == FIRST
+    assert paces.goes_on(FIRST, 0.001, [FIRST])
+
+
+@given(st.lists(st.floats(0.0, 1000.0), min_size=1, max_size=12))
+def test_slowness_of_ones_own_costs_a_few_windows_and_ends_with_the_fastest(rates: list[float]) -> None:
+    """Donors of constant rates: at most four windows are lost, and who is kept is not much slower than any that was
+    tried, or fast enough."""
+    peers = [PeerId(f"donor-{index}") for index in range(len(rates))]
+    true, paces, tried = dict(zip(peers, rates, strict=True)), DonorPaces(floor=100.0), list[float]()
+    for _ in range(20):
+        donor = paces.next(peers)
+        tried.append(true[donor])
+        if paces.goes_on(donor, true[donor], peers):
+            break
+    assert len(tried) <= 5
+    assert true[donor] >= 100.0 or true[donor] * 2.0 >= max(tried)
 
 
 async def test_a_full_donor_says_busy_and_the_joiner_waits_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
