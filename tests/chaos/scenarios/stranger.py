@@ -161,7 +161,7 @@ def _arm(lab: Lab, name: str, plan: Plan) -> Arm:
 
 async def _run(arm: Arm, together: asyncio.Barrier, attacker: Lab | None) -> None:
     plan, swarm = arm.plan, arm.swarm
-    await swarm.start([0, 1] * plan.replicas, lambda number: _place(arm, number))
+    await swarm.start([0, 1] * plan.replicas, lambda number: _place(arm, number, number % 2))
     await swarm.until_training()
     (swarm.folder / HONEST).write_text(json.dumps([node.started.peer_id for node in swarm.nodes if node.started]))
     process = None if attacker is None else await _prepare_stranger(arm, attacker)
@@ -192,9 +192,9 @@ async def _run(arm: Arm, together: asyncio.Barrier, attacker: Lab | None) -> Non
         await swarm.until(lambda: not any(node.running for node in arm.core), plan.whole, "all nodes end")
 
 
-def _place(arm: Arm, number: int) -> Place:
+def _place(arm: Arm, number: int, stage: int) -> Place:
     """A node that is watched. Its file lies in its run folder."""
-    name = f"s{number % 2}-n{number}"
+    name = f"s{stage}-n{number}"
     environment = {WATCHED: str(arm.swarm.folder / name / "watched.jsonl"), "OMP_NUM_THREADS": "1"}
     return Place(command=(sys.executable, "-m", "tests.chaos.watched_node"), environment=environment)
 
@@ -256,7 +256,7 @@ async def _call_off(process: Process) -> None:
 async def _late_joiner(arm: Arm, comes: float, leaves: float) -> None:
     """One more of the last stage, which must find an honest donor among whoever offers."""
     await _until(arm.swarm, comes)
-    node = await arm.swarm.launch(1, _place(arm, len(arm.swarm.nodes) | 1))
+    node = await arm.swarm.launch(1, _place(arm, len(arm.swarm.nodes), 1))
     try:
         started = await arm.swarm.until_up(node, max(1.0, leaves - time.time()))
     except AssertionError as failure:
