@@ -19,14 +19,15 @@ from noloco_node.data.samples import Samples
 from noloco_node.data.walk import WalkPosition
 from noloco_node.model.stage import Stage
 from noloco_node.swarm import microbatch
-from noloco_node.swarm.beginning import BEGINNINGS, run_has_ended, where_to_begin
+from noloco_node.swarm.beginning import ASK_SECONDS, BEGINNINGS, HEARD, run_has_ended, where_to_begin
 from noloco_node.swarm.books import Books
-from noloco_node.swarm.directory import Directory, PeerState
+from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
 from noloco_node.swarm.ending import EndOfRun
 from noloco_node.swarm.evaluations import Evaluations
 from noloco_node.swarm.exchange import Exchanger
 from noloco_node.swarm.exchange_session import caught_up_event
 from noloco_node.swarm.fellow_clocks import FellowClocks
+from noloco_node.swarm.first_look import LOOK_AGAIN_SECONDS
 from noloco_node.swarm.late_join import NoDonor, StateCopier
 from noloco_node.swarm.membership import SERVING, Membership, OwnFigures
 from noloco_node.swarm.microbatch import Ledger, Sample
@@ -55,9 +56,9 @@ DRAIN_LOOK_SECONDS = 0.1
 LAST_LOOK_SECONDS = 0.3
 
 STARTS_ALONE = (
-    "STARTS ALONE from the first weights: this node has joined others, but the directory shows no node with a stage of "
-    "the run. The first node of a run starts like this. If others train already, this one cannot see them, and what it "
-    "learns alone is thrown away once it does: stop it, set its clock right, and name nodes that train as initial peers"
+    "STARTS ALONE from the first weights: this node has joined others, but no node with a stage of the run answers it. "
+    "The first node of a run starts like this. If others train already, this one cannot reach them, and what it learns "
+    "alone is thrown away once it does: stop it, set its clock right, and name nodes that train as initial peers"
 )
 
 
@@ -263,13 +264,14 @@ class Replica:
         """Copy a fellow's state where that is where to begin (`where_to_begin`); the donor, or None where the weights
         stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError (NO_DONOR)
         where a fellow's state is needed and nobody gave it."""
-        await self.membership.refresh()
-        others = self.membership.others(*SERVING)
-        begin = where_to_begin(own_clock, others, self.stage, self.spec.max_lag_tokens)
+        there, joined = await self._who_answers(), bool(self._settings.initial_peers)
+        finished = any(record.finished for record in self.membership.others(*PeerState))
+        max_lag = self.spec.max_lag_tokens
+        begin = where_to_begin(own_clock, there, self.stage, max_lag, joined=joined, finished=finished)
         if begin.source == "nowhere":
-            raise run_has_ended(self.spec)
+            raise run_has_ended(self.spec, begin.why)
         logger.info("begins from %s: %s", BEGINNINGS[begin.source], begin.why)
-        if begin.source == "seed" and self._settings.initial_peers and not self.membership.others():
+        if begin.source == "seed" and joined and not there:
             logger.warning(STARTS_ALONE)
         if begin.source != "peer":
             return None
@@ -277,10 +279,23 @@ class Replica:
             return await self._copy_a_fellow()
         except NoDonor as error:
             explained = error.explained(self.spec, self.stage)
-            if own_clock is None:
+            if own_clock is None and not begin.doubtful:
                 raise explained from None
-            logger.warning("begins from its own checkpoint after all: %s", explained.message)
+            source = "seed" if own_clock is None else "checkpoint"
+            logger.warning("begins from %s after all: %s", BEGINNINGS[source], explained.message)
             return None
+
+    async def _who_answers(self) -> list[PeerRecord]:
+        """Records of the nodes that answer. Where records show some and none answers, they are asked again for a while:
+        one lost request must not decide where a node begins."""
+        until = self._loop.time() + (ASK_SECONDS if self._settings.initial_peers else 0.0)
+        while True:
+            await self.membership.refresh()
+            there = self.membership.others_there(*HEARD)
+            if there or not self.membership.others(*HEARD) or self._loop.time() >= until:
+                return there
+            # Nothing tells that a peer can be reached again: asking is the only way.
+            await asyncio.sleep(LOOK_AGAIN_SECONDS)
 
     async def _copy_a_fellow(self) -> PeerId:
         """Become a copy of a fellow and begin on probation. Raises NoDonor."""

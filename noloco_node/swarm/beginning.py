@@ -10,12 +10,18 @@ from typing import Literal
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.directory import PeerRecord, PeerState
+from noloco_node.swarm.membership import SERVING
 
 BEGINNINGS = {
     "checkpoint": "its own checkpoint",
     "peer": "a fellow's state",
     "seed": "the first weights, which the run's seed gives",
 }
+
+ASK_SECONDS = 10.0
+"""How long nodes that the directory shows are asked again where none of them answers."""
+HEARD = (*SERVING, PeerState.JOINING)
+"""States of nodes whose word counts where they answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,38 +31,62 @@ class Beginning:
     source: Literal["checkpoint", "peer", "seed", "nowhere"]
     """`nowhere`: nobody trains any more, and this node has nothing to add."""
     why: str
+    doubtful: bool = False
+    """Most of those that answer are not past the first outer round: where no fellow gives its state, the run has only
+    just begun."""
 
 
-def where_to_begin(own_clock: float | None, others: Sequence[PeerRecord], stage: int, max_lag: float) -> Beginning:
+def where_to_begin(
+    own_clock: float | None,
+    others: Sequence[PeerRecord],
+    stage: int,
+    max_lag: float,
+    *,
+    joined: bool = True,
+    finished: bool = False,
+) -> Beginning:
     """The precedence: the own checkpoint unless the swarm is more than `max_lag` tokens beyond it; else a fellow's
     state; else the first weights, which the run's seed gives.
 
-    `own_clock` is the checkpoint's (None: there is none), `others` are the live records of all stages without the own.
+    `own_clock` is the checkpoint's (None: there is none), `others` are the records, of all stages without the own, of
+    those that answer this node. `joined`: it was let in by others; where it was not the run begins with it, and nobody
+    can tell it that it is over. `finished`: a record says that the run has come to its end, and nobody answers for it.
     How far the swarm is, is the median of the fellows' recorded clocks, or of everyone's where no fellow lives.
     """
-    under_way = any(record.outer_rounds for record in others)
-    if not under_way:
-        nobody = "nobody else lives" if not others else "nobody else is past the first outer round"
-        if own_clock is None:
-            return Beginning("seed", f"there is no checkpoint here, and {nobody}")
-        return Beginning("checkpoint", nobody)
-    fellows = [record.clock for record in others if record.stage == stage]
-    ahead = median(fellows or [record.clock for record in others]) - (own_clock or 0.0)
+    others = [record for record in others if record.state in HEARD]
+    serving = [record for record in others if record.state in SERVING]
+    past = sum(record.outer_rounds > 0 for record in serving)
+    if not past:
+        return _before_the_first_round(own_clock, others, ended=joined and finished)
+    doubtful = not joined or 2 * past <= len(serving)
+    fellows = [record.clock for record in serving if record.stage == stage]
+    ahead = median(fellows or [record.clock for record in serving]) - (own_clock or 0.0)
     if own_clock is not None and ahead <= max_lag:
         return Beginning("checkpoint", f"the swarm is {max(0.0, ahead):,.0f} tokens beyond it, {max_lag:,} are allowed")
-    if not any(record.state is PeerState.TRAINING for record in others):
+    if joined and all(record.state is PeerState.FINISHING for record in others):
         return Beginning("nowhere", "nobody trains any more")
     if own_clock is None:
-        return Beginning("peer", "there is no checkpoint here, and the swarm is past its first outer round")
+        return Beginning("peer", "there is no checkpoint here, and the swarm is past its first outer round", doubtful)
     if fellows:
-        return Beginning("peer", f"the swarm is {ahead:,.0f} tokens beyond the checkpoint, {max_lag:,} are allowed")
+        why = f"the swarm is {ahead:,.0f} tokens beyond the checkpoint, {max_lag:,} are allowed"
+        return Beginning("peer", why, doubtful)
     return Beginning("checkpoint", f"the swarm is {ahead:,.0f} tokens beyond it, but no other node has stage {stage}")
 
 
-def run_has_ended(spec: RunSpec) -> UserError:
+def _before_the_first_round(own_clock: float | None, others: Sequence[PeerRecord], *, ended: bool) -> Beginning:
+    nobody = "nobody else answers" if not others else "nobody else that answers is past the first outer round"
+    if own_clock is not None:
+        return Beginning("checkpoint", nobody)
+    if ended and not others:
+        return Beginning("nowhere", "records say that the run has come to its end, and nobody answers")
+    return Beginning("seed", f"there is no checkpoint here, and {nobody}")
+
+
+def run_has_ended(spec: RunSpec, why: str) -> UserError:
     """The error for a node that comes when nobody trains any more."""
     return UserError(
         ExitCode.NO_DONOR,
-        f"run {spec.run_id[:8]} ({spec.name}) has reached its end: nobody trains any more",
-        "start a new run, with another run.name or a higher run.inner.target_tokens",
+        f"run {spec.run_id[:8]} ({spec.name}) has come to its end: {why}",
+        "start a new run, with another run.name or a higher run.inner.target_tokens; to begin this one anew, start its "
+        "first node in a new folder and without initial peers",
     )

@@ -114,7 +114,7 @@ async def test_a_node_that_is_told_to_leave_saves_itself_and_the_same_command_go
     again = of(NodeStarted, events)[0]
     assert (again.origin, again.resumed, again.peer_id) == ("checkpoint", True, first.peer_id)
     assert (stepped[0].step, stepped[0].clock) == (progress.steps + 1, progress.clock + 1024)
-    assert "begins from its own checkpoint: nobody else lives" in (folder / "printed").read_text()
+    assert "begins from its own checkpoint: nobody else answers" in (folder / "printed").read_text()
     account = of(Account, events)[-1]
     assert account.drawn == account.trained + account.dropped + account.held_at_end > ledger["drawn"]
 

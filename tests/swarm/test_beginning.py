@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from unittest.mock import ANY
+
 import pytest
 
-from noloco_node.swarm.beginning import BEGINNINGS, where_to_begin
+from noloco_node.swarm.beginning import BEGINNINGS, Beginning, where_to_begin
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.swarm.transport import PeerId
 
@@ -28,12 +30,12 @@ def record(stage: int, clock: float, state: PeerState = T, rounds: int = 5, name
 @pytest.mark.parametrize(
     ("own", "others", "source", "words"),
     [
-        (None, [], "seed", "nobody else lives"),
+        (None, [], "seed", "nobody else answers"),
         (None, [record(0, 0.0, rounds=0), record(1, 50.0, rounds=0)], "seed", "past the first outer round"),
         (None, [record(0, 5000.0)], "peer", "no checkpoint here"),
         (None, [record(1, 5000.0)], "peer", "no checkpoint here"),
         (None, [record(0, 5000.0, F)], "nowhere", "nobody trains"),
-        (5000.0, [], "checkpoint", "nobody else lives"),
+        (5000.0, [], "checkpoint", "nobody else answers"),
         (5000.0, [record(0, 0.0, rounds=0)], "checkpoint", "past the first outer round"),
         (5000.0, [record(0, 6000.0)], "checkpoint", "1,000 tokens beyond it, 1,000 are allowed"),
         (5000.0, [record(0, 6001.0)], "peer", "1,001 tokens beyond the checkpoint, 1,000 are allowed"),
@@ -43,6 +45,9 @@ def record(stage: int, clock: float, state: PeerState = T, rounds: int = 5, name
         (5000.0, [record(1, 5500.0)], "checkpoint", "500 tokens beyond it"),
         (5000.0, [record(0, 5100.0, F)], "checkpoint", "100 tokens"),
         (5000.0, [record(0, 9000.0, F)], "nowhere", "nobody trains"),
+        (None, [record(0, 0.0, J, rounds=0)], "seed", "past the first outer round"),
+        (None, [record(0, 5000.0, F), record(0, 0.0, J, rounds=0)], "peer", "no checkpoint here"),
+        (5000.0, [record(0, 6000.0), record(0, 0.0, J, rounds=0)], "checkpoint", "1,000 tokens beyond it"),
     ],
 )
 def test_where_to_begin(own: float | None, others: list[PeerRecord], source: str, words: str) -> None:
@@ -51,6 +56,34 @@ def test_where_to_begin(own: float | None, others: list[PeerRecord], source: str
     assert found.source == source
     assert words in found.why
     assert source == "nowhere" or source in BEGINNINGS
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "joined", "source"),
+    [
+        (None, [], True, "nowhere"),
+        (None, [], False, "seed"),
+        (5000.0, [], True, "checkpoint"),
+        (None, [record(0, 0.0, J, rounds=0)], True, "seed"),
+        (None, [record(0, 0.0, rounds=0)], True, "seed"),
+        (None, [record(0, 5000.0)], True, "peer"),
+    ],
+)
+def test_where_to_begin_beside_records_that_say_finished_and_do_not_answer(
+    own: float | None, others: list[PeerRecord], joined: bool, source: str
+) -> None:
+    """They count only for who has joined others and finds nobody."""
+    assert where_to_begin(own, others, 0, MAX_LAG, joined=joined, finished=True).source == source
+
+
+def test_one_of_several_that_claims_to_be_ahead_is_doubted() -> None:
+    """Its state is asked for all the same; but where it gives none the run has only just begun. Nor does who has joined
+    nobody depend on anyone."""
+    liar, fresh = record(0, 9000.0, F, rounds=1), [record(1, 0.0, rounds=0), record(1, 5.0, rounds=0)]
+    assert where_to_begin(None, [liar, *fresh], 0, MAX_LAG) == Beginning("peer", ANY, doubtful=True)
+    assert where_to_begin(None, [liar, fresh[0]], 0, MAX_LAG).doubtful
+    assert where_to_begin(None, [liar], 0, MAX_LAG, joined=False) == Beginning("peer", ANY, doubtful=True)
+    assert not where_to_begin(None, [record(0, 9000.0), *fresh[:1], record(0, 9001.0)], 0, MAX_LAG).doubtful
 
 
 def test_a_node_that_comes_back_does_not_count_itself() -> None:

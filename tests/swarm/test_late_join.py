@@ -38,6 +38,7 @@ from tests.worlds import Swarm, World, libp2p_world, micro_spec, peer_name, worl
 
 OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, max_lag_tokens=1000)
 LIMITS = LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=2, record_seconds=20)
+NAMED = "/ip4/127.0.0.1/tcp/7000/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 FIRST, SECOND = peer_name(0, 0), peer_name(0, 1)
 
 
@@ -54,7 +55,7 @@ async def make_veteran(replica: Replica) -> None:
 @asynccontextmanager
 async def donors_and_joiner(donors: int = 2, places: int = 2) -> AsyncIterator[tuple[World, Replica]]:
     """Veterans 0 to `donors` - 1 in memory, and a replica that has just come."""
-    settings = NodeSettings(in_flight=1, drain_seconds=1, donor_places=places)
+    settings = NodeSettings(in_flight=1, drain_seconds=1, donor_places=places, initial_peers=(NAMED,))
     async with world(micro_spec(stages=1, outer=OUTER, limits=LIMITS), donors + 1, settings) as made:
         for veteran in made.replicas[:-1]:
             await make_veteran(veteran)
@@ -251,9 +252,14 @@ async def test_a_donor_is_asked_again_after_lost_requests_and_while_it_is_not_re
 async def test_when_nobody_gives_its_state_each_donor_is_named_with_its_reason() -> None:
     """One is gone, one refuses, one answers for another contract."""
     async with donors_and_joiner(3) as (made, joiner):
-        made.network.inject(Fault(FaultKind.UNREACHABLE, target=FIRST))
-        made.network.inject(Fault(FaultKind.REFUSE, target=SECOND, reason=Refusal.DRAINING))
-        made.network.inject(Fault(FaultKind.REFUSE, target=peer_name(0, 2), reason=Refusal.WRONG_CONTRACT))
+        made.network.inject(Fault(FaultKind.UNREACHABLE, target=FIRST, method=state_messages.OFFER))
+        made.network.inject(
+            Fault(FaultKind.REFUSE, target=SECOND, method=state_messages.OFFER, reason=Refusal.DRAINING)
+        )
+        contract = Fault(
+            FaultKind.REFUSE, target=peer_name(0, 2), method=state_messages.OFFER, reason=Refusal.WRONG_CONTRACT
+        )
+        made.network.inject(contract)
         with pytest.raises(UserError) as error:
             await joiner.become_current()
         assert error.value.exit_code is ExitCode.NO_DONOR

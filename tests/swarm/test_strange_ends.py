@@ -11,10 +11,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from noloco_node import replica as replica_module
+from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec, PipelineSpec, RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.replica import Replica
-from noloco_node.swarm import ending
+from noloco_node.swarm import ending, late_join
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.memory_directory import MemoryDirectory
 from noloco_node.swarm.memory_transport import Fault, FaultKind
@@ -24,6 +26,8 @@ from tests.worlds import World, micro_spec, peer_name, run_to_the_end, world
 GRACE = 0.3
 LIMITS = LimitsSpec(record_seconds=1.0, grace_seconds=GRACE, chunk_bytes=4096, exchange_progress_seconds=0.5)
 QUICK = PipelineSpec(budget_seconds=0.5, progress_seconds=0.2)
+NAMED = "/ip4/127.0.0.1/tcp/7000/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+JOINS = NodeSettings(in_flight=1, drain_seconds=1, initial_peers=(NAMED,))
 OUTER = OuterSpec(inner_steps=4, min_inner_steps=1)
 
 
@@ -90,25 +94,21 @@ async def test_a_ghost_that_says_finished_ends_nobody_while_the_origin_is_away()
 async def test_an_origin_whose_device_hangs_does_not_keep_the_others(
     origins: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half-way through the run. Beside others they reach the target and end in order; where it is the only one, the
-    later stage gives up, saying why."""
+    """The others reach the target, and with the later stage end in order; where it is the only one, the later stage
+    gives up, saying why."""
     if origins == 1:
         monkeypatch.setattr(ending, "ORPHAN_GRACES", 4)
-    async with world(short_run(), replicas=origins) as made:
-        hung, last = made.replicas[0], made.of_stage(1)
-        others = [replica for replica in made.replicas if replica is not hung]
+    async with world(short_run(steps=60), replicas=origins) as made:
+        hung, target = made.replicas[0], made.replicas[0].spec.inner.target_tokens
         async with lives(*made.replicas) as tasks:
-            await eventually(lambda: hung.worker.progress.steps > 5, what="it has trained")
+            await eventually(lambda: hung.worker.progress.clock > 0.8 * target, 30, "it is near the end")
             hung.worker.forward = never  # type: ignore[method-assign,assignment]
-            rest = [task for replica, task in zip(made.replicas, tasks, strict=True) if replica in others]
             if origins > 1:
-                await ended(rest, 20)
-            else:
-                with pytest.raises(UserError) as raised:
-                    await flat(rest[0], 20)
-                assert raised.value.exit_code is ExitCode.PEERS_UNREACHABLE
-        target = made.replicas[0].spec.inner.target_tokens
-        assert origins == 1 or all(replica.worker.progress.clock > 0.9 * target for replica in last)
+                await ended(tasks[1:], 30)
+                return
+            with pytest.raises(UserError) as raised:
+                await flat(tasks[1], 30)
+            assert raised.value.exit_code is ExitCode.PEERS_UNREACHABLE
 
 
 async def flat(task: asyncio.Task[None], within: float) -> None:
@@ -133,3 +133,63 @@ async def test_an_origin_that_is_cut_off_near_the_end_learns_that_the_run_is_ove
                 made.network.inject(Fault(FaultKind.UNREACHABLE, **{side: peer_name(0, 0)}))
             await ended(tasks[1:], 20)
             await ended(tasks[:1], 20)
+
+
+@pytest.mark.parametrize("state", [PeerState.FINISHING, PeerState.TRAINING])
+async def test_a_ghosts_record_keeps_no_run_from_starting(state: PeerState) -> None:
+    """Whoever joins a fresh node that answers begins as it did, whatever a record says behind which nobody is; and so
+    does the fresh node itself."""
+    async with world(short_run(), replicas=2, settings=JOINS) as made:
+        first, second = made.replicas[:2]
+        await haunt(made, state, finished=state is PeerState.FINISHING)
+        await first.membership.announce(PeerState.TRAINING)
+        assert await second.become_current() is None
+
+
+async def test_a_first_node_begins_whatever_ghosts_say() -> None:
+    """It has joined nobody, so the run begins with it."""
+    async with world(short_run()) as made:
+        await haunt(made, PeerState.FINISHING, finished=True)
+        assert await made.replicas[0].become_current() is None
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_who_comes_after_the_end_is_told_so(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds records of who has left, and nobody: it neither starts from the seed nor waits for ever."""
+    monkeypatch.setattr(replica_module, "ASK_SECONDS", 0.05)
+    async with world(short_run(), settings=JOINS) as made:
+        await haunt(made, PeerState.GONE, finished=True)
+        with pytest.raises(UserError) as raised:
+            await made.replicas[stage].become_current()
+        assert raised.value.exit_code is ExitCode.NO_DONOR
+        assert "end" in raised.value.message
+        assert "initial peers" in raised.value.remedy
+
+
+@pytest.mark.parametrize("lost", range(1, 5))
+async def test_a_joiner_on_a_link_that_loses_requests_asks_again(lost: int) -> None:
+    """Whatever the first of them ask for: who is there, or what it can give."""
+    limits = LIMITS.model_copy(update={"record_seconds": 20.0})
+    async with world(short_run(stages=1, limits=limits), replicas=2, settings=JOINS) as made:
+        veteran, joiner = made.replicas
+        assert veteran.origin is not None
+        for _ in range(3):
+            await veteran.origin.train_one()
+        await veteran.exchanger.step_alone()
+        veteran.donor.accepting = True
+        await veteran.membership.announce(PeerState.TRAINING)
+        made.network.inject(Fault(FaultKind.LOSE_REQUEST, source=peer_name(0, 1), times=lost))
+        assert await joiner.become_current() == peer_name(0, 0)
+
+
+async def test_a_stranger_that_answers_and_claims_to_be_ahead_keeps_no_run_from_starting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It says that its stage is past its first round, and gives no state. Another node that answers has just begun."""
+    monkeypatch.setattr(late_join, "AWAY_PAUSE_SECONDS", 0.001)
+    async with world(short_run(), replicas=2, settings=JOINS) as made:
+        stranger, joiner, other = made.replicas[0], made.replicas[1], made.replicas[2]
+        await haunt(made, PeerState.FINISHING, name=peer_name(0, 0), finished=True)
+        assert not stranger.donor.accepting
+        await other.membership.announce(PeerState.TRAINING)
+        assert await joiner.become_current() is None
