@@ -65,10 +65,10 @@ class DhtDirectory:
         self._keys = keys
         self._key_ids: tuple[Any, ...] = tuple(DHTID.generate(source=key) for key in keys)
         self._acquaintances = acquaintances
-        self._walker = Walker(node)
         self._last_expiry: dict[int, float] = {}
         self._entrances: list[PeerId] = []
         self._rng = random.Random()
+        self._walker = Walker(node, self._rng)
         self._view = DirectoryView(tuple({} for _ in keys))
         self._lost = LostPeers(identity.peer_id, random.Random())
         self._seeking: asyncio.Task[None] | None = None

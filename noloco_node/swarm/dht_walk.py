@@ -7,6 +7,7 @@ were introduced by it is asked last and least.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -26,6 +27,9 @@ MOST_BY_ONE = 8
 FIRST_PAUSE_SECONDS = 5.0
 LONGEST_PAUSE_SECONDS = 300.0
 MOST_REMEMBERED = 1024
+RELIABLE_ASKED = 4
+"""Nodes that answered when they were asked last, drawn anew for each walk and asked whatever their places: whoever
+takes the places near a key later does not take the others out of sight."""
 
 
 @dataclass(slots=True)
@@ -51,8 +55,9 @@ class _Walk:
 class Walker:
     """Walks of one node. What is found goes through the node's intake."""
 
-    def __init__(self, node: DhtNode, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, node: DhtNode, rng: random.Random, clock: Callable[[], float] = time.monotonic) -> None:
         self._node = node
+        self._rng = rng
         self._clock = clock
         self._asking: dict[Any, asyncio.Task[None]] = {}
         self._pauses: OrderedDict[Any, _Pause] = OrderedDict()
@@ -67,7 +72,8 @@ class Walker:
         for key, nodes in walk.candidates.items():
             for peer in nodes.values():
                 first.setdefault(peer, []).append(key)
-        first |= {peer: list(keys) for peer in also}
+        drawn = self._rng.sample(list(self._reliable), min(RELIABLE_ASKED, len(self._reliable)))
+        first |= {peer: list(keys) for peer in (*drawn, *also)}
         for peer, wanted in first.items():
             self._ask(walk, peer, wanted)
         started = self._clock()

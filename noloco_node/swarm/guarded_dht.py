@@ -7,6 +7,7 @@ place near a stage's key must search for a key. Records go through the intake on
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -68,6 +69,12 @@ HAND_OVERS_AT_ONCE, HAND_OVERS_A_SECOND = 16.0, 1.0
 CHECKS_AT_A_STRETCH = 16
 """Signatures after which the event loop has a turn."""
 MAX_PEER_ID_BYTES = 64
+MOST_CALL_BACKS = 64
+"""Newcomers that are called back at once, each one time: who lets that call hang must not hold up anything else."""
+MAX_DICTIONARY_BYTES = 512 << 10
+"""Records of one key in a message from others."""
+KEY_BYTES = float(16 << 10)
+"""What looking a key up for a peer counts as, beside the records: it takes as long as packing so many bytes."""
 MOST_PINGS = 8
 """Nodes of full buckets that are asked at once whether they are still there."""
 
@@ -142,6 +149,7 @@ class DhtNode:
         self._calls = asyncio.Semaphore(MOST_CALLS)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pings = 0
+        self._calling_back: set[Any] = set()
         self._rested = 0
         self._hand_overs = Budget(HAND_OVERS_AT_ONCE, HAND_OVERS_A_SECOND, time.monotonic)
         self._answers = PeerBudgets(ASKED_BYTES, ASKED_BYTES_A_SECOND, time.monotonic)
@@ -189,7 +197,8 @@ class DhtNode:
         found: dict[Any, Nearest] = {}
         for key, result in zip(keys, response.results, strict=False):
             if result.type == _pb.FOUND_DICTIONARY:
-                for signer, signed, expires in unpack_dictionary(result.value):
+                await asyncio.sleep(0)
+                for signer, signed, expires in _rows_of(result.value):
                     self._intake.take(peer_name(peer), key.to_bytes(), signer, signed, expires)
                     await self._breathe()
             found[key] = self._true_neighbours(result)
@@ -215,7 +224,7 @@ class DhtNode:
         response = _pb.PingResponse(peer=self._info, dht_time=get_dht_time(), available=False)
         if request.validate:
             itself = self._is_itself(context.remote_id, request.peer.node_id)
-            response.available = itself and await self.ping(context.remote_id)
+            response.available = itself and await self._call_back(context.remote_id)
         else:
             self._met(context.remote_id, request.peer.node_id)
         return response
@@ -225,9 +234,9 @@ class DhtNode:
         self._met(context.remote_id, request.peer.node_id)
         response = _pb.StoreResponse(store_ok=[], peer=self._info)
         storer, left = peer_name(context.remote_id), MOST_STORED
-        rows = zip(request.keys, request.subkeys, request.values, request.expiration_time, strict=False)
-        for (key, subkey, value, expires), in_cache in zip(rows, request.in_cache, strict=False):
-            offered = _offered(subkey, value, expires)[: 0 if in_cache else left]
+        fields = (request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache)
+        for key, subkey, value, expires, in_cache in itertools.islice(zip(*fields, strict=False), MOST_STORED):
+            offered = [] if in_cache or left <= 0 else _offered(subkey, value, expires)[:left]
             left -= len(offered)
             taken = 0
             for signer, signed, until in offered:
@@ -241,9 +250,14 @@ class DhtNode:
         self._met(context.remote_id, request.peer.node_id)
         response = _pb.FindResponse(results=[], peer=self._info)
         allowance = self._answers.of(peer_name(context.remote_id))
-        left = min(ANSWERS_BYTES, int(allowance.left))
+        left = ANSWERS_BYTES
         for raw in request.keys[:MOST_ASKED]:
             result = _pb.FindResult(type=_pb.NOT_FOUND)
+            if allowance.left <= 0.0:
+                response.results.append(result)
+                continue
+            allowance.spend(KEY_BYTES)
+            await asyncio.sleep(0)
             rows = self._fitting(raw, min(left, ANSWER_BYTES))
             if rows:
                 result.type, result.value = _pb.FOUND_DICTIONARY, pack_dictionary(rows)
@@ -271,9 +285,14 @@ class DhtNode:
         return rows
 
     async def _request(self, peer: Any, name: str, request: Any, answer: Any) -> Any:
+        """See `_asked`; waits while too many own requests are under way."""
+        async with self._calls:
+            return await self._asked(peer, name, request, answer)
+
+    async def _asked(self, peer: Any, name: str, request: Any, answer: Any) -> Any:
         """The answer; None, and the peer is no longer in the routing table, where there is none."""
         try:
-            async with self._calls, asyncio.timeout(RPC_SECONDS):
+            async with asyncio.timeout(RPC_SECONDS):
                 return await self._p2p.call_protobuf_handler(peer, name, request, answer)
         except (P2PDaemonError, P2PHandlerError, DecodeError, OSError, TimeoutError) as error:
             logger.debug("%s of %s came to nothing: %r", name, peer, error)
@@ -318,6 +337,18 @@ class DhtNode:
                 rows += [Stored(raw, signer, held.signed, held.expires) for signer, held in best]
         return rows[:HAND_OVER_RECORDS]
 
+    async def _call_back(self, peer: Any) -> bool:
+        """Whether a peer that asks for it can be reached."""
+        if peer in self._calling_back or len(self._calling_back) >= MOST_CALL_BACKS:
+            return False
+        self._calling_back.add(peer)
+        try:
+            request = _pb.PingRequest(peer=self._info)
+            response = await self._asked(peer, PING, request, _pb.PingResponse)
+            return response is not None and self._met(peer, response.peer.node_id)
+        finally:
+            self._calling_back.discard(peer)
+
     async def _ask_whether_there(self, peer: Any) -> None:
         if self._pings < MOST_PINGS:
             self._pings += 1
@@ -347,10 +378,14 @@ class DhtNode:
         task.add_done_callback(self._tasks.discard)
 
 
+def _rows_of(value: bytes) -> list[tuple[object, object, object]]:
+    return unpack_dictionary(value) if len(value) <= MAX_DICTIONARY_BYTES else []
+
+
 def _offered(subkey: bytes, value: bytes, expires: float) -> list[tuple[object, object, object]]:
     """What a store request offers in one place: a dictionary of records, or one record under its signer's name."""
     if subkey == b"":
-        return unpack_dictionary(value)
+        return _rows_of(value)
     try:
         return [(unpack_one(subkey), unpacked_bytes(value), expires)]
     except ValueError:

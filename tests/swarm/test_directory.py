@@ -190,6 +190,8 @@ async def test_halves_that_forgot_each_other_find_each_other_again(tmp_path: Pat
                 for node_id in list(table.uid_to_peer_id):
                     del table[node_id]
                 directory._walker.forget()
+                directory._walker._reliable.clear()
+                directory._entrances.clear()
             await eventually(lambda: not any(live_ids(directory, 0) for directory, _ in nodes), what="records end")
             alone = await publish_and_read(30.0)
             assert alone == [{identity.peer_id} for _, identity in nodes]

@@ -13,7 +13,7 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm import dht_walk
+from noloco_node.swarm import dht_walk, guarded_dht
 from noloco_node.swarm.dht_walk import MOST_BY_ONE, MOST_INTRODUCED
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.guarded_dht import (
@@ -347,3 +347,42 @@ async def test_messages_of_any_content_raise_nothing() -> None:
         request.in_cache.extend([False] * 3)
         assert list((await node.handle_store(request, context)).store_ok) == [False] * 3
     assert one.directory.records_held == 1
+
+
+async def test_call_backs_that_hang_hold_up_no_calls_of_a_nodes_own() -> None:
+    """Hundreds of introductions by a stranger that lets the call back hang, each peer's one at a time."""
+    made = await members(2)
+    hung, stranger = asyncio.Event(), BlackHole(made[0].p2p.network, throw_away_key(), [])
+
+    async def hang(_request: Any, _context: Any) -> Any:
+        await hung.wait()
+        return dht_pb2.PingResponse(peer=stranger._info(), dht_time=0.0, available=True)
+
+    stranger._ping = hang  # type: ignore[method-assign]
+    await stranger.answer()
+    request = dht_pb2.PingRequest(peer=stranger._info(), validate=True)
+    asking = [
+        asyncio.create_task(stranger._call(made[0].peer, PING, request, dht_pb2.PingResponse)) for _ in range(300)
+    ]
+    async with asyncio.timeout(2.0):
+        await publish(made, 1)
+        newcomer = await Member(made[0].p2p.network).join(RUN, 1, made[0].peer)
+    assert sum(peer == str(stranger.p2p.peer_id) for peer, _ in made[0].p2p.calls) == 1
+    hung.set()
+    answers = await asyncio.gather(*asking)
+    assert sum(answer.available for answer in answers) == 1
+    assert newcomer.peer in made[0].directory.neighbours()
+
+
+async def test_looking_up_keys_without_number_is_paid_for_like_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with as many keys as are answered: after some the answers are empty, and others still get theirs."""
+    monkeypatch.setattr(guarded_dht, "ASKED_BYTES_A_SECOND", 0.0)
+    made = await members(2)
+    stranger = Stranger(MemoryP2P(made[0].p2p.network, throw_away_key().peer_id), [])
+    most = guarded_dht.MOST_ASKED
+    asked = [await stranger.find(made[0].peer, [KEY] * most) for _ in range(5)]
+    known = [sum(bool(result.nearest_node_ids) for result in answer.results) for answer in asked]
+    assert known[0] == most
+    assert sum(known) <= ASKED_BYTES / guarded_dht.KEY_BYTES
+    await made[1].directory.refresh()
+    assert live_ids(made[1].directory, 0) == {member.peer for member in made}
