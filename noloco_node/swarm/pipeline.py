@@ -52,6 +52,7 @@ from noloco_node.swarm.transport import (
     TransportError,
 )
 from noloco_node.swarm.typed_calls import ask, judging
+from noloco_node.training.fair_queue import Turn
 from noloco_node.training.norm_bound import NormBound
 from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
 from noloco_node.training.stage_worker import StageWorker
@@ -317,7 +318,7 @@ class PipelineServer:
             raise Refused(Refusal.MALFORMED, f"a label is outside the vocabulary of {self._vocabulary}")
         try:
             if header.mode == "evaluate":
-                return await self._evaluate(header, activations, labels, deadline)
+                return await self._evaluate(name, header, activations, labels, deadline)
             return await self._train(name, header, activations, labels, deadline)
         except MicrobatchNotFinite as error:
             self._repeats.unmark(name)
@@ -333,11 +334,12 @@ class PipelineServer:
     ) -> Message:
         if self._downstream is None:
             self._mark_trained(name)
-            result = await self._worker.loss(activations, labels, source=name.sender)
+            turn = _turn(name.sender, header, labels)
+            result = await self._worker.loss(activations, labels, source=name.sender, turn=turn)
             return self._answer(Trained(result.loss_sum, result.tokens, result.input_gradient))
         passage = Passage(source=name.sender)
         try:
-            outputs = await self._worker.forward(activations, passage)
+            outputs = await self._worker.forward(activations, passage, turn=_turn(name.sender, header, labels))
             trained = await self._send_on(header, outputs, labels, deadline)
             assert trained.gradient is not None
             self._mark_trained(name)
@@ -350,11 +352,13 @@ class PipelineServer:
             raise
 
     async def _evaluate(
-        self, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float
+        self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float
     ) -> Message:
+        turn = _turn(name.sender, header, labels)
         if self._downstream is None:
-            return self._answer(Trained(await self._worker.evaluate_loss(activations, labels), labels.numel(), None))
-        outputs = await self._worker.evaluate(activations)
+            loss_sum = await self._worker.evaluate_loss(activations, labels, turn)
+            return self._answer(Trained(loss_sum, labels.numel(), None))
+        outputs = await self._worker.evaluate(activations, turn)
         return self._answer(await self._send_on(header, outputs, labels, deadline))
 
     async def _send_on(self, header: MicrobatchHeader, outputs: Tensor, labels: Tensor, deadline: float) -> Trained:
@@ -372,3 +376,8 @@ class PipelineServer:
     def _mark_trained(self, name: MicrobatchName) -> None:
         """It changes this replica from here on."""
         self._ledger.repeated += self._repeats.mark_trained(name)
+
+
+def _turn(sender: PeerId, header: MicrobatchHeader, labels: Tensor) -> Turn:
+    """On the sender's account, and within it on that of the origin that it names: an honest one names the right one."""
+    return Turn((sender, header.origin), float(labels.numel()))

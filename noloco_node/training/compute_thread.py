@@ -1,15 +1,18 @@
-"""The one thread that owns the device. Work is taken in the order: step, backward, forward, new draw."""
+"""The one thread that owns the device. Work is taken in the order: step, backward, forward, new draw; forwards of
+several sources take turns."""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
-import queue
 import threading
 import time
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, TypeVar
+
+from noloco_node.training.fair_queue import OWN, FairQueue, Turn
 
 T = TypeVar("T")
 
@@ -33,8 +36,7 @@ class ComputeThread:
 
     def __init__(self, name: str = "compute") -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue: queue.PriorityQueue[tuple[int, int, Callable[[], None]]] = queue.PriorityQueue()
-        self._order = itertools.count()
+        self._queue = _Waiting()
         self._stopping = False
         self.busy_seconds = 0.0
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -43,21 +45,21 @@ class ComputeThread:
     @property
     def waiting(self) -> int:
         """Calls that wait for their turn."""
-        return self._queue.qsize()
+        return len(self._queue)
 
-    async def run(self, priority: Priority, work: Callable[[], T]) -> T:
-        """Run `work` on the device thread; its result or exception comes back."""
+    async def run(self, priority: Priority, work: Callable[[], T], turn: Turn = OWN) -> T:
+        """Run `work` on the device thread; its result or exception comes back. Forwards go by their `turn`."""
         if self._stopping:
             raise RuntimeError("the compute thread is closed")
         future: asyncio.Future[T] = self._loop.create_future()
-        self._queue.put((priority, next(self._order), lambda: self._carry_out(work, future)))
+        self._queue.put(priority, lambda: self._carry_out(work, future), turn)
         return await future
 
     async def close(self) -> None:
         """Finish what is queued and end the thread."""
         if not self._stopping:
             self._stopping = True
-            self._queue.put((Priority.STOP, next(self._order), _leave))
+            self._queue.put(Priority.STOP, _leave, OWN)
         await asyncio.to_thread(self._thread.join)
 
     def _carry_out(self, work: Callable[[], T], future: asyncio.Future[T]) -> None:
@@ -75,13 +77,44 @@ class ComputeThread:
 
     def _work(self) -> None:
         while True:
-            _, _, call = self._queue.get()
+            call = self._queue.get()
             try:
                 call()
             except _Leave:
                 return
             finally:
                 del call  # else it would hold what it was called with, and its result, until the next one comes
+
+
+class _Waiting:
+    """Calls by priority, and forwards in turn: others put them in, the compute thread takes them out."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._order = itertools.count()
+        self._heap: list[tuple[Priority, int, Callable[[], None]]] = []
+        self._forwards: FairQueue[Callable[[], None]] = FairQueue()
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._heap) + len(self._forwards)
+
+    def put(self, priority: Priority, call: Callable[[], None], turn: Turn) -> None:
+        with self._changed:
+            if priority is Priority.FORWARD:
+                self._forwards.push(turn.sources, turn.cost, call)
+            else:
+                heapq.heappush(self._heap, (priority, next(self._order), call))
+            self._changed.notify()
+
+    def get(self) -> Callable[[], None]:
+        """The next call; waits for one."""
+        with self._changed:
+            while not self._heap and not len(self._forwards):
+                self._changed.wait()
+            if self._heap and (self._heap[0][0] < Priority.FORWARD or not len(self._forwards)):
+                return heapq.heappop(self._heap)[2]
+            return self._forwards.pop()
 
 
 class _Leave(Exception):

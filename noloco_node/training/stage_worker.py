@@ -21,6 +21,7 @@ from noloco_node.outer.codec import CODECS
 from noloco_node.outer.replica import OuterReplica, Part, fragments_of
 from noloco_node.outer.update import OuterRule
 from noloco_node.training.compute_thread import ComputeThread, Priority
+from noloco_node.training.fair_queue import OWN, Turn
 from noloco_node.training.progress import LastTrained, Progress, staggered
 from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch
 from noloco_node.training.stage_trainer import LossResult, Passage, StageTrainer, StepResult
@@ -205,10 +206,11 @@ class StageWorker:
             target=inner.target_tokens,
         )
 
-    async def forward(self, inputs: Tensor, passage: Passage, *, draw: bool = False) -> Tensor:
-        """Activations for the next stage. `draw` marks a new microbatch of stage 0, which waits for all other work."""
+    async def forward(self, inputs: Tensor, passage: Passage, *, draw: bool = False, turn: Turn = OWN) -> Tensor:
+        """Activations for the next stage. `draw` marks a new microbatch of stage 0, which waits for all other work;
+        `turn` says on whose account others' goes."""
         priority = Priority.DRAW if draw else Priority.FORWARD
-        return await self._thread.run(priority, lambda: self._trainer.forward(inputs, passage))
+        return await self._thread.run(priority, lambda: self._trainer.forward(inputs, passage), turn)
 
     async def backward(
         self, passage: Passage, gradient: Tensor, loss_sum: float, tokens: int, *, source: str = ""
@@ -223,7 +225,9 @@ class StageWorker:
 
         return await self._thread.run(Priority.BACKWARD, work)
 
-    async def loss(self, inputs: Tensor, labels: Tensor, *, draw: bool = False, source: str = "") -> LossResult:
+    async def loss(
+        self, inputs: Tensor, labels: Tensor, *, draw: bool = False, source: str = "", turn: Turn = OWN
+    ) -> LossResult:
         """Last stage: loss and gradient of the inputs that the peer `source` sent; takes an inner step when due."""
 
         def work() -> LossResult:
@@ -231,15 +235,15 @@ class StageWorker:
             self._count_gradient()
             return result
 
-        return await self._thread.run(Priority.DRAW if draw else Priority.FORWARD, work)
+        return await self._thread.run(Priority.DRAW if draw else Priority.FORWARD, work, turn)
 
-    async def evaluate(self, inputs: Tensor) -> Tensor:
+    async def evaluate(self, inputs: Tensor, turn: Turn = OWN) -> Tensor:
         """Forward only."""
-        return await self._thread.run(Priority.FORWARD, lambda: self._trainer.evaluate(inputs))
+        return await self._thread.run(Priority.FORWARD, lambda: self._trainer.evaluate(inputs), turn)
 
-    async def evaluate_loss(self, inputs: Tensor, labels: Tensor) -> float:
+    async def evaluate_loss(self, inputs: Tensor, labels: Tensor, turn: Turn = OWN) -> float:
         """Last stage, forward only: loss summed over tokens."""
-        return await self._thread.run(Priority.FORWARD, lambda: self._trainer.evaluate_loss(inputs, labels))
+        return await self._thread.run(Priority.FORWARD, lambda: self._trainer.evaluate_loss(inputs, labels), turn)
 
     async def discard(self, passage: Passage) -> None:
         """Let go of a microbatch that will have no backward."""

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from noloco_node import cli, node
 from noloco_node.training.compute_thread import ComputeThread, Priority
+from noloco_node.training.fair_queue import OWN, Turn
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ OPERATION_SECONDS = "NOLOCO_CHAOS_OPERATION_SECONDS"
 class PacedThread(ComputeThread):
     """Works no faster than the environment says."""
 
-    async def run(self, priority: Priority, work: Callable[[], T]) -> T:
+    async def run(self, priority: Priority, work: Callable[[], T], turn: Turn = OWN) -> T:
         """See `ComputeThread.run`."""
         seconds = float(os.environ[OPERATION_SECONDS])
 
@@ -34,7 +35,7 @@ class PacedThread(ComputeThread):
             time.sleep(max(0.0, due - time.monotonic()))
             return result
 
-        return await super().run(priority, work if priority is Priority.STEP else paced)
+        return await super().run(priority, work if priority is Priority.STEP else paced, turn)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from noloco_node.config.run_spec import PipelineSpec
 from noloco_node.replica import Replica
 from noloco_node.swarm import exchange
 from noloco_node.swarm.microbatch import MicrobatchAnswer, read_answer
+from noloco_node.swarm.places import Places
 from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, Release
 from noloco_node.swarm.typed_calls import Answer, BadAnswer
 from tests.support import eventually, one_turn
@@ -70,6 +71,29 @@ async def test_a_place_is_kept_before_the_body_comes() -> None:
         for place in places:
             place()
         assert server.pending == 0
+
+
+def test_places_that_others_found_taken_are_kept_for_them_and_else_for_nobody() -> None:
+    """One peer may have three quarters of all places while nobody else wants one. Once others were refused it gets no
+    more than its part, until they have had theirs or no longer ask."""
+    now = 0.0
+    places, greedy, honest, late = Places(8, lambda: now), PeerId("greedy"), PeerId("honest"), PeerId("late")
+    held = [places.take(greedy) for _ in range(6)] + [places.take(honest) for _ in range(2)]
+    with pytest.raises(Refused):
+        places.take(late)
+    held.pop(0)()
+    with pytest.raises(Refused):
+        places.take(greedy)
+    places.take(late)
+    held.pop(0)()
+    assert places.take(greedy)
+    with pytest.raises(Refused):
+        places.take(late)
+    held.pop(0)()
+    with pytest.raises(Refused):
+        places.take(greedy)
+    now = 2.0
+    assert places.take(greedy)
 
 
 async def test_a_budget_of_a_day_holds_a_place_no_longer_than_the_runs_own() -> None:

@@ -1,0 +1,87 @@
+"""Whose turn it is among sources that wait: whoever has had least of late, and nobody's time is lost to it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+SOURCES_REMEMBERED = 64
+"""Of more, those with nothing waiting are forgotten: what each has had beyond the others is an item at the most."""
+
+
+class Turn(NamedTuple):
+    """On whose account a piece of work goes: a source, a source within it and so on, and what it costs (tokens)."""
+
+    sources: tuple[str, ...] = ("",)
+    cost: float = 0.0
+
+
+OWN = Turn()
+"""This node's own work: it is not counted."""
+
+
+class FairQueue(Generic[T]):
+    """Start-time fair queueing. Of the sources with something waiting the one goes next whose work so far began the
+    longest ago, counted in cost, so that all of them get the same cost while they wait. A source alone gets everything,
+    and who had nothing waiting for a while neither saved anything up nor owes anything."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        """In cost: where the source stood that was served last."""
+        self._lines: dict[str, _Line[T]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(line) for line in self._lines.values())
+
+    def push(self, sources: Sequence[str], cost: float, item: T) -> None:
+        """Let an item wait, on the account of `sources[0]`, within it on that of the next."""
+        line = self._lines.get(sources[0])
+        if line is None:
+            self._forget_some()
+            line = self._lines[sources[0]] = _Line()
+        if not len(line):
+            line.stands_at = max(line.stands_at, self._now)
+        if len(sources) > 1:
+            line.parts = line.parts or FairQueue()
+            line.parts.push(sources[1:], cost, item)
+        else:
+            line.items.append((cost, item))
+
+    def pop(self) -> T:
+        """The next item. IndexError where none waits."""
+        return self.take()[1]
+
+    def take(self) -> tuple[float, T]:
+        """The next item and its cost. IndexError where none waits."""
+        waiting = [line for line in self._lines.values() if len(line)]
+        if not waiting:
+            raise IndexError("nothing waits")
+        line = min(waiting, key=lambda each: each.stands_at)
+        self._now = line.stands_at
+        cost, item = line.take()
+        line.stands_at += cost
+        if len(waiting) == 1 and not len(line):  # nobody has to wait for anybody: all begin anew
+            self._now = max(each.stands_at for each in self._lines.values())
+        return cost, item
+
+    def _forget_some(self) -> None:
+        if len(self._lines) >= SOURCES_REMEMBERED:
+            self._lines = {source: line for source, line in self._lines.items() if len(line)}
+
+
+class _Line(Generic[T]):
+    """What one source has waiting, by itself or by its parts."""
+
+    def __init__(self) -> None:
+        self.stands_at = 0.0
+        self.items: deque[tuple[float, T]] = deque()
+        self.parts: FairQueue[T] | None = None
+
+    def __len__(self) -> int:
+        return len(self.items) + (len(self.parts) if self.parts else 0)
+
+    def take(self) -> tuple[float, T]:
+        return self.items.popleft() if self.items or self.parts is None else self.parts.take()
