@@ -46,7 +46,9 @@ async def revive_if_lost(
     stage = membership.stage
     checkpoint = _that_fits(await asyncio.to_thread(saved), worker)
     beyond = -1.0 if checkpoint is None else checkpoint.standing.progress.clock
-    copy = await copies.newest(stage, membership.others(), beyond)
+    _, first = await worker.slow_weights()
+    had = None if checkpoint is None else checkpoint.tensors["slow"]
+    copy = await copies.newest(stage, membership.others(), first, beyond=beyond, own=had)
     if copy is None and checkpoint is not None:
         await worker.load_full_state(beyond, checkpoint.standing.progress.outer_rounds, checkpoint.tensors)
         logger.warning(
@@ -59,7 +61,7 @@ async def revive_if_lost(
     if copy is None:
         return "seed"
     clock = min(copy.clock, max((record.clock for record in membership.others()), default=math.inf))
-    await worker.load_slow_weights(clock, copy.outer_rounds, copy.weights)
+    await worker.load_slow_weights(clock, copy.manifest.outer_rounds, copy.weights)
     logger.warning("stage %d was restored from a copy at clock %.0f: all of its replicas are gone", stage, clock)
     return "guard"
 

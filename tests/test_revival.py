@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ from noloco_node.footprint import footprint_of
 from noloco_node.replica import Replica
 from noloco_node.revival import revive_if_lost
 from noloco_node.storage.checkpoint import CheckpointFolder
-from noloco_node.swarm.directory import PeerState
+from noloco_node.swarm.copy_manifest import CopyManifest, StageCopy, root_of_weights, sign_copy
+from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.guard import StageCopies
-from noloco_node.swarm.transport import Message, Refusal, Refused
+from noloco_node.swarm.memory_transport import MemoryTransport
+from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
 from tests.support import eventually, one_turn
 from tests.worlds import World, micro_spec, peer_name, world
 
@@ -102,7 +105,8 @@ async def test_a_lost_stage_is_restored_from_the_copy_that_a_node_of_another_sta
             lost.worker.progress.outer_rounds,
         )
         assert progress.clock > 0
-        assert await copies[0].newest(1, []) is copies[0].kept
+        first = torch.zeros(slow.numel())
+        assert await copies[0].newest(1, [], first) is copies[0].kept
 
 
 @pytest.mark.parametrize("copy_is_newer", [False, True])
@@ -237,6 +241,113 @@ async def test_a_young_swarm_needs_no_revival() -> None:
         )
 
 
+def copy_of(made: World, signer: PeerId, weights: torch.Tensor, clock: float, name: str = "copy") -> StageCopy:
+    """A copy of stage 1 that `signer` signs."""
+    transport = made.network.find(peer_name(0, 0), signer)
+    manifest = CopyManifest(
+        source=signer,
+        run=made.replicas[0].spec.run_id,
+        stage=1,
+        copy_name=name,
+        clock=clock,
+        outer_rounds=int(clock),
+        size=weights.numel(),
+        root=root_of_weights(weights.half()),
+    )
+    return sign_copy(transport, manifest, weights.half(), 0.0)
+
+
+@contextlib.asynccontextmanager
+async def keepers(held: Sequence[tuple[str, float, str]]) -> AsyncIterator[tuple[StageCopies, list[PeerRecord], World]]:
+    """A rescuer's copies, and the records of keepers: each gives weights of a kind with a clock, signed by a source.
+
+    `sound` and `sound too` are near each other, `hostile` is like neither."""
+    spec = micro_spec(limits=LIMITS).model_copy(update={"guard_copies": 1})
+    async with world(spec) as made:
+        size = footprint_of(spec).parameters[1]
+        first, way = torch.zeros(size), torch.randn(size, generator=torch.Generator().manual_seed(1))
+        kinds = {"sound": way, "sound too": way + 0.1 * torch.randn(size), "hostile": torch.randn(size)}
+        records: list[PeerRecord] = []
+        transports: list[MemoryTransport] = []
+        for kind, clock, source in held:
+            if source not in made.network._transports:
+                transports.append(MemoryTransport(made.network, PeerId(source)))
+            keeper = PeerId(f"keeper-number-{len(records)}")
+            transports.append(MemoryTransport(made.network, keeper))
+            copies = StageCopies(spec, footprint_of(spec).parameters, transports[-1], random.Random(0))
+            copies.kept = copy_of(made, PeerId(source), first + kinds[kind], clock)
+            copies.serve()
+            records.append(
+                PeerRecord(
+                    peer_id=keeper,
+                    stage=0,
+                    state=PeerState.TRAINING,
+                    clock=clock,
+                    tokens_per_second=1.0,
+                    outer_rounds=1,
+                    protocol=1,
+                    version="0",
+                    sequence=1,
+                    guards=1,
+                )
+            )
+        try:
+            yield copies_of(made, made.replicas[0]), records, made
+        finally:
+            for transport in transports:
+                await transport.close()
+
+
+SOURCES = ("source-number-one", "source-number-two", "source-number-three")
+
+
+@pytest.mark.parametrize(
+    ("held", "worked", "taken"),
+    [
+        pytest.param([("sound", 5, 0), ("hostile", 1e9, 1)], (0,), 5, id="who has worked comes before any claim"),
+        pytest.param([("sound", 5, 0), ("sound too", 6, 1), ("hostile", 1e9, 2)], (), 6, id="of three the odd one out"),
+        pytest.param([("hostile", 1e9, 2)], (), 1e9, id="one alone where nothing else offers"),
+        pytest.param([("hostile", 9, 2), ("sound", 9, 2), ("sound too", 5, 0)], (), 5, id="who signs two is out"),
+    ],
+)
+async def test_a_lost_stage_is_not_taken_from_the_stranger_that_claims_most(
+    held: list[tuple[str, float, int]], worked: tuple[int, ...], taken: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sources whose work was seen come first; strangers' copies must bear each other out; one alone is said loudly."""
+    async with keepers([(kind, clock, SOURCES[source]) for kind, clock, source in held]) as (copies, records, made):
+        for source in worked:
+            made.replicas[0]._transport.acquaintances.worked(PeerId(SOURCES[source]))  # pyright: ignore
+        first = torch.zeros(footprint_of(made.replicas[0].spec).parameters[1])
+        copy = await copies.newest(1, records, first)
+        assert copy is not None
+        assert copy.clock == taken
+        assert ("FROM A STRANGER'S COPY ALONE" in caplog.text) is (not worked and taken != 6)
+
+
+async def test_a_strangers_copy_is_taken_only_where_it_is_like_what_this_node_has_itself() -> None:
+    """An own copy or checkpoint is evidence: what has gone on from it is taken, anything else is not."""
+    async with keepers([("hostile", 1e9, SOURCES[1]), ("sound too", 6, SOURCES[0])]) as (copies, records, made):
+        size = footprint_of(made.replicas[0].spec).parameters[1]
+        sound = torch.randn(size, generator=torch.Generator().manual_seed(1))
+        copy = await copies.newest(1, records, torch.zeros(size), beyond=2.0, own=0.5 * sound)
+        assert copy is not None
+        assert copy.clock == 6
+        assert await copies.newest(1, records[:1], torch.zeros(size), beyond=2.0, own=0.5 * sound) is None
+
+
+async def test_a_copy_whose_weights_or_manifest_were_changed_is_an_offence() -> None:
+    """Whoever hands a copy on can change nothing of it."""
+    async with keepers([("sound", 5, SOURCES[0]), ("sound", 5, SOURCES[0])]) as (copies, records, made):
+        held = [made.network._transports[PeerId(r.peer_id)]._desk._methods["copy.open"].handle for r in records]
+        kept = [handle.__self__.kept for handle in held]  # type: ignore[attr-defined]
+        kept[0].weights[3] += 1.0
+        text = kept[1].offer.manifest
+        kept[1].offer = kept[1].offer.model_copy(update={"manifest": text.replace('"clock":5', '"clock":9')})
+        assert await copies.newest(1, records, torch.zeros(kept[0].weights.numel())) is None
+        conduct = made.replicas[0]._transport.conduct  # pyright: ignore[reportPrivateUsage]
+        assert conduct.offences == {"bad_answer": 2}
+
+
 async def test_copies_are_given_to_the_run_only_and_a_poisoned_one_is_not_taken() -> None:
     """Another run, another stage and an unknown copy are refused with their reasons; NaN is not kept."""
     async with trained_world(guards=1) as (made, (head, _, tail, _), copies):
@@ -257,7 +368,7 @@ async def test_copies_are_given_to_the_run_only_and_a_poisoned_one_is_not_taken(
             with pytest.raises(Refused) as refused:
                 await ask(method, **header)
             assert refused.value.reason is reason
-        name = (await ask("copy.open")).header["copy_name"]
+        name = json.loads((await ask("copy.open")).header["manifest"])["copy_name"]
         with pytest.raises(Refused) as refused:
             await ask("copy.chunk", copy_name=name, index=10**6)
         assert refused.value.reason is Refusal.MALFORMED

@@ -13,7 +13,6 @@ import random
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -22,6 +21,16 @@ from torch import Tensor
 
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.balancing import guarded_stage
+from noloco_node.swarm.copy_manifest import (
+    CopyManifest,
+    CopyOffer,
+    StageCopy,
+    choose_copy,
+    read_offer,
+    root_of_weights,
+    sign_copy,
+    two_faced,
+)
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.transport import (
@@ -34,8 +43,8 @@ from noloco_node.swarm.transport import (
     Transport,
     TransportError,
 )
-from noloco_node.swarm.typed_calls import Nothing, ask
-from noloco_node.swarm.wire import ClockValue, RunName, StageIndex, WireModel, no_tensors, parse
+from noloco_node.swarm.typed_calls import BadAnswer, Nothing, ask, judging
+from noloco_node.swarm.wire import RunName, StageIndex, WireModel, no_tensors, parse
 from noloco_node.training.stage_worker import StageWorker
 
 logger = logging.getLogger(__name__)
@@ -49,6 +58,10 @@ IDLE_SHARE = 3.0
 """Pause after each chunk of a copy that is renewed, in times that the chunk took: training needs the network more."""
 RETRY_SHARE = 0.1
 """After a failure a guard tries again in this share of the usual time."""
+OFFER_SECONDS = 10.0
+HOLDERS_ASKED = 16
+COPIES_COMPARED = 3
+"""Strangers' copies that are fetched to be compared."""
 LARGEST = 65504.0
 """The largest number in half precision."""
 
@@ -60,26 +73,6 @@ class CopyRequest(WireModel):
     stage: StageIndex
     copy_name: Annotated[str, Field(max_length=32)] = ""
     index: Annotated[int, Field(ge=0, le=1 << 32)] = 0
-
-
-class CopyOffer(WireModel):
-    """Names a copy, and says how far the stage had been trained."""
-
-    copy_name: Annotated[str, Field(min_length=1, max_length=32)]
-    clock: ClockValue
-    outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)]
-
-
-@dataclass(slots=True)
-class StageCopy:
-    """Slow weights of one stage, fp16 [parameters]."""
-
-    name: str
-    stage: int
-    clock: float
-    outer_rounds: int
-    weights: Tensor
-    used: float
 
 
 class StageCopies:
@@ -117,25 +110,66 @@ class StageCopies:
         finally:
             self._own = self._given = None
 
-    async def newest(self, stage: int, records: Sequence[PeerRecord], beyond: float = -1.0) -> StageCopy | None:
-        """The copy of `stage` that was trained furthest, of those that this node and the owners of `records` keep; none
-        where no clock is `beyond` that one."""
-        offers: list[tuple[float, PeerId]] = []
-        for record in records:
-            peer = PeerId(record.peer_id)
-            if record.guards == stage and (offer := await self._ask(peer, stage)) is not None and offer.clock > beyond:
-                offers.append((offer.clock, peer))
-        kept = self.kept
-        if kept is not None and (kept.stage != stage or kept.clock <= beyond):
-            kept = None
-        for clock, peer in sorted(offers, reverse=True):
-            if kept is not None and kept.clock >= clock:
-                break
-            try:
-                return await self._fetch(peer, stage, idle_share=0.0)
-            except (Refused, TransportError) as error:
-                logger.warning("could not take the copy of stage %d from %s: %s", stage, peer, error or repr(error))
-        return kept
+    async def newest(
+        self,
+        stage: int,
+        records: Sequence[PeerRecord],
+        first: Tensor,
+        *,
+        beyond: float = -1.0,
+        own: Tensor | None = None,
+    ) -> StageCopy | None:
+        """The copy of `stage` that was trained furthest, of those that this node and the owners of `records` keep; None
+        where no clock is beyond `beyond`.
+
+        Copies of sources whose work this node has seen come before those of strangers. Of these it takes one that is
+        like what it has itself (its own copy, or `own`: flat, of its checkpoint), where it has that; else one that is
+        like another stranger's, and one alone only where there is nothing else, which it says loudly. `first` are the
+        weights that the run began with (flat).
+        """
+        offers = [(manifest, peer) for manifest, peer in await self._ask_all(stage, records) if manifest.clock > beyond]
+        kept = self.kept if self.kept is not None and self.kept.stage == stage and self.kept.clock > beyond else None
+        liars = two_faced([manifest for manifest, _ in offers] + ([kept.manifest] if kept else []))
+        offers = [each for each in offers if each[0].source not in liars and (not kept or each[0].clock > kept.clock)]
+        offers.sort(key=lambda each: each[0].clock, reverse=True)
+        for manifest, peer in offers:
+            if self._has_worked(manifest.source) and (copy := await self._take(peer, manifest)) is not None:
+                return copy
+        strangers: dict[str, StageCopy] = {}
+        for manifest, peer in offers:
+            if len(strangers) < COPIES_COMPARED and manifest.source not in strangers:
+                copy = None if self._has_worked(manifest.source) else await self._take(peer, manifest)
+                strangers |= {manifest.source: copy} if copy is not None else {}
+        has = own if kept is None else kept.weights
+        chosen, vouched = await asyncio.to_thread(choose_copy, list(strangers.values()), has, first)
+        if chosen is not None and not vouched:
+            logger.error(
+                "STAGE %d IS TAKEN FROM A STRANGER'S COPY ALONE: %s signed it, of whom this node has seen no work, and "
+                "no other copy bears it out",
+                stage,
+                chosen.manifest.source,
+            )
+        return chosen or kept
+
+    def _has_worked(self, source: str) -> bool:
+        return self._transport.acquaintances.of(PeerId(source)).worked_at > -math.inf
+
+    async def _ask_all(self, stage: int, records: Sequence[PeerRecord]) -> list[tuple[CopyManifest, PeerId]]:
+        """What those offer who say that they keep a copy; of many, who has answered this node lately comes first."""
+        holders = [PeerId(record.peer_id) for record in records if record.guards == stage]
+        self._rng.shuffle(holders)
+        holders.sort(key=self._transport.acquaintances.answers, reverse=True)
+        asked = holders[:HOLDERS_ASKED]
+        answers = await asyncio.gather(*(self._ask(peer, stage) for peer in asked))
+        return [(manifest, peer) for manifest, peer in zip(answers, asked, strict=True) if manifest is not None]
+
+    async def _take(self, peer: PeerId, manifest: CopyManifest) -> StageCopy | None:
+        try:
+            return await self._fetch(peer, manifest.stage, idle_share=0.0)
+        except (Refused, TransportError) as error:
+            why = error or repr(error)
+            logger.warning("could not take the copy of stage %d from %s: %s", manifest.stage, peer, why)
+            return None
 
     async def _renew(self, membership: Membership) -> bool:
         stage = guarded_stage(membership.stage, membership.own_rank(), self._spec.stages, self._spec.guard_copies)
@@ -155,33 +189,38 @@ class StageCopies:
         logger.debug("keeps a copy of stage %d at clock %.0f", stage, self.kept.clock)
         return True
 
-    async def _ask(self, peer: PeerId, stage: int) -> CopyOffer | None:
+    async def _ask(self, peer: PeerId, stage: int) -> CopyManifest | None:
         try:
-            return await self._open(peer, CopyRequest(run=self._spec.run_id, stage=stage))
+            manifest, _ = await self._open(peer, stage, OFFER_SECONDS)
         except (Refused, TransportError) as error:
             logger.warning("%s does not give its copy of stage %d: %s", peer, stage, error or repr(error))
             return None
+        return manifest
 
-    async def _open(self, peer: PeerId, request: CopyRequest) -> CopyOffer:
-        limit = self._spec.limits.exchange_progress_seconds
-        return (await ask(self._transport, peer, OPEN, request, CopyOffer, timeout=limit, progress=limit)).header
+    async def _open(self, peer: PeerId, stage: int, limit: float) -> tuple[CopyManifest, CopyOffer]:
+        run, size = self._spec.run_id, self._parameters[stage]
+        request = CopyRequest(run=run, stage=stage)
+        offer = (await ask(self._transport, peer, OPEN, request, CopyOffer, timeout=limit, progress=limit)).header
+        with judging(self._transport, peer, OPEN):
+            return read_offer(self._transport, offer, run=run, stage=stage, size=size), offer
 
     async def _fetch(self, peer: PeerId, stage: int, *, idle_share: float) -> StageCopy:
         """Take a copy, one chunk after another, with a pause of `idle_share` times the duration after each."""
-        request = CopyRequest(run=self._spec.run_id, stage=stage)
-        offer = await self._open(peer, request)
-        count = self._parameters[stage]
-        weights = torch.empty(count, dtype=torch.float16)
         step, limit = self._spec.limits.chunk_bytes // 2, self._spec.limits.exchange_progress_seconds
-        for index in range(math.ceil(count / step)):
+        manifest, offer = await self._open(peer, stage, limit)
+        request = CopyRequest(run=self._spec.run_id, stage=stage, copy_name=manifest.copy_name)
+        weights = torch.empty(manifest.size, dtype=torch.float16)
+        for index in range(math.ceil(manifest.size / step)):
             started = time.monotonic()
             part = weights[index * step : (index + 1) * step]
-            named = request.model_copy(update={"copy_name": offer.copy_name, "index": index})
-            specs = (TensorSpec.of(part),)
+            named, specs = request.model_copy(update={"index": index}), (TensorSpec.of(part),)
             answer = await ask(self._transport, peer, CHUNK, named, Nothing, specs=specs, timeout=limit, progress=limit)
             part.copy_(answer.tensors[0])
             await asyncio.sleep(idle_share * (time.monotonic() - started))
-        return StageCopy(offer.copy_name, stage, offer.clock, offer.outer_rounds, weights, time.monotonic())
+        with judging(self._transport, peer, CHUNK):
+            if await asyncio.to_thread(root_of_weights, weights) != manifest.root:
+                raise BadAnswer("the copy's weights are not those that its source has signed")
+        return StageCopy(manifest, offer, weights, time.monotonic())
 
     def _admit(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
         request = parse(CopyRequest, header)
@@ -193,12 +232,13 @@ class StageCopies:
 
     async def _handle_open(self, _peer: PeerId, message: Message) -> Message:
         copy = await self._copy_of(CopyRequest.model_validate(message.header).stage)
-        offer = CopyOffer(copy_name=copy.name, clock=copy.clock, outer_rounds=copy.outer_rounds)
-        return Message(offer.model_dump(mode="json"))
+        return Message(copy.offer.model_dump(mode="json"))
 
     async def _handle_chunk(self, _peer: PeerId, message: Message) -> Message:
         request = CopyRequest.model_validate(message.header)
-        held = next((c for c in (self._given, self.kept) if c is not None and c.name == request.copy_name), None)
+        held = next(
+            (c for c in (self._given, self.kept) if c is not None and c.manifest.copy_name == request.copy_name), None
+        )
         if held is None:
             raise Refused(Refusal.UNKNOWN_SNAPSHOT)
         step = self._spec.limits.chunk_bytes // 2
@@ -217,11 +257,28 @@ class StageCopies:
                 return self.kept
             self._forget_unused()
             if self._given is None:  # one for all who ask at the same time: it takes memory
-                progress, slow = await self._own[1].slow_weights()
-                half = await asyncio.to_thread(lambda: slow.clamp_(-LARGEST, LARGEST).to(torch.float16))
-                name, now = secrets.token_hex(8), time.monotonic()
-                self._given = StageCopy(name, stage, progress.clock, progress.outer_rounds, half, now)
+                self._given = await self._copy_own(stage, self._own[1])
             return self._given
+
+    async def _copy_own(self, stage: int, worker: StageWorker) -> StageCopy:
+        progress, slow = await worker.slow_weights()
+
+        def work() -> tuple[Tensor, str]:
+            half = slow.clamp_(-LARGEST, LARGEST).to(torch.float16)
+            return half, root_of_weights(half)
+
+        half, root = await asyncio.to_thread(work)
+        manifest = CopyManifest(
+            source=self._transport.peer_id,
+            run=self._spec.run_id,
+            stage=stage,
+            copy_name=secrets.token_hex(8),
+            clock=progress.clock,
+            outer_rounds=progress.outer_rounds,
+            size=half.numel(),
+            root=root,
+        )
+        return sign_copy(self._transport, manifest, half, time.monotonic())
 
     def _forget_unused(self) -> None:
         age = min(LIFE_SECONDS, self._spec.limits.guard_seconds / 2)

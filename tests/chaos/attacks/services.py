@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from noloco_node import PROTOCOL_VERSION, __version__
-from noloco_node.swarm import exchange_messages, guard, hello, microbatch, state_messages
+from noloco_node.swarm import copy_manifest, exchange_messages, guard, hello, microbatch, state_messages
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.state_messages import StateManifest, StateOffer, digest, manifest_message, packed_size, root_of
 from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
@@ -171,8 +171,19 @@ async def hostile_copies(life: Life) -> None:
 
     async def opened(_peer: PeerId, message: Message) -> Message:
         life.tally.count(attack, "copies offered")
-        offer = guard.CopyOffer(copy_name=f"x{message.header['stage']}", clock=life.clock * 4, outer_rounds=1 << 20)
-        return Message(offer.model_dump(mode="json"))
+        stage = int(message.header["stage"])
+        weights = torch.full((life.workers[stage].outer.whole.size,), 3e4, dtype=torch.float16)
+        manifest = copy_manifest.CopyManifest(
+            source=life.transport.peer_id,
+            run=life.spec.run_id,
+            stage=stage,
+            copy_name=f"x{stage}",
+            clock=life.clock * 4,
+            outer_rounds=1 << 20,
+            size=weights.numel(),
+            root=copy_manifest.root_of_weights(weights),
+        )
+        return Message(copy_manifest.sign_copy(life.transport, manifest, weights, 0.0).offer.model_dump(mode="json"))
 
     async def piece(_peer: PeerId, message: Message) -> Message:
         life.tally.count(attack, "chunks given")
