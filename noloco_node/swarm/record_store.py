@@ -33,6 +33,8 @@ REGULAR_SECONDS = 60.0
 SWEEP_SECONDS = 1.0
 SAMPLED = 32
 """Places that are looked at for one to give up."""
+FEW = 8
+"""The same among what one peer brought."""
 
 
 class Esteem(IntEnum):
@@ -81,7 +83,8 @@ class RecordStore:
         self._most_records, self._most_keys, self._most_in_all = most_records, most_keys, most_in_all
         self._rows: dict[bytes, dict[PeerId, Held]] = {}
         self._keys_of: Counter[PeerId] = Counter()
-        self._hearsay: Counter[tuple[bytes, PeerId]] = Counter()
+        self._hearsay: dict[tuple[bytes, PeerId], dict[PeerId, None]] = {}
+        """By key and who brought it: signers of records that were brought by others than them."""
         self._count = 0
         self._swept = 0.0
         """When all ended records were last cleared away."""
@@ -149,7 +152,7 @@ class RecordStore:
         self._count += 1
         self._keys_of[signer] += 1
         if row.storer != signer:
-            self._hearsay[key, row.storer] += 1
+            self._hearsay.setdefault((key, row.storer), {})[signer] = None
         return True
 
     def _make_room(self, key: bytes, signer: PeerId, row: Held, now: float) -> bool:
@@ -158,7 +161,7 @@ class RecordStore:
             return True
         if self._keys_of[signer] >= MOST_KEYS_A_SIGNER:
             return False
-        if esteem is Esteem.HEARSAY and self._hearsay[key, row.storer] >= MOST_HEARSAY:
+        if esteem is Esteem.HEARSAY and len(self._hearsay.get((key, row.storer), ())) >= MOST_HEARSAY:
             self._keep_hearsay_bounded(key, row.storer, now)
         if len(self._rows.get(key, ())) >= self._most_records:
             self._drop_ended(key, now)
@@ -174,15 +177,13 @@ class RecordStore:
         return True
 
     def _keep_hearsay_bounded(self, key: bytes, storer: PeerId, now: float) -> None:
-        """What one peer brings of others takes the place of something that it brought before."""
-        rows = self._rows[key]
-        mine = [
-            signer
-            for signer, held in rows.items()
-            if held.storer == storer != signer and self.esteem_of(signer, held, now) is Esteem.HEARSAY
-        ]
-        if len(mine) >= MOST_HEARSAY:
-            self._drop(key, self._rng.choice(mine))
+        """What one peer brings of others takes the place of something that it brought before. Only a few are looked
+        at, since a peer may bring many, again and again; where nobody of them is hearsay any more, little else is."""
+        rows, brought = self._rows[key], list(self._hearsay[key, storer])
+        for signer in self._rng.sample(brought, min(FEW, len(brought))):
+            if self.esteem_of(signer, rows[signer], now) is Esteem.HEARSAY:
+                self._drop(key, signer)
+                return
 
     def _give_up_place(self, key: bytes, esteem: Esteem, now: float) -> bool:
         """Whoever is not hearsay gets a place in any case, or newcomers would be shut out of a full stage; but only a
@@ -239,8 +240,9 @@ class RecordStore:
         if not self._keys_of[signer]:
             del self._keys_of[signer]
         if held.storer != signer:
-            self._hearsay[key, held.storer] -= 1
-            if not self._hearsay[key, held.storer]:
+            brought = self._hearsay[key, held.storer]
+            del brought[signer]
+            if not brought:
                 del self._hearsay[key, held.storer]
         if not rows:
             del self._rows[key]

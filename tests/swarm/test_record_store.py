@@ -171,7 +171,24 @@ def test_whatever_comes_the_counts_are_true_the_bounds_hold_and_the_own_record_s
         hearsay = Counter(
             (each, row.storer) for each, rows in store._rows.items() for peer, row in rows.items() if row.storer != peer
         )
-        assert hearsay == store._hearsay
+        assert hearsay == {place: len(brought) for place, brought in store._hearsay.items()}
+
+
+def test_a_peer_that_brings_many_again_and_again_costs_little() -> None:
+    """What one peer brings of others beyond its share changes places; each time at the cost of a few looks."""
+    looks = 0
+
+    def esteem(_: PeerId) -> Esteem:
+        nonlocal looks
+        looks += 1
+        return Esteem.HEARSAY
+
+    store = RecordStore(OWN, esteem, random.Random(0))
+    for time in range(10):
+        for number in range(400):
+            store.put(KEY, PeerId(f"peer-{number}"), held("storer", 1e6), float(time))
+    assert len(store) <= MOST_HEARSAY + 1
+    assert looks <= 10 * 400 * 4
 
 
 class Desk:
