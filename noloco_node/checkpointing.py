@@ -69,14 +69,14 @@ class CheckpointKeeper:
         )
         try:
             await self._replica.worker.resume(state)
-        except ValueError as error:
+            if random_state is not None:
+                self._replica.rng.setstate((3, tuple(int(word) for word in random_state), None))
+        except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # sealed by whoever wrote it, not sound
             raise UserError(
                 ExitCode.RUN_FOLDER,
                 f"the checkpoint {checkpoint.path} cannot be gone on from: {error}",
                 "use the version of noloco-node that wrote it, or remove it to start from a fellow's state",
             ) from None
-        if random_state is not None:
-            self._replica.rng.setstate((3, tuple(int(word) for word in random_state), None))
         ledger = self._replica.ledger
         ledger.resume(standing.ledger)
         ledger.waiting.extend(Sample(held.windows, held.put_backs) for held in standing.held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from noloco_node.swarm.contribution import Contribution, read_contribution
 from noloco_node.swarm.identity import load_identity
 from noloco_node.swarm.peer_id import PeerId
 from noloco_node.telemetry.events import (
+    MAX_LINE_BYTES,
     Account,
     AnyEvent,
     Doing,
@@ -47,7 +49,7 @@ class Events:
     def __init__(self, path: Path) -> None:
         lines: dict[bytes, bytes] = {}
         with path.open("rb") as file:
-            for line in file:
+            while line := file.readline(MAX_LINE_BYTES):
                 kind = _KIND.search(line)
                 if kind and line.endswith(b"\n"):
                     lines[kind.group(1)] = line
@@ -73,7 +75,7 @@ def _parsed(line: bytes) -> AnyEvent | None:
 def status_lines(path: Path, now: float | None = None) -> list[str]:
     """What `noloco-node status` prints. UserError (RUN_FOLDER) where no node has ever run there."""
     folder = RunFolder(path)
-    if not folder.events.exists():
+    if not folder.events.is_file():
         raise UserError(
             ExitCode.RUN_FOLDER,
             f"run_folder is '{path}', and no node has run there: it has no {folder.events.name}",
@@ -81,12 +83,18 @@ def status_lines(path: Path, now: float | None = None) -> list[str]:
         )
     events, now = Events(folder.events), time.time() if now is None else now
     started = events.last(NodeStarted)
-    return [
+    lines = [
         *_node(path, folder, started),
         *_now(folder, events, started, now),
         *_training(events),
         *_ledger(folder, started),
     ]
+    return [_printable(line) for line in lines]
+
+
+def _printable(line: str) -> str:
+    """A run folder may come from a stranger: nothing in it may speak to the terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 def _node(path: Path, folder: RunFolder, started: NodeStarted | None) -> Iterator[str]:
@@ -107,6 +115,9 @@ def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: fl
     begun = max((event.time for event in (started, doing) if event is not None), default=0.0)
     ended = stopped is not None and stopped.time >= begun
     if not ended and not folder.in_use:
+        if not events.time:
+            yield f"now                 not known: nothing in {folder.events} can be read"
+            return
         gone = _ago(now - events.time)
         yield f"now                 gone without a last word {gone} ago: killed, or the machine went down"
         return
@@ -138,7 +149,7 @@ def _activity(events: Events, doing: Doing | None, now: float) -> str:
         return f"waiting for {since} for {doing.detail}"
     download = events.last(StateDownload)
     if doing.what == "downloading" and download is not None and download.time >= doing.since:
-        share = 100.0 * download.received / download.total
+        share = 100.0 * download.received / max(1, download.total)
         return f"copying the state of {download.donor}: {share:.0f} % of {download.total / 1e6:,.1f} MB, for {since}"
     return f"{doing.detail}, for {since}"
 
@@ -146,7 +157,7 @@ def _activity(events: Events, doing: Doing | None, now: float) -> str:
 def _training(events: Events) -> Iterator[str]:
     account, step, loss = events.last(Account), events.last(InnerStep), events.last(Evaluation)
     if account is not None:
-        share = 100.0 * min(1.0, account.clock / account.target)
+        share = 100.0 * min(1.0, account.clock / max(1, account.target))
         yield f"progress            {account.clock:,.0f} of {account.target:,} tokens ({share:.0f} %)"
         yield f"  nodes             {' + '.join(map(str, account.nodes_per_stage))} as this node sees them"
     if step is not None:
@@ -157,9 +168,9 @@ def _training(events: Events) -> Iterator[str]:
 
 def _ledger(folder: RunFolder, started: NodeStarted | None) -> Iterator[str]:
     owner = PeerId(started.peer_id) if started else None
-    if owner is None and folder.identity.exists():
+    if owner is None and folder.identity.is_file():
         owner = load_identity(folder.identity).peer_id
-    if owner is None or not folder.contribution.exists():
+    if owner is None or not folder.contribution.is_file():
         yield "contribution        none written down yet"
         return
     total = read_contribution(folder.contribution, owner)
@@ -175,7 +186,10 @@ def _ledger(folder: RunFolder, started: NodeStarted | None) -> Iterator[str]:
 def _since(total: Contribution) -> str:
     if total.first is None:
         return "nothing yet"
-    begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(total.first))
+    try:
+        begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(total.first))
+    except (OverflowError, ValueError, OSError):  # whoever signed it may write any number
+        begun = "an unknown time"
     return f"since {begun}, {total.seconds / 3600:,.1f} h at work, as this node says"
 
 
@@ -190,6 +204,8 @@ def _receipts(total: Contribution) -> Iterator[str]:
 
 
 def _ago(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "an unknown time"
     seconds = max(0, round(seconds))
     if seconds < 120:
         return f"{seconds} s"

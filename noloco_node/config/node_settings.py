@@ -49,7 +49,7 @@ class NodeSettings(Settings):
     """Port of `/metrics`; 0 lets the system choose, not set serves none."""
     device: str = "cpu"
     """Torch device of the stage."""
-    torch_threads: Positive = 1
+    torch_threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """CPU threads of the compute library."""
     in_flight: Annotated[int, Field(gt=0, le=256)] = 3
     """Microbatches that a stage-0 replica keeps under way."""

@@ -39,7 +39,8 @@ class RunFolder:
     def create(cls, path: Path) -> RunFolder:
         """Make the folder, or take the one that is there, and prove by a written file that it can be written.
 
-        Raises UserError (RUN_FOLDER) where it cannot.
+        Raises UserError (RUN_FOLDER) where it cannot, and where something lies in it that is no file or folder of a
+        node although it has the name of one.
         """
         probe = path / ".probe"
         try:
@@ -48,7 +49,17 @@ class RunFolder:
             probe.unlink(missing_ok=True)
         except OSError as error:
             raise _unwritable(path, error) from error
-        return cls(path)
+        folder = cls(path)
+        files = (folder.events, folder.contribution, folder.log, folder._lock_file, path / MARK)
+        wrong = [file for file in files if file.exists() and not file.is_file()]
+        wrong += [place for place in (folder.checkpoints, folder.final) if place.exists() and not place.is_dir()]
+        if wrong:
+            raise UserError(
+                ExitCode.RUN_FOLDER,
+                f"run_folder '{path}' holds '{wrong[0].name}', which no node has left there: it is of another kind",
+                "remove it, or name another folder with --run-folder",
+            )
+        return folder
 
     def refusal(self) -> str:
         """Why the disk takes nothing more, in the system's words; empty where a block can be written."""

@@ -131,8 +131,11 @@ def read_entries(path: Path, check: SignedBy = signed_by) -> Iterator[Entry | No
     if not path.exists():
         return
     with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            rest = line  # of a longer line nothing is kept
+            while not rest.endswith(b"\n") and rest:
+                rest = file.readline(MAX_LINE_BYTES)
+            if rest:
                 yield _verified(line, check)
 
 

@@ -189,3 +189,15 @@ def test_the_laboratory_alone_may_leave_the_admissible_set(tmp_path: Path) -> No
         RunSpec.model_validate(config)
     assert RunSpec.model_validate(config, context={"allow_inadmissible": True}).outer.gamma == 2.5
     assert "outer.allow_inadmissible" in refusal(tmp_path, GOOD, "run.outer.allow_inadmissible=true").message
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["run.inner.target_tokens=1" + "0" * 4000, "run.inner.target_tokens=" + "9" * 19, "node.torch_threads=1e11"],
+)
+def test_numbers_beyond_all_use_are_refused(tmp_path: Path, setting: str) -> None:
+    """A target that no float holds was valid, and so were more threads than torch can count."""
+    error = refusal(tmp_path, GOOD, setting)
+    assert error.exit_code is ExitCode.CONFIG
+    assert setting.partition("=")[0] in error.message
+    assert len(error.message) < 500

@@ -269,3 +269,24 @@ async def test_the_command_follows_a_node_from_waiting_over_training_to_its_end(
             assert "none written down yet" not in shown
             other.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(other.wait(), 60) == ExitCode.INTERRUPTED
+
+
+def test_a_hostile_run_folder_neither_ends_nor_fools_status(folder: Path, identity: Identity) -> None:
+    """Times without end, a target of nothing, words for the terminal, a million brackets, a line of megabytes, and a
+    contribution signed for a year that no calendar has."""
+    bad = started(identity).model_copy(update={"run_name": "\x1b[2J\x07evil", "time": float("inf")})
+    books = account().model_copy(update={"target": 0, "clock": float("nan")})
+    wait = Doing(time=float("-inf"), what="waiting_for_peers", detail="\x1b]0;title\x07", since=float("nan"))
+    write(folder, bad, books, wait, stopped())
+    with (folder / "events.jsonl").open("ab") as file:
+        file.write(b'{"event":"doing",' + b"[" * 1_000_000 + b"\n" + b"x" * (3 << 20) + b"\n\xff\n")
+    contribution = ContributionFile(folder / "contribution.jsonl")
+    work = Work(run="r" * 32, stage=1, since=1e12, until=1e12, tokens=1, drawn=1, served=1, outer_rounds=1)
+    text = statement_text(work)
+    contribution.append(identity.peer_id, text, sign_statement(identity, text.encode()))
+    with (folder / "contribution.jsonl").open("ab") as file:
+        file.write(b"[" * 1_000_000 + b"\n" + b"x" * (3 << 20) + b"\n\xff\n")
+    lines = status_lines(folder, NOW)
+    assert len(lines) < 40
+    assert all(line.isprintable() for line in lines)
+    assert any("refused" in line for line in lines)

@@ -122,3 +122,20 @@ def test_a_full_disk_says_why(tmp_path: Path) -> None:
     assert RunFolder(tmp_path).refusal() == ""
     assert list(tmp_path.iterdir()) == []
     assert "No such file" in RunFolder(tmp_path / "none").refusal()
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "contribution.jsonl", "run.json", "node.lock", "node.log"])
+def test_a_folder_where_a_file_should_be_is_refused(name: str, tmp_path: Path) -> None:
+    """It used to end as a defect, later."""
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=name) as caught:
+        RunFolder.create(tmp_path)
+    assert caught.value.exit_code is ExitCode.RUN_FOLDER
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "final"])
+def test_a_file_where_a_folder_should_be_is_refused(name: str, tmp_path: Path) -> None:
+    """Else no checkpoint could ever be written."""
+    (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=name):
+        RunFolder.create(tmp_path)
