@@ -112,6 +112,13 @@ class Life:
         """Victims that serve a stage."""
         return [victim for victim in self.victims if victim.stage == stage]
 
+    def claimed(self, peer: PeerId) -> int:
+        """The stage that this life says to a victim that it serves: the victim's own, to be averaged with, or the next,
+        to be sent microbatches."""
+        stage = next((victim.stage for victim in self.victims if victim.peer == peer), 0)
+        choices = [stage, min(stage + 1, self.spec.stages - 1)]
+        return random.Random(f"{self.identity.peer_id}/{peer}").choice(choices)
+
     def key(self, stage: int) -> str:
         """The directory's key of a stage."""
         return stage_key(self.spec.run_id, stage)

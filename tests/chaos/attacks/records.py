@@ -48,6 +48,24 @@ def ghost(life: Life, stage: int, expires: float, **claims: Any) -> Stored:
     return signed(identity, life.key(stage), record.model_dump_json().encode(), expires)
 
 
+def own_record(life: Life, stage: int) -> Stored:
+    """A plausible record of this life's own key."""
+    record = PeerRecord(
+        peer_id=life.identity.peer_id,
+        stage=stage,
+        state=PeerState.TRAINING,
+        clock=life.clock,
+        tokens_per_second=100.0,
+        capacity=1000.0,
+        guards=(stage + 1) % life.spec.stages,
+        protocol=PROTOCOL_VERSION,
+        version=__version__,
+        sequence=int(time.time() * 1000),
+    )
+    until = time.time() + life.spec.limits.record_seconds
+    return signed(life.identity, life.key(stage), record.model_dump_json().encode(), until)
+
+
 def signed(identity: Identity, key: str, payload: bytes, expires: float) -> Stored:
     """Any payload, signed for this place as a node would: what `sign_record` does, without its good manners."""
     internals: Any = record_validator

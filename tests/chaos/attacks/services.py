@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from typing import Any
 
 import torch
 
-from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.swarm import copy_manifest, exchange_messages, guard, hello, microbatch, state_messages
-from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.state_messages import StateManifest, StateOffer, digest, manifest_message, packed_size, root_of
 from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
 from tests.chaos.attacks.life import Life
-from tests.chaos.attacks.records import signed, store
+from tests.chaos.attacks.records import own_record, store
 from tests.chaos.attacks.visits import made_microbatch
 
 RENEW_SECONDS = 2.0
@@ -39,20 +36,7 @@ async def announce(life: Life) -> None:
         hello.serve_hello(life.transport, life.spec, lambda: stage)
     while True:
         for stage in range(life.spec.stages):
-            record = PeerRecord(
-                peer_id=life.identity.peer_id,
-                stage=stage,
-                state=PeerState.TRAINING,
-                clock=life.clock,
-                tokens_per_second=100.0,
-                capacity=1000.0,
-                guards=(stage + 1) % life.spec.stages,
-                protocol=PROTOCOL_VERSION,
-                version=__version__,
-                sequence=int(time.time() * 1000),
-            )
-            until = time.time() + life.spec.limits.record_seconds
-            stored = signed(life.identity, life.key(stage), record.model_dump_json().encode(), until)
+            stored = own_record(life, stage)
             for victim in life.victims:
                 await store(life, ALL_STAGES, victim, [stored])
         await asyncio.sleep(RENEW_SECONDS)

@@ -16,7 +16,7 @@ from noloco_node.swarm.exchange_session import opening_specs
 from noloco_node.swarm.state_messages import OPEN as STATE_OPEN
 from noloco_node.swarm.transport import WIRE_DTYPES, Message, PeerId
 from tests.chaos.attacks.life import Life, Victim, repeat
-from tests.chaos.attacks.records import ghost
+from tests.chaos.attacks.records import ghost, own_record
 
 IN_FLIGHT = 24
 ANSWER_BYTES = 1 << 20
@@ -92,12 +92,14 @@ async def malformed_requests(life: Life) -> None:
 
 
 async def told_ghosts(life: Life) -> None:
-    """Ghosts, told over this peer's own links as its acquaintances, in every stage and with extreme clocks."""
+    """Where this peer says it stands, and ghosts told as its acquaintances, in every stage and with extreme clocks."""
     attack = "told ghosts"
 
-    def header() -> dict[str, Any]:
+    def header(peer: PeerId) -> dict[str, Any]:
         until, stages = time.time() + 600.0, range(life.spec.stages)
-        made = [(stage, ghost(life, stage, until, clock=1e17, capacity=1e12)) for stage in stages for _ in range(6)]
+        claimed = life.claimed(peer)
+        made = [(claimed, own_record(life, claimed))]
+        made += [(stage, ghost(life, stage, until, clock=1e17, capacity=1e12)) for stage in stages for _ in range(6)]
         told = [
             {
                 "stage": stage,
@@ -107,16 +109,16 @@ async def told_ghosts(life: Life) -> None:
             }
             for stage, record in made
         ]
-        return {"run": life.spec.run_id, "records": told[: records_call.MOST_TOLD]}
+        return {"run": life.spec.run_id, "stage": claimed, "records": told[: records_call.MOST_TOLD]}
 
-    async def handle(_peer: PeerId, _message: Message) -> Message:
+    async def handle(peer: PeerId, _message: Message) -> Message:
         life.tally.count(attack, "told as an answer")
-        return Message(header())
+        return Message(header(peer))
 
     life.serve(records_call.METHOD, handle)
 
     async def once(victim: Victim) -> None:
-        await life.call(attack, victim.peer, records_call.METHOD, header())
+        await life.call(attack, victim.peer, records_call.METHOD, header(victim.peer))
 
     await repeat(attack, life, once, 0.5)
 
