@@ -191,7 +191,7 @@ class Target:
         if recipe.method == state_transfer.OPEN:
             self.snapshot = json.loads(answer.header["manifest"])["snapshot"]
         if recipe.method == guard.OPEN:
-            self.copy_name = answer.header["copy_name"]
+            self.copy_name = json.loads(answer.header["manifest"])["copy_name"]
         if recipe.method == microbatch.METHOD:
             assert math.isfinite(answer.header["loss_sum"])
 
