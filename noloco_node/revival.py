@@ -20,6 +20,8 @@ from noloco_node.training.stage_worker import StageWorker, sizes_of, without_mis
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
+RESTORE_SECONDS = 600.0
+"""How long who comes to a lost stage waits for another that came as well, and says that it is on its way."""
 
 
 async def revive_if_lost(
@@ -80,11 +82,11 @@ async def _is_lost(spec: RunSpec, membership: Membership, own: PeerId, confirmed
     await membership.refresh()
     until = loop.time() + (0.0 if confirmed else spec.limits.record_seconds)
     while True:
-        trains = membership.others(PeerState.TRAINING)
+        trains = membership.others_there(PeerState.TRAINING)
         if not any(record.outer_rounds for record in trains) or membership.fellows(*SERVING):
             return False
         first_comer = all(own < fellow for fellow in membership.fellows(PeerState.JOINING))
-        if first_comer and loop.time() >= until:
+        if loop.time() >= until + (0.0 if first_comer else RESTORE_SECONDS):
             return True
         # The directory gives no sign of a change: asking again is the only way.
         await asyncio.sleep(LOOK_SECONDS)

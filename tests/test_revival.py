@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from noloco_node import revival
 from noloco_node.checkpointing import CheckpointKeeper
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
@@ -385,3 +386,18 @@ async def test_copies_are_given_to_the_run_only_and_a_poisoned_one_is_not_taken(
             task.cancel()
         await asyncio.wait(tasks)
         assert copies[0].kept is None
+
+
+async def test_who_says_that_it_comes_to_a_lost_stage_and_never_does_is_not_waited_for_without_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has the smaller peer id and answers, and would have been waited for as long as it liked."""
+    monkeypatch.setattr(revival, "RESTORE_SECONDS", 0.0)
+    async with trained_world(guards=0) as (_, (_, _, first, second), copies):
+        for replica in (first, second):
+            await replica.membership.announce(PeerState.JOINING)
+        async with asyncio.timeout(20):
+            origin = await revive_if_lost(
+                second.spec, second.membership, second.worker, copies[3], peer_name(1, 1), confirmed=True
+            )
+        assert origin == "seed"

@@ -6,8 +6,9 @@ A ghost is a record of a key with no node behind it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -17,11 +18,14 @@ from noloco_node.config.run_spec import LimitsSpec, OuterSpec, PipelineSpec, Run
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.replica import Replica
 from noloco_node.swarm import ending, late_join
+from noloco_node.swarm.dht_directory import join_directory
 from noloco_node.swarm.directory import PeerRecord, PeerState
+from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.swarm.memory_directory import MemoryDirectory
 from noloco_node.swarm.memory_transport import Fault, FaultKind
-from tests.support import eventually
-from tests.worlds import World, micro_spec, peer_name, run_to_the_end, world
+from noloco_node.swarm.p2p_daemon import running_p2p
+from tests.support import eventually, nothing_left_behind
+from tests.worlds import Swarm, World, libp2p_world, micro_spec, peer_name, run_to_the_end, world
 
 GRACE = 0.3
 LIMITS = LimitsSpec(record_seconds=1.0, grace_seconds=GRACE, chunk_bytes=4096, exchange_progress_seconds=0.5)
@@ -193,3 +197,47 @@ async def test_a_stranger_that_answers_and_claims_to_be_ahead_keeps_no_run_from_
         assert not stranger.donor.accepting
         await other.membership.announce(PeerState.TRAINING)
         assert await joiner.become_current() is None
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Temporary files, empty again at the end."""
+    with nothing_left_behind() as base:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+        yield base
+
+
+async def publish_ghosts(made: Swarm, folder: Path) -> None:
+    """From a node with throw-away keys, which is gone when this returns: one that trains, one that has finished."""
+    spec, host = made.replicas[0].spec, made.replicas[0]._transport._host  # type: ignore[attr-defined]
+    for name, state in (("one", PeerState.TRAINING), ("two", PeerState.FINISHING)):
+        identity = load_or_create_identity(folder / f"{name}.key")
+        settings = NodeSettings(initial_peers=tuple(host.visible_addresses()[:1]))
+        async with running_p2p(settings, identity) as daemon:
+            directory = await join_directory(daemon, identity, spec.run_id, spec.stages)
+            figures: dict[str, object] = {"clock": 320.0, "outer_rounds": 1, "finished": state is PeerState.FINISHING}
+            record = {"peer_id": identity.peer_id, "stage": 0, "state": state, "protocol": 1, "version": "0", **figures}
+            assert await directory.publish(PeerRecord.model_validate(record), 120.0)
+            await directory.close()
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(180)
+async def test_two_ghosts_in_a_real_directory_neither_keep_a_run_from_starting_nor_end_it_nor_keep_it_going(
+    tmp_path: Path, temporary: Path
+) -> None:
+    """Real p2pd and DHT: both nodes begin from the seed, the later stage waits for the origin, and both end."""
+    limits = LimitsSpec(record_seconds=20, grace_seconds=2, chunk_bytes=4096, exchange_progress_seconds=2)
+    async with libp2p_world(short_run(limits=limits), tmp_path, settings=JOINS) as made:
+        origin, last = made.replicas
+        await publish_ghosts(made, tmp_path)
+        for replica in made.replicas:
+            await replica.membership.announce(PeerState.TRAINING)
+        for replica in made.replicas:
+            assert await replica.become_current() is None
+            assert len(replica.membership.live(0, PeerState.TRAINING, PeerState.FINISHING)) == 3
+        async with lives(last) as (waiting,):
+            await asyncio.wait((waiting,), timeout=2 * limits.grace_seconds)
+            assert not waiting.done()
+            async with lives(origin) as (training,):
+                await ended([training, waiting], 60)
