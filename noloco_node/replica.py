@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 ACCOUNT_SECONDS = 2.0
 DRAIN_LOOK_SECONDS = 0.1
 LAST_LOOK_SECONDS = 0.3
+ORIGIN_SECONDS = 60.0
+"""How long the clock that a microbatch's origin named is taken for its present one."""
 
 STARTS_ALONE = (
     "STARTS ALONE from the first weights: this node has joined others, but no node with a stage of the run answers it. "
@@ -557,6 +559,8 @@ class Replica:
         self._loop.call_soon_threadsafe(self._report_inner_step, report)
 
     def _report_inner_step(self, report: InnerReport) -> None:
+        if self.stage > 0:
+            self.worker.origins_clock = self.server.origins_seen.median_clock(ORIGIN_SECONDS)
         self._pace.step(report.result.tokens, time.monotonic())
         self.standing.loss.add(report.result.loss, report.result.tokens)
         self.standing.met(None, report.progress.steps)

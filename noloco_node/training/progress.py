@@ -63,11 +63,11 @@ class Progress:
         marks = self.marks if fragment is None else (self.marks[fragment],)
         return self.tokens - sum(mark.tokens for mark in marks) // len(marks)
 
-    def after_inner_step(self, tokens: int, live_replicas: int) -> Progress:
-        """One more inner step, on `tokens` of its own, while that many replicas of its stage train."""
-        return replace(
-            self, steps=self.steps + 1, tokens=self.tokens + tokens, clock=self.clock + tokens * live_replicas
-        )
+    def after_inner_step(self, tokens: int, live_replicas: int, pace: float = 1.0) -> Progress:
+        """One more inner step, on `tokens` of its own, while that many replicas of its stage train; `pace` ties the
+        clock to those of the origins (`schedule.tied_pace`)."""
+        clock = self.clock + tokens * live_replicas * pace
+        return replace(self, steps=self.steps + 1, tokens=self.tokens + tokens, clock=clock)
 
     def after_outer_step(self, fragment: int | None, snapshot: Progress, clock_shift: float) -> Progress:
         """An outer step of a fragment has been committed, `snapshot` being where its weights were copied."""

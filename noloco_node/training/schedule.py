@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import math
 
+FREE_LAG = 0.1
+"""Share of the lag that is allowed between replicas within which a stage's clock is not tied."""
+SLOWEST_PACE = 0.5
+FASTEST_PACE = 1.5
+"""Bounds of `tied_pace`: what a stage is told of its origins may be a lie."""
+
 
 def learning_rate(clock: float, *, peak: float, minimum_ratio: float, warmup: int, target: int) -> float:
     """Linear warm-up, then a cosine from `peak` to `peak · minimum_ratio` at `target`; all times in swarm tokens."""
@@ -11,6 +17,21 @@ def learning_rate(clock: float, *, peak: float, minimum_ratio: float, warmup: in
         return peak * clock / warmup
     progress = min(1.0, (clock - warmup) / max(1, target - warmup))
     return peak * (minimum_ratio + (1 - minimum_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def tied_pace(clock: float, origins: float | None, lag: float) -> float:
+    """By how much faster or slower a later stage counts its own tokens, so that its clock stays with `origins`, where
+    those stand whose microbatches it trains (None: not known).
+
+    All clocks are in swarm tokens. Within `FREE_LAG` of `lag` it keeps its own time: what it hears is a few steps old.
+    A clock that is ahead by a tenth of `lag` more runs a tenth slower: whatever multiplies a stage's work or miscounts
+    its replicas, its clock ends within a part of `lag` of the others.
+    """
+    if origins is None:
+        return 1.0
+    behind = (origins - clock) / lag
+    beyond = max(0.0, abs(behind) - FREE_LAG)
+    return min(FASTEST_PACE, max(SLOWEST_PACE, 1.0 + math.copysign(beyond, behind)))
 
 
 def share_of_batch(global_batch_tokens: int, live_replicas: int, max_replicas: int) -> float:

@@ -23,7 +23,7 @@ from noloco_node.outer.update import OuterRule
 from noloco_node.training.compute_thread import ComputeThread, Priority
 from noloco_node.training.fair_queue import OWN, Turn
 from noloco_node.training.progress import LastTrained, Progress, staggered
-from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch
+from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch, tied_pace
 from noloco_node.training.stage_trainer import LossResult, Passage, StageTrainer, StepResult
 
 T = TypeVar("T")
@@ -154,6 +154,9 @@ class StageWorker:
         self._on_inner_step = on_inner_step
         self._credit = 0.0
         self.live_replicas = 1
+        self.origins_clock: float | None = None
+        """Where the origins are whose microbatches are trained here (tokens), as they say; None on stage 0 and where it
+        is not known. Set from the event loop like `live_replicas`."""
         self.last_trained = LastTrained(0, 0.0)
         """As of the last gradient that was added, with the inner step where one was due. One value, since others read
         it while the device's thread works."""
@@ -399,7 +402,8 @@ class StageWorker:
         if credit is None:
             return
         self._credit = credit
-        self.progress = self.progress.after_inner_step(gathered, live)
+        pace = tied_pace(self.progress.clock, self.origins_clock, self._spec.max_lag_tokens)
+        self.progress = self.progress.after_inner_step(gathered, live, pace)
         rate = self.current_learning_rate()  # of the clock after these tokens, so that the first step moves
         result = self._trainer.step(rate)
         self._on_inner_step(InnerReport(result, self.progress, rate, live))

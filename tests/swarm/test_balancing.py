@@ -26,7 +26,7 @@ from noloco_node.swarm.balancing import (
     worth_moving,
 )
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
-from noloco_node.swarm.relocation import Move, Relocation, Standing
+from noloco_node.swarm.relocation import JOINER_PATIENCE, Move, Relocation, Standing
 from noloco_node.swarm.transport import PeerId
 from tests.swarm.worlds import AllAnswer
 
@@ -190,6 +190,18 @@ def test_a_rescue_is_called_off_when_another_is_on_its_way() -> None:
     assert all(relocation.look(float(now), here, others) is None for now in range(120, 150)), "two are before it"
     moves = [relocation.look(float(now), here, others) for now in range(150, 180)]
     assert Move(1, "lost") in moves
+
+
+def test_joiners_that_never_come_put_a_rescue_off_for_a_bounded_time_only() -> None:
+    """One after another says that it is on its way to a lost stage, always another one. Together they have so long."""
+    *others, here = peers(0, 1.0, 1.0, 1.0)
+    moves: list[float] = []
+    relocation = Relocation(standing(), random.Random(3))
+    for now in range(600):
+        joiner = Server(PeerId(f"joiner-{now // 10:06d}"), 1, 1.0, present=False)
+        if relocation.look(float(now), here, [*others, joiner]) is not None:
+            moves.append(now)
+    assert JOINER_PATIENCE * 20.0 <= moves[0] <= (JOINER_PATIENCE + 2) * 20.0
 
 
 def test_every_stage_has_as_many_guards_as_asked_for_and_nobody_guards_its_own() -> None:

@@ -1,0 +1,130 @@
+"""Who is asked whether it is there: everybody soon in a small swarm, and no crowd of ghosts starves anybody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from noloco_node.swarm.directory import PeerRecord, PeerState
+from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
+from noloco_node.swarm.records_call import METHOD, serve_records
+from noloco_node.swarm.roll_call import BURST, RollCall
+from noloco_node.swarm.transport import PeerId
+from tests.support import eventually
+
+RUN = "run-under-test"
+OWN = PeerId("caller-of-rolls")
+
+
+def record(peer: str, stage: int = 0, state: PeerState = PeerState.TRAINING) -> PeerRecord:
+    """An introduction."""
+    return PeerRecord(peer_id=peer, stage=stage, state=state, protocol=1, version="0")
+
+
+@dataclass
+class Hall:
+    """A node that calls the roll, and others that answer as they are told to."""
+
+    network: MemoryNetwork
+    transport: MemoryTransport
+    records: list[PeerRecord]
+    roll: RollCall
+    changes: list[int]
+    others: list[MemoryTransport]
+
+    def there(self, peer: PeerRecord) -> bool:
+        return self.transport.acquaintances.serves(PeerId(peer.peer_id), peer.stage)
+
+    def add(self, name: str, *, run: str = RUN, says: int | None = 0, stage: int = 0) -> PeerRecord:
+        """A node that is introduced at `stage` and says that it serves `says` of `run`."""
+        other = MemoryTransport(self.network, PeerId(name))
+        serve_records(other, run, MemoryDirectory(MemoryDirectoryHub(2)), lambda: says)
+        self.others.append(other)
+        self.records.append(record(name, stage))
+        return self.records[-1]
+
+
+@contextlib.asynccontextmanager
+async def hall() -> AsyncIterator[Hall]:
+    """Nobody is there yet."""
+    network, records, changes = MemoryNetwork(), list[PeerRecord](), list[int]()
+    transport = MemoryTransport(network, OWN)
+    directory = MemoryDirectory(MemoryDirectoryHub(2))
+    roll = RollCall(
+        transport, directory, RUN, lambda: 0, 1.0, lambda: records, lambda: changes.append(1), random.Random(1)
+    )
+    others: list[MemoryTransport] = []
+    try:
+        yield Hall(network, transport, records, roll, changes, others)
+    finally:
+        for each in (transport, *others):
+            await each.close()
+
+
+async def test_who_answers_for_the_run_and_the_stage_is_there_and_nobody_else() -> None:
+    """Another run, another stage than the record says, and no answer: none of these serves the stage."""
+    async with hall() as made:
+        good, far = made.add("peer-that-serves"), made.add("peer-far-away-00", says=1, stage=1)
+        bad = [made.add("peer-of-another-run", run="another-run"), made.add("peer-elsewhere-00", says=1)]
+        made.records.append(record("peer-that-is-none"))
+        await made.roll.sweep(5.0)
+        assert made.there(good)
+        assert made.there(far)
+        assert not any(made.there(each) for each in (*bad, made.records[-1]))
+        caller = made.others[0].acquaintances
+        assert caller.serves(OWN, 0), "who is asked knows the asker, too"
+
+
+async def test_a_sweep_asks_hundreds_of_ghosts_and_finds_the_one_that_is_there() -> None:
+    """No more at once than are allowed, and everybody once."""
+    async with hall() as made:
+        made.records += [record(f"ghost-{number:06d}") for number in range(400)]
+        honest = made.add("peer-that-serves")
+        await made.roll.sweep(20.0)
+        assert made.there(honest)
+        ghosts = [made.transport.acquaintances.of(PeerId(f"ghost-{number:06d}")) for number in range(400)]
+        assert all(ghost.silences == 1 for ghost in ghosts)
+
+
+async def test_beside_ghosts_who_calls_this_node_is_asked_first_and_calls_are_few() -> None:
+    """A newcomer does not wait behind four hundred records that nobody stands behind."""
+    async with hall() as made:
+        made.records += [record(f"ghost-{number:06d}") for number in range(400)]
+        made.roll.look()
+        running = asyncio.create_task(made.roll.run())
+        try:
+            known = made.transport.acquaintances
+            await eventually(lambda: sum(known.of(PeerId(r.peer_id)).silences for r in made.records) >= BURST)
+            newcomer = made.add("peer-newly-come")
+            known.answered(PeerId("peer-newly-come"))
+            made.roll.look()
+            await eventually(lambda: made.there(newcomer), 5.0, "it is asked next")
+            asked = sum(known.of(PeerId(r.peer_id)).silences for r in made.records)
+            assert asked <= BURST + 12
+            assert made.changes
+        finally:
+            running.cancel()
+            await asyncio.wait((running,))
+
+
+async def test_who_falls_silent_is_asked_again_soon_and_no_longer_counts() -> None:
+    """Two calls that are not answered."""
+    async with hall() as made:
+        fellow = made.add("peer-that-serves")
+        running = asyncio.create_task(made.roll.run())
+        try:
+            made.roll.look()
+            await eventually(lambda: made.there(fellow))
+            made.network.kill(PeerId("peer-that-serves"))
+            made.transport.acquaintances.silent(PeerId("peer-that-serves"))
+            await eventually(lambda: not made.there(fellow), 5.0, "it is asked, and silent again")
+            made.network.revive(PeerId("peer-that-serves"))
+            await eventually(lambda: made.there(fellow), 10.0, "it is back")
+        finally:
+            running.cancel()
+            await asyncio.wait((running,))
+    assert METHOD in made.transport.traffic.sent
