@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from noloco_node.swarm.peer_id import PeerId
-from noloco_node.telemetry.events import Account, StateDownload
+from noloco_node.telemetry.events import Account, DonorFailed, StateDownload
 from tests.chaos.attacks import ATTACKS
 from tests.chaos.attacks.life import LOST, Victim, write_victims
 from tests.chaos.lab import Lab
@@ -261,10 +261,14 @@ async def _late_joiner(arm: Arm, comes: float, leaves: float) -> None:
         started = await arm.swarm.until_up(node, max(1.0, leaves - time.time()))
     except AssertionError as failure:
         arm.joined = str(failure)[:300]
-        return
-    downloads = [event.seconds for event in node.events if isinstance(event, StateDownload)]
-    arm.joined = f"{started.origin}, up after {started.time - node.launched_at:.1f} s, {len(downloads)} looks at it"
-    await _until(arm.swarm, leaves)
+    else:
+        downloads = [event for event in node.events if isinstance(event, StateDownload)]
+        failed = [event.reason[:60] for event in node.events if isinstance(event, DonorFailed)]
+        took = started.time - node.launched_at
+        arm.joined = (
+            f"{started.origin}, up after {took:.1f} s, {len(downloads)} looks at the download, failed: {failed}"
+        )
+        await _until(arm.swarm, leaves)
     if node.running:
         os.kill(node.pid, signal.SIGTERM)
 
