@@ -38,7 +38,7 @@ from noloco_node.swarm.dht_dictionary import (
 )
 from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.record_intake import Intake
-from noloco_node.swarm.record_store import RecordStore
+from noloco_node.swarm.record_store import Esteem, RecordStore
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,9 @@ ROW_BYTES = 24
 """Of a record in an answer, beside its signer and what it signed."""
 ANSWER_BYTES = 256 << 10
 """Records of one key in an answer."""
+MOST_HEARSAY_GIVEN = 16
+"""Records of one key in an answer whose signers this node knows nothing of, chosen anew each time: ghosts must not make
+every look-up of everybody dear for as long as they live."""
 ANSWERS_BYTES = 1 << 20
 """Records of all keys in an answer: p2pd carries 4 MiB, and hivemind's handler breaks on more."""
 ASKED_BYTES, ASKED_BYTES_A_SECOND = float(16 << 20), float(4 << 20)
@@ -274,12 +277,15 @@ class DhtNode:
     def _fitting(self, key: bytes, most_bytes: int) -> list[tuple[str, bytes, float]]:
         now = self._intake.now()
         live = self._records.live(key, now)
-        if sum(len(held.signed) + len(signer) + ROW_BYTES for signer, held in live.items()) <= most_bytes:
+        size = sum(len(held.signed) + len(signer) + ROW_BYTES for signer, held in live.items())
+        if size <= most_bytes and len(live) <= MOST_HEARSAY_GIVEN:
             return [(signer, held.signed, held.expires) for signer, held in live.items()]
         rows: list[tuple[str, bytes, float]] = []
+        hearsay = 0
         for signer, held in self._records.best_first(key, now):
             most_bytes -= len(held.signed) + len(signer) + ROW_BYTES
-            if most_bytes < 0:
+            hearsay += self._records.esteem_of(signer, held, now) is Esteem.HEARSAY
+            if most_bytes < 0 or hearsay > MOST_HEARSAY_GIVEN:
                 break
             rows.append((signer, held.signed, held.expires))
         return rows
