@@ -51,6 +51,9 @@ class Acquaintance:
     """When the last ask was that counts."""
     stage: int | None = None
     """The stage of this node's run that it serves, as it said itself over its own link; None where it has not."""
+    drawn: bool | None = None
+    """Whether it answered, and served the stage of its record, when this node last drew it at random; None where it has
+    not been drawn."""
 
 
 NOBODY = Acquaintance()
@@ -100,6 +103,10 @@ class Acquaintances:
         """`peer` said over its own link which stage of this node's run it serves; None where it serves none of it."""
         self._known(peer).stage = stage
 
+    def drew(self, peer: PeerId, serves: bool) -> None:
+        """This node drew `peer` at random from those that records introduce, and called it: does it serve its stage?"""
+        self._known(peer).drawn = serves
+
     def asked(self, peer: PeerId, window: float) -> None:
         """This node asks `peer`, drawn at random from those that answer, for work; what it asks within `window`
         seconds of the last time counts as one."""
@@ -140,6 +147,12 @@ class Acquaintances:
     def serves(self, peer: PeerId, stage: int) -> bool:
         """Whether `peer` answers and has said itself that it serves this stage of the run."""
         return self.answers(peer) and self.of(peer).stage == stage
+
+    def unsure(self, peer: PeerId, stage: int) -> bool:
+        """Whether nothing speaks against `peer`'s serving this stage, though it has not answered of late: this node has
+        not come to call it, or not again."""
+        known = self.of(peer)
+        return known.drawn is not False and known.silences <= SILENCES_TOLERATED and known.stage in (None, stage)
 
     def answers(self, peer: PeerId, within: float = ANSWER_SECONDS) -> bool:
         """Whether `peer` has answered within so many seconds and is not silent since."""

@@ -134,7 +134,16 @@ class Membership:
 
     def live_replicas(self) -> int:
         """Replicas of the own stage that train, this one included: by what they have shown (`headcount`)."""
-        return round(self._heads.replicas(self.fellows(PeerState.TRAINING)))
+        answering, unsure = list[PeerId](), list[PeerId]()
+        for record in self.live(self.stage, PeerState.TRAINING):
+            peer = PeerId(record.peer_id)
+            if peer == self._own:
+                continue
+            if is_there(self._known, record):
+                answering.append(peer)
+            elif self._known.unsure(peer, record.stage):
+                unsure.append(peer)
+        return round(self._heads.replicas(answering, unsure))
 
     def recorded_clocks(self) -> list[float]:
         """Clocks of the own stage's live fellows as their records say: never ahead of the true ones. A newcomer's clock

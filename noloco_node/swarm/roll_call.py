@@ -156,7 +156,11 @@ class RollCall:
         return asked.next_try <= now or self._known.of(peer).silences > asked.silences
 
     def _urgency(self, peer: PeerId) -> tuple[bool, int]:
-        return not (self._known.answers(peer) and not self._confirmed(peer)), self._distance(peer)
+        return not self._pressing(peer), self._distance(peer)
+
+    def _pressing(self, peer: PeerId) -> bool:
+        """It has called this node or moved: whoever likes can have itself asked so, and is no sample of the others."""
+        return self._known.answers(peer) and not self._confirmed(peer)
 
     def _distance(self, peer: PeerId) -> int:
         """0 for the own stage and the next, 1 for all others."""
@@ -173,11 +177,14 @@ class RollCall:
 
     async def _ask(self, peer: PeerId, asked: _Asked) -> None:
         before = self._known.answers(peer), self._known.of(peer).stage
+        at_random, record = not self._pressing(peer), asked.record
         asked.under_way = True
         try:
-            answered = await self._call(peer, asked.record)
+            answered = await self._call(peer, record)
         finally:
             asked.under_way = False
+        if at_random and record is not None:
+            self._known.drew(peer, answered and is_there(self._known, record))
         if answered:
             asked.pause, wait = FIRST_PAUSE_SECONDS, self._life * ASK_AGAIN
         else:

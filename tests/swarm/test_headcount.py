@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from noloco_node.swarm.acquaintance import ASKS_ALLOWED, IDLES_ALLOWED, Acquaintances
 from noloco_node.swarm.directory import PeerRecord, PeerState
-from noloco_node.swarm.headcount import STILL_STEPS, Headcount, count, welcome_share
+from noloco_node.swarm.headcount import SAMPLE, STILL_STEPS, Headcount, count, sampled_share, welcome_share
 from noloco_node.swarm.transport import PeerId
 
 LIFE = 20.0
@@ -44,6 +46,22 @@ class Stage:
     def replicas(self) -> int:
         return round(self.heads.replicas(list(self.clocks)))
 
+    def draw(self, peer: PeerId, *, answers: bool) -> None:
+        """This replica calls a fellow that it has drawn at random."""
+        if answers:
+            self.known.said(peer, 0)
+            self.known.answered(peer)
+        else:
+            self.known.silent(peer)
+        self.known.drew(peer, answers)
+
+    @property
+    def called_replicas(self) -> int:
+        """Where only those answer that were called within the last minute."""
+        there = [peer for peer in self.clocks if self.known.serves(peer, 0)]
+        unsure = [peer for peer in self.clocks if peer not in set(there) and self.known.unsure(peer, 0)]
+        return round(self.heads.replicas(there, unsure))
+
 
 def named(what: str, many: int) -> list[PeerId]:
     """Peers of one kind."""
@@ -73,11 +91,13 @@ def test_who_joins_later_counts_at_once_and_a_crowd_that_only_answers_does_not()
     crowd = named("crowd", 400)
     stage.come(*crowd)
     assert stage.replicas <= 9 + 2, "a quarter more at once, whoever they are"
-    for peer in crowd[:300]:
+    for number, peer in enumerate(crowd[:300]):
         stage.known.asked(peer, 1.0)
         stage.known.idle(peer)
-        stage.look(1.0)
-        assert stage.replicas <= 9 + 2
+        stage.now += 1.0
+        if number % 10 == 0:
+            stage.look()
+            assert stage.replicas <= 9 + 2
     for peer in crowd:
         for _ in range(IDLES_ALLOWED + 1):
             stage.known.idle(peer)
@@ -140,4 +160,71 @@ def test_shares_are_bounded_and_a_hundred_asks_in_vain_leave_nothing() -> None:
             assert shares == sorted(shares)
         assert welcome_share(64, 0, from_the_start=start) == 0.0
     assert count(0, 0, [], 0.0) == 1.0
-    assert count(4, 0, [0.0] * 400, 0.0) == 6.0
+    assert count(4, 0, [(1.0, 0.0)] * 400, 0.0) == 6.0
+
+
+def test_a_thousand_honest_fellows_count_within_a_tenth_once_some_dozens_were_called() -> None:
+    """Four are called a second, so that who was called first no longer answers for sure before all were called."""
+    stage, honest = Stage(), named("honest", 1000)
+    stage.come(*honest)
+    order = random.Random(5).sample(honest, len(honest))
+    for number, peer in enumerate(order):
+        stage.draw(peer, answers=True)
+        stage.now += 0.25
+        if number + 1 < SAMPLE:
+            assert stage.called_replicas == number + 2
+        elif number % 50 == 49:
+            assert 900 <= stage.called_replicas <= 1001
+    one_in_five_gone = [number % 5 > 0 for number in range(1000)]
+    assert 0.7 < sampled_share(200, sum(one_in_five_gone[:200])) < 0.8
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_hundreds_of_records_without_nodes_add_nothing_to_three_fellows_whenever_they_come(seed: int) -> None:
+    """Whether they are there from the start or come to a swarm that knows itself: 4, one more or less, all the time."""
+    for known_before in (True, False):
+        stage, honest, ghosts = Stage(), named("honest", 3), named("ghost", 400)
+        stage.come(*honest)
+        if known_before:
+            for peer in honest:
+                stage.draw(peer, answers=True)
+            stage.now += 1.0
+        stage.come(*ghosts)
+        everybody = [*honest, *ghosts]
+        random.Random(seed).shuffle(everybody)
+        for number, peer in enumerate(everybody):
+            stage.draw(peer, answers=peer in honest)
+            stage.now += 0.25
+            if number % 8:
+                continue
+            for fellow in honest:
+                stage.known.said(fellow, 0)
+                stage.known.answered(fellow)
+            assert 3 <= stage.called_replicas <= 5
+        assert stage.called_replicas == 4
+
+
+def test_who_answers_among_those_drawn_counts_for_the_rest_as_little_as_for_itself() -> None:
+    """A crowd that answers and does no work, with four hundred more records that were not called yet: a quarter of
+    those that work, as if nobody stood behind the rest."""
+    stage, honest, crowd = Stage(), named("honest", 7), named("crowd", 440)
+    stage.come(*honest)
+    for peer in honest:
+        stage.draw(peer, answers=True)
+        stage.known.worked(peer)
+    stage.look(1.0)
+    stage.now += 1.0
+    stage.come(*crowd)
+    for peer in crowd[:40]:
+        stage.draw(peer, answers=True)
+    assert stage.called_replicas <= 8 + 2
+
+
+def test_a_small_sample_says_nothing_and_a_larger_one_what_is_safe() -> None:
+    """A share lies between none and what was seen, and rises with what was seen."""
+    for drawn in range(300):
+        shares = [sampled_share(drawn, there) for there in range(drawn + 1)]
+        assert all(0.0 <= share <= there / max(1, drawn) for there, share in enumerate(shares))
+        assert shares == sorted(shares)
+        assert drawn >= SAMPLE or not any(shares)
+    assert [sampled_share(16, 16), sampled_share(16, 3), sampled_share(400, 3)] == [1.0, 0.0, 0.0]

@@ -111,6 +111,33 @@ async def test_beside_ghosts_who_calls_this_node_is_asked_first_and_calls_are_fe
             await asyncio.wait((running,))
 
 
+async def test_a_sample_is_drawn_at_random_within_the_own_stage_and_who_presses_in_is_not_part_of_it() -> None:
+    """The first that are called are of the own stage or the next, whatever the order of the records, and who called
+    this node before says nothing of the rest."""
+    async with hall() as made:
+        made.records += [record(f"ghost-{number:06d}") for number in range(400)]
+        presses = made.add("peer-that-presses")
+        made.records += [record(f"far-{number:08d}", 3) for number in range(400)]
+        known = made.transport.acquaintances
+        known.answered(PeerId("peer-that-presses"))
+        made.roll.look()
+        running = asyncio.create_task(made.roll.run())
+        try:
+
+            def drawn() -> list[int]:
+                rows = enumerate(made.records)
+                return [n for n, r in rows if known.of(PeerId(r.peer_id)).drawn is not None]
+
+            await eventually(lambda: len(drawn()) >= BURST - 1 and made.there(presses))
+            assert known.of(PeerId("peer-that-presses")).drawn is None
+            assert max(drawn()) < 401
+            assert max(drawn()) > 100, "not by the order of the records"
+            assert not any(known.unsure(PeerId(made.records[number].peer_id), 0) for number in drawn())
+        finally:
+            running.cancel()
+            await asyncio.wait((running,))
+
+
 async def test_who_falls_silent_is_asked_again_soon_and_no_longer_counts() -> None:
     """Two calls that are not answered."""
     async with hall() as made:
