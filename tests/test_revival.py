@@ -242,20 +242,35 @@ async def test_a_young_swarm_needs_no_revival() -> None:
         )
 
 
-def copy_of(made: World, signer: PeerId, weights: torch.Tensor, clock: float, name: str = "copy") -> StageCopy:
+def copy_of(made: World, signer: PeerId, weights: torch.Tensor, clock: float) -> StageCopy:
     """A copy of stage 1 that `signer` signs."""
     transport = made.network.find(peer_name(0, 0), signer)
     manifest = CopyManifest(
         source=signer,
         run=made.replicas[0].spec.run_id,
         stage=1,
-        copy_name=name,
         clock=clock,
         outer_rounds=int(clock),
         size=weights.numel(),
         root=root_of_weights(weights.half()),
     )
     return sign_copy(transport, manifest, weights.half(), 0.0)
+
+
+def record_of(keeper: PeerId, *, guards: int, clock: float = 0.0) -> PeerRecord:
+    """Who says that it keeps a copy."""
+    return PeerRecord(
+        peer_id=keeper,
+        stage=0,
+        state=PeerState.TRAINING,
+        clock=clock,
+        tokens_per_second=1.0,
+        outer_rounds=1,
+        protocol=1,
+        version="0",
+        sequence=1,
+        guards=guards,
+    )
 
 
 @contextlib.asynccontextmanager
@@ -278,20 +293,7 @@ async def keepers(held: Sequence[tuple[str, float, str]]) -> AsyncIterator[tuple
             copies = StageCopies(spec, footprint_of(spec).parameters, transports[-1], random.Random(0))
             copies.kept = copy_of(made, PeerId(source), first + kinds[kind], clock)
             copies.serve()
-            records.append(
-                PeerRecord(
-                    peer_id=keeper,
-                    stage=0,
-                    state=PeerState.TRAINING,
-                    clock=clock,
-                    tokens_per_second=1.0,
-                    outer_rounds=1,
-                    protocol=1,
-                    version="0",
-                    sequence=1,
-                    guards=1,
-                )
-            )
+            records.append(record_of(keeper, guards=1, clock=clock))
         try:
             yield copies_of(made, made.replicas[0]), records, made
         finally:
@@ -349,6 +351,31 @@ async def test_a_copy_whose_weights_or_manifest_were_changed_is_an_offence() -> 
         assert conduct.offences == {"bad_answer": 2}
 
 
+async def test_a_copy_is_found_by_its_content_and_not_by_what_its_source_named_it() -> None:
+    """A source says of its copy all that a keeper says of its own: who asks the keeper still gets what it asked for,
+    and has no reason to hold an honest node's weights for forged."""
+    async with keepers([]) as (asking, _, made):
+        keeper = made.replicas[1]
+        copies = copies_of(made, keeper)
+        keeping = asyncio.create_task(copies.keep(keeper.membership, keeper.worker))
+        await one_turn()
+        record = record_of(keeper._transport.peer_id, guards=0)  # pyright: ignore[reportPrivateUsage]
+        own = await asking.newest(1, [record.model_copy(update={"guards": 1})], torch.zeros(1), own=None)
+        assert own is not None
+        size = footprint_of(keeper.spec).parameters[0]
+        weights = torch.randn(size).half()
+        named = {"source": SOURCES[0], "stage": 0, "size": size, "root": root_of_weights(weights)}
+        source = MemoryTransport(made.network, PeerId(SOURCES[0]))
+        copies.kept = sign_copy(source, own.manifest.model_copy(update=named), weights, 0.0)
+        copy = await asking.newest(0, [record], torch.zeros(size))
+        await source.close()
+        assert copy is not None
+        assert torch.equal(copy.weights, weights)
+        assert not made.replicas[0]._transport.conduct.offences  # pyright: ignore[reportPrivateUsage]
+        keeping.cancel()
+        await asyncio.wait((keeping,))
+
+
 async def test_copies_are_given_to_the_run_only_and_a_poisoned_one_is_not_taken() -> None:
     """Another run, another stage and an unknown copy are refused with their reasons; NaN is not kept."""
     async with trained_world(guards=1) as (made, (head, _, tail, _), copies):
@@ -364,14 +391,14 @@ async def test_copies_are_given_to_the_run_only_and_a_poisoned_one_is_not_taken(
         for method, header, reason in (
             ("copy.open", {"run": "another"}, Refusal.WRONG_RUN),
             ("copy.open", {"stage": 0}, Refusal.WRONG_STAGE),
-            ("copy.chunk", {"copy_name": "none such"}, Refusal.UNKNOWN_SNAPSHOT),
+            ("copy.chunk", {"root": "none such"}, Refusal.UNKNOWN_SNAPSHOT),
         ):
             with pytest.raises(Refused) as refused:
                 await ask(method, **header)
             assert refused.value.reason is reason
-        name = json.loads((await ask("copy.open")).header["manifest"])["copy_name"]
+        name = json.loads((await ask("copy.open")).header["manifest"])["root"]
         with pytest.raises(Refused) as refused:
-            await ask("copy.chunk", copy_name=name, index=10**6)
+            await ask("copy.chunk", root=name, index=10**6)
         assert refused.value.reason is Refusal.MALFORMED
         keeping.cancel()
         await asyncio.wait((keeping,))

@@ -35,13 +35,12 @@ class CopyManifest(WireModel):
     source: PeerName
     run: RunName
     stage: StageIndex
-    copy_name: Annotated[str, Field(min_length=1, max_length=32)]
     clock: ClockValue
     outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)]
     size: Annotated[int, Field(gt=0, le=1 << 44)]
     """Weights, in half precision."""
     root: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Hash over all of them, as hex."""
+    """Hash over all of them, as hex. By it a copy is asked for: what it names nobody can choose."""
 
 
 class CopyOffer(WireModel):

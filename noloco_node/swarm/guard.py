@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import random
-import secrets
 import time
 from collections.abc import Sequence
 from typing import Annotated
@@ -67,11 +66,11 @@ LARGEST = 65504.0
 
 
 class CopyRequest(WireModel):
-    """Asks for a copy of a stage (no copy named), or for a chunk of one."""
+    """Asks for a copy of a stage (no root named), or for a chunk of the one with that root."""
 
     run: RunName
     stage: StageIndex
-    copy_name: Annotated[str, Field(max_length=32)] = ""
+    root: Annotated[str, Field(max_length=64)] = ""
     index: Annotated[int, Field(ge=0, le=1 << 32)] = 0
 
 
@@ -208,7 +207,7 @@ class StageCopies:
         """Take a copy, one chunk after another, with a pause of `idle_share` times the duration after each."""
         step, limit = self._spec.limits.chunk_bytes // 2, self._spec.limits.exchange_progress_seconds
         manifest, offer = await self._open(peer, stage, limit)
-        request = CopyRequest(run=self._spec.run_id, stage=stage, copy_name=manifest.copy_name)
+        request = CopyRequest(run=self._spec.run_id, stage=stage, root=manifest.root)
         weights = torch.empty(manifest.size, dtype=torch.float16)
         for index in range(math.ceil(manifest.size / step)):
             started = time.monotonic()
@@ -236,9 +235,7 @@ class StageCopies:
 
     async def _handle_chunk(self, _peer: PeerId, message: Message) -> Message:
         request = CopyRequest.model_validate(message.header)
-        held = next(
-            (c for c in (self._given, self.kept) if c is not None and c.manifest.copy_name == request.copy_name), None
-        )
+        held = next((c for c in (self._given, self.kept) if c is not None and c.manifest.root == request.root), None)
         if held is None:
             raise Refused(Refusal.UNKNOWN_SNAPSHOT)
         step = self._spec.limits.chunk_bytes // 2
@@ -272,7 +269,6 @@ class StageCopies:
             source=self._transport.peer_id,
             run=self._spec.run_id,
             stage=stage,
-            copy_name=secrets.token_hex(8),
             clock=progress.clock,
             outer_rounds=progress.outer_rounds,
             size=half.numel(),

@@ -91,7 +91,7 @@ class Target:
     handled: Counter[str] = field(default_factory=Counter[str])
     """By method: requests that got past admission."""
     snapshot: str = ""
-    copy_name: str = "none"
+    copy_root: str = "none"
     trained: int = 0
     events: list[AnyEvent] = field(default_factory=list[AnyEvent])
     tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
@@ -139,7 +139,7 @@ class Target:
             case guard.OPEN:
                 return {"run": run, "stage": stage}
             case guard.CHUNK:
-                return {"run": run, "stage": stage, "copy_name": self.copy_name, "index": recipe.number % 20}
+                return {"run": run, "stage": stage, "root": self.copy_root, "index": recipe.number % 20}
             case receipts.METHOD:
                 statement = Receipt(
                     run=run, since=0.0, until=1.0, server=self.transport.peer_id, session=f"{recipe.number:016x}",
@@ -191,7 +191,7 @@ class Target:
         if recipe.method == state_transfer.OPEN:
             self.snapshot = json.loads(answer.header["manifest"])["snapshot"]
         if recipe.method == guard.OPEN:
-            self.copy_name = json.loads(answer.header["manifest"])["copy_name"]
+            self.copy_root = json.loads(answer.header["manifest"])["root"]
         if recipe.method == microbatch.METHOD:
             assert math.isfinite(answer.header["loss_sum"])
 

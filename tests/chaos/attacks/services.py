@@ -161,7 +161,6 @@ async def hostile_copies(life: Life) -> None:
             source=life.transport.peer_id,
             run=life.spec.run_id,
             stage=stage,
-            copy_name=f"x{stage}",
             clock=life.clock * 4,
             outer_rounds=1 << 20,
             size=weights.numel(),
