@@ -344,9 +344,12 @@ class DhtNode:
         return rows[:HAND_OVER_RECORDS]
 
     async def _call_back(self, peer: Any) -> bool:
-        """Whether a peer that asks for it can be reached."""
-        if peer in self._calling_back or len(self._calling_back) >= MOST_CALL_BACKS:
+        """Whether a peer that asks for it can be reached, as far as is known: where too many others are being called
+        back nothing speaks against it, or who lets these calls hang would turn every newcomer away."""
+        if peer in self._calling_back:
             return False
+        if len(self._calling_back) >= MOST_CALL_BACKS:
+            return True
         self._calling_back.add(peer)
         try:
             request = _pb.PingRequest(peer=self._info)

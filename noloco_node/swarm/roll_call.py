@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from noloco_node.aio import Pulse
@@ -123,8 +123,7 @@ class RollCall:
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         unsure = [peer for peer, asked in self._asked.items() if not asked.under_way and not self._confirmed(peer)]
-        self._rng.shuffle(unsure)
-        unsure.sort(key=self._urgency, reverse=True)
+        unsure = self._drawn(unsure, len(unsure))[::-1]
 
         async def work_off() -> None:
             while unsure and loop.time() < until:
@@ -137,8 +136,7 @@ class RollCall:
                 group.create_task(work_off())
 
     def _due(self, now: float) -> list[PeerId]:
-        """Whom to ask now, within what is allowed: who called this node first, then the nearest stages, then others at
-        random."""
+        """Whom to ask now, within what is allowed."""
         self._allowance = min(float(BURST), self._allowance + (now - self._allowed_at) * CALLS_A_SECOND)
         self._allowed_at = now
         under_way = sum(asked.under_way for asked in self._asked.values())
@@ -146,26 +144,48 @@ class RollCall:
         if most <= 0:
             return []
         due = [peer for peer, asked in self._asked.items() if not asked.under_way and self._is_due(peer, asked, now)]
-        self._rng.shuffle(due)
-        due.sort(key=self._urgency)
-        self._allowance -= len(due[:most])
-        return due[:most]
+        drawn = self._drawn(due, most)
+        self._allowance -= len(drawn)
+        return drawn
+
+    def _drawn(self, due: Sequence[PeerId], most: int) -> list[PeerId]:
+        """Who has said that it is there, who has called this node, and who is only introduced have the same chance,
+        and in each of these so have all stages: no crowd at one place keeps those elsewhere from being asked."""
+        crowds: dict[int, dict[int, list[PeerId]]] = {}
+        for peer in due:
+            crowds.setdefault(self._kind(peer), {}).setdefault(self._stage_of(peer), []).append(peer)
+        for stages in crowds.values():
+            for peers in stages.values():
+                self._rng.shuffle(peers)
+        drawn: list[PeerId] = []
+        while crowds and len(drawn) < most:
+            kind = self._rng.choice(list(crowds))
+            stage = self._rng.choice(list(crowds[kind]))
+            drawn.append(crowds[kind][stage].pop())
+            if not crowds[kind][stage]:
+                del crowds[kind][stage]
+            if not crowds[kind]:
+                del crowds[kind]
+        return drawn
 
     def _is_due(self, peer: PeerId, asked: _Asked, now: float) -> bool:
         """Its time has come, or it has just let another call go unanswered: is it still there?"""
         return asked.next_try <= now or self._known.of(peer).silences > asked.silences
 
-    def _urgency(self, peer: PeerId) -> tuple[bool, int]:
-        return not self._pressing(peer), self._distance(peer)
-
     def _pressing(self, peer: PeerId) -> bool:
         """It has called this node or moved: whoever likes can have itself asked so, and is no sample of the others."""
         return self._known.answers(peer) and not self._confirmed(peer)
 
-    def _distance(self, peer: PeerId) -> int:
-        """0 for the own stage and the next, 1 for all others."""
+    def _kind(self, peer: PeerId) -> int:
+        """0 for who has said that it serves what its record says, 1 for who answers or has called, 2 for the others."""
         record = self._asked[peer].record
-        return int(record is not None and record.stage not in (own := self._stage(), own + 1))
+        if record is None or self._known.of(peer).stage == record.stage:
+            return 0
+        return 1 if self._known.answers(peer) else 2
+
+    def _stage_of(self, peer: PeerId) -> int:
+        record = self._asked[peer].record
+        return -1 if record is None else record.stage
 
     def _confirmed(self, peer: PeerId) -> bool:
         record = self._asked[peer].record
@@ -177,7 +197,8 @@ class RollCall:
 
     async def _ask(self, peer: PeerId, asked: _Asked) -> None:
         before = self._known.answers(peer), self._known.of(peer).stage
-        at_random, record = not self._pressing(peer), asked.record
+        sampled = self._kind(peer) == 2 or self._known.of(peer).drawn is not None
+        at_random, record = sampled and not self._pressing(peer), asked.record
         asked.under_way = True
         try:
             answered = await self._call(peer, record)
