@@ -36,6 +36,9 @@ FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 300.0
 """Between two calls to a peer that has never answered; one that has is asked at least once in a record's life."""
 
+SAID, CALLED, INTRODUCED = range(3)
+"""What is known of a peer before it is asked."""
+
 
 @dataclass(slots=True)
 class _Asked:
@@ -75,6 +78,7 @@ class RollCall:
         self._asked: dict[PeerId, _Asked] = {}
         self._looked = Pulse()
         self._running = False
+        self._near_in_a_row = 0
         self._allowance = float(BURST)
         self._allowed_at = 0.0
 
@@ -150,7 +154,7 @@ class RollCall:
 
     def _drawn(self, due: Sequence[PeerId], most: int) -> list[PeerId]:
         """Who has said that it is there, who has called this node, and who is only introduced have the same chance,
-        and in each of these so have all stages: no crowd at one place keeps those elsewhere from being asked."""
+        and so have the stages: no crowd at one place keeps those elsewhere from being asked."""
         crowds: dict[int, dict[int, list[PeerId]]] = {}
         for peer in due:
             crowds.setdefault(self._kind(peer), {}).setdefault(self._stage_of(peer), []).append(peer)
@@ -160,13 +164,21 @@ class RollCall:
         drawn: list[PeerId] = []
         while crowds and len(drawn) < most:
             kind = self._rng.choice(list(crowds))
-            stage = self._rng.choice(list(crowds[kind]))
+            stage = self._rng.choice(self._wanted(kind, list(crowds[kind])))
             drawn.append(crowds[kind][stage].pop())
             if not crowds[kind][stage]:
                 del crowds[kind][stage]
             if not crowds[kind]:
                 del crowds[kind]
         return drawn
+
+    def _wanted(self, kind: int, stages: list[int]) -> list[int]:
+        """Of who is only introduced the own stage and the next are asked first, and now and then another one."""
+        near = [stage for stage in stages if stage in (own := self._stage(), own + 1)]
+        if kind != INTRODUCED or not near or len(near) == len(stages):
+            return stages
+        self._near_in_a_row = (self._near_in_a_row + 1) % (BURST + 1)
+        return near if self._near_in_a_row else [stage for stage in stages if stage not in near]
 
     def _is_due(self, peer: PeerId, asked: _Asked, now: float) -> bool:
         """Its time has come, or it has just let another call go unanswered: is it still there?"""
@@ -177,11 +189,11 @@ class RollCall:
         return self._known.answers(peer) and not self._confirmed(peer)
 
     def _kind(self, peer: PeerId) -> int:
-        """0 for who has said that it serves what its record says, 1 for who answers or has called, 2 for the others."""
+        """`SAID` for who has said that it serves what its record says, `CALLED` for others that answer or called."""
         record = self._asked[peer].record
         if record is None or self._known.of(peer).stage == record.stage:
-            return 0
-        return 1 if self._known.answers(peer) else 2
+            return SAID
+        return CALLED if self._known.answers(peer) else INTRODUCED
 
     def _stage_of(self, peer: PeerId) -> int:
         record = self._asked[peer].record
@@ -197,7 +209,7 @@ class RollCall:
 
     async def _ask(self, peer: PeerId, asked: _Asked) -> None:
         before = self._known.answers(peer), self._known.of(peer).stage
-        sampled = self._kind(peer) == 2 or self._known.of(peer).drawn is not None
+        sampled = self._kind(peer) == INTRODUCED or self._known.of(peer).drawn is not None
         at_random, record = sampled and not self._pressing(peer), asked.record
         asked.under_way = True
         try:
