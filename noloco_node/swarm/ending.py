@@ -67,6 +67,9 @@ class Sight:
     """The clock of an origin that counts moves."""
     held_up: bool
     """A stage has no replica."""
+    ended: bool
+    """No origin that counts trains any more, and most of them have finished and say themselves that they are near the
+    target: all that is left to a replica that got no work of late."""
 
 
 def verdict(sight: Sight, grace: float) -> Course:
@@ -74,13 +77,16 @@ def verdict(sight: Sight, grace: float) -> Course:
 
     While it trains the run goes on, whatever anybody says, unless most origins have finished for long. Near the target
     it is over at once where every origin that counts has finished, after a grace where none trains any more, and after
-    some where they disagree and nothing is trained here. Far from it nobody's word ends anything.
+    some where they disagree and nothing is trained here. Far from it, as far as this replica can tell by itself, the
+    word of one origin ends nothing: it is over after a grace without work where they have all come to their end.
     """
     if sight.near:
         if not sight.training and (sight.idle > grace or (sight.finished and not sight.vanished)):
             return Course.OVER
         if (sight.finished and sight.idle > LATE_GRACES * grace) or sight.outvoted > LATE_GRACES * grace:
             return Course.OVER
+    if sight.ended and sight.idle > grace:
+        return Course.OVER
     return Course.STALLED if sight.idle > patience(sight, grace) else Course.GOES_ON
 
 
@@ -192,6 +198,7 @@ class EndOfRun:
             outvoted=0.0 if self._outvoted_since is None else now - self._outvoted_since,
             moving=self._origins is not None and now - rose_at <= LATE_GRACES * self._grace,
             held_up=self._held_up(),
+            ended=self._have_ended(),
         )
 
     def _idle(self, now: float) -> float:
@@ -201,6 +208,12 @@ class EndOfRun:
             self._idle_since = min(now, self._idle_since + pause)
         self._looked = now
         return now - self._idle_since
+
+    def _have_ended(self) -> bool:
+        near = near_from(self._target, self._max_lag)
+        ended = [known.word is PeerState.FINISHING and known.clock > near for known in self._known.values()]
+        trains = any(known.word is PeerState.TRAINING for known in self._known.values())
+        return not trains and 2 * sum(ended) > len(ended)
 
     def _is_near(self) -> bool:
         seen = self._origins.furthest_clock(self._max_lag, self._memory) if self._origins is not None else None

@@ -43,6 +43,7 @@ AT_WORK = Sight(
     outvoted=0.0,
     moving=False,
     held_up=False,
+    ended=False,
 )
 
 
@@ -65,6 +66,8 @@ AT_WORK = Sight(
         ({"idle": HELD_UP_GRACES + 1, "held_up": True, "moving": True}, STALLED),
         ({"near": False, "finished": True, "training": False, "idle": ORPHAN_GRACES - 1}, ON),
         ({"near": False, "finished": True, "outvoted": 1e9}, ON),
+        ({"near": False, "training": False, "ended": True, "idle": 0.5}, ON),
+        ({"near": False, "training": False, "ended": True, "idle": 2}, OVER),
         ({"near": False, "finished": True, "training": False, "idle": ORPHAN_GRACES + 1}, STALLED),
         ({"near": False, "begun": False, "idle": HELD_UP_GRACES + 1}, ON),
         ({"near": False, "begun": False, "idle": BEGINNING_SECONDS / GRACE + 1}, STALLED),
@@ -183,6 +186,25 @@ async def test_a_later_stage_whose_clock_lags_ends_with_the_origins_it_has_worke
     assert await swarm.verdict() is ON
     swarm.work(A)
     assert await swarm.verdict() is OVER
+
+
+@pytest.mark.parametrize(
+    ("b", "clock", "found"),
+    [(FINISHED, TARGET, OVER), (STOPPED, TARGET, ON), (FINISHED[:1], TARGET, ON), (FINISHED, 0.3 * TARGET, ON)],
+)
+async def test_a_replica_that_got_no_work_of_late_ends_after_all_its_origins(
+    b: tuple[PeerState, ...], clock: float, found: Course
+) -> None:
+    """Set aside, or never chosen: its own clock stands where it last trained. One origin's word is not enough."""
+    swarm = Swarm(clock=100.0)
+    await swarm.say(A, PeerState.TRAINING)
+    await swarm.say(B, PeerState.TRAINING)
+    swarm.work(A, B)
+    assert await swarm.verdict(2) is ON
+    swarm.clocks[A] = swarm.clocks[B] = clock
+    await swarm.say(A, *FINISHED)
+    await swarm.say(B, *b)
+    assert await swarm.verdict() is found
 
 
 async def test_records_behind_which_nobody_works_neither_end_a_run_nor_keep_it_going() -> None:
