@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from noloco_node.config.load import Config
     from noloco_node.config.node_settings import NodeSettings
     from noloco_node.config.run_spec import RunSpec
-    from noloco_node.local_swarm import SwarmResult
+    from noloco_node.local_run import SwarmResult
     from noloco_node.swarm.outlook import Outlook
     from noloco_node.telemetry.events import NodeStopped
     from noloco_node.virtual.experiment import Finished
@@ -210,7 +210,7 @@ def _swarm(options: argparse.Namespace) -> int:
     _print_plan(config)
     from rich.console import Console
 
-    from noloco_node.local_swarm import run_local_swarm
+    from noloco_node.local_run import run_local_swarm
 
     folder: Path = options.run_folder or Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     result = run_local_swarm(config, folder, Console())

@@ -249,7 +249,7 @@ async def _train(place: _Place, stay: _Stay, interrupts: Interrupts, started: fl
         "",
         started,
         outer_rounds=replica.worker.progress.outer_rounds,
-        partners=replica.partners,
+        partners=replica.outer_steps.partners,
         final_weights=str(folder.final.relative_to(folder.path)),
     )
 

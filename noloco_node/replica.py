@@ -17,33 +17,31 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples
 from noloco_node.data.walk import WalkPosition
+from noloco_node.first_state import FirstState
 from noloco_node.model.stage import Stage
+from noloco_node.outer_steps import OuterSteps
 from noloco_node.swarm import microbatch
-from noloco_node.swarm.beginning import ASK_SECONDS, BEGINNINGS, HEARD, run_has_ended, where_to_begin
 from noloco_node.swarm.books import Books
-from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
+from noloco_node.swarm.directory import Directory, PeerState
 from noloco_node.swarm.ending import EndOfRun
 from noloco_node.swarm.evaluations import Evaluations
 from noloco_node.swarm.exchange import Exchanger
-from noloco_node.swarm.exchange_session import caught_up_event
 from noloco_node.swarm.fellow_clocks import FellowClocks
-from noloco_node.swarm.first_look import LOOK_AGAIN_SECONDS
-from noloco_node.swarm.late_join import NoDonor, StateCopier
-from noloco_node.swarm.membership import SERVING, Membership, OwnFigures
+from noloco_node.swarm.late_join import StateCopier
+from noloco_node.swarm.membership import Membership, OwnFigures
 from noloco_node.swarm.microbatch import Ledger, Sample
 from noloco_node.swarm.origin import Origin
-from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, decide, retry_delay
 from noloco_node.swarm.pipeline import Downstream, PipelineServer
-from noloco_node.swarm.probation import Ending, Standing
+from noloco_node.swarm.probation import Standing
 from noloco_node.swarm.records_call import serve_records
 from noloco_node.swarm.roll_call import SWEEP_SECONDS, RollCall
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.state_donor import StateDonor, nobody_relayed
-from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Refused, Transport, TransportError
+from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Transport
 from noloco_node.swarm.waiting import CommonStart, MissingStages
 from noloco_node.swarm.watch import Watch, doing, facts_of
-from noloco_node.telemetry.events import AnyEvent, InnerStep, OuterStep, ProbationEnded
+from noloco_node.telemetry.events import AnyEvent, InnerStep
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.pace import Capacity, Pace
 from noloco_node.training.progress import Progress
@@ -56,12 +54,6 @@ DRAIN_LOOK_SECONDS = 0.1
 LAST_LOOK_SECONDS = 0.3
 ORIGIN_SECONDS = 60.0
 """How long the clock that a microbatch's origin named is taken for its present one."""
-
-STARTS_ALONE = (
-    "STARTS ALONE from the first weights: this node has joined others, but no node with a stage of the run answers it. "
-    "The first node of a run starts like this. If others train already, this one cannot reach them, and what it learns "
-    "alone is thrown away once it does: stop it, set its clock right, and name nodes that train as initial peers"
-)
 
 
 async def on_its_device(spec: RunSpec, settings: NodeSettings, stage: Stage, thread: ComputeThread) -> PlacedStage:
@@ -111,7 +103,9 @@ class Replica:
         self._downstream = (
             None if stage.cut.is_last else Downstream(spec, self.stage, transport, self._book, self.ledger, self._rng)
         )
-        self.standing = Standing(spec.outer.inner_steps, self._probation_ended)
+        self.standing = Standing(
+            spec.outer.inner_steps, lambda reason, steps: self.outer_steps.probation_ended(reason, steps)
+        )
         self.server = self._make_server(stage)
         self._clocks = FellowClocks(
             spec.max_lag_tokens,
@@ -122,21 +116,21 @@ class Replica:
         self.exchanger = self._make_exchanger()
         self.donor = StateDonor(spec, self.stage, transport, self.worker, places=settings.donor_places, relayed=relayed)
         self._copier = self._make_copier()
-        self.origin = self._make_origin(samples) if samples else None
-        self.partners: dict[str, int] = {}
-        self.stop = asyncio.Event()
         self._pace = Pace()
+        self.outer_steps = self._make_outer_steps()
+        self.origin = self._make_origin(samples) if samples else None
+        self.stop = asyncio.Event()
         self._capacity = Capacity(self.worker.busy_seconds)
         self._guards = guards
         self.missing = MissingStages()
         self._start = CommonStart(settings.start_replicas)
         self.membership.eager = self.origin is not None and settings.start_replicas > 1
         self._watch = Watch(emit)
+        self._first_state = self._make_first_state()
         self.books = self._make_books()
         self._end = self._make_end()
         self._over = False
         """An origin has found the run to be over before its own clock was at the target."""
-        self._last_step_taken = False
         transport.conduct.on_ban = lambda _: self._directory_read()
 
     def _make_membership(self, directory: Directory) -> Membership:
@@ -164,7 +158,7 @@ class Replica:
             lambda: self.stage,
             self.spec.limits.record_seconds,
             self.membership.introduced,
-            self._answers_heard,
+            self._directory_read,
             random.Random(f"roll/{self._settings.seed}/{self._transport.peer_id}"),
         )
 
@@ -190,7 +184,7 @@ class Replica:
             streams=self._settings.exchange_streams,
             clocks=self._clocks,
             standing=self.standing,
-            on_outer_step=self._outer_step_taken,
+            on_outer_step=lambda event: self.outer_steps.taken(event),
             moved=self._moved,
         )
 
@@ -204,6 +198,31 @@ class Replica:
             believe=self._clocks.not_beyond,
             emit=self._emit,
             rng=self._rng,
+        )
+
+    def _make_outer_steps(self) -> OuterSteps:
+        return OuterSteps(
+            self._transport,
+            self.worker,
+            self.membership,
+            self.standing,
+            self.exchanger,
+            self._copier,
+            self._pace,
+            rng=self._rng,
+            moved=self._moved,
+            emit=self._emit,
+        )
+
+    def _make_first_state(self) -> FirstState:
+        return FirstState(
+            self.spec,
+            self.stage,
+            self._transport.peer_id,
+            self.membership,
+            self._copier,
+            self._watch,
+            joined=bool(self._settings.initial_peers),
         )
 
     def _make_origin(self, samples: Samples) -> Origin:
@@ -263,64 +282,14 @@ class Replica:
         await self.membership.look_for_others(seconds)
 
     async def become_current(self, own_clock: float | None = None) -> PeerId | None:
-        """Copy a fellow's state where that is where to begin (`where_to_begin`); the donor, or None where the weights
+        """Begin where `where_to_begin` says, on probation with a fellow's state; the donor, or None where the weights
         stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError (NO_DONOR)
         where a fellow's state is needed and nobody gave it."""
-        there, joined = await self._who_answers(), bool(self._settings.initial_peers)
-        finished = any(record.finished for record in self.membership.others(*PeerState))
-        max_lag = self.spec.max_lag_tokens
-        begin = where_to_begin(own_clock, there, self.stage, max_lag, joined=joined, finished=finished)
-        if begin.source == "nowhere":
-            raise run_has_ended(self.spec, begin.why)
-        logger.info("begins from %s: %s", BEGINNINGS[begin.source], begin.why)
-        if begin.source == "seed" and joined and not there:
-            logger.warning(STARTS_ALONE)
-        if begin.source != "peer":
-            return None
-        try:
-            return await self._copy_a_fellow()
-        except NoDonor as error:
-            explained = error.explained(self.spec, self.stage)
-            if own_clock is None and not begin.doubtful:
-                raise explained from None
-            source = "seed" if own_clock is None else "checkpoint"
-            logger.warning("begins from %s after all: %s", BEGINNINGS[source], explained.message)
-            return None
-
-    async def _who_answers(self) -> list[PeerRecord]:
-        """Records of the nodes that answer. Where records show some and none answers, they are asked again for a while:
-        one lost request must not decide where a node begins."""
-        until = self._loop.time() + (ASK_SECONDS if self._settings.initial_peers else 0.0)
-        while True:
-            await self.membership.refresh()
-            there = self.membership.others_there(*HEARD)
-            if there or not self.membership.others(*HEARD) or self._loop.time() >= until:
-                return there
-            # Nothing tells that a peer can be reached again: asking is the only way.
-            await asyncio.sleep(LOOK_AGAIN_SECONDS)
-
-    async def _copy_a_fellow(self) -> PeerId:
-        """Become a copy of a fellow and begin on probation. Raises NoDonor."""
-        self._watch.say("downloading", f"a fellow's state of stage {self.stage}")
-        donor, _ = await self._copier.copy_best(self._possible_donors)
-        self._end.copied = True
-        self._begin_on_probation()
+        donor = await self._first_state.take(own_clock)
+        if donor is not None:
+            self._end.copied = True
+            self.outer_steps.begin_on_probation()
         return donor
-
-    def _begin_on_probation(self) -> None:
-        self.exchanger.patience.forget_distances()
-        self.standing.begin(self.worker.progress.steps)
-        self.membership.newcomer = True
-
-    def _probation_ended(self, reason: Ending, steps: int) -> None:
-        self.membership.newcomer = False
-        self._emit(ProbationEnded(reason=reason, steps=steps))
-
-    async def _possible_donors(self) -> list[PeerId]:
-        await self.membership.refresh()  # a download outlives the records that were read before it
-        introduced = self.membership.live(self.stage, *SERVING)
-        own = self._transport.peer_id
-        return self.membership.fellows(*SERVING) or [PeerId(r.peer_id) for r in introduced if r.peer_id != own]
 
     def progress(self) -> Progress:
         """Where it stands now."""
@@ -355,7 +324,7 @@ class Replica:
                     self.membership.run(),
                     self._roll.run(),
                     self.exchanger.run(),
-                    self._pair(),
+                    self.outer_steps.run(),
                     self._keep_account(),
                     self.books.lag.measure(),
                     *([self._downstream.auditor.run()] if self._downstream else []),
@@ -453,7 +422,7 @@ class Replica:
         self._moved.fire()
         try:
             async with asyncio.timeout(self.spec.limits.grace_seconds):
-                while not self._last_step_taken:
+                while not self.outer_steps.last_taken:
                     await self._moved.wait()
                 await self.membership.announce(PeerState.DRAINING)
                 while self.membership.fellows(PeerState.TRAINING, PeerState.FINISHING) or self.exchanger.engaged:
@@ -461,64 +430,8 @@ class Replica:
                     await self._moved.wait(LAST_LOOK_SECONDS)
         except TimeoutError:
             logger.info("the grace time is over: leaving with %d fellows still there", len(self.membership.fellows()))
-        if not self._last_step_taken and not self.exchanger.engaged:
+        if not self.outer_steps.last_taken and not self.exchanger.engaged:
             await self.exchanger.step_alone()
-
-    async def _pair(self) -> None:
-        """Decide on the outer step after every inner step, exchange, and refusal."""
-        next_try = 0.0
-        while True:
-            if self.exchanger.catch_up_from is not None and not self.exchanger.engaged:
-                await self._catch_up(self.exchanger.catch_up_from)
-            now = self._loop.time()
-            decision = decide(self._pairing_state(next_try), self.exchanger.window, now=now, rng=self._rng)
-            if isinstance(decision, Dial):
-                window = self.exchanger.window.inner_steps * self._pace.step_seconds
-                self._transport.acquaintances.asked(decision.partner, window)
-                if not await self.exchanger.dial(decision.partner, decision.fragment):
-                    next_try = self._loop.time() + retry_delay(self._pace.step_seconds, self._rng)
-            elif isinstance(decision, StepAlone):
-                await self.exchanger.step_alone(decision.fragment)
-            else:
-                await self._moved.wait(next_try - now if next_try > now else None)
-
-    def _partners(self, *states: PeerState) -> list[PeerId]:
-        """Fellows that are worth dialling now."""
-        fellows, newcomers = self.membership.partners(*states), self.membership.newcomers()
-        counting = self.standing.partners(fellows, newcomers, self.worker.progress.steps)
-        return list(self.exchanger.patience.ready(counting, time.monotonic()))
-
-    def _pairing_state(self, next_try: float) -> PairingState:
-        last_round = self.exchanger.last_round
-        states = (*SERVING, PeerState.DRAINING) if last_round else SERVING
-        return PairingState(
-            steps_since_outer=self.worker.progress.steps_since_outer,
-            steps_free=self.worker.progress.steps - self.exchanger.free_since_step,
-            fellows=lambda: self._partners(*states),
-            engaged=self.exchanger.engaged or self.membership.state is PeerState.DRAINING,
-            next_try=next_try,
-            last_round=last_round,
-            last_done=self._last_step_taken,
-        )
-
-    async def _catch_up(self, partner: PeerId) -> None:
-        """Too far behind `partner`: take its state instead of averaging with it."""
-        self.exchanger.catch_up_from = None
-        if partner not in self.membership.fellows(*SERVING):
-            return
-        started = time.monotonic()
-        self.exchanger.catching_up = True
-        try:
-            manifest = await self._copier.copy_from(partner, self.membership.fellows(*SERVING))
-        except (Refused, TransportError) as error:
-            logger.debug("could not catch up with %s: %r", partner, error)
-            return
-        finally:
-            self.exchanger.catching_up = False
-        self._begin_on_probation()
-        logger.info("caught up with %s: clock %.0f", partner, manifest.clock)
-        rate, seconds = self.worker.current_learning_rate(), time.monotonic() - started
-        self._emit(caught_up_event(partner, self.worker.progress, manifest, rate, seconds))
 
     async def _keep_account(self) -> None:
         while True:
@@ -537,11 +450,6 @@ class Replica:
         """What the directory record says of this replica."""
         progress, speed = self.worker.progress, self._pace.tokens_per_second
         return OwnFigures(progress.clock, speed, progress.outer_rounds, self.capacity, self._guards(), progress.steps)
-
-    def _answers_heard(self) -> None:
-        """Somebody has answered, or ceased to, since the directory was read."""
-        self.membership.heed_answers()
-        self._directory_read()
 
     def _directory_read(self) -> None:
         """Take over who is there: routes, the share of the batch, and everyone's waits."""
@@ -577,10 +485,3 @@ class Replica:
             )
         )
         self._moved.fire()
-
-    def _outer_step_taken(self, event: OuterStep) -> None:
-        if self.exchanger.last_round and event.kind != "aborted" and event.fragment is None:
-            self._last_step_taken = True
-        if event.kind == "paired" and event.partner is not None:
-            self.partners[event.partner] = self.partners.get(event.partner, 0) + 1
-        self._emit(event)

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, TypeVar
+from typing import Literal
 
 from torch import Tensor
 
@@ -24,6 +22,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.outer.clipping import DifferenceBound
 from noloco_node.outer.replica import NotFinite, Part
 from noloco_node.outer.update import token_weights
+from noloco_node.swarm.exchange_arithmetic import Arithmetic
 from noloco_node.swarm.exchange_messages import (
     CHUNK,
     LEAVE,
@@ -64,14 +63,12 @@ from noloco_node.swarm.transport import (
     Transport,
     TransportError,
 )
-from noloco_node.swarm.typed_calls import A, Answer, BadAnswer, Nothing, ask, judging
+from noloco_node.swarm.typed_calls import A, Answer, Nothing, ask
 from noloco_node.swarm.wire import WireModel, no_tensors, parse
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.stage_worker import Commit, StageWorker
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Exchanger:
@@ -106,7 +103,7 @@ class Exchanger:
         parts = (*worker.outer.fragments, worker.outer.whole)
         self._bounds = {part: DifferenceBound(spec.outer.clip_multiple) for part in parts}
         self._contract = worker.contract
-        self._arithmetic = ThreadPoolExecutor(1, "outer")
+        self._arithmetic = Arithmetic(transport, worker)
         self._session: Session | None = None
         self._dialling: PeerId | None = None
         self._applying: asyncio.Task[Commit] | None = None
@@ -150,7 +147,7 @@ class Exchanger:
         finally:
             if self._applying is not None:
                 await asyncio.wait((self._applying,))
-            self._arithmetic.shutdown(wait=False, cancel_futures=True)
+            self._arithmetic.stop()
 
     async def dial(self, partner: PeerId, fragment: int | None = None) -> bool:
         """Average a fragment with `partner`; True when committed. Refusals and failures are reported as events, never
@@ -185,7 +182,7 @@ class Exchanger:
         session = self._session = self._new_session(secrets.token_hex(16), PeerId(""), "dialler", fragment)
         try:
             session.snapshot = await self._worker.snapshot(session.fragment)
-            await self._compute(lambda: self._worker.outer.open(session.part, members=1, weight=1.0))
+            await self._arithmetic.do(lambda: self._worker.outer.open(session.part, members=1, weight=1.0))
             await self._commit(session)
         finally:
             self._close(session)
@@ -217,13 +214,13 @@ class Exchanger:
     async def _lead(self, session: Session) -> None:
         """The dialler's part after acceptance: headers, then all chunks, then the commit."""
         snapshot = session.snapshot = await self._worker.snapshot(session.fragment)
-        own = await self._compute(lambda: self._begin(session))
+        own = await self._arithmetic.do(lambda: self._begin(session))
         specs = self._opening_specs(session.part)
         answer = await self._ask(session.partner, OPEN, opening_of(session, snapshot), Opening, own, specs)
         opening = answer.header
         session.bound = opening.bound
         self._refuse_laggards(session.partner, opening.clock)
-        await self._take_in(session, lambda: self._worker.outer.agree(answer.tensors[1:]))
+        await self._arithmetic.take_in(session.partner, lambda: self._worker.outer.agree(answer.tensors[1:]))
         session.meet(self._clocks.met(opening.clock), own, answer.tensors)
         pending = list(reversed(range(self._worker.outer.chunks)))
 
@@ -244,7 +241,7 @@ class Exchanger:
 
     async def _swap_chunk(self, session: Session, index: int) -> None:
         header = ChunkHeader(exchange=session.exchange, index=index)
-        own = await self._compute(lambda: self._worker.outer.encoded_chunk(index))
+        own = await self._arithmetic.do(lambda: self._worker.outer.encoded_chunk(index))
         specs = (TensorSpec.of(own),)
         try:
             answer = await self._ask(session.partner, CHUNK, header, Nothing, (own,), specs)
@@ -252,7 +249,8 @@ class Exchanger:
             raise
         except TransportError:  # one broken stream need not cost the exchange; the partner adds a chunk only once
             answer = await self._ask(session.partner, CHUNK, header, Nothing, (own,), specs)
-        await self._take_in(session, lambda: self._worker.outer.add_chunk(index, answer.tensors[0]))
+        outer, taken = self._worker.outer, answer.tensors[0]
+        await self._arithmetic.take_in(session.partner, lambda: outer.add_chunk(index, taken))
         session.sent += own.nbytes
         session.received += answer.tensors[0].nbytes
 
@@ -346,9 +344,9 @@ class Exchanger:
             return own
 
         try:
-            own = await self._compute(work)
+            own = await self._arithmetic.do(work)
         except NotFinite as error:
-            raise self._broken_off(session, str(error), own=not await self._own_is_finite()) from None
+            raise self._broken_off(session, str(error), own=not await self._arithmetic.own_is_finite()) from None
         self._check_still_open(session)
         session.meet(self._clocks.met(opening.clock), own, message.tensors)
         session.snapshot = snapshot
@@ -384,9 +382,9 @@ class Exchanger:
             return own
 
         try:
-            own = await self._compute(work)
+            own = await self._arithmetic.do(work)
         except NotFinite as error:
-            raise self._broken_off(session, str(error), own=not await self._own_is_finite()) from None
+            raise self._broken_off(session, str(error), own=not await self._arithmetic.own_is_finite()) from None
         session.last_progress = time.monotonic()
         session.sent += own.nbytes
         session.received += message.tensors[0].nbytes
@@ -407,7 +405,7 @@ class Exchanger:
         snapshot = session.snapshot
         assert snapshot is not None
         outer, bound = self._worker.outer, self._bounds[session.part]
-        norm, motion = await self._compute(lambda: (outer.difference_norm(), outer.own_motion()))
+        norm, motion = await self._arithmetic.do(lambda: (outer.difference_norm(), outer.own_motion()))
         paired = bool(session.partner)
         largest = bound.bound(motion)
         scale = bound.scale(session.partner, norm, motion) if paired else 1.0
@@ -415,7 +413,7 @@ class Exchanger:
         share = 1.0 if self._standing.newcomer else 0.5
         shift = share * (session.partner_clock - snapshot.progress.clock) if paired else 0.0
         self._applying = asyncio.ensure_future(
-            self._worker.commit(snapshot, scale=scale, clock_shift=shift, on_host=self._compute)
+            self._worker.commit(snapshot, scale=scale, clock_shift=shift, on_host=self._arithmetic.do)
         )
         commit = await asyncio.shield(self._applying)
         if paired:
@@ -430,7 +428,7 @@ class Exchanger:
 
     async def _measure(self, session: Session) -> None:
         """The end of a weightless exchange on the side that gave: it only looks how far the newcomer is away."""
-        norm, largest = await self._compute(self._worker.outer.difference_norm), session.bound
+        norm, largest = await self._arithmetic.do(self._worker.outer.difference_norm), session.bound
         assert largest is not None, "measured when the exchange was opened"
         self._standing.measured(session.partner, Meeting(norm, largest))
         self.patience.met(session.partner, session.fragment, norm, largest, time.monotonic())
@@ -499,22 +497,3 @@ class Exchanger:
         return await ask(
             self._transport, peer, method, request, kind, tensors=tensors, specs=specs, timeout=limit, progress=limit
         )
-
-    async def _take_in(self, session: Session, work: Callable[[], None]) -> None:
-        """Arithmetic on what the partner has answered. Raises ProtocolViolation, booked against the partner, where that
-        is not finite; NotFinite where this replica's own weights are not, for which it must blame nobody."""
-        with judging(self._transport, session.partner, "exchange"):
-            try:
-                await self._compute(work)
-            except NotFinite as error:
-                if not await self._own_is_finite():
-                    raise
-                raise BadAnswer(str(error)) from None
-
-    async def _own_is_finite(self) -> bool:
-        return math.isfinite(await self._compute(self._worker.outer.own_motion))
-
-    async def _compute(self, work: Callable[[], T]) -> T:
-        """Arithmetic of the open step, one piece after another on its own thread: what a closed session left there is
-        done before the next session clears the buffers."""
-        return await asyncio.get_running_loop().run_in_executor(self._arithmetic, work)

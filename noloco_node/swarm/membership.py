@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from statistics import median
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.swarm.acquaintance import Acquaintances
@@ -72,9 +71,6 @@ class Membership:
         self._ask = ask
         self._sequence = int(directory.now() * 1000)
         self._announced_speed = 0.0
-        self.origins_clock = 0.0
-        """How far stage 0 was when this node last knew, as the median of those that count there: a stage that was
-        restored lags it. Never a maximum: what one moment's lie says, the next look corrects."""
         self._announced_newcomer = False
         self.state = PeerState.JOINING
         self._finished = False
@@ -247,16 +243,7 @@ class Membership:
     def _take_in(self) -> None:
         fellows = [record for record in self.live(self.stage, PeerState.TRAINING) if record.peer_id != self._own]
         self._heads.look(fellows, self._describe().steps, self._record_seconds)
-        self.heed_answers()
         self._on_change()
-
-    def heed_answers(self) -> None:
-        """Look anew at who is there: an answer has come, or was missed, since the directory was read."""
-        origins = self.there(0, *SERVING)
-        worked = [record.clock for record in origins if self._known.has_worked(PeerId(record.peer_id))]
-        clocks = worked or [record.clock for record in origins]
-        if clocks:
-            self.origins_clock = median(clocks)
 
     async def run(self) -> None:
         """Renew the record three times within its life, and once as soon as this node knows its speed, without which

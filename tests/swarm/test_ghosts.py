@@ -54,7 +54,7 @@ async def test_four_hundred_ghosts_a_stage_change_neither_share_nor_clock_nor_pa
             for replica in made.replicas:
                 await replica.membership.refresh()
             await eventually(lambda: len(steps_of(made)) > before + 80, 60.0, "training goes on")
-            clocks = [replica.membership.origins_clock for replica in made.replicas]
+            clocks = [replica.membership.furthest_clock() for replica in made.replicas]
             for replica in made.replicas:
                 replica.stop.set()
         steps = steps_of(made)

@@ -322,19 +322,19 @@ async def test_a_laggard_that_only_relays_connect_says_so_once_and_rests(
         made.replicas[0].donor._relayed = relayed
         await laggard.membership.refresh()
         for _ in range(5):
-            await laggard._catch_up(FIRST)
+            await laggard.outer_steps.catch_up(FIRST)
         assert (looks, rooms) == (1, 0)
         monkeypatch.setattr(late_join, "RELAYED_REST_SECONDS", 0.0)
         laggard._copier._resting.clear()
         for _ in range(2):
-            await laggard._catch_up(FIRST)
+            await laggard.outer_steps.catch_up(FIRST)
         assert (looks, rooms) == (3, 0)
         told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert len(told) == 1
         assert f"{FIRST}, which is connected by relay only" in told[0]
         assert not caught_up(made)
         relays = False
-        await laggard._catch_up(FIRST)
+        await laggard.outer_steps.catch_up(FIRST)
         assert len(caught_up(made)) == rooms == 1
 
 
@@ -467,7 +467,7 @@ async def test_busy_donors_are_named_when_the_joiners_patience_ends(monkeypatch:
     async with donors_and_joiner() as (made, joiner):
         made.network.inject(Fault(FaultKind.REFUSE, method=state_messages.OPEN, reason=Refusal.BUSY))
         with pytest.raises(late_join.NoDonor) as error:
-            await joiner._copier.copy_best(joiner._possible_donors, patience=0.5)
+            await joiner._copier.copy_best(joiner._first_state.possible_donors, patience=0.5)
         assert set(error.value.reasons) == {FIRST, SECOND}
         assert all("busy" in reason for reason in error.value.reasons.values())
 

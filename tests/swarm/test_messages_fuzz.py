@@ -374,7 +374,7 @@ async def real_target(folder: Path) -> AsyncIterator[Target]:
         peers = tuple(server._host.visible_addresses())  # type: ignore[attr-defined]
         key = load_or_create_identity(folder / "stranger.key")
         async with running_p2p(NodeSettings(initial_peers=peers), key) as daemon:
-            stranger = Libp2pTransport(daemon)
+            stranger = Libp2pTransport(daemon, identity=key)
             await stranger.start()
             target = await start(made, spec, 1, [stranger, stranger])
             try:

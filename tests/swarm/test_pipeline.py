@@ -367,7 +367,7 @@ async def test_the_whole_swarm_averages_and_its_spread_falls_with_the_learning_r
     spec = micro_spec(steps=240, microbatches_a_step=4, outer=outer)
     async with world(spec, replicas=4, settings=NodeSettings(in_flight=2)) as made:
         await run_to_the_end(made)
-        partners = [len(replica.partners) for replica in made.replicas]
+        partners = [len(replica.outer_steps.partners) for replica in made.replicas]
         steps = [event for events in made.events for event in events if isinstance(event, OuterStep)]
     paired = [event for event in steps if event.kind == "paired"]
     assert min(partners) >= 2

@@ -108,7 +108,7 @@ async def test_a_banned_peer_is_not_answered_routed_to_paired_with_or_counted() 
         assert head.membership.fellows() == []
         assert head.membership.nodes_per_stage() == [1, 1]
         assert {head._book.choose() for _ in range(20)} == {peer_name(1, 1)}
-        assert head._pairing_state(0.0).fellows() == []
+        assert head.outer_steps.pairing_state(0.0).fellows() == []
         caller = made.replicas[2]._transport
         with pytest.raises(Refused, match="for not_finite, 60 s more") as refused:
             await caller.call(

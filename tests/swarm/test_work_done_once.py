@@ -11,7 +11,7 @@ import pytest
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.config import run_spec
 from noloco_node.config.canonical import canonical_json
-from noloco_node.replica import Replica
+from noloco_node.outer_steps import OuterSteps
 from noloco_node.swarm import conduct, record_validator
 from noloco_node.swarm.access import Access
 from noloco_node.swarm.conduct import FIRST_BAN_SECONDS, Conduct, Offence
@@ -153,17 +153,17 @@ async def test_a_whole_run_neither_looks_for_partners_too_early_nor_builds_views
 ) -> None:
     """No outer step is due before the last round here; views are built at refreshes, however many microbatches pass."""
     done: Counter[str] = Counter()
-    partners, screened = Replica._partners, Conduct.deals
+    partners, screened = OuterSteps.worth_dialling, Conduct.deals
 
-    def looked(self: Replica, *states: PeerState) -> list[PeerId]:
-        done["looked for partners"] += not self.exchanger.last_round
+    def looked(self: OuterSteps, *states: PeerState) -> list[PeerId]:
+        done["looked for partners"] += not self._exchanger.last_round
         return partners(self, *states)
 
     def asked(self: Conduct, peer: PeerId, _: object = None, /) -> bool:
         done["asked the screen"] += 1
         return screened(self, peer)
 
-    monkeypatch.setattr(Replica, "_partners", looked)
+    monkeypatch.setattr(OuterSteps, "worth_dialling", looked)
     monkeypatch.setattr(Conduct, "deals", asked)
     async with world(micro_spec(steps=100), replicas=1) as made:
         await run_to_the_end(made)

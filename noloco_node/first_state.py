@@ -1,0 +1,97 @@
+"""How a replica comes to its first state: it asks who answers, decides (`swarm/beginning.py`), and copies a fellow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.swarm.beginning import ASK_SECONDS, BEGINNINGS, HEARD, run_has_ended, where_to_begin
+from noloco_node.swarm.directory import PeerRecord, PeerState
+from noloco_node.swarm.first_look import LOOK_AGAIN_SECONDS
+from noloco_node.swarm.late_join import NoDonor, StateCopier
+from noloco_node.swarm.membership import SERVING, Membership
+from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+STARTS_ALONE = (
+    "STARTS ALONE from the first weights: this node has joined others, but no node with a stage of the run answers it. "
+    "The first node of a run starts like this. If others train already, this one cannot reach them, and what it learns "
+    "alone is thrown away once it does: stop it, set its clock right, and name nodes that train as initial peers"
+)
+
+
+class FirstState:
+    """Where a replica of `stage` begins, and whom it may copy. `joined`: it was let in by others."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        stage: int,
+        own: PeerId,
+        membership: Membership,
+        copier: StateCopier,
+        watch: Watch,
+        *,
+        joined: bool,
+    ) -> None:
+        self._spec = spec
+        self._stage = stage
+        self._own = own
+        self._membership = membership
+        self._copier = copier
+        self._watch = watch
+        self._joined = joined
+
+    async def take(self, own_clock: float | None) -> PeerId | None:
+        """Copy a fellow's state where that is where to begin (`where_to_begin`); the donor, or None where the weights
+        stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError (NO_DONOR)
+        where a fellow's state is needed and nobody gave it."""
+        there, joined = await self._who_answers(), self._joined
+        finished = any(record.finished for record in self._membership.others(*PeerState))
+        max_lag = self._spec.max_lag_tokens
+        begin = where_to_begin(own_clock, there, self._stage, max_lag, joined=joined, finished=finished)
+        if begin.source == "nowhere":
+            raise run_has_ended(self._spec, begin.why)
+        logger.info("begins from %s: %s", BEGINNINGS[begin.source], begin.why)
+        if begin.source == "seed" and joined and not there:
+            logger.warning(STARTS_ALONE)
+        if begin.source != "peer":
+            return None
+        try:
+            return await self._copy_a_fellow()
+        except NoDonor as error:
+            explained = error.explained(self._spec, self._stage)
+            if own_clock is None and not begin.doubtful:
+                raise explained from None
+            source = "seed" if own_clock is None else "checkpoint"
+            logger.warning("begins from %s after all: %s", BEGINNINGS[source], explained.message)
+            return None
+
+    async def _who_answers(self) -> list[PeerRecord]:
+        """Records of the nodes that answer. Where records show some and none answers, they are asked again for a while:
+        one lost request must not decide where a node begins."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + (ASK_SECONDS if self._joined else 0.0)
+        while True:
+            await self._membership.refresh()
+            there = self._membership.others_there(*HEARD)
+            if there or not self._membership.others(*HEARD) or loop.time() >= until:
+                return there
+            # Nothing tells that a peer can be reached again: asking is the only way.
+            await asyncio.sleep(LOOK_AGAIN_SECONDS)
+
+    async def _copy_a_fellow(self) -> PeerId:
+        """Become a copy of a fellow. Raises NoDonor."""
+        self._watch.say("downloading", f"a fellow's state of stage {self._stage}")
+        donor, _ = await self._copier.copy_best(self.possible_donors)
+        return donor
+
+    async def possible_donors(self) -> list[PeerId]:
+        """Fellows that answer; where none does, those that records introduce."""
+        await self._membership.refresh()  # a download outlives the records that were read before it
+        introduced = self._membership.live(self._stage, *SERVING)
+        named = [PeerId(record.peer_id) for record in introduced if record.peer_id != self._own]
+        return self._membership.fellows(*SERVING) or named
