@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
@@ -54,6 +55,9 @@ AT_WORK_SECONDS = 1.0
 MOST_AT_WORK = 4096
 """AT_WORK frames before an answer: who sends more only wants to keep this node busy."""
 
+STREAMS_LOOKED_AT = 64
+"""For one to close, where there are too many."""
+
 T = TypeVar("T")
 
 
@@ -76,6 +80,11 @@ class Libp2pTransport(CommonTransport):
             host, STREAM_PROTOCOL, self._limits.max_streams_per_peer // 2, self._limits.idle_seconds / 2
         )
         self._incoming: Counter[PeerId] = Counter()
+        self._held: dict[FramedStream, PeerId] = {}
+        """Streams of other peers that have a place."""
+        self._answering: set[FramedStream] = set()
+        """Those on which a request has come in whole."""
+        self._rng = random.Random()
         self._serving: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -150,16 +159,14 @@ class Libp2pTransport(CommonTransport):
     async def _serve_stream(self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one peer's requests on one stream until it ends, idles too long, or breaks the protocol."""
         stream = FramedStream(reader, writer)
-        full = self._incoming[peer] >= self._limits.max_streams_per_peer or self._incoming.total() >= (
-            self._limits.max_streams
-        )
-        if self._closed or full:
+        if self._closed or self._incoming[peer] >= self._limits.max_streams_per_peer or not self._make_room(peer):
             stream.abort()
             return
         task = asyncio.current_task()
         assert task is not None
         self._serving.add(task)
         self._incoming[peer] += 1
+        self._held[stream] = peer
         try:
             self._desk.conduct.refuse_banned(peer)
             while await self._serve_request(stream, peer):
@@ -176,10 +183,31 @@ class Libp2pTransport(CommonTransport):
                 raise
         finally:
             stream.abort()
+            self._held.pop(stream, None)
             self._serving.discard(task)
             self._incoming[peer] -= 1
             if not self._incoming[peer]:
                 del self._incoming[peer]
+
+    def _make_room(self, peer: PeerId) -> bool:
+        """Whether there is a place for one more stream of `peer`. Where there is none one is closed that nothing has
+        come on, of whom this node has seen no work: first of whoever holds most. That costs an honest caller nothing,
+        which opens another; without it a few keys could hold all places and keep everybody out."""
+        if len(self._held) < self._limits.max_streams:
+            return True
+        free = [stream for stream in self._held if stream not in self._answering]
+        looked_at = self._rng.sample(free, min(STREAMS_LOOKED_AT, len(free)))
+
+        def claim(stream: FramedStream) -> tuple[bool, int]:
+            holder = self._held[stream]
+            return self.acquaintances.works(holder), -self._incoming[holder]
+
+        victim = min(looked_at, key=claim, default=None)
+        if victim is None or claim(victim) >= (self.acquaintances.works(peer), -self._incoming[peer]):
+            return False
+        del self._held[victim]
+        victim.abort()
+        return True
 
     async def _refuse_and_linger(self, stream: FramedStream, peer: PeerId, refused: Refused) -> None:
         """The last word on a stream that will be closed."""
@@ -205,6 +233,7 @@ class Libp2pTransport(CommonTransport):
                 async with self._time_for(envelope.body_bytes):
                     request = Message(envelope.header, await stream.read_body(envelope.specs, progress))
                 body_read = True
+                self._answering.add(stream)
                 answering = self._desk.answer(peer, envelope.method, request, place)
                 payload, answer = await _while_open(stream, answering, progress)
                 async with self._time_for(sum(tensor.nbytes for tensor in answer.tensors)):
@@ -217,6 +246,7 @@ class Libp2pTransport(CommonTransport):
             await stream.write_refusal(encode_refusal(refused), progress)
             return body_read or await self._drain(stream, envelope)
         finally:
+            self._answering.discard(stream)
             name = self._desk.traffic_name(envelope.method)
             self.traffic.add_received(name, stream.bytes_received - received)
             self.traffic.add_sent(name, stream.bytes_sent - sent)

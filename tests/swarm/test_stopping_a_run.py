@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hivemind.proto import dht_pb2
 
 from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.directory import PeerRecord
+from noloco_node.swarm.framed_stream import FramedStream
+from noloco_node.swarm.frames import FrameKind, encode_envelope
 from noloco_node.swarm.guarded_dht import MOST_CALL_BACKS, node_id_of
+from noloco_node.swarm.hello import serve_hello
+from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
 from noloco_node.swarm.records_call import serve_records
 from noloco_node.swarm.roll_call import RollCall
+from noloco_node.swarm.serving import TransportLimits
 from noloco_node.swarm.transport import PeerId
 from tests.support import eventually
 from tests.swarm.hostile_dht import PING, throw_away_key
@@ -89,3 +95,58 @@ async def test_call_backs_that_hang_turn_no_newcomer_away() -> None:
     await asyncio.gather(*pings)
     await newcomer.directory.close()
     await first.directory.close()
+
+
+class Socket:
+    """Stands for p2pd: streams of peers that are named, over a real socket."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.handler: Any = None
+        self.peer = PeerId("")
+
+    async def serve_streams(self, _protocol: str, handler: Any) -> None:
+        """See `StreamHost`."""
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await handler(self.peer, reader, writer)
+
+        self.handler = await asyncio.start_unix_server(handle, self._path)
+
+    async def stop_serving(self, _protocol: str) -> None:
+        """See `StreamHost`."""
+        self.handler.close()
+
+    async def open(self, peer: str) -> FramedStream:
+        """A stream of that peer, once the other side has it."""
+        self.peer = PeerId(peer)
+        return FramedStream(*await asyncio.open_unix_connection(self._path))
+
+
+async def test_streams_that_a_few_keys_hold_open_shut_nobody_out(tmp_path: Path) -> None:
+    """Two keys take all places and say nothing, or half a word: a third peer is answered all the same, and whoever
+    works here keeps its streams."""
+    host: Any = Socket(tmp_path / "s")
+    limits = TransportLimits(max_streams=16, max_streams_per_peer=8)
+    transport = Libp2pTransport(host, limits)
+    serve_hello(transport, None, lambda: None)
+    await transport.start()
+    transport.acquaintances.worked(PeerId("works-here"))
+    worker = await host.open("works-here")
+    await eventually(lambda: transport.incoming_streams == 1)
+    held: list[FramedStream] = []
+    for number in range(15):
+        held.append(await host.open(f"stranger-{number % 2}"))
+        held[-1]._writer.write(b"N" * (number % 3 == 0))
+        await eventually(lambda: transport.incoming_streams == len(held) + 1)
+    newcomer = await host.open("newcomer")
+    for peer, stream in (("newcomer", newcomer), ("works-here", worker)):
+        await stream.write_message(encode_envelope("hello", {}, ()), (), 5.0)
+        assert (await stream.read_prefix(5.0, 5.0)).kind is FrameKind.HEADER, peer
+    assert transport.incoming_streams <= limits.max_streams
+    extra = await host.open("stranger-0")
+    await eventually(lambda: extra._reader.at_eof(), what="who holds most gets no more")
+    for stream in (worker, newcomer, extra, *held):
+        stream.abort()
+    await eventually(lambda: transport.incoming_streams == 0)
+    await transport.close()
