@@ -21,6 +21,7 @@ from noloco_node.first_state import FirstState
 from noloco_node.model.stage import Stage
 from noloco_node.outer_steps import OuterSteps
 from noloco_node.swarm import microbatch
+from noloco_node.swarm.blockage import patience
 from noloco_node.swarm.books import Books
 from noloco_node.swarm.directory import Directory, PeerState
 from noloco_node.swarm.ending import EndOfRun
@@ -440,6 +441,15 @@ class Replica:
             self.donor.tend()
             idle = self._watch.idle_seconds(self.worker.last_trained.at)
             self._watch.say(*doing(facts_of(self.membership, idle, self._pace.step_seconds, self.books.in_hand)))
+
+    @property
+    def next_stage_shut(self) -> bool:
+        """Whether nothing that this replica sends gets through to its next stage, for long enough to call it lost."""
+        if self._downstream is None:
+            return False
+        behind = self.spec.stages - self.stage - 2
+        seconds = patience(self.spec.limits.record_seconds, self.spec.pipeline.budget_seconds, behind)
+        return self._downstream.blockage.lasts(seconds)
 
     @property
     def capacity(self) -> float:

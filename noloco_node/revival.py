@@ -83,7 +83,7 @@ async def _is_lost(spec: RunSpec, membership: Membership, own: PeerId, confirmed
     until = loop.time() + (0.0 if confirmed else spec.limits.record_seconds)
     while True:
         trains = membership.others_there(PeerState.TRAINING)
-        if not any(record.outer_rounds for record in trains) or membership.fellows(*SERVING):
+        if not any(record.outer_rounds for record in trains) or membership.willing_fellows(*SERVING):
             return False
         first_comer = all(own < fellow for fellow in membership.fellows(PeerState.JOINING))
         if loop.time() >= until + (0.0 if first_comer else RESTORE_SECONDS):

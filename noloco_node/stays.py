@@ -20,7 +20,7 @@ from noloco_node.replica import Replica
 from noloco_node.revival import revive_if_lost
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.swarm.arrival import Arrival
-from noloco_node.swarm.balancing import Server, servers_of, usual_strength
+from noloco_node.swarm.balancing import Server, as_seen_at_work, servers_of, usual_strength
 from noloco_node.swarm.directory import Directory, DirectoryView, PeerRecord
 from noloco_node.swarm.first_look import FIRST_LOOK_SECONDS, look_for_others
 from noloco_node.swarm.guard import StageCopies
@@ -237,16 +237,29 @@ class Stays:
             if replica.stop.is_set() or not replica.run_goes_on():
                 continue
             now = self._directory.now()
-            others = servers_of(self._directory.view, work, now, self._known, without=self._own)
+            seen, shut = (
+                servers_of(self._directory.view, work, now, self._known, without=self._own),
+                self._shut(replica),
+            )
+            others = as_seen_at_work(seen, replica.stage, replica.membership.counted_fellows(), shut=shut)
             strength = replica.capacity * work[replica.stage] or usual_strength(others)
             here = Server(self._own, replica.stage, strength, guards=self.copies.guards)
-            move = relocation.look(now, here, others)
+            move = relocation.look(now, here, others, shut=bool(shut))
             if move is not None and await self._arrival.confirmed(
                 move.stage, work, partial(relocation.still_worth, move, here)
             ):
+                for peer in shut if move.why == "lost" else ():
+                    self._known.let_down(peer)
                 logger.warning("leaving stage %d for stage %d, which %s", replica.stage, move.stage, _why(move))
                 self.move = move
                 replica.stop.set()
+
+    def _shut(self, replica: Replica) -> list[PeerId]:
+        """Peers that answer at the next stage, where nothing gets through to it and a fellow that works stays here."""
+        members = replica.membership
+        if not replica.next_stage_shut or not any(map(self._known.has_worked, members.counted_fellows())):
+            return []
+        return [PeerId(record.peer_id) for record in members.there(replica.stage + 1, *SERVING)]
 
     def _shortage(self, stage: int) -> str:
         free = free_memory(self._settings.device)

@@ -99,6 +99,11 @@ class Acquaintances:
             known.idle_since = self._clock()
         known.idles += 1
 
+    def let_down(self, peer: PeerId) -> None:
+        """`peer` had all the chances that it gets: it has failed until work of it is seen."""
+        self._known(peer).idles = IDLES_ALLOWED
+        self.idle(peer)
+
     def said(self, peer: PeerId, stage: int | None) -> None:
         """`peer` said over its own link which stage of this node's run it serves; None where it serves none of it."""
         self._known(peer).stage = stage

@@ -14,7 +14,7 @@ from statistics import median
 
 from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.directory import DirectoryView, PeerRecord, PeerState
-from noloco_node.swarm.headcount import is_there
+from noloco_node.swarm.headcount import WELCOME_SHARE, is_there
 from noloco_node.swarm.transport import PeerId
 
 COUNTED = (PeerState.JOINING, PeerState.TRAINING, PeerState.FINISHING)
@@ -82,6 +82,21 @@ def servers_of(
         return min(claimed, usual * (CREDIBLE_STRENGTH if record.peer_id in worked else 1.0))
 
     return [Server(PeerId(r.peer_id), r.stage, strength(r), r.state in PRESENT, r.guards) for r in records]
+
+
+def as_seen_at_work(
+    servers: Sequence[Server], own_stage: int, fellows: Collection[PeerId], *, shut: Collection[PeerId] = ()
+) -> list[Server]:
+    """Those that count for a node that serves `own_stage`: there only the `fellows` that count as replicas, and of
+    those on their way to it so many as are welcome at once; and no `shut` peer of the next stage, to which nothing gets
+    through.
+
+    Where one process answers for many keys, whoever trains beside it knows better, and does not leave the stage to it.
+    """
+    arriving = sorted(s.peer for s in servers if s.stage == own_stage and not s.present)
+    welcome = max(1, int(WELCOME_SHARE * (1 + len(fellows))))
+    counted = {*fellows, *arriving[:welcome]}
+    return [s for s in servers if s.peer not in shut and (s.stage != own_stage or s.peer in counted)]
 
 
 def usual_strength(servers: Sequence[Server]) -> float:
@@ -168,16 +183,21 @@ def unserved_stages(servers: Sequence[Server], stages: int) -> list[int]:
     return sorted(set(range(stages)) - {server.stage for server in servers if server.present})
 
 
-def rescue_rank(servers: Sequence[Server], work: Sequence[float], own: PeerId, lost: int) -> int | None:
+def rescue_rank(
+    servers: Sequence[Server], work: Sequence[float], own: PeerId, lost: int, among: int | None = None
+) -> int | None:
     """This node's place in the order of those that may move to a `lost` stage; None where it is not one of them.
 
-    They are the nodes of the richest stage, if it has another replica left. First comes who keeps a copy of the lost
-    stage, then who leaves the poorer of the two stages with the most throughput.
+    They are the nodes of the richest stage, or those of the stage `among` where only these know that it is lost, if it
+    has another replica left. First comes who keeps a copy of the lost stage, then who leaves the poorer of the two
+    stages with the most throughput.
     """
     present = [server for server in servers if server.present]
     counts = [sum(server.stage == stage for server in present) for stage in range(len(work))]
     throughput = supply_of(present, work).throughput
-    richest = max(range(len(work)), key=lambda stage: (counts[stage] > 1, throughput[stage], -stage))
+    richest = among
+    if richest is None:
+        richest = max(range(len(work)), key=lambda stage: (counts[stage] > 1, throughput[stage], -stage))
     if counts[richest] < 2:
         return None
 

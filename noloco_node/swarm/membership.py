@@ -99,6 +99,10 @@ class Membership:
         """Peers of the own stage that are there, without this one."""
         return [PeerId(r.peer_id) for r in self.there(self.stage, *states)]
 
+    def willing_fellows(self, *states: PeerState) -> list[PeerId]:
+        """Fellows that are there, without such as have had all their chances to work with this node and did not."""
+        return [peer for peer in self.fellows(*states) if not self._known.failed(peer)]
+
     def partners(self, *states: PeerState) -> list[PeerId]:
         """Fellows to average with: those that are there, without such as have had their chance and did not work, while
         there are others; where nobody is there, those that once were."""
@@ -107,6 +111,12 @@ class Membership:
             records = self.live(self.stage, *states)
             return [peer for record in records if self._once_met(peer := PeerId(record.peer_id))]
         return [peer for peer in fellows if not self._heads.idles(peer)] or fellows
+
+    def counted_fellows(self) -> list[PeerId]:
+        """Fellows that count as replicas beside this one: as many as `headcount` says, those first that have worked."""
+        fellows = [peer for peer in self.fellows(*SERVING) if not self._heads.idles(peer)]
+        many = round(self._heads.replicas(fellows)) - 1
+        return sorted(fellows, key=lambda peer: (not self._heads.works(peer), peer))[:many]
 
     def _once_met(self, peer: PeerId) -> bool:
         return peer != self._own and self._known.met(peer)
@@ -148,7 +158,8 @@ class Membership:
 
     def _timekeepers(self) -> list[PeerRecord]:
         """Fellows whose clocks are heard: that have worked with this replica; where none has, that are there."""
-        there = [record for record in self.there(self.stage, *SERVING) if not record.newcomer]
+        old = [record for record in self.there(self.stage, *SERVING) if not record.newcomer]
+        there = [record for record in old if not self._heads.idles(PeerId(record.peer_id))]
         return [record for record in there if self._heads.works(PeerId(record.peer_id))] or there
 
     def fellow_clocks(self) -> list[float]:

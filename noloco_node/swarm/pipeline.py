@@ -20,6 +20,7 @@ from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.audit import JURY, Auditor, share_of_a_hop
+from noloco_node.swarm.blockage import Blockage
 from noloco_node.swarm.finite import all_finite, scale_of
 from noloco_node.swarm.microbatch import (
     COME_BACK,
@@ -87,6 +88,7 @@ class Downstream:
         self._ledger = ledger
         self._rng = rng
         self._warn_again_at = 0.0
+        self.blockage = Blockage()
         hops = spec.stages - 1
         share = share_of_a_hop(spec.pipeline.audit_share, hops)
         self.auditor = Auditor(share, book, self._train_again, rng, allowance=JURY / hops)
@@ -124,6 +126,7 @@ class Downstream:
             except Refused as refusal:
                 if refusal.reason is Refusal.OUT_OF_REACH:
                     raise HopFailed(Refusal.OUT_OF_REACH, refusal.detail, reached=reached) from None
+                self.blockage.failed()
                 if refusal.reason in _PASSED_UPWARD:
                     raise HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, refusal.detail, reached=True) from None
                 reached = True
@@ -132,6 +135,7 @@ class Downstream:
                 logger.debug("microbatch %s refused by %s: %s", outgoing.id[:8], peer, refusal)
             except TransportError as error:
                 failures += 1
+                self.blockage.failed()
                 self._note_failure(peer, error)
                 reached = reached or not isinstance(error, PeerUnreachable)
                 if outgoing.mode == "train" and not isinstance(error, PeerUnreachable):
@@ -201,6 +205,7 @@ class Downstream:
         with judging(self._transport, peer, METHOD):
             trained = read_answer(answer, activations)
         self._book.reported(peer, answer.header.load)
+        self.blockage.through()
         if mode == "train":
             self._ledger.note_received(peer, trained.tokens)
             self._transport.acquaintances.worked(peer, trained.tokens)

@@ -62,6 +62,7 @@ class Relocation:
     _unserved_since: dict[int, float] = field(default_factory=dict[int, float], init=False)
     _empty_since: dict[int, float] = field(default_factory=dict[int, float], init=False)
     _rescues: dict[int, float] = field(default_factory=dict[int, float], init=False)
+    _shut: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._next_look = self.standing.since + self.standing.stay_seconds * self.rng.uniform(1.0, 1.0 + self._pause)
@@ -71,8 +72,10 @@ class Relocation:
         """Time between two looks, in stays."""
         return 1.0 / LOOKS_A_STAY
 
-    def look(self, now: float, here: Server, others: Sequence[Server]) -> Move | None:
-        """Move now, or None. `here` is this node, `others` are all others that count."""
+    def look(self, now: float, here: Server, others: Sequence[Server], *, shut: bool = False) -> Move | None:
+        """Move now, or None. `here` is this node, `others` are all others that count. `shut`: whoever answers at the
+        next stage, nothing gets through to it, as the nodes of this one see; it is for them to rescue it."""
+        self._shut = here.stage + 1 if shut else None
         lost = self._lost(now, [*others, here])
         return self._rescue(now, here, others, lost) or self._balance(now, here, others, lost)
 
@@ -96,7 +99,8 @@ class Relocation:
         for stage in lost:
             if stage not in self.standing.fitting or now - self._empty_since[stage] < self.standing.confirm_seconds:
                 continue
-            rank = rescue_rank([*others, here], self.standing.work, here.peer, stage)
+            among = here.stage if stage == self._shut else None
+            rank = rescue_rank([*others, here], self.standing.work, here.peer, stage, among)
             if rank is None:
                 self._rescues.pop(stage, None)
             elif stage not in self._rescues:

@@ -1,0 +1,52 @@
+"""Whether anything gets through to the next stage: by what came of the microbatches that this node sent there.
+
+A stage may be filled by peers that answer, and train nothing. Those that send to it see this by themselves, and nobody
+else need believe them: one of them can go there itself.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+TRIES = 8
+"""Attempts that must have come to nothing in a row before anything is said of a stage."""
+RECENT_SECONDS = 60.0
+"""Since the last of them, or nothing is being sent now."""
+LIVES = 5.0
+"""Times a record's life within which nothing came through."""
+BUDGETS = 2.0
+"""Times a microbatch's budget, where that is more."""
+
+
+def patience(record_seconds: float, budget_seconds: float, stages_behind: int) -> float:
+    """Seconds without any answer to a microbatch after which a stage with so many `stages_behind` it counts as lost,
+    whoever answers there. Who is nearer to the end of the pipeline is the first to lose patience: what does not get
+    through there fails at all stages before."""
+    return (1 + stages_behind) * max(LIVES * record_seconds, BUDGETS * budget_seconds)
+
+
+class Blockage:
+    """The account of one node with its next stage. Times are seconds on a clock that never goes back."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tries = 0
+        self._since = math.inf
+        self._last = -math.inf
+
+    def through(self) -> None:
+        """A microbatch was answered."""
+        self._tries, self._since = 0, math.inf
+
+    def failed(self) -> None:
+        """An attempt came to nothing, whatever the reason that was given."""
+        now = self._clock()
+        self._tries += 1
+        self._since, self._last = min(self._since, now), now
+
+    def lasts(self, seconds: float) -> bool:
+        """Whether nothing has got through for so long although it was tried again and again until now."""
+        now = self._clock()
+        return self._tries >= TRIES and now - self._since >= seconds and now - self._last <= RECENT_SECONDS
