@@ -20,10 +20,9 @@ from noloco_node.swarm.first_look import look_for_others
 from noloco_node.swarm.memory_directory import MemoryDirectory
 from noloco_node.swarm.relocation import Move
 from noloco_node.swarm.transport import PeerId
-from tests.worlds import World, micro_spec, peer_name, world
+from tests.worlds import NAMED, World, micro_spec, peer_name, world
 
 SECONDS = 0.05
-NAMED = "/ip4/127.0.0.1/tcp/7000/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 JOINS = NodeSettings(in_flight=1, initial_peers=(NAMED,))
 
 

@@ -46,6 +46,9 @@ MICROBATCH = WINDOWS * LENGTH
 ALONE_IS_NEUTRAL = OuterSpec(inner_steps=10_000, alpha=0.0, beta=1.0, gamma=1.0)
 """With it a step alone leaves the fast weights as they are: φ + Δ = θ."""
 
+NAMED = "/ip4/127.0.0.1/tcp/7000/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+"""An initial peer, for who joins others; in memory nobody dials it."""
+
 
 def micro_spec(
     *,

@@ -68,8 +68,8 @@ class Sight:
     held_up: bool
     """A stage has no replica."""
     ended: bool
-    """No origin that counts trains any more, and most of them have finished and say themselves that they are near the
-    target: all that is left to a replica that got no work of late."""
+    """Of the origins that count none trains any more, as far as their clocks tell, and most have finished and
+    say themselves that they are near the target: what a replica has to go by that got no work of late."""
 
 
 def verdict(sight: Sight, grace: float) -> Course:
@@ -198,7 +198,7 @@ class EndOfRun:
             outvoted=0.0 if self._outvoted_since is None else now - self._outvoted_since,
             moving=self._origins is not None and now - rose_at <= LATE_GRACES * self._grace,
             held_up=self._held_up(),
-            ended=self._have_ended(),
+            ended=self._have_ended(now),
         )
 
     def _idle(self, now: float) -> float:
@@ -209,11 +209,12 @@ class EndOfRun:
         self._looked = now
         return now - self._idle_since
 
-    def _have_ended(self) -> bool:
-        near = near_from(self._target, self._max_lag)
-        ended = [known.word is PeerState.FINISHING and known.clock > near for known in self._known.values()]
-        trains = any(known.word is PeerState.TRAINING for known in self._known.values())
-        return not trains and 2 * sum(ended) > len(ended)
+    def _have_ended(self, now: float) -> bool:
+        near, still = near_from(self._target, self._max_lag), now - LATE_GRACES * self._grace
+        heard = [k for k in self._known.values() if k.word is not PeerState.TRAINING or k.rose_at > still]
+        ended = [known.word is PeerState.FINISHING and known.clock > near for known in heard]
+        trains = any(known.word is PeerState.TRAINING for known in heard)
+        return self._origins is not None and not trains and 2 * sum(ended) > len(ended)
 
     def _is_near(self) -> bool:
         seen = self._origins.furthest_clock(self._max_lag, self._memory) if self._origins is not None else None

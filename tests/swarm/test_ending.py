@@ -189,13 +189,20 @@ async def test_a_later_stage_whose_clock_lags_ends_with_the_origins_it_has_worke
 
 
 @pytest.mark.parametrize(
-    ("b", "clock", "found"),
-    [(FINISHED, TARGET, OVER), (STOPPED, TARGET, ON), (FINISHED[:1], TARGET, ON), (FINISHED, 0.3 * TARGET, ON)],
+    ("b", "clock", "graces", "found"),
+    [
+        (FINISHED, TARGET, 0, OVER),
+        (FINISHED, 0.3 * TARGET, 0, ON),
+        (STOPPED, TARGET, LATE_GRACES + 1, ON),
+        (FINISHED[:1], TARGET, LATE_GRACES - 1, ON),
+        (FINISHED[:1], TARGET, LATE_GRACES + 1, OVER),
+    ],
 )
-async def test_a_replica_that_got_no_work_of_late_ends_after_all_its_origins(
-    b: tuple[PeerState, ...], clock: float, found: Course
+async def test_a_replica_that_got_no_work_of_late_ends_after_its_origins(
+    b: tuple[PeerState, ...], clock: float, graces: float, found: Course
 ) -> None:
-    """Set aside, or never chosen: its own clock stands where it last trained. One origin's word is not enough."""
+    """Set aside, or never chosen: its own clock stands where it last trained. One origin's word is not enough, but an
+    origin that hangs has none."""
     swarm = Swarm(clock=100.0)
     await swarm.say(A, PeerState.TRAINING)
     await swarm.say(B, PeerState.TRAINING)
@@ -204,7 +211,7 @@ async def test_a_replica_that_got_no_work_of_late_ends_after_all_its_origins(
     swarm.clocks[A] = swarm.clocks[B] = clock
     await swarm.say(A, *FINISHED)
     await swarm.say(B, *b)
-    assert await swarm.verdict() is found
+    assert await swarm.verdict(graces) is found
 
 
 async def test_records_behind_which_nobody_works_neither_end_a_run_nor_keep_it_going() -> None:

@@ -34,11 +34,10 @@ from noloco_node.swarm.transport import JsonObject, Message, PeerId, Refusal, Re
 from noloco_node.telemetry.events import DonorFailed, OuterStep, StateDownload
 from noloco_node.training.progress import LastTrained
 from tests.support import eventually, nothing_left_behind
-from tests.worlds import Swarm, World, libp2p_world, micro_spec, peer_name, world
+from tests.worlds import NAMED, Swarm, World, libp2p_world, micro_spec, peer_name, world
 
 OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, max_lag_tokens=1000)
 LIMITS = LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=2, record_seconds=20)
-NAMED = "/ip4/127.0.0.1/tcp/7000/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 FIRST, SECOND = peer_name(0, 0), peer_name(0, 1)
 
 

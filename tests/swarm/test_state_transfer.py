@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.codec import CodecName
@@ -24,7 +25,7 @@ from noloco_node.swarm.transport import Message, PeerId
 from noloco_node.swarm.typed_calls import BadAnswer
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
 from tests.support import eventually
-from tests.worlds import World, micro_spec, peer_name, world
+from tests.worlds import NAMED, World, micro_spec, peer_name, world
 
 OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, max_lag_tokens=1000)
 
@@ -35,7 +36,7 @@ async def veteran_and_joiner(replicas: int = 2, outer: OuterSpec = OUTER) -> Asy
     spec = micro_spec(
         stages=1, outer=outer, limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=2, record_seconds=60)
     )
-    async with world(spec, replicas=replicas) as made:
+    async with world(spec, replicas, NodeSettings(in_flight=1, drain_seconds=1, initial_peers=(NAMED,))) as made:
         for veteran in made.replicas[:-1]:
             assert veteran.origin is not None
             for _ in range(5):

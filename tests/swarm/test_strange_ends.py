@@ -25,12 +25,11 @@ from noloco_node.swarm.memory_directory import MemoryDirectory
 from noloco_node.swarm.memory_transport import Fault, FaultKind
 from noloco_node.swarm.p2p_daemon import running_p2p
 from tests.support import eventually, nothing_left_behind
-from tests.worlds import Swarm, World, libp2p_world, micro_spec, peer_name, run_to_the_end, world
+from tests.worlds import NAMED, Swarm, World, libp2p_world, micro_spec, peer_name, run_to_the_end, world
 
 GRACE = 0.3
 LIMITS = LimitsSpec(record_seconds=1.0, grace_seconds=GRACE, chunk_bytes=4096, exchange_progress_seconds=0.5)
 QUICK = PipelineSpec(budget_seconds=0.5, progress_seconds=0.2)
-NAMED = "/ip4/127.0.0.1/tcp/7000/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 JOINS = NodeSettings(in_flight=1, drain_seconds=1, initial_peers=(NAMED,))
 OUTER = OuterSpec(inner_steps=4, min_inner_steps=1)
 
