@@ -299,6 +299,7 @@ def _prepare(spec: RunSpec, stage_index: int, own: PeerId, position: WalkPositio
         train=windows.train,
         validation=windows.validation,
         held_out=windows.validation_indices(spec.evaluation.windows),
+        count=windows.train_count,
         position=lambda: walk.position,
     )
     return stage, samples

@@ -227,8 +227,7 @@ class Replica:
         )
 
     def _make_origin(self, samples: Samples) -> Origin:
-        draw, load = samples.draw, samples.train
-        return Origin(self.spec, self.worker, self._downstream, self.ledger, draw=draw, load=load, rng=self._rng)
+        return Origin(self.spec, self.worker, self._downstream, self.ledger, samples, self._rng)
 
     def _make_end(self) -> EndOfRun:
         return EndOfRun(

@@ -10,7 +10,7 @@ import resource
 import signal
 import subprocess
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import torch
 from noloco_node.checkpointing import HELD_SHARE, CheckpointKeeper, is_due
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec, RunSpec
-from noloco_node.data.samples import Samples
+from noloco_node.data.samples import Batch, Samples
 from noloco_node.data.walk import WalkPosition, WindowWalk
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import build_stage
@@ -67,17 +67,25 @@ class Node:
 
 
 @contextlib.asynccontextmanager
-async def lone_node(spec: RunSpec, folder: CheckpointFolder, saved: Checkpoint | None = None) -> AsyncIterator[Node]:
-    """A node in memory on its own compute thread, from the seed or from a checkpoint."""
+async def lone_node(
+    spec: RunSpec, folder: CheckpointFolder, saved: Checkpoint | None = None, count: int = COUNT
+) -> AsyncIterator[Node]:
+    """A node in memory on its own compute thread, from the seed or from a checkpoint; its text has `count` windows."""
     drawn, events = list[list[int]](), list[AnyEvent]()
-    walk = WindowWalk.at(COUNT, 7, "peer", saved.standing.walk) if saved else WindowWalk(COUNT, 7, "peer")
+    walk = WindowWalk.at(count, 7, "peer", saved.standing.walk) if saved else WindowWalk(count, 7, "peer")
 
     def draw() -> list[int]:
         drawn.append(walk.take(WINDOWS))
         return drawn[-1]
 
     settings = NodeSettings(in_flight=1, checkpoint_rounds=2, checkpoint_seconds=0.0)
-    samples = Samples(draw, window_batch, window_batch, range(10**6, 10**6 + 4), lambda: walk.position)
+
+    def train(windows: Sequence[int]) -> Batch:
+        if max(windows) >= count:
+            raise IndexError("the text has no such window")
+        return window_batch(windows)
+
+    samples = Samples(draw, train, window_batch, range(10**6, 10**6 + 4), count, lambda: walk.position)
     thread, transport = ComputeThread(), MemoryTransport(MemoryNetwork(), peer_name(0, 0))
     try:
         directory, stage = MemoryDirectory(MemoryDirectoryHub(1)), build_stage(spec.model, 0)
@@ -236,6 +244,26 @@ async def test_samples_under_way_are_trained_first_in_the_next_life(tmp_path: Pa
         assert len(resumed.drawn) == 1
     every = [window for batch in node.drawn + resumed.drawn for window in batch]
     assert sorted(every) == sorted(WindowWalk(COUNT, 7, "peer").take(5 * WINDOWS))
+
+
+async def test_samples_of_a_text_that_was_longer_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The text has changed between two lives: what it does not hold any more is counted as dropped, and said; the rest
+    is trained, and the account closes."""
+    spec = micro_spec(stages=1, outer=OUTER)
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
+    async with lone_node(spec, folder) as node:
+        await node.train(1)
+        node.replica.ledger.drawn += 3
+        node.replica.ledger.waiting.extend(Sample(windows) for windows in ((0, 1, 2, 3), (4, 5, 6, COUNT - 1), (1,)))
+        await node.keeper.save()
+    saved = folder.newest(spec.run_id, 0)
+    assert saved is not None
+    async with lone_node(spec, folder, saved, count=COUNT - 1) as resumed:
+        ledger, origin = resumed.replica.ledger, resumed.replica.origin
+        assert origin is not None
+        await origin.run(1, lambda: ledger.trained < 4, lambda: asyncio.sleep(0))
+        assert (ledger.drawn, ledger.trained, ledger.dropped, origin.held) == (5, 4, 1, 0)
+    assert "held samples dropped: 1; the text has changed" in caplog.text
 
 
 async def test_checkpoints_come_by_themselves_every_few_rounds_and_the_last_ones_stay(tmp_path: Path) -> None:

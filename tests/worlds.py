@@ -128,7 +128,9 @@ class Drawn:
 
 def samples_of(drawn: Drawn) -> Samples:
     """Training windows from `drawn`, held-out windows far away from them."""
-    return Samples(draw=drawn.draw, train=window_batch, validation=window_batch, held_out=range(10**6, 10**6 + 4))
+    return Samples(
+        draw=drawn.draw, train=window_batch, validation=window_batch, held_out=range(10**6, 10**6 + 4), count=10**6
+    )
 
 
 @dataclass

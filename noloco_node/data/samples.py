@@ -22,4 +22,6 @@ class Samples:
     train: Callable[[Sequence[int]], Batch]
     validation: Callable[[Sequence[int]], Batch]
     held_out: Sequence[int]
+    count: int
+    """Windows to train on; `train` takes indices below it."""
     position: Callable[[], WalkPosition] = WalkPosition

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.data.samples import Samples
 from noloco_node.swarm.microbatch import HopFailed, Ledger, Mode, Outgoing, Sample
 from noloco_node.swarm.origins_seen import DrawnBy
 from noloco_node.swarm.pipeline import Downstream
@@ -39,17 +40,14 @@ class Origin:
         worker: StageWorker,
         downstream: Downstream | None,
         ledger: Ledger,
-        *,
-        draw: Callable[[], Sequence[int]],
-        load: Callable[[Sequence[int]], tuple[Tensor, Tensor]],
+        samples: Samples,
         rng: random.Random,
     ) -> None:
         self._spec = spec
         self._worker = worker
         self._downstream = downstream
         self._ledger = ledger
-        self._draw = draw
-        self._load = load
+        self._samples = samples
         self._rng = rng
         self._waiting = ledger.waiting
         self._under_way: dict[Sample, None] = {}
@@ -89,9 +87,21 @@ class Origin:
                     await asyncio.sleep(pause * self._rng.uniform(0.5, 1.5))
                     pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
+        self._drop_what_the_text_lacks()
         async with asyncio.TaskGroup() as group:
             for _ in range(in_flight):
                 group.create_task(keep_drawing())
+
+    def _drop_what_the_text_lacks(self) -> None:
+        """Samples held from an earlier stay or life name windows of the text as it was then, which may have been
+        longer."""
+        known = [sample for sample in self._waiting if all(window < self._samples.count for window in sample.windows)]
+        dropped = len(self._waiting) - len(known)
+        if dropped:
+            self._ledger.dropped += dropped
+            logger.warning("held samples dropped: %d; the text has changed and has no such windows any more", dropped)
+            self._waiting.clear()
+            self._waiting.extend(known)
 
     async def train_one(self) -> bool:
         """Draw one sample (one that was put back, if there is any) and carry it to its end or back into the queue.
@@ -141,7 +151,7 @@ class Origin:
         return sum(loss for loss, _ in results) / tokens, tokens
 
     async def _carry_through(self, sample: Sample) -> None:
-        inputs, labels = self._load(sample.windows)
+        inputs, labels = self._samples.train(sample.windows)
         if self._downstream is None:
             await self._worker.loss(inputs, labels, draw=True)
             return
@@ -178,7 +188,7 @@ class Origin:
 
     def _draw_new(self) -> Sample:
         self._ledger.drawn += 1
-        return Sample(self._draw())
+        return Sample(self._samples.draw())
 
     def _put_back(self, sample: Sample, failure: HopFailed) -> None:
         if failure.reached:  # where nobody had it in hand, an outage says nothing against the sample

@@ -31,7 +31,7 @@ from tests.worlds import (
     peer_name,
     run_to_the_end,
     run_with_faults,
-    window_batch,
+    samples_of,
     world,
 )
 
@@ -171,9 +171,7 @@ async def test_a_node_that_leaves_stage_0_keeps_its_books_and_what_was_put_back(
         assert (account.drawn, account.trained, account.held_at_end) == (5, 3, 2)
     async with world(micro_spec(stages=1)) as made:
         drawn, replica = Drawn(start=100), made.replicas[0]
-        origin = Origin(
-            replica.spec, replica.worker, None, ledger, draw=drawn.draw, load=window_batch, rng=random.Random(0)
-        )
+        origin = Origin(replica.spec, replica.worker, None, ledger, samples_of(drawn), random.Random(0))
         assert await origin.train_one()
         assert (ledger.drawn, ledger.trained, origin.held) == (5, 4, 1)
         assert drawn.batches == []
