@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import secrets
 import time
@@ -330,7 +331,7 @@ class PipelineServer:
             raise Refused(Refusal.DIVERGED, str(error)) from None  # with these weights: no proof against the sender
 
     def _check_scale(self, peer: PeerId, scale: float) -> None:
-        if self._scales.factor(peer, scale) < 1.0:
+        if not math.isfinite(scale) or self._scales.factor(peer, scale) < 1.0:
             self.out_of_scale += 1
             raise Refused(Refusal.OUT_OF_SCALE, f"root mean square {scale:.3g}, {self._scales.usual:.3g} is usual here")
 

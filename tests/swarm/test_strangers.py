@@ -141,6 +141,20 @@ async def test_activations_out_of_all_scale_are_refused_before_the_model_and_are
         assert account.strangers.bounded["activations"] == 1
 
 
+async def test_first_activations_beyond_all_scale_are_refused_and_set_no_measure() -> None:
+    """Each is finite, but fp32 does not hold their squares: an infinite scale would be usual from then on."""
+    async with serving_world() as made:
+        tail = made.replicas[1]
+        labels = request(made).tensors[1]
+        beyond = torch.full((WINDOWS, LENGTH, 32), 1e30)
+        with pytest.raises(Refused) as refused:
+            await ask(made, Message(request(made, id="a" * 32).header, (beyond, labels)))
+        assert refused.value.reason is Refusal.OUT_OF_SCALE
+        usual = torch.randn(WINDOWS, LENGTH, 32)
+        await ask(made, Message(request(made, id="b" * 32).header, (usual, labels)))
+        assert tail.server._scales.usual < 2.0
+
+
 async def test_a_next_stage_whose_answers_break_the_protocol_is_banned_and_the_samples_go_elsewhere() -> None:
     """Poisoned gradients at every answer: after a few it is asked no more; no sample is lost."""
     async with serving_world() as made:
