@@ -49,7 +49,7 @@ from noloco_node.swarm.exchange_session import (
 from noloco_node.swarm.fellow_clocks import FellowClocks
 from noloco_node.swarm.finite import all_finite
 from noloco_node.swarm.pairing import Window, answer_proposal
-from noloco_node.swarm.patience import Patience
+from noloco_node.swarm.patience import STRANGERS, Patience
 from noloco_node.swarm.probation import Meeting, Standing
 from noloco_node.swarm.transport import (
     DTYPE_NAMES,
@@ -268,7 +268,8 @@ class Exchanger:
         check_proposal(proposal, self._spec, self._stage, self._contract)
         if self._session is not None or self.catching_up:
             raise Refused(Refusal.BUSY)
-        if self.patience.resting(peer, time.monotonic()):
+        now = time.monotonic()
+        if self.patience.resting(peer, now) or self.patience.dials_too_soon(self._account(peer), now):
             raise Refused(Refusal.BUSY, "the last exchanges with you came to nothing")
         self._refuse_laggards(peer, proposal.clock, newcomer=proposal.newcomer)
         progress = self._worker.progress
@@ -475,8 +476,13 @@ class Exchanger:
             self.patience.committed(session.partner)
             self._transport.acquaintances.worked(session.partner)
         else:
+            if session.role == "dialled":
+                self.patience.abandoned(self._account(session.partner), now - session.started, now)
             self.patience.lost(session.partner, now - session.started, now)
             self._transport.acquaintances.idle(session.partner)
+
+    def _account(self, dialler: PeerId) -> PeerId:
+        return dialler if self._transport.acquaintances.has_worked(dialler) else STRANGERS
 
     def _session_of(self, peer: PeerId, exchange: str) -> Session:
         session = self._session

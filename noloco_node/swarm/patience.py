@@ -5,6 +5,7 @@ whose weights stay far away must not pull at it for ever.
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ LONGEST_REST_SECONDS = 120.0
 FAR = 2.0
 """Times the bound on differences from which a fellow's weights are far away."""
 FELLOWS_REMEMBERED = 1024
+STRANGERS = PeerId("")
+"""The account of all that this replica has seen no work of: their keys cost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class Patience:
 
     def __init__(self) -> None:
         self._rests: OrderedDict[PeerId, Rest] = OrderedDict()
+        self._abandoned: OrderedDict[PeerId, float] = OrderedDict()
         self._distances: OrderedDict[PeerId, dict[int | None, Distance]] = OrderedDict()
 
     def lost(self, peer: PeerId, seconds: float, now: float) -> None:
@@ -80,6 +84,20 @@ class Patience:
         self._rests[peer] = after_lost_exchange(self._rests.pop(peer, Rest()), seconds, now)
         if len(self._rests) > FELLOWS_REMEMBERED:
             self._rests.popitem(last=False)
+
+    def abandoned(self, account: PeerId, seconds: float, now: float) -> None:
+        """An exchange that `account` had dialled came to nothing after so many seconds. It is left alone for three
+        times as long, whatever it brought to an end in between; but not for the first in a while, since a fellow that
+        died and came back must not wait."""
+        first = self._abandoned.get(account, -math.inf) < now - LONGEST_REST_SECONDS
+        self._abandoned[account] = now if first else now + REST_PER_SECOND_LOST * seconds
+        self._abandoned.move_to_end(account)
+        if len(self._abandoned) > FELLOWS_REMEMBERED:
+            self._abandoned.popitem(last=False)
+
+    def dials_too_soon(self, account: PeerId, now: float) -> bool:
+        """Whether `account` has abandoned an exchange that it dialled, and must wait before it may dial again."""
+        return now < self._abandoned.get(account, 0.0)
 
     def committed(self, peer: PeerId) -> None:
         """An exchange with `peer` came to its end: those that did not are forgotten."""

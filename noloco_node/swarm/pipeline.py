@@ -285,6 +285,7 @@ class PipelineServer:
             raise Refused(Refusal.BUSY, "this microbatch is under way here")
         known = self._repeats.answer_to(name)
         if known is not None:
+            self._places.answered(peer)
             return known
         self._under_way[name] = task = asyncio.current_task()
         try:
@@ -297,6 +298,7 @@ class PipelineServer:
         finally:
             del self._under_way[name]
             self._handed_back.discard(name)
+        self._places.answered(peer)
         if header.mode == "train":
             self._repeats.keep(name, answer)
             tokens = int(answer.header["tokens"])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hivemind.proto import dht_pb2
 
 from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.directory import PeerRecord
+from noloco_node.swarm.exchange_messages import LEAVE, PROPOSE, Acceptance, Leave, Proposal
 from noloco_node.swarm.framed_stream import FramedStream
 from noloco_node.swarm.frames import FrameKind, encode_envelope
 from noloco_node.swarm.guarded_dht import MOST_CALL_BACKS, node_id_of
@@ -19,16 +22,19 @@ from noloco_node.swarm.hello import serve_hello
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
+from noloco_node.swarm.places import RELIABLE_SECONDS, Places
 from noloco_node.swarm.records_call import serve_records
 from noloco_node.swarm.roll_call import RollCall
 from noloco_node.swarm.serving import TransportLimits
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.transport import PeerId, Refused
+from noloco_node.swarm.typed_calls import Nothing, ask
 from tests.support import eventually
 from tests.swarm.hostile_dht import PING, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
 from tests.swarm.test_directory import RUN as DHT_RUN
 from tests.swarm.test_roll_call import OWN, RUN, record
 from tests.swarm.virtual_time import in_virtual_time
+from tests.worlds import micro_spec, world
 
 FAR = PeerId("honest-peer-far-away")
 
@@ -150,3 +156,78 @@ async def test_streams_that_a_few_keys_hold_open_shut_nobody_out(tmp_path: Path)
         stream.abort()
     await eventually(lambda: transport.incoming_streams == 0)
     await transport.close()
+
+
+async def test_exchanges_that_come_to_nothing_cost_a_quarter_of_the_time_whoever_dials() -> None:
+    """With a new key for each, or by one that commits one in between, a replica was engaged nearly all of the time: it
+    averaged with nobody, and could not even step alone."""
+    async with world(micro_spec()) as made:
+        replica = made.of_stage(0)[0]
+        exchanger = replica.exchanger
+        exchanger.accepting = exchanger.last_round = True
+
+        async def abandon(name: str) -> None:
+            caller = MemoryTransport(made.network, PeerId(name))
+            exchange, seconds = secrets.token_hex(16), 20.0
+            proposal = Proposal(
+                exchange=exchange,
+                run=replica.spec.run_id,
+                stage=0,
+                contract=replica.worker.contract,
+                clock=0.0,
+                tokens=1,
+            )
+            target = replica._transport.peer_id
+            try:
+                await ask(caller, target, PROPOSE, proposal, Acceptance, timeout=5.0, progress=5.0)
+                assert exchanger._session is not None
+                exchanger._session.started -= seconds
+                await ask(caller, target, LEAVE, Leave(exchange=exchange), Nothing, timeout=5.0, progress=5.0)
+            finally:
+                await caller.close()
+
+        known = replica._transport.acquaintances
+        for name in ("fellow-at-work", "another-at-work"):
+            known.worked(PeerId(name))
+        for number in range(2):  # the first brings no rest: a fellow that died and came back must not wait
+            await abandon(f"throw-away-key-{number}")
+            await abandon("fellow-at-work")
+            exchanger.patience.committed(PeerId("fellow-at-work"))
+        for name in ("throw-away-key-2", "fellow-at-work"):
+            with pytest.raises(Refused):
+                await abandon(name)
+        await abandon("another-at-work")
+
+
+def test_throw_away_keys_whose_bodies_drip_leave_half_of_the_places_to_who_works_here() -> None:
+    """Bodies of theirs are on their way to every place that they can get, for minutes: whose microbatches were trained
+    here trains on. Who lets a place come to nothing is a stranger again; where nobody works nothing is kept."""
+    now = 0.0
+    places, honest, fellow = Places(8, lambda: now), PeerId("honest"), PeerId("its-fellow")
+    strangers = [PeerId(f"throw-away-{number}") for number in range(20)]
+
+    def drip() -> list[Callable[[], None]]:
+        held: list[Callable[[], None]] = []
+        for stranger in strangers:
+            try:
+                held.append(places.take(stranger))
+            except Refused:
+                continue
+        return held
+
+    def works(peer: PeerId) -> None:
+        release = places.take(peer)
+        places.answered(peer)
+        release()
+
+    for peer in (honest, fellow):
+        works(peer)
+    assert len(drip()) == 4
+    for _ in range(3):
+        works(honest)
+    places.take(honest)()
+    with pytest.raises(Refused):
+        places.take(honest)
+    works(fellow)
+    now += RELIABLE_SECONDS + 1.0
+    assert len(drip()) == 4, "all places are taken"
