@@ -60,7 +60,8 @@ NOBODY = Acquaintance()
 
 
 class Acquaintances:
-    """One node's acquaintances. Bounded: who has only answered is forgotten before who has worked, the oldest first."""
+    """One node's acquaintances. Bounded: who has only answered is forgotten before who has worked, who was
+    heard of longest ago first."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -72,6 +73,8 @@ class Acquaintances:
         """`peer` answered or refused a call of this node, or sent it a request, over its own authenticated link."""
         known = self._known(peer)
         known.answered_at, known.silences = self._clock(), 0
+        if peer in self._met:
+            self._met.move_to_end(peer)
 
     def silent(self, peer: PeerId) -> None:
         """A call to `peer` failed for the link: no stream, a broken one, or a deadline."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hivemind.proto import dht_pb2
 
-from noloco_node.swarm.acquaintance import Acquaintances
+from noloco_node.swarm.acquaintance import PEERS_REMEMBERED, Acquaintances
 from noloco_node.swarm.directory import PeerRecord
 from noloco_node.swarm.exchange_messages import LEAVE, PROPOSE, Acceptance, Leave, Proposal
 from noloco_node.swarm.framed_stream import FramedStream
@@ -231,3 +231,14 @@ def test_throw_away_keys_whose_bodies_drip_leave_half_of_the_places_to_who_works
     works(fellow)
     now += RELIABLE_SECONDS + 1.0
     assert len(drip()) == 4, "all places are taken"
+
+
+def test_keys_without_number_that_call_do_not_make_a_node_forget_who_goes_on_answering() -> None:
+    """Whoever was met first was forgotten first, however often it answered: a far stage was lost so."""
+    known = Acquaintances()
+    known.said(FAR, 2)
+    for number in range(2 * PEERS_REMEMBERED):
+        known.answered(PeerId(f"throw-away-{number}"))
+        if number % 1000 == 0:
+            known.answered(FAR)
+    assert known.serves(FAR, 2)
