@@ -16,7 +16,7 @@ from hivemind.utils.timed_storage import get_dht_time  # pyright: ignore[reportM
 
 from noloco_node.aio import cancel_and_wait
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm.acquaintance import Acquaintances
+from noloco_node.swarm.acquaintance import SILENCES_TOLERATED, Acquaintances
 from noloco_node.swarm.dht_walk import Walker
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, SignedRecord
 from noloco_node.swarm.guarded_dht import CannotBeReached, ClocksDiffer, DhtNode, Stored, peer_name
@@ -152,8 +152,8 @@ class DhtDirectory:
         return self._view
 
     def _rows(self, key_id: Any, now: float) -> dict[PeerId, LiveRecord]:
-        live = self._records.live(key_id.to_bytes(), now)
-        return {peer: LiveRecord(held.record, held.expires, held.signed) for peer, held in live.items()}
+        live = sorted(self._records.live(key_id.to_bytes(), now).items())  # once, not at every question to the view
+        return {peer: LiveRecord(held.record, held.expires, held.signed) for peer, held in live}
 
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
         """See `Directory.to_tell`. Others are those that have answered this node: nobody's word is passed on."""
@@ -232,10 +232,12 @@ async def join_directory(
     def esteem(peer: PeerId) -> Esteem:
         if met.works(peer):
             return Esteem.WORKS
-        return Esteem.KNOWN if met.answers(peer) else Esteem.HEARSAY
+        if met.answers(peer):
+            return Esteem.KNOWN
+        return Esteem.HEARSAY if met.of(peer).silences <= SILENCES_TOLERATED else Esteem.SILENT
 
-    records = RecordStore(identity.peer_id, esteem, random.Random())
     longest = min(MAX_LIFE_SECONDS, record_seconds) + WITHDRAWAL_SECONDS
+    records = RecordStore(identity.peer_id, esteem, random.Random(), longest=longest)
     validator = RecordValidator(run_id, stages)
     intake = Intake(identity.peer_id, validator, records, met.answers, get_dht_time, longest)
     node = await DhtNode.open(p2p.hivemind_p2p, intake, records)

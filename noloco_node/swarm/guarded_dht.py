@@ -38,7 +38,7 @@ from noloco_node.swarm.dht_dictionary import (
 )
 from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.record_intake import Intake
-from noloco_node.swarm.record_store import Esteem, RecordStore
+from noloco_node.swarm.record_store import RecordStore
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,6 @@ ROW_BYTES = 24
 """Of a record in an answer, beside its signer and what it signed."""
 ANSWER_BYTES = 256 << 10
 """Records of one key in an answer."""
-MOST_HEARSAY_GIVEN = 16
-"""Records of one key in an answer whose signers this node knows nothing of, chosen anew each time: ghosts must not make
-every look-up of everybody dear for as long as they live."""
 ANSWERS_BYTES = 1 << 20
 """Records of all keys in an answer: p2pd carries 4 MiB, and hivemind's handler breaks on more."""
 ASKED_BYTES, ASKED_BYTES_A_SECOND = float(16 << 20), float(4 << 20)
@@ -249,7 +246,8 @@ class DhtNode:
         return response
 
     async def handle_find(self, request: Any, context: Any) -> Any:
-        """A node asks for records: it gets those of whose signers most is known here, and what fits of the others."""
+        """A node asks for records: it gets those whose signers brought them here or answer this node, as far as they
+        fit those first of whom most is known."""
         self._met(context.remote_id, request.peer.node_id)
         response = _pb.FindResponse(results=[], peer=self._info)
         allowance = self._answers.of(peer_name(context.remote_id))
@@ -276,16 +274,13 @@ class DhtNode:
 
     def _fitting(self, key: bytes, most_bytes: int) -> list[tuple[str, bytes, float]]:
         now = self._intake.now()
-        live = self._records.live(key, now)
-        size = sum(len(held.signed) + len(signer) + ROW_BYTES for signer, held in live.items())
-        if size <= most_bytes and len(live) <= MOST_HEARSAY_GIVEN:
-            return [(signer, held.signed, held.expires) for signer, held in live.items()]
+        vouched = self._records.vouched(key, now)
+        if sum(len(held.signed) + len(signer) + ROW_BYTES for signer, held in vouched.items()) <= most_bytes:
+            return [(signer, held.signed, held.expires) for signer, held in vouched.items()]
         rows: list[tuple[str, bytes, float]] = []
-        hearsay = 0
         for signer, held in self._records.best_first(key, now):
             most_bytes -= len(held.signed) + len(signer) + ROW_BYTES
-            hearsay += self._records.esteem_of(signer, held, now) is Esteem.HEARSAY
-            if most_bytes < 0 or hearsay > MOST_HEARSAY_GIVEN:
+            if most_bytes < 0:
                 break
             rows.append((signer, held.signed, held.expires))
         return rows

@@ -7,7 +7,9 @@ cannot keep it by filling the others, and who renews its record comes back.
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ T = TypeVar("T")
 
 MOST_RECORDS = 512
 """Records under one key."""
-MOST_HEARSAY = 64
+MOST_HEARSAY = 32
 """Records under one key that one peer brought of others, of whom this node knows nothing more."""
 MOST_KEYS = 4096
 """Stages of other people's runs that a seed holds the records of."""
@@ -40,6 +42,8 @@ FEW = 8
 class Esteem(IntEnum):
     """What is known of a record's signer, the least first."""
 
+    SILENT = -1
+    """Somebody else brought the record, and this node's calls to the signer came to nothing."""
     HEARSAY = 0
     """Somebody else brought the record."""
     DIRECT = 1
@@ -62,10 +66,16 @@ class Held:
     first_direct: float | None = None
     """When its signer first brought it itself."""
     last_direct: float = 0.0
+    since: float = -math.inf
+    """When this record, with this expiry, came here: monotonic seconds."""
 
 
 class RecordStore:
-    """Records by key and signer. `esteem` says what is known of a peer; time is handed in."""
+    """Records by key and signer. `esteem` says what is known of a peer; DHT time is handed in.
+
+    Whatever end a record claims, it lives `longest` seconds of the monotonic `clock` here, unless a newer one comes in
+    time: the room that is left for clocks that differ is no life for ghosts.
+    """
 
     def __init__(
         self,
@@ -73,6 +83,8 @@ class RecordStore:
         esteem: Callable[[PeerId], Esteem],
         rng: random.Random,
         *,
+        longest: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
         most_records: int = MOST_RECORDS,
         most_keys: int = MOST_KEYS,
         most_in_all: int = MOST_IN_ALL,
@@ -80,6 +92,7 @@ class RecordStore:
         self._own = own
         self._esteem = esteem
         self._rng = rng
+        self._longest, self._clock = longest, clock
         self._most_records, self._most_keys, self._most_in_all = most_records, most_keys, most_in_all
         self._rows: dict[bytes, dict[PeerId, Held]] = {}
         self._keys_of: Counter[PeerId] = Counter()
@@ -105,9 +118,14 @@ class RecordStore:
         self._drop_ended(key, now)
         return dict(self._rows.get(key, {}))
 
+    def vouched(self, key: bytes, now: float) -> dict[PeerId, Held]:
+        """Those of them that this node may hand on: nobody's word is passed on, since it would have no end."""
+        live = self.live(key, now).items()
+        return {signer: held for signer, held in live if self.esteem_of(signer, held, now) > Esteem.HEARSAY}
+
     def best_first(self, key: bytes, now: float) -> list[tuple[PeerId, Held]]:
         """The same, those of whose signers most is known first, equals by chance."""
-        rows = list(self.live(key, now).items())
+        rows = list(self.vouched(key, now).items())
         self._rng.shuffle(rows)
         rows.sort(key=lambda row: -self.esteem_of(row[0], row[1], now))
         return rows
@@ -118,7 +136,7 @@ class RecordStore:
             return Esteem.OWN
         known = self._esteem(signer)
         if known >= Esteem.KNOWN or held.first_direct is None:
-            return max(known, Esteem.HEARSAY)
+            return known
         regular = held.last_direct - held.first_direct >= REGULAR_SECONDS and now - held.last_direct < REGULAR_SECONDS
         return Esteem.KNOWN if regular else Esteem.DIRECT
 
@@ -142,12 +160,14 @@ class RecordStore:
             if row.expires <= old.expires:
                 return False
             old.record, old.signed, old.expires = row.record, row.signed, row.expires
+            old.since = self._clock()
             return True
         if old is not None:
             self._drop(key, signer)
         self.touch(row, signer, row.storer, now)
         if not self._make_room(key, signer, row, now):
             return False
+        row.since = self._clock()
         self._rows.setdefault(key, {})[signer] = row
         self._count += 1
         self._keys_of[signer] += 1
@@ -161,7 +181,7 @@ class RecordStore:
             return True
         if self._keys_of[signer] >= MOST_KEYS_A_SIGNER:
             return False
-        if esteem is Esteem.HEARSAY and len(self._hearsay.get((key, row.storer), ())) >= MOST_HEARSAY:
+        if esteem <= Esteem.HEARSAY and len(self._hearsay.get((key, row.storer), ())) >= MOST_HEARSAY:
             self._keep_hearsay_bounded(key, row.storer, now)
         if len(self._rows.get(key, ())) >= self._most_records:
             self._drop_ended(key, now)
@@ -180,10 +200,10 @@ class RecordStore:
         """What one peer brings of others takes the place of something that it brought before. Only a few are looked
         at, since a peer may bring many, again and again; where nobody of them is hearsay any more, little else is."""
         rows, brought = self._rows[key], list(self._hearsay[key, storer])
-        for signer in self._rng.sample(brought, min(FEW, len(brought))):
-            if self.esteem_of(signer, rows[signer], now) is Esteem.HEARSAY:
-                self._drop(key, signer)
-                return
+        among = self._rng.sample(brought, min(FEW, len(brought)))
+        least, signer = min((self.esteem_of(signer, rows[signer], now), signer) for signer in among)
+        if least <= Esteem.HEARSAY:
+            self._drop(key, signer)
 
     def _give_up_place(self, key: bytes, esteem: Esteem, now: float) -> bool:
         """Whoever is not hearsay gets a place in any case, or newcomers would be shut out of a full stage; but only a
@@ -194,7 +214,7 @@ class RecordStore:
         if not among:
             return False
         victim = min(among, key=lambda signer: self.esteem_of(signer, rows[signer], now))
-        if esteem is Esteem.HEARSAY and self.esteem_of(victim, rows[victim], now) > esteem:
+        if esteem <= Esteem.HEARSAY and self.esteem_of(victim, rows[victim], now) > esteem:
             return False
         self._drop(key, victim)
         return True
@@ -229,7 +249,12 @@ class RecordStore:
             self._drop_ended(key, now)
 
     def _drop_ended(self, key: bytes, now: float) -> None:
-        for signer in [signer for signer, held in self._rows.get(key, {}).items() if held.expires <= now]:
+        oldest = self._clock() - self._longest
+        rows = self._rows.get(key, {}).items()
+        ended = [
+            signer for signer, held in rows if held.expires <= now or (held.since < oldest and signer != self._own)
+        ]
+        for signer in ended:
             self._drop(key, signer)
 
     def _drop(self, key: bytes, signer: PeerId) -> None:

@@ -22,10 +22,10 @@ from noloco_node.swarm.guarded_dht import (
     ASKED_BYTES,
     BUCKET_SIZE,
     HAND_OVERS_AT_ONCE,
-    MOST_HEARSAY_GIVEN,
     node_id_of,
 )
 from noloco_node.swarm.identity import Identity
+from noloco_node.swarm.record_store import MOST_HEARSAY, MOST_RECORDS
 from noloco_node.swarm.transport import PeerId
 from tests.swarm.hostile_dht import FIND, PING, STORE, Stranger, ghost, key_ids, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
@@ -141,8 +141,8 @@ async def test_one_bad_record_takes_no_other_with_it() -> None:
     good = [ghost(RUN, 0, expires) for _ in range(3)]
     bad = [ghost("another-run", 0, expires), (good[0][0][:-1] + "x", b"no record"), ("x" * 9999, b"")]
     stranger = Stranger(MemoryP2P(one.p2p.network, throw_away_key().peer_id), [])
-    await stranger.store_whole(one.peer, KEY, [bad[0], good[0], bad[1], good[1], bad[2], good[2]], expires)
     for member in (one, two):
+        await stranger.store_whole(member.peer, KEY, [bad[0], good[0], bad[1], good[1], bad[2], good[2]], expires)
         await member.directory.refresh()
         assert live_ids(member.directory, 0) == {one.peer, two.peer, *(signer for signer, _ in good)}
         assert member.directory.records_held == 5
@@ -151,25 +151,60 @@ async def test_one_bad_record_takes_no_other_with_it() -> None:
 async def test_answers_are_cut_to_what_p2pd_carries_and_those_that_are_known_come_first() -> None:
     """A full key, asked for by itself and under hundreds of names; hivemind reads what comes."""
     one, two = await members(2)
-    one.met.answered(two.peer)
+    one.met.worked(two.peer)
     expires, network = one.directory.now() + 60, one.p2p.network
     stranger = Stranger(MemoryP2P(network, throw_away_key().peer_id), [])
-    for _ in range(12):
+    one.directory._intake._may_check = lambda *_: True  # type: ignore[method-assign]
+    for _ in range(MOST_RECORDS // MOST_HEARSAY + 1):
         bringer = Stranger(MemoryP2P(network, throw_away_key().peer_id), [])
-        one.directory._intake._may_check = lambda *_: True  # type: ignore[method-assign]
-        await bringer.store(one.peer, KEY, [ghost(RUN, 0, expires, padding=500) for _ in range(60)], expires)
-    assert one.directory.records_held > 500
+        told = [ghost(RUN, 0, expires, padding=500) for _ in range(MOST_HEARSAY)]
+        await bringer.store(one.peer, KEY, told, expires)
+    assert one.directory.records_held == MOST_RECORDS
+    assert len(MSGPackSerializer.loads((await stranger.find(one.peer, [KEY])).results[0].value)) == 2, "nobody's word"
+    await one.directory.refresh()
+    for signer in one.directory.view.stages[0]:
+        one.met.answered(signer)
     alone = await stranger.find(one.peer, [KEY])
     assert len(alone.results[0].value) <= ANSWER_BYTES + 64
     rows = MSGPackSerializer.loads(alone.results[0].value)
     assert rows.get(two.peer) is not None
     assert rows.get(one.peer) is not None
-    assert len(rows) == 2 + MOST_HEARSAY_GIVEN, "of those that nobody knows only some are passed on"
     many = await stranger.find(one.peer, [KEY] * 5000)
     assert ANSWERS_BYTES / 2 < many.ByteSize() < P2PD_CARRIES / 2
     one.directory._node._answers.of(PeerId(str(stranger._p2p.peer_id))).spend(100 * ASKED_BYTES)
     assert not (await stranger.find(one.peer, [KEY])).results[0].value, "one peer is given so much a second"
     assert (await bringer.find(one.peer, [KEY])).results[0].value, "others are not concerned"
+
+
+async def test_ghosts_fade_within_a_records_life_and_wander_nowhere_whatever_end_they_claim() -> None:
+    """One node was told of them, in a swarm that looks again and again; who brought its own record is seen by all, as
+    one is whose clock is five minutes ahead."""
+    made = await members(4)
+    time = [0.0]
+    for member in made:
+        member.directory._records._clock = lambda: time[0]
+        member.directory._records._longest = 60.0
+    one, now = made[0], made[0].directory.now()
+    honest = {member.peer for member in made}
+    stranger = Stranger(MemoryP2P(one.p2p.network, throw_away_key().peer_id), [])
+    ghosts = [ghost(RUN, 0, now + 350.0) for _ in range(MOST_HEARSAY)]
+    await stranger.store(one.peer, KEY, ghosts, now + 350.0)
+    newcomer = throw_away_key()
+    alone = Stranger(MemoryP2P(one.p2p.network, newcomer.peer_id), [])
+    await alone.store(one.peer, KEY, [ghost(RUN, 0, now + 350.0, identity=newcomer)], now + 350.0)
+    for _ in range(3):
+        for member in made:
+            await member.directory.refresh()
+    for member in made[1:]:
+        assert live_ids(member.directory, 0) == honest | {newcomer.peer_id}, "hearsay is not handed on"
+    assert len(live_ids(one.directory, 0)) == len(honest) + 1 + MOST_HEARSAY
+    time[0] = 59.0
+    await publish(made, 1)
+    await alone.store(one.peer, KEY, [ghost(RUN, 0, now + 360.0, identity=newcomer)], now + 360.0)
+    time[0] = 61.0
+    for member in made:
+        await member.directory.refresh()
+        assert live_ids(member.directory, 0) == honest | {newcomer.peer_id}
 
 
 async def test_routing_tables_do_not_grow_with_invented_keys() -> None:

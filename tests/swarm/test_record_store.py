@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.record_intake import CHECKS_A_SECOND, CHECKS_AT_ONCE, POOLS, SKEW_SECONDS, Intake
 from noloco_node.swarm.record_store import (
+    FEW,
     MOST_HEARSAY,
     MOST_KEYS_A_SIGNER,
     REGULAR_SECONDS,
@@ -76,6 +77,35 @@ def test_what_one_peer_brings_of_others_is_bounded_and_pushes_out_nobody_elses()
     for friend in known:
         assert store.put(KEY, PeerId(friend), held("stranger"), 0.0)
     assert known.keys() <= names(store)
+
+
+def test_those_that_did_not_answer_lose_their_places_first() -> None:
+    """Among what one peer brought, and where a key is full; one that answers by then keeps its place."""
+    known: dict[str, Esteem] = {}
+    store = store_of(known, most_records=MOST_HEARSAY)
+    fill(store, MOST_HEARSAY, lambda _: "one")
+    known |= {f"ghost-{number}": Esteem.SILENT for number in range(MOST_HEARSAY // 2)}
+    fill(store, 3, lambda _: "one", first=100)
+    fill(store, 3, lambda _: "another", first=200)
+    assert len(names(store) & known.keys()) <= MOST_HEARSAY // 2 - 5, "eight or more are looked at for each"
+    known |= {f"ghost-{number}": Esteem.SILENT for number in range(1000)}
+    known["ghost-20"] = Esteem.KNOWN
+    fill(store, 50, lambda _: "third", first=2000)
+    assert "ghost-20" in names(store)
+
+
+def test_a_record_lives_no_longer_than_honest_ones_unless_it_is_renewed_and_the_own_one_to_its_end() -> None:
+    """By the time since it came here, whatever end it claims; known signers are no exception."""
+    time = [0.0]
+    store = RecordStore(OWN, lambda _: Esteem.KNOWN, random.Random(0), longest=30.0, clock=lambda: time[0])
+    for name in ("leaves", "stays", OWN):
+        store.put(KEY, PeerId(name), held(name, 320.0), 0.0)
+    for second in (20, 40):
+        time[0] = float(second)
+        store.put(KEY, PeerId("stays"), held("another", 320.0 + second), float(second))
+        if second < 30:
+            store.put(KEY, PeerId("leaves"), held("leaves", 320.0), float(second))
+    assert names(store, 40.0) == {"stays", OWN}, "the same record again is no renewal"
 
 
 def test_a_flood_by_any_number_of_peers_leaves_those_that_this_node_knows_and_its_own() -> None:
@@ -188,7 +218,7 @@ def test_a_peer_that_brings_many_again_and_again_costs_little() -> None:
         for number in range(400):
             store.put(KEY, PeerId(f"peer-{number}"), held("storer", 1e6), float(time))
     assert len(store) <= MOST_HEARSAY + 1
-    assert looks <= 10 * 400 * 4
+    assert looks <= 10 * 400 * (FEW + 1)
 
 
 class Desk:
