@@ -19,6 +19,7 @@ from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode
 from noloco_node.local_swarm import LocalSwarm, SwarmNode
 from noloco_node.storage.checkpoint import CheckpointFolder
+from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
@@ -85,8 +86,9 @@ async def test_a_node_that_is_told_to_leave_saves_itself_and_the_same_command_go
     folder = tmp_path / "node"
     alone = command(folder, settings=("run.model.stages=1", ENDLESS, *OFTEN))
     folder.mkdir()
-    (folder / "checkpoints").write_text("in the way")
     async with daemon(*alone, folder=folder) as (process, events):
+        await eventually(lambda: RunFolder(folder).claimed, 60, "it has found nothing strange in its folder")
+        (folder / "checkpoints").write_text("in the way")
         failed = await eventually(lambda: of(CheckpointTaken, events), 120, "a checkpoint was tried")
         assert "File exists" in failed[0].error or "Not a directory" in failed[0].error
         steps = len(of(InnerStep, events))
