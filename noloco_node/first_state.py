@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.swarm.beginning import ASK_SECONDS, BEGINNINGS, HEARD, run_has_ended, where_to_begin
+from noloco_node.swarm.beginning import ASK_SECONDS, BEGINNINGS, DOUBT_SECONDS, HEARD, run_has_ended, where_to_begin
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.first_look import LOOK_AGAIN_SECONDS
 from noloco_node.swarm.late_join import NoDonor, StateCopier
@@ -50,9 +50,15 @@ class FirstState:
         stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError (NO_DONOR)
         where a fellow's state is needed and nobody gave it."""
         there, joined = await self._who_answers(), self._joined
-        finished = any(record.finished for record in self._membership.others(*PeerState))
-        max_lag = self._spec.max_lag_tokens
-        begin = where_to_begin(own_clock, there, self._stage, max_lag, joined=joined, finished=finished)
+        begin = where_to_begin(
+            own_clock,
+            there,
+            self._stage,
+            self._spec.max_lag_tokens,
+            joined=joined,
+            finished=self._said_to_be_over(),
+            unrecorded=bool(self._membership.unrecorded()),
+        )
         if begin.source == "nowhere":
             raise run_has_ended(self._spec, begin.why)
         logger.info("begins from %s: %s", BEGINNINGS[begin.source], begin.why)
@@ -72,16 +78,24 @@ class FirstState:
 
     async def _who_answers(self) -> list[PeerRecord]:
         """Records of the nodes that answer. Where records show some and none answers, they are asked again for a while:
-        one lost request must not decide where a node begins."""
+        one lost request must not decide where a node begins. Longer still where a ghost's word would, or where one
+        that answers serves the run and has told no record yet."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + (ASK_SECONDS if self._joined else 0.0)
+        began = loop.time()
         while True:
             await self._membership.refresh()
             there = self._membership.others_there(*HEARD)
-            if there or not self._membership.others(*HEARD) or loop.time() >= until:
+            unrecorded = bool(self._membership.unrecorded())
+            if there or not self._joined or not (unrecorded or self._membership.others(*HEARD)):
+                return there
+            doubt = unrecorded or self._said_to_be_over()
+            if loop.time() >= began + (DOUBT_SECONDS if doubt else ASK_SECONDS):
                 return there
             # Nothing tells that a peer can be reached again: asking is the only way.
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
+
+    def _said_to_be_over(self) -> bool:
+        return any(record.finished for record in self._membership.others(*PeerState))
 
     async def _copy_a_fellow(self) -> PeerId:
         """Become a copy of a fellow. Raises NoDonor."""

@@ -32,6 +32,7 @@ from noloco_node.swarm.late_join import StateCopier
 from noloco_node.swarm.membership import Membership, OwnFigures
 from noloco_node.swarm.microbatch import Ledger, Sample
 from noloco_node.swarm.origin import Origin
+from noloco_node.swarm.peer_addresses import parse_address
 from noloco_node.swarm.pipeline import Downstream, PipelineServer
 from noloco_node.swarm.probation import Standing
 from noloco_node.swarm.records_call import serve_records
@@ -161,6 +162,7 @@ class Replica:
             self.membership.introduced,
             self._directory_read,
             random.Random(f"roll/{self._settings.seed}/{self._transport.peer_id}"),
+            entrances=[parse_address(address).peer for address in self._settings.initial_peers],
         )
 
     def _make_server(self, stage: Stage) -> PipelineServer:

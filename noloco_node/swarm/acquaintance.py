@@ -139,6 +139,10 @@ class Acquaintances:
         """Peers of which work was seen and that answer, whatever the directory says of them."""
         return [peer for peer in self._workers if self.answers(peer)]
 
+    def answering(self) -> Sequence[PeerId]:
+        """Peers that answer, whatever the directory says of them."""
+        return [peer for peer in (*self._workers, *self._met) if self.answers(peer)]
+
     def takes_part(self, peer: PeerId) -> bool:
         """Whether `peer` answers and has said itself that it serves this run, at whatever stage."""
         return self.answers(peer) and self.of(peer).stage is not None

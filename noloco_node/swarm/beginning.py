@@ -20,6 +20,9 @@ BEGINNINGS = {
 
 ASK_SECONDS = 10.0
 """How long nodes that the directory shows are asked again where none of them answers."""
+DOUBT_SECONDS = 30.0
+"""The same where one that does not answer says that the run is over, or one that answers serves the run and its record
+has not been found yet."""
 HEARD = (*SERVING, PeerState.JOINING)
 """States of nodes whose word counts where they answer."""
 
@@ -44,20 +47,22 @@ def where_to_begin(
     *,
     joined: bool = True,
     finished: bool = False,
+    unrecorded: bool = False,
 ) -> Beginning:
     """The precedence: the own checkpoint unless the swarm is more than `max_lag` tokens beyond it; else a fellow's
     state; else the first weights, which the run's seed gives.
 
     `own_clock` is the checkpoint's (None: there is none), `others` are the records, of all stages without the own, of
     those that answer this node. `joined`: it was let in by others; where it was not the run begins with it, and nobody
-    can tell it that it is over. `finished`: a record says that the run has come to its end, and nobody answers for it.
+    can tell it that it is over. `finished`: a record says that the run has come to its end, and nobody answers for it;
+    `unrecorded`: somebody answers who serves the run, and no record of it was found: then no record's word ends it.
     How far the swarm is, is the median of the fellows' recorded clocks, or of everyone's where no fellow lives.
     """
     others = [record for record in others if record.state in HEARD]
     serving = [record for record in others if record.state in SERVING]
     past = sum(record.outer_rounds > 0 for record in serving)
     if not past:
-        return _before_the_first_round(own_clock, others, ended=joined and finished)
+        return _before_the_first_round(own_clock, others, ended=joined and finished and not unrecorded)
     doubtful = not joined or 2 * past <= len(serving)
     fellows = [record.clock for record in serving if record.stage == stage]
     ahead = median(fellows or [record.clock for record in serving]) - (own_clock or 0.0)

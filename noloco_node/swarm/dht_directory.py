@@ -156,17 +156,20 @@ class DhtDirectory:
         return {peer: LiveRecord(held.record, held.expires, held.signed) for peer, held in live}
 
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
-        """See `Directory.to_tell`. Others are those that have answered this node: nobody's word is passed on."""
-        now, own, others = self.now(), list[SignedRecord](), list[SignedRecord]()
+        """See `Directory.to_tell`. Others are those that have answered this node, first those whose work it has seen:
+        nobody's word is passed on."""
+        now, own, others, workers = self.now(), list[SignedRecord](), list[SignedRecord](), list[SignedRecord]()
         for stage, key_id in enumerate(self._key_ids):
             for peer, held in self._records.live(key_id.to_bytes(), now).items():
                 row = SignedRecord(stage, peer, held.expires, held.signed)
                 if peer == self._identity.peer_id:
                     own.append(row)
                 elif self._acquaintances.answers(peer):
-                    others.append(row)
+                    (workers if self._acquaintances.works(peer) else others).append(row)
         own = sorted(own, key=lambda row: -row.expires)[:most]
-        return (*own, *self._rng.sample(others, min(most - len(own), len(others))))
+        for rows in (workers, others):
+            self._rng.shuffle(rows)
+        return (*own, *workers, *others)[:most]
 
     def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
         """See `Directory.told`."""

@@ -119,7 +119,8 @@ class Directory(Protocol):
         ...
 
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
-        """What to tell a peer: this node's own live records, the newest first, then others at random, `most` in all."""
+        """What to tell a peer: this node's own live records, the newest first, then others, such as work before such
+        as only answer, `most` in all."""
         ...
 
     def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:

@@ -55,9 +55,9 @@ def serve_hello(transport: Transport, spec: RunSpec | None, stage: Callable[[], 
     transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=4)
 
 
-async def ask_hello(transport: Transport, peer: PeerId) -> Hello:
-    """What a peer says of itself. Raises Refused or TransportError where it says nothing of use."""
-    limit = TIMEOUT_SECONDS
+async def ask_hello(transport: Transport, peer: PeerId, limit: float = TIMEOUT_SECONDS) -> Hello:
+    """What a peer says of itself, within `limit` seconds. Raises Refused or TransportError where it says nothing of
+    use."""
     return (await ask(transport, peer, METHOD, None, Hello, timeout=limit, progress=limit)).header
 
 

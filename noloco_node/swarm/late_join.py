@@ -208,6 +208,8 @@ class StateCopier:
         """What the donors can give; those that answer otherwise are noted."""
         asked = list(donors)
         self._rng.shuffle(asked)
+        known = self._transport.acquaintances
+        asked.sort(key=lambda donor: (not known.answers(donor), known.of(donor).silences))
         offers: dict[PeerId, StateOffer] = {}
 
         async def ask(donor: PeerId) -> None:

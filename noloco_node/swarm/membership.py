@@ -187,6 +187,12 @@ class Membership:
         """Records of all stages' nodes that are there."""
         return [record for stage in range(self.stages) for record in self.there(stage, *states)]
 
+    def unrecorded(self) -> list[PeerId]:
+        """Peers that answer and have said that they serve the run, of which no record has been read yet."""
+        rows = self._directory.view.stages
+        answering = [peer for peer in self._known.answering() if self._known.takes_part(peer)]
+        return [peer for peer in answering if not any(peer in stage for stage in rows)]
+
     def unserved(self) -> list[int]:
         """Stages, the own one aside, of which nobody that serves is there, whatever the records say."""
         return [s for s in range(self.stages) if s != self.stage and not self.there(s, *SERVING)]

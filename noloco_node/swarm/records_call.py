@@ -55,6 +55,8 @@ class Told:
     """A refusal is an answer."""
     stage: int | None = None
     """The stage of the run that it serves, as it says; None where it serves another run, or refused."""
+    named: tuple[PeerId, ...] = ()
+    """Whose records it told."""
 
 
 def serve_records(
@@ -99,7 +101,7 @@ async def tell(
     transport.acquaintances.said(peer, serves)
     if told.run == run_id:
         directory.told(peer, _unpacked(told.records))
-    return Told(answered=True, stage=serves)
+    return Told(answered=True, stage=serves, named=tuple(PeerId(record.peer) for record in told.records))
 
 
 def _packed(run_id: str, stage: int | None, rows: Sequence[SignedRecord]) -> RecordsMessage:

@@ -26,6 +26,12 @@ CALL_SECONDS = 5.0
 """Deadline of one call."""
 SWEEP_SECONDS = 10.0
 """For asking everybody before something is decided."""
+STRANGERS_SECONDS = 3.0
+"""Of these, for those of whom nothing is known, once anybody is there: a crowd of ghosts must not hold up a start."""
+SHORTEST_CALL_SECONDS = 1.0
+MOST_ACQUAINTED = 64
+"""Peers that have answered this node, and are asked in a sweep before those that are named and introduced."""
+MOST_NAMED = 256
 CALLS_A_SECOND = 4.0
 """In the long run."""
 BURST = 16
@@ -50,6 +56,8 @@ class _Asked:
     silences: int = 0
     """Calls of whatever kind that it had not answered when it was last asked."""
     under_way: bool = False
+    has_told: bool = False
+    """It has told this node whom it knows."""
 
 
 class RollCall:
@@ -66,8 +74,13 @@ class RollCall:
         introduced: Callable[[], Iterable[PeerRecord]],
         on_change: Callable[[], None],
         rng: random.Random,
+        entrances: Iterable[PeerId] = (),
     ) -> None:
         self._transport = transport
+        self._entrances = set(entrances) - {transport.peer_id}
+        """Initial peers: asked, and for whom they know, before anybody whom only a record introduces."""
+        self._named: dict[PeerId, None] = {}
+        """Whom peers told of that answered in a sweep, the entrances' word first."""
         self._directory = directory
         self._run = run_id
         self._stage = stage
@@ -78,6 +91,8 @@ class RollCall:
         self._asked: dict[PeerId, _Asked] = {}
         self._looked = Pulse()
         self._running = False
+        self._found = False
+        """Whether anybody that is introduced was there in the last sweep."""
         self._near_in_a_row = 0
         self._allowance = float(BURST)
         self._allowed_at = 0.0
@@ -91,7 +106,8 @@ class RollCall:
         records = {PeerId(record.peer_id): record for record in self._introduced()}
         workers = [peer for peer in self._known.known_workers() if peer not in records]
         before = self._asked
-        self._asked = {peer: before.get(peer) or _Asked(None) for peer in (*records, *workers)}
+        kept = () if self._running else self._entrances & before.keys()
+        self._asked = {peer: before.get(peer) or _Asked(None) for peer in (*records, *workers, *kept)}
         now = asyncio.get_running_loop().time()
         for peer, record in records.items():
             asked = self._asked[peer]
@@ -119,24 +135,64 @@ class RollCall:
 
     async def sweep(self, seconds: float) -> None:
         """Ask every introduced peer that does not serve its stage yet as far as this node knows, `BURST` at a time, and
-        return when each has answered or fallen silent; no call is begun after so many seconds. Where `run` runs, it
-        asks, and nobody waits here."""
+        return when each has answered or fallen silent, or the time is up. Where `run` runs, it asks, and nobody waits
+        here.
+
+        First come the initial peers and whoever has answered this node, then those that they name; all others share
+        `STRANGERS_SECONDS` where somebody is there by then. Of these, who was silent before is asked only where nobody
+        is there.
+        """
         self.look()
         if self._running:
             return
         loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
-        unsure = [peer for peer, asked in self._asked.items() if not asked.under_way and not self._confirmed(peer)]
-        unsure = self._drawn(unsure, len(unsure))[::-1]
+        began = loop.time()
+        acquainted = self._acquainted()
+        for peer in acquainted:
+            self._asked.setdefault(peer, _Asked(None))
+        self._found = any(asked.record and self._confirmed(peer) for peer, asked in self._asked.items())
+        entrances = [peer for peer in acquainted if peer in self._entrances]
+        await self._ask_in_turn(entrances, lambda: began + seconds)
+        await self._ask_in_turn([peer for peer in acquainted if peer not in self._entrances], lambda: began + seconds)
+        named = [peer for peer in self._named if self._unsure(peer)]
+        await self._ask_in_turn(named, lambda: began + seconds)
+        asked_now = {*acquainted, *named}
+        others = [peer for peer in self._asked if peer not in asked_now and self._unsure(peer)]
+        silent = [peer for peer in others if self._known.of(peer).silences and not self._known.met(peer)]
+        fresh = [peer for peer in others if not self._known.of(peer).silences or self._known.met(peer)]
+        since = loop.time()
+
+        def until() -> float:
+            return min(began + seconds, since + STRANGERS_SECONDS) if self._found else began + seconds
+
+        await self._ask_in_turn(self._drawn(fresh, len(fresh)), until)
+        if not self._found:
+            await self._ask_in_turn(self._drawn(silent, len(silent)), until)
+
+    def _acquainted(self) -> list[PeerId]:
+        """Initial peers that have not told yet whom they know, and others that answer and are not known to be there."""
+        entrances = [peer for peer in self._entrances if (asked := self._asked.get(peer)) is None or not asked.has_told]
+        answering = [peer for peer in self._known.answering() if peer not in self._entrances]
+        seen = [peer for peer in answering if self._unsure(peer) or not self._known.takes_part(peer)]
+        return [*entrances, *seen[-MOST_ACQUAINTED:]]
+
+    def _unsure(self, peer: PeerId) -> bool:
+        asked = self._asked.get(peer)
+        return asked is not None and not asked.under_way and not self._confirmed(peer)
+
+    async def _ask_in_turn(self, peers: Sequence[PeerId], until: Callable[[], float]) -> None:
+        """All of them, `BURST` at a time; nobody any more once `until()` is over."""
+        loop, left = asyncio.get_running_loop(), list(peers)[::-1]
 
         async def work_off() -> None:
-            while unsure and loop.time() < until:
-                peer = unsure.pop()
+            while left and (seconds := until() - loop.time()) > 0.0:
+                peer = left.pop()
                 if (asked := self._asked.get(peer)) is not None:
-                    await self._ask(peer, asked)
+                    await self._ask(peer, asked, min(CALL_SECONDS, max(SHORTEST_CALL_SECONDS, seconds)))
+                    self._found = self._found or (asked.record is not None and self._confirmed(peer))
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(BURST, len(unsure))):
+            for _ in range(min(BURST, len(left))):
                 group.create_task(work_off())
 
     def _due(self, now: float) -> list[PeerId]:
@@ -207,13 +263,13 @@ class RollCall:
         waits = [asked.next_try - now for asked in self._asked.values() if not asked.under_way]
         return min(LOOK_SECONDS, max(1.0 / CALLS_A_SECOND, min(waits))) if waits else None
 
-    async def _ask(self, peer: PeerId, asked: _Asked) -> None:
+    async def _ask(self, peer: PeerId, asked: _Asked, timeout: float = CALL_SECONDS) -> None:
         before = self._known.answers(peer), self._known.of(peer).stage
         sampled = self._kind(peer) == INTRODUCED or self._known.of(peer).drawn is not None
         at_random, record = sampled and not self._pressing(peer), asked.record
         asked.under_way = True
         try:
-            answered = await self._call(peer, record)
+            answered = await self._call(peer, record, asked, timeout)
         finally:
             asked.under_way = False
         if at_random and record is not None:
@@ -229,15 +285,16 @@ class RollCall:
             self._on_change()
         self._looked.fire()
 
-    async def _call(self, peer: PeerId, record: PeerRecord | None) -> bool:
+    async def _call(self, peer: PeerId, record: PeerRecord | None, asked: _Asked, timeout: float) -> bool:
         """A node that is still on its way to its stage has no records to tell yet, and only says where it goes."""
         if record is None or record.state is not PeerState.JOINING:
-            told = await tell(
-                self._transport, peer, self._run, self._directory, stage=self._stage(), timeout=CALL_SECONDS
-            )
+            told = await tell(self._transport, peer, self._run, self._directory, stage=self._stage(), timeout=timeout)
+            asked.has_told |= told.stage is not None
+            if not self._running:
+                self._named.update(dict.fromkeys(told.named[: MOST_NAMED - len(self._named)]))
             return told.answered
         try:
-            hello = await ask_hello(self._transport, peer)
+            hello = await ask_hello(self._transport, peer, timeout)
         except Refused:
             return True
         except TransportError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node import replica as replica_module
+from noloco_node import first_state
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec, PipelineSpec, RunSpec
 from noloco_node.errors import ExitCode, UserError
@@ -159,7 +159,7 @@ async def test_a_first_node_begins_whatever_ghosts_say() -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 async def test_who_comes_after_the_end_is_told_so(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds records of who has left, and nobody: it neither starts from the seed nor waits for ever."""
-    monkeypatch.setattr(replica_module, "ASK_SECONDS", 0.05)
+    monkeypatch.setattr(first_state, "ASK_SECONDS", 0.05)
     async with world(short_run(), settings=JOINS) as made:
         await haunt(made, PeerState.GONE, finished=True)
         with pytest.raises(UserError) as raised:
@@ -182,6 +182,25 @@ async def test_a_joiner_on_a_link_that_loses_requests_asks_again(lost: int) -> N
         veteran.donor.accepting = True
         await veteran.membership.announce(PeerState.TRAINING)
         made.network.inject(Fault(FaultKind.LOSE_REQUEST, source=peer_name(0, 1), times=lost))
+        assert await joiner.become_current() == peer_name(0, 0)
+
+
+async def test_a_ghosts_word_that_the_run_is_over_waits_for_those_that_are_slow_to_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first calls to the only fellow are lost for longer than a node asks without a ghost's word."""
+    monkeypatch.setattr(first_state, "ASK_SECONDS", 0.05)
+    limits = LIMITS.model_copy(update={"record_seconds": 20.0})
+    async with world(short_run(stages=1, limits=limits), replicas=2, settings=JOINS) as made:
+        veteran, joiner = made.replicas
+        assert veteran.origin is not None
+        for _ in range(3):
+            await veteran.origin.train_one()
+        await veteran.exchanger.step_alone()
+        veteran.donor.accepting = True
+        await haunt(made, PeerState.FINISHING, finished=True)
+        await veteran.membership.announce(PeerState.TRAINING)
+        made.network.inject(Fault(FaultKind.LOSE_REQUEST, source=peer_name(0, 1), method="records", times=6))
         assert await joiner.become_current() == peer_name(0, 0)
 
 

@@ -1,0 +1,84 @@
+"""A node that comes to a swarm whose directory is full of records without nodes: it finds those that are there soon."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from noloco_node.swarm.directory import PeerRecord, PeerState, SignedRecord
+from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryNetwork, MemoryTransport
+from noloco_node.swarm.records_call import serve_records
+from noloco_node.swarm.roll_call import SWEEP_SECONDS, RollCall
+from noloco_node.swarm.transport import PeerId
+from tests.swarm.virtual_time import in_virtual_time
+
+GHOSTS = 1000
+RUN = "run-under-test"
+JOINER, FELLOW, ENTRANCE = PeerId("peer-that-joins"), PeerId("peer-of-the-stage"), PeerId("peer-at-the-door")
+
+
+class Telling(MemoryDirectory):
+    """Tells the fellow's record, as who has met it does."""
+
+    def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
+        return (SignedRecord(0, FELLOW, 1e9, b"signed"),)[:most]
+
+
+def record(peer: str, stage: int = 0) -> PeerRecord:
+    """An introduction of a replica that trains."""
+    return PeerRecord(peer_id=peer, stage=stage, state=PeerState.TRAINING, protocol=1, version="0")
+
+
+async def found_after(clock: Callable[[], float], ghosts: int, entrances: Sequence[PeerId], seed: int) -> float:
+    """Seconds of sweeps until the fellow is there, beside ghosts that hang until each call's deadline."""
+    network = MemoryNetwork()
+    transports = [MemoryTransport(network, peer) for peer in (JOINER, FELLOW, ENTRANCE)]
+    joiner, fellow, entrance = transports
+    for other, stage in ((fellow, 0), (entrance, 1)):
+        serve_records(other, RUN, Telling(MemoryDirectoryHub(2)), lambda stage=stage: stage)
+    records = [record(f"ghost-{number:06d}", number % 2) for number in range(ghosts)]
+    for each in records:
+        transports.append(MemoryTransport(network, PeerId(each.peer_id)))
+        network.inject(Fault(FaultKind.DELAY, target=PeerId(each.peer_id), wait=asyncio.Event().wait))
+    records += [record(FELLOW), record(ENTRANCE, 1)]
+    random.Random(seed).shuffle(records)
+    own, rng = MemoryDirectory(MemoryDirectoryHub(2)), random.Random(seed)
+    roll = RollCall(joiner, own, RUN, lambda: 0, 60.0, lambda: records, lambda: None, rng, entrances)
+    try:
+        for _ in itertools.takewhile(lambda _: not joiner.acquaintances.serves(FELLOW, 0), range(100)):
+            await roll.sweep(SWEEP_SECONDS)
+        return clock()
+    finally:
+        for transport in transports:
+            await transport.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_who_entered_by_a_peer_that_knows_a_fellow_finds_it_beside_a_thousand_ghosts_within_seconds(seed: int) -> None:
+    """The sweep in which it does is over soon, too: ghosts hold up nobody's start."""
+    assert in_virtual_time(lambda clock: found_after(clock, GHOSTS, [ENTRANCE], seed)) <= 4.0
+
+
+def test_each_ghost_is_asked_once_in_a_start() -> None:
+    """One look after another asks others, while anybody is there."""
+
+    async def calls(clock: Callable[[], float]) -> list[int]:
+        network = MemoryNetwork()
+        joiner, fellow = MemoryTransport(network, JOINER), MemoryTransport(network, FELLOW)
+        serve_records(fellow, RUN, MemoryDirectory(MemoryDirectoryHub(2)), lambda: 0)
+        records = [record(f"ghost-{number:06d}") for number in range(50)] + [record(FELLOW)]
+        own = MemoryDirectory(MemoryDirectoryHub(2))
+        for _ in range(3):  # a node's stays and its replica call the roll one after the other
+            roll = RollCall(joiner, own, RUN, lambda: 0, 60.0, lambda: records, lambda: None, random.Random(1))
+            await roll.sweep(SWEEP_SECONDS)
+        await joiner.close()
+        await fellow.close()
+        del clock
+        return [joiner.acquaintances.of(PeerId(each.peer_id)).silences for each in records[:-1]]
+
+    assert set(in_virtual_time(calls)) == {1}
