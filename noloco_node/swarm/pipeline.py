@@ -38,6 +38,7 @@ from noloco_node.swarm.microbatch import (
     read_answer,
 )
 from noloco_node.swarm.origins_seen import OriginsSeen
+from noloco_node.swarm.paces import HANG_SECONDS, Outcome
 from noloco_node.swarm.places import Places
 from noloco_node.swarm.repeats import MicrobatchName, Repeats, content_of
 from noloco_node.swarm.routing import RoutingBook
@@ -72,7 +73,7 @@ NOBODY_WARNING_SECONDS = 30.0
 SCALE_MULTIPLE = 16.0
 """Activations whose root mean square is this many times the usual one are refused."""
 
-_PASSED_UPWARD = (Refusal.DOWNSTREAM_EXHAUSTED, Refusal.BUDGET_SPENT)
+_PASSED_UPWARD = (Refusal.OUT_OF_REACH, Refusal.DOWNSTREAM_EXHAUSTED, Refusal.BUDGET_SPENT)
 _NOT_FOR_US = (Refusal.BANNED, Refusal.NOT_ADMITTED)
 
 
@@ -109,7 +110,8 @@ class Downstream:
         """Have the next stage train (or evaluate) a microbatch.
 
         Raises HopFailed when the budget (seconds) or the attempts are used up, or when a peer further on gave up:
-        that is passed upward at once and retried by the origin only, so that failures do not multiply over hops.
+        that is passed upward at once and retried by the origin only, so that failures do not multiply over hops. The
+        origin tries another peer then: whoever always says so may be the one at fault.
         """
         deadline = time.monotonic() + budget
         failures, attempt, rounds, reached = 0, 0, 0, False
@@ -125,12 +127,12 @@ class Downstream:
             try:
                 answer = await self._ask(peer, outgoing, attempt, patience)
             except Refused as refusal:
-                if refusal.reason is Refusal.OUT_OF_REACH:
-                    raise HopFailed(Refusal.OUT_OF_REACH, refusal.detail, reached=reached) from None
-                self.blockage.failed()
-                if refusal.reason in _PASSED_UPWARD:
-                    raise HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, refusal.detail, reached=True) from None
-                reached = True
+                if refusal.reason is not Refusal.OUT_OF_REACH:
+                    self.blockage.failed()
+                if self._stage > 0 and refusal.reason in _PASSED_UPWARD:
+                    self._note_failure(peer, refusal)
+                    raise _passed_upward(refusal, reached) from None
+                reached = reached or refusal.reason is not Refusal.OUT_OF_REACH
                 failures += refusal.reason not in COME_BACK
                 self._note_failure(peer, refusal)
                 logger.debug("microbatch %s refused by %s: %s", outgoing.id[:8], peer, refusal)
@@ -175,6 +177,10 @@ class Downstream:
         if not isinstance(error, Refused) or error.reason in _NOT_FOR_US:
             self._book.failed(peer)
             self._transport.acquaintances.idle(peer)
+        elif error.reason is Refusal.BUSY:
+            self._book.full(peer)
+        elif error.reason in _PASSED_UPWARD and self._book.yields_little(peer):
+            self._transport.acquaintances.idle(peer)
 
     async def _ask(self, peer: PeerId, outgoing: Outgoing, attempt: int, left: float) -> Trained:
         activations, mode = outgoing.activations, outgoing.mode
@@ -188,7 +194,8 @@ class Downstream:
             origin=outgoing.drawn.origin,
             origin_clock=outgoing.drawn.clock,
         )
-        self._book.sent(peer)
+        began, asked = self._book.sent(peer), time.monotonic()
+        how = Outcome.FAILED
         try:
             answer = await ask(
                 self._transport,
@@ -201,8 +208,15 @@ class Downstream:
                 timeout=left,
                 progress=self._spec.pipeline.progress_seconds,
             )
+            how = Outcome.CAME
+        except Refused as refusal:
+            how = _outcome(refusal, time.monotonic() - asked)
+            raise
+        except asyncio.CancelledError:
+            how = Outcome.UNTOLD
+            raise
         finally:
-            self._book.done(peer)
+            self._book.done(peer, began, how)
         with judging(self._transport, peer, METHOD):
             trained = read_answer(answer, activations)
         self._book.reported(peer, answer.header.load)
@@ -220,6 +234,18 @@ class Downstream:
             logger.warning("stage %d has no replica that this node knows of: waiting for one", self._stage + 1)
         pause = self._rng.uniform(*BUSY_BACKOFF_SECONDS) if all_asked else remaining
         await self._book.changed.wait(min(pause, remaining))
+
+
+def _outcome(refusal: Refused, took: float) -> Outcome:
+    if refusal.reason in _PASSED_UPWARD:
+        return Outcome.PASSED_UPWARD
+    return Outcome.UNTOLD if refusal.reason is Refusal.BUSY and took < HANG_SECONDS else Outcome.FAILED
+
+
+def _passed_upward(refusal: Refused, reached: bool) -> HopFailed:
+    if refusal.reason is Refusal.OUT_OF_REACH:
+        return HopFailed(Refusal.OUT_OF_REACH, refusal.detail, reached=reached)
+    return HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, refusal.detail, reached=True)
 
 
 class PipelineServer:

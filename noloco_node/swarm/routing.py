@@ -11,6 +11,7 @@ from typing import Literal
 
 from noloco_node.aio import Pulse
 from noloco_node.swarm.conduct import PEERS_REMEMBERED
+from noloco_node.swarm.paces import Outcome, Paces
 from noloco_node.swarm.repute import Repute, Trust, after_audit
 from noloco_node.swarm.transport import PeerId
 
@@ -27,6 +28,9 @@ LOAD_LIFE_SECONDS = 3.0
 """How long a reported load counts. One that never aged would keep a peer that was busy once from ever being asked
 again, and so from correcting its figure: routes would lock in, and the mixing that the method rests on would end."""
 
+FULL = 1 << 20
+"""Load of a peer that refuses since it is full: as large as one may be."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -39,6 +43,8 @@ class Candidate:
     """Microbatches that it held besides the answered one at its last answer; 0 where that is too long ago."""
     suspended_until: float = 0.0
     trust: Trust = Trust.ORDINARY
+    weight: float = 1.0
+    """How often it is asked, beside 1 for a peer as quick as its fellows (`Paces`). Only `balanced` looks at it."""
 
 
 def choose_peer(
@@ -53,8 +59,9 @@ def choose_peer(
 ) -> PeerId | None:
     """The peer for one microbatch, or None where nobody may be asked now.
 
-    `uniform` draws one (the paper's); `balanced` draws two and takes the less loaded; `fixed` always takes the
-    candidate at `own_rank` (this peer's place among its fellows), modulo their number, for the ablation of routing.
+    `uniform` draws one (the paper's); `balanced` draws two and takes the less loaded, or one of less weight than others
+    as often as its weight says; `fixed` always takes the candidate at `own_rank` (this peer's place among its fellows),
+    modulo their number, for the ablation of routing.
     Suspended peers are passed over, unless all are: then the one that returns first is tried, so that a stage with a
     single slow peer is never cut off. Peers on trial come into question where all ordinary ones are suspended or the
     sender is `desperate`, since they have refused it in several rounds; peers that are set aside where there are no
@@ -70,9 +77,23 @@ def choose_peer(
     available = [c for c in eligible if c.suspended_until <= now]
     if not available:
         return min(eligible, key=lambda c: c.suspended_until).peer if eligible else None
-    if strategy == "uniform" or len(available) == 1:
+    if strategy == "uniform":
         return rng.choice(available).peer
-    first, second = rng.sample(available, 2)
+    others_are_full = any(c.weight == 1.0 and c.suspended_until <= now for c in pool if c.peer in excluded)
+    return _balanced(available, rng, others_are_full)
+
+
+def _balanced(available: Sequence[Candidate], rng: random.Random, others_are_full: bool) -> PeerId | None:
+    """What a peer says of its load decides only among those that are as quick as their fellows. That these are full
+    makes no way for one that is slow: it would have every microbatch that they refuse."""
+    ordinary = [c for c in available if c.weight == 1.0]
+    if len(ordinary) < len(available):
+        slow = rng.choices(available, [c.weight for c in available])[0]
+        if slow.weight < 1.0:
+            return slow.peer if ordinary or not others_are_full or rng.random() < slow.weight else None
+    if len(ordinary) == 1:
+        return ordinary[0].peer
+    first, second = rng.sample(ordinary, 2)
     return first.peer if _burden(first) <= _burden(second) else second.peer
 
 
@@ -94,6 +115,7 @@ class RoutingBook:
         self._load: dict[PeerId, tuple[int, float]] = {}
         self._suspended: dict[PeerId, float] = {}
         self._failures: dict[PeerId, int] = {}
+        self._paces = Paces(clock)
         self._reputes: OrderedDict[PeerId, Repute] = OrderedDict()
         self._doubted: set[PeerId] = set()
         self.changed = Pulse()
@@ -113,6 +135,7 @@ class RoutingBook:
     def choose(self, excluded: Collection[PeerId] = (), *, desperate: bool = False) -> PeerId | None:
         """A peer for one microbatch, or None where nobody may be asked now. `desperate`: also those on trial."""
         now = self._clock()
+        weights = self._paces.weights(self._peers)
         candidates = [
             Candidate(
                 peer,
@@ -120,6 +143,7 @@ class RoutingBook:
                 self._load_of(peer, now),
                 self._suspended.get(peer, 0.0),
                 self.repute(peer).trust(now),
+                weights.get(peer, 1.0),
             )
             for peer in self._peers
         ]
@@ -133,17 +157,27 @@ class RoutingBook:
             desperate=desperate,
         )
 
-    def sent(self, peer: PeerId) -> None:
-        """A request to `peer` is under way."""
+    def sent(self, peer: PeerId) -> float:
+        """A request to `peer` is under way; what is returned names it to `done`."""
         self._outstanding[peer] = self._outstanding.get(peer, 0) + 1
+        return self._paces.began(peer)
 
-    def done(self, peer: PeerId) -> None:
-        """A request to `peer` has ended, however."""
+    def done(self, peer: PeerId, began: float, how: Outcome) -> None:
+        """The request that began then has ended."""
         left = self._outstanding.get(peer, 0) - 1
         if left > 0:
             self._outstanding[peer] = left
         else:
             self._outstanding.pop(peer, None)
+        self._suspend(peer, self._paces.ended(peer, began, how))
+
+    def full(self, peer: PeerId) -> None:
+        """`peer` has no place now: for a while it counts as the most loaded."""
+        self._load[peer] = (FULL, self._clock())
+
+    def yields_little(self, peer: PeerId) -> bool:
+        """Whether asking `peer` brings far less often what was asked for than asking its fellows."""
+        return self._paces.yields_little(peer, self._peers)
 
     def reported(self, peer: PeerId, load: int) -> None:
         """`peer` said with its answer how many other microbatches it holds."""
@@ -154,8 +188,11 @@ class RoutingBook:
     def failed(self, peer: PeerId) -> None:
         """A stream to `peer` broke or timed out: pass it over for a while."""
         failures = self._failures[peer] = min(self._failures.get(peer, 0) + 1, 10)
-        pause = min(LONGEST_SUSPENSION_SECONDS, SUSPENSION_SECONDS * 2 ** (failures - 1))
-        self._suspended[peer] = self._clock() + pause
+        self._suspend(peer, min(LONGEST_SUSPENSION_SECONDS, SUSPENSION_SECONDS * 2 ** (failures - 1)))
+
+    def _suspend(self, peer: PeerId, seconds: float) -> None:
+        if seconds > 0.0:
+            self._suspended[peer] = max(self._suspended.get(peer, 0.0), self._clock() + seconds)
 
     @property
     def peers(self) -> Sequence[PeerId]:

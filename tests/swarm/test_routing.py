@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from noloco_node.swarm.paces import Outcome
 from noloco_node.swarm.repute import Trust
 from noloco_node.swarm.routing import SUSPENSION_SECONDS, Candidate, RoutingBook, Strategy, choose_peer
 from noloco_node.swarm.transport import PeerId
@@ -139,23 +140,23 @@ def test_balanced_routing_keeps_using_every_peer() -> None:
     free_at = dict.fromkeys(servers, 0.0)
     queued: dict[PeerId, list[float]] = {server: [] for server in servers}
     events = [(rng.random(), origin) for origin in range(3) for _ in range(2)]
-    under_way: list[tuple[float, int, PeerId]] = []
+    under_way: list[tuple[float, int, PeerId, float]] = []
     asked: Counter[tuple[int, PeerId]] = Counter()
     while now[0] < 600:
         now[0], origin = min(events)
         events.remove((now[0], origin))
         for done in [entry for entry in under_way if entry[0] <= now[0]]:
             under_way.remove(done)
-            books[done[1]].done(done[2])
+            books[done[1]].done(done[2], done[3], Outcome.CAME)
             queued[done[2]].remove(done[0])
             books[done[1]].reported(done[2], len(queued[done[2]]))
         server = books[origin].choose()
         assert server is not None
         asked[origin, server] += 1
-        books[origin].sent(server)
+        began = books[origin].sent(server)
         free_at[server] = max(free_at[server], now[0]) + rng.uniform(0.5, 1.5)
         queued[server].append(free_at[server])
-        under_way.append((free_at[server], origin, server))
+        under_way.append((free_at[server], origin, server, began))
         events.append((free_at[server] + 1e-6, origin))
     for origin in range(3):
         total = sum(asked[origin, server] for server in servers)

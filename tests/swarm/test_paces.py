@@ -1,0 +1,98 @@
+"""One hostile peer of four takes little of a sender's pace, whatever it does just below the rules, in virtual time."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+
+import pytest
+
+from noloco_node.swarm.paces import Outcome
+from noloco_node.swarm.routing import RoutingBook
+from noloco_node.swarm.transport import PeerId
+
+PEERS = [PeerId(name) for name in ("hostile", "a", "b", "c")]
+USUAL = 0.2
+PATIENCE = 30.0
+
+OUTCOMES = {
+    "trained": Outcome.CAME,
+    "hung": Outcome.FAILED,
+    "draining": Outcome.FAILED,
+    "passed up": Outcome.PASSED_UPWARD,
+    "busy": Outcome.UNTOLD,
+}
+
+Behaviour = Callable[[int], tuple[float, str]]
+"""Of the hostile peer, by the number of the request: seconds until it ends, and how."""
+
+
+def trained_beside(hostile: Behaviour, slots: int, *, until: float = 3000.0, seed: int = 1) -> float:
+    """Microbatches that a sender with so many slots has trained in that time, beside what it does where all four are
+    honest. The honest ones take about 0.2 s each and say that they hold two others; the hostile one says it is idle."""
+    rng, now, asked, trained = random.Random(seed), 0.0, 0, 0
+    book = RoutingBook("balanced", random.Random(seed + 1), lambda: now)
+    book.update(PEERS, 0)
+    events: list[tuple[float, int, PeerId, float, str]] = []
+    excluded: dict[int, set[PeerId]] = {slot: set() for slot in range(slots)}
+
+    def send(slot: int) -> None:
+        nonlocal asked
+        peer = book.choose(excluded[slot])
+        if peer is None:
+            excluded[slot].clear()
+            heapq.heappush(events, (now + 0.1, slot, PEERS[1], -1.0, "pause"))
+            return
+        seconds, how = USUAL * rng.uniform(0.8, 1.2), "trained"
+        if peer == "hostile":
+            seconds, how = hostile(asked)
+            asked += 1
+        began = book.sent(peer)
+        heapq.heappush(events, (now + seconds, slot, peer, began, how))
+
+    for slot in range(slots):
+        send(slot)
+    while events[0][0] < until:
+        now, slot, peer, began, how = heapq.heappop(events)
+        if how != "pause":
+            book.done(peer, began, OUTCOMES[how])
+            excluded[slot].add(peer)
+        if how == "trained":
+            trained += 1
+            excluded[slot].clear()
+            book.reported(peer, 0 if peer == "hostile" else 2)
+        elif how == "hung":
+            book.failed(peer)
+        elif how == "busy":
+            book.full(peer)
+        send(slot)
+    return trained / (until / USUAL * slots)
+
+
+HOSTILE: dict[str, Behaviour] = {
+    "just below the deadline": lambda _: (PATIENCE - 1.0, "trained"),
+    "five times as long": lambda _: (5 * USUAL, "trained"),
+    "one and a half times as long": lambda _: (1.5 * USUAL, "trained"),
+    "slow every other time": lambda number: ((PATIENCE - 1.0) if number % 2 else USUAL, "trained"),
+    "hangs": lambda _: (PATIENCE, "hung"),
+    "hangs every other time": lambda number: (PATIENCE, "hung") if number % 2 else (USUAL, "trained"),
+    "leaves at the last moment": lambda _: (PATIENCE - 1.0, "draining"),
+    "passes up at the last moment, every other time": lambda number: (
+        (PATIENCE - 1.0, "passed up") if number % 2 else (USUAL, "trained")
+    ),
+    "gives up at once": lambda _: (0.02, "passed up"),
+    "always full": lambda _: (0.02, "busy"),
+}
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("how", HOSTILE)
+def test_one_hostile_peer_of_four_takes_at_most_a_quarter_of_the_pace(how: str, slots: int) -> None:
+    """By the first answers that it gives, too."""
+    assert trained_beside(HOSTILE[how], slots) > 0.75
+
+
+def test_honest_peers_lose_nothing_to_each_other() -> None:
+    """Also where one is twice as slow: it has its part by its speed."""
+    assert trained_beside(lambda _: (USUAL, "trained"), 3) > 0.99
