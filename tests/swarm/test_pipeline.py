@@ -128,10 +128,10 @@ async def test_an_outage_two_stages_on_drops_no_sample() -> None:
     against the samples."""
     pipeline = PipelineSpec(budget_seconds=1.0, progress_seconds=0.2, put_backs=0, hop_attempts=2)
     async with world(micro_spec(stages=3, steps=12, pipeline=pipeline)) as made:
-        fault = Fault(FaultKind.UNREACHABLE, target=peer_name(2, 0), method=microbatch.METHOD, times=8)
+        fault = Fault(FaultKind.UNREACHABLE, target=peer_name(2, 0), method=microbatch.METHOD, times=16)
         await run_with_faults(made, fault)
         account = closed_account(made)
-    assert made.network.fired[FaultKind.UNREACHABLE] == 8
+    assert made.network.fired[FaultKind.UNREACHABLE] == 16
     assert account.put_back >= 3
     assert account.dropped == account.held_at_end == 0
 
