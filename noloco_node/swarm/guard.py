@@ -172,11 +172,12 @@ class StageCopies:
 
     async def _renew(self, membership: Membership) -> bool:
         stage = guarded_stage(membership.stage, membership.own_rank(), self._spec.stages, self._spec.guard_copies)
-        if self.kept is not None and self.kept.stage != stage and membership.live(self.kept.stage, PeerState.TRAINING):
+        if self.kept is not None and self.kept.stage != stage and membership.there(self.kept.stage, PeerState.TRAINING):
             self.kept = None  # never that of a stage which only this copy may be left of
         if stage is None:
             return True
-        givers = [PeerId(r.peer_id) for r in membership.live(stage, PeerState.TRAINING)]
+        there = [PeerId(record.peer_id) for record in membership.there(stage, PeerState.TRAINING)]
+        givers = [peer for peer in there if self._has_worked(peer)] or there
         if not givers:
             return False
         giver = self._rng.choice(givers)
