@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -20,11 +21,13 @@ from noloco_node.footprint import footprint_of
 from noloco_node.replica import Replica
 from noloco_node.revival import revive_if_lost
 from noloco_node.storage.checkpoint import CheckpointFolder
+from noloco_node.swarm import guard
 from noloco_node.swarm.copy_manifest import CopyManifest, StageCopy, root_of_weights, sign_copy
 from noloco_node.swarm.directory import PeerRecord, PeerState
+from noloco_node.swarm.given_copies import GivenCopies
 from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.memory_directory import MemoryDirectory
-from noloco_node.swarm.memory_transport import MemoryTransport
+from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
 from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
 from tests.support import eventually, one_turn
 from tests.worlds import World, micro_spec, peer_name, world
@@ -270,7 +273,7 @@ def copy_of(made: World, signer: PeerId, weights: torch.Tensor, clock: float) ->
         size=weights.numel(),
         root=root_of_weights(weights.half()),
     )
-    return sign_copy(transport, manifest, weights.half(), 0.0)
+    return sign_copy(transport, manifest, weights.half())
 
 
 def record_of(keeper: PeerId, *, guards: int, clock: float = 0.0) -> PeerRecord:
@@ -382,7 +385,7 @@ async def test_a_copy_is_found_by_its_content_and_not_by_what_its_source_named_i
         weights = torch.randn(size).half()
         named = {"source": SOURCES[0], "stage": 0, "size": size, "root": root_of_weights(weights)}
         source = MemoryTransport(made.network, PeerId(SOURCES[0]))
-        copies.kept = sign_copy(source, own.manifest.model_copy(update=named), weights, 0.0)
+        copies.kept = sign_copy(source, own.manifest.model_copy(update=named), weights)
         copy = await asking.newest(0, [record], torch.zeros(size))
         await source.close()
         assert copy is not None
@@ -444,3 +447,105 @@ async def test_who_says_that_it_comes_to_a_lost_stage_and_never_does_is_not_wait
                 second.spec, second.membership, second.worker, copies[3], peer_name(1, 1), confirmed=True
             )
         assert origin == "seed"
+
+
+GIVER = PeerId("giver-number-one")
+
+
+async def test_a_chunk_asked_for_each_minute_keeps_no_copy_young(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key reads a chunk of the copy every 50 s: whoever opens one gets a copy that is a minute old at most. Who has
+    begun to read may end, and nobody else gets chunks of an old one."""
+    clock = _Skewed()
+    monkeypatch.setattr(guard, "time", clock)
+    async with trained_world(guards=1) as (made, (_, _, tail, _), _):
+        limits = tail.spec.limits.model_copy(update={"guard_seconds": 120.0})
+        spec = tail.spec.model_copy(update={"limits": limits})
+        giving = StageCopies(
+            spec,
+            footprint_of(tail.spec).parameters,
+            MemoryTransport(made.network, GIVER),
+            random.Random(0),
+        )
+        giving.serve()
+        keeping = asyncio.create_task(giving.keep(tail.membership, tail.worker))
+        await one_turn()
+        holder, other = (MemoryTransport(made.network, PeerId(name)) for name in ("holder", "other"))
+
+        async def ask(asking: MemoryTransport, method: str, **header: object) -> Message:
+            request = {"run": spec.run_id, "stage": 1, **header}
+            return await asking.call(GIVER, method, Message(request), timeout=5, progress=5, max_answer_bytes=1 << 20)
+
+        async def opened(asking: MemoryTransport) -> CopyManifest:
+            return CopyManifest.model_validate_json((await ask(asking, "copy.open")).header["manifest"])
+
+        first = await opened(holder)
+        for turn in range(4):
+            with contextlib.suppress(Refused):
+                await ask(holder, "copy.chunk", root=first.root, index=min(turn, 1))
+            clock.ahead += 50.0
+            tail.worker.outer.slow[0] += 1.0
+        newer = await opened(other)
+        assert newer.root != first.root
+        with pytest.raises(Refused) as refused:
+            await ask(other, "copy.chunk", root=first.root, index=0)
+        assert refused.value.reason is Refusal.UNKNOWN_SNAPSHOT
+        keeping.cancel()
+        await asyncio.wait((keeping,))
+        for each in (holder, other, giving._transport):  # pyright: ignore[reportPrivateUsage]
+            await each.close()
+
+
+class _Skewed:
+    """Stands for the module `time`: its monotonic clock runs `ahead` seconds before the real one."""
+
+    ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+def test_who_had_begun_reads_on_beside_a_new_copy_and_two_are_held_at_most() -> None:
+    """Reading is asking for weights beyond those before; who asks for none in a minute has ended, and who goes on for a
+    quarter of an hour is not waited for."""
+    given, readers = GivenCopies(60.0, 60.0), [PeerId(f"guard-{n}") for n in range(5)]
+    transport = MemoryTransport(MemoryNetwork(), PeerId(SOURCES[0]))
+    copies = list[StageCopy]()
+    for number in range(3):
+        weights = torch.full((1000,), float(number)).half()
+        manifest = CopyManifest(
+            source=SOURCES[0],
+            run=micro_spec().run_id,
+            stage=1,
+            clock=number,
+            outer_rounds=number,
+            size=1000,
+            root=root_of_weights(weights),
+        )
+        copies.append(sign_copy(transport, manifest, weights))
+    roots = [copy.manifest.root for copy in copies]
+    given.add(copies[0], readers[0], 0.0, 0.0)
+    assert given.asked(roots[0], readers[0], 0, 1, 50.0) is copies[0]
+    assert given.fresh(readers[1], 59.0) is copies[0]
+    assert given.fresh(readers[2], 61.0) is None
+    assert given.room(61.0)
+    given.add(copies[1], readers[2], 61.0, 61.0)
+    at = 0
+    for now in range(100, 900, 50):
+        at += 1
+        assert given.asked(roots[0], readers[0], at, at + 1, float(now)) is copies[0]
+        assert given.asked(roots[1], readers[2], at, at + 1, float(now)) is copies[1]
+        assert given.asked(roots[0], readers[3], at, at + 1, float(now)) is None, "an old one goes to nobody new"
+    assert given.fresh(readers[3], 900.0) is None
+    assert not given.room(900.0), "memory for two"
+    assert given.asked(roots[0], readers[0], at + 1, at + 2, 905.0) is not None
+    assert given.asked(roots[1], readers[2], at + 1, at + 2, 905.0) is not None
+    assert given.room(961.0), "a quarter of an hour is over"
+    given.add(copies[2], readers[3], 961.0, 961.0)
+    assert given.asked(roots[0], readers[0], at + 2, at + 3, 962.0) is None
+    assert given.asked(roots[1], readers[2], at + 2, at + 3, 962.0) is copies[1]
+    for now in (970.0, 1000.0):  # the same again
+        given.asked(roots[1], readers[2], at + 2, at + 3, now)
+    assert given.asked(roots[2], readers[4], 0, 1000, 1000.0) is copies[2]
+    assert given.fresh(readers[4], 1020.0) is copies[2], "one for all who come within its time"
+    given.tend(1023.0)
+    assert given.asked(roots[1], readers[2], at + 3, at + 4, 1023.0) is None, "it asked for nothing new"

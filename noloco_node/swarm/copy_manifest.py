@@ -57,8 +57,6 @@ class StageCopy:
     manifest: CopyManifest
     offer: CopyOffer
     weights: Tensor
-    used: float
-    """Monotonic seconds."""
 
     @property
     def stage(self) -> int:
@@ -76,11 +74,11 @@ def root_of_weights(weights: Tensor) -> str:
     return hashlib.blake2b(weights.numpy().data, digest_size=32).hexdigest()
 
 
-def sign_copy(transport: Transport, manifest: CopyManifest, weights: Tensor, now: float) -> StageCopy:
+def sign_copy(transport: Transport, manifest: CopyManifest, weights: Tensor) -> StageCopy:
     """This node's own copy, signed."""
     text = canonical_json(manifest.model_dump(mode="json"))
     offer = CopyOffer(manifest=text, seal=transport.sign(text.encode()).hex())
-    return StageCopy(manifest, offer, weights, now)
+    return StageCopy(manifest, offer, weights)
 
 
 def read_offer(transport: Transport, offer: CopyOffer, *, run: str, stage: int, size: int) -> CopyManifest:

@@ -31,6 +31,7 @@ from noloco_node.swarm.copy_manifest import (
     two_faced,
 )
 from noloco_node.swarm.directory import PeerRecord, PeerState
+from noloco_node.swarm.given_copies import GivenCopies
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.transport import (
     JsonObject,
@@ -51,8 +52,6 @@ logger = logging.getLogger(__name__)
 OPEN = "copy.open"
 CHUNK = "copy.chunk"
 
-LIFE_SECONDS = 60.0
-"""A snapshot for guards is let go of when nobody has asked for it for this long."""
 IDLE_SHARE = 3.0
 """Pause after each chunk of a copy that is renewed, in times that the chunk took: training needs the network more."""
 RETRY_SHARE = 0.1
@@ -83,7 +82,8 @@ class StageCopies:
         self._transport = transport
         self._rng = rng
         self._own: tuple[int, StageWorker] | None = None
-        self._given: StageCopy | None = None
+        limits = spec.limits
+        self._given = GivenCopies(limits.guard_seconds / 2, (1.0 + IDLE_SHARE) * limits.exchange_progress_seconds)
         self._taking = asyncio.Lock()
         self.kept: StageCopy | None = None
 
@@ -103,11 +103,12 @@ class StageCopies:
         try:
             while True:
                 renewed = await self._renew(membership)
-                self._forget_unused()
+                self._given.tend(time.monotonic())
                 seconds = self._spec.limits.guard_seconds * (1.0 if renewed else RETRY_SHARE)
                 await asyncio.sleep(seconds * self._rng.uniform(0.8, 1.2))
         finally:
-            self._own = self._given = None
+            self._own = None
+            self._given.clear()
 
     async def newest(
         self,
@@ -220,7 +221,7 @@ class StageCopies:
         with judging(self._transport, peer, CHUNK):
             if await asyncio.to_thread(root_of_weights, weights) != manifest.root:
                 raise BadAnswer("the copy's weights are not those that its source has signed")
-        return StageCopy(manifest, offer, weights, time.monotonic())
+        return StageCopy(manifest, offer, weights)
 
     def _admit(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
         request = parse(CopyRequest, header)
@@ -230,33 +231,39 @@ class StageCopies:
         if self._own is None and self.kept is None:
             raise Refused(Refusal.DRAINING)
 
-    async def _handle_open(self, _peer: PeerId, message: Message) -> Message:
-        copy = await self._copy_of(CopyRequest.model_validate(message.header).stage)
+    async def _handle_open(self, peer: PeerId, message: Message) -> Message:
+        copy = await self._copy_of(CopyRequest.model_validate(message.header).stage, peer)
         return Message(copy.offer.model_dump(mode="json"))
 
-    async def _handle_chunk(self, _peer: PeerId, message: Message) -> Message:
+    async def _handle_chunk(self, peer: PeerId, message: Message) -> Message:
         request = CopyRequest.model_validate(message.header)
-        held = next((c for c in (self._given, self.kept) if c is not None and c.manifest.root == request.root), None)
+        step = self._spec.limits.chunk_bytes // 2
+        at, end = request.index * step, (request.index + 1) * step
+        held = self._given.asked(request.root, peer, at, end, time.monotonic())
+        if held is None and self.kept is not None and self.kept.manifest.root == request.root:
+            held = self.kept
         if held is None:
             raise Refused(Refusal.UNKNOWN_SNAPSHOT)
-        step = self._spec.limits.chunk_bytes // 2
-        part = held.weights[request.index * step : (request.index + 1) * step]
+        part = held.weights[at:end]
         if not part.numel():
             raise Refused(Refusal.MALFORMED, f"the copy has no chunk {request.index}")
-        held.used = time.monotonic()
         return Message({}, (part,))
 
-    async def _copy_of(self, stage: int) -> StageCopy:
-        """The copy that this node gives of `stage`: of its own, or the one that it keeps. Raises Refused."""
+    async def _copy_of(self, stage: int, peer: PeerId) -> StageCopy:
+        """The copy that this node gives `peer` of `stage`: of its own, or the one that it keeps. Raises Refused."""
         async with self._taking:
             if self._own is None or self._own[0] != stage:
                 if self.kept is None or self.kept.stage != stage:
                     raise Refused(Refusal.WRONG_STAGE)
                 return self.kept
-            self._forget_unused()
-            if self._given is None:  # one for all who ask at the same time: it takes memory
-                self._given = await self._copy_own(stage, self._own[1])
-            return self._given
+            taken = time.monotonic()
+            copy = self._given.fresh(peer, taken)
+            if copy is None:  # one for all who ask at the same time: it takes memory
+                if not self._given.room(taken):
+                    raise Refused(Refusal.BUSY, "two copies of other moments are being read")
+                copy = await self._copy_own(stage, self._own[1])
+                self._given.add(copy, peer, taken, time.monotonic())
+            return copy
 
     async def _copy_own(self, stage: int, worker: StageWorker) -> StageCopy:
         progress, slow = await worker.slow_weights()
@@ -275,9 +282,4 @@ class StageCopies:
             size=half.numel(),
             root=root,
         )
-        return sign_copy(self._transport, manifest, half, time.monotonic())
-
-    def _forget_unused(self) -> None:
-        age = min(LIFE_SECONDS, self._spec.limits.guard_seconds / 2)
-        if self._given is not None and time.monotonic() - self._given.used > age:
-            self._given = None
+        return sign_copy(self._transport, manifest, half)

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from noloco_node.swarm.state_messages import (
     manifest_message,
     root_of,
 )
+from noloco_node.swarm.state_readers import Readers
 from noloco_node.swarm.transport import JsonObject, Message, PeerId, Refusal, Refused, TensorSpec, Transport
 from noloco_node.swarm.wire import check_addressed, no_tensors, parse
 from noloco_node.training.stage_worker import StageWorker
@@ -35,13 +36,6 @@ HELD_SHARE = 0.05
 
 
 @dataclass(slots=True)
-class _Reader:
-    last_seen: float
-    given: int = 0
-    """Chunks."""
-
-
-@dataclass(slots=True)
 class _Held:
     manifest: StateManifest
     packed: PackedState
@@ -49,7 +43,6 @@ class _Held:
     shared_until: float
     """Monotonic time until which newcomers get this snapshot instead of a new one."""
     used: float
-    readers: dict[PeerId, _Reader] = field(default_factory=dict[PeerId, _Reader])
 
 
 async def nobody_relayed(_peer: PeerId) -> bool:
@@ -60,8 +53,9 @@ async def nobody_relayed(_peer: PeerId) -> bool:
 class StateDonor:
     """Gives this replica's state to fellows: one snapshot at a time, shared by those who ask at the same time.
 
-    At most `places` read at once; others are told `busy`, which is no offence, and peers that `relayed` says are
-    connected through a relay only are refused. `tend` must be called every second or two.
+    At most `places` read at once; others are told `busy`, which is no offence, and who came first gets the next place
+    (`Readers`). Peers that `relayed` says are connected through a relay only are refused. `tend` must be called every
+    second or two.
     """
 
     def __init__(
@@ -82,11 +76,12 @@ class StateDonor:
         self._places = places
         self._held: _Held | None = None
         self._taking = asyncio.Lock()
-        self._patience = spec.limits.exchange_progress_seconds
+        patience = spec.limits.exchange_progress_seconds
+        self._readers = Readers(places, patience, spec.limits.chunk_bytes)
         self.rate = DonorRate(
             lambda: worker.last_trained,
-            lowest=4 * places * spec.limits.chunk_bytes / self._patience,
-            window=min(WINDOW_SECONDS, self._patience / 4),
+            lowest=4 * places * spec.limits.chunk_bytes / patience,
+            window=min(WINDOW_SECONDS, patience / 4),
         )
         self.accepting = False
 
@@ -99,28 +94,18 @@ class StateDonor:
     @property
     def readers(self) -> int:
         """Peers that read a snapshot now."""
-        return len(self._readers())
+        return len(self._readers.reading(time.monotonic(), self.rate.rate))
 
     def tend(self) -> None:
         """Measure what giving costs, and free a snapshot that nobody has asked for lately."""
         self.rate.tend()
         if self._held is not None and time.monotonic() - self._held.used > SNAPSHOT_LIFE_SECONDS:
-            self._held = None
+            self.let_go()
 
     def let_go(self) -> None:
-        """The replica has left: free the snapshot at once."""
+        """The replica has left, or nobody asks: free the snapshot at once."""
         self._held = None
-
-    def _readers(self) -> dict[PeerId, _Reader]:
-        """Those who have not had all chunks yet and were heard of lately."""
-        held = self._held
-        if held is None:
-            return {}
-        now, chunks = time.monotonic(), len(held.digests)
-        for peer, reader in list(held.readers.items()):
-            if reader.given >= chunks or now - reader.last_seen > self._patience:
-                del held.readers[peer]
-        return held.readers
+        self._readers.clear()
 
     def _admit(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
         request = parse(StateRequest, header)
@@ -147,17 +132,16 @@ class StateDonor:
         request = StateRequest.model_validate(message.header)
         await self._refuse_relayed(peer)
         async with self._taking:
-            readers = self._readers()
-            if peer not in readers and len(readers) >= self._places:
-                raise Refused(Refusal.BUSY, f"{len(readers)} joiners read this node's state, and it serves no more")
-            held = self._held
+            now, held = time.monotonic(), self._held
             resumed = held is not None and held.manifest.snapshot == request.snapshot
-            if held is None or not (resumed or time.monotonic() < held.shared_until):
-                if any(reader != peer for reader in readers):
+            if held is None or not (resumed or now < held.shared_until):
+                if not self._readers.renew(peer, now, self.rate.rate):
                     raise Refused(Refusal.BUSY, "an older snapshot is being read")
                 held = self._held = await self._take_snapshot()
-        held.used = time.monotonic()
-        held.readers.setdefault(peer, _Reader(held.used)).last_seen = held.used
+                self._readers.begin(len(held.digests))
+            held.used = time.monotonic()
+            if not self._readers.enter(peer, held.used, self.rate.rate):
+                raise Refused(Refusal.BUSY, f"{self.readers} joiners read this node's state, and it serves no more")
         return manifest_message(self._transport, held.manifest, held.digests)
 
     async def _take_snapshot(self) -> _Held:
@@ -189,11 +173,17 @@ class StateDonor:
             raise Refused(Refusal.MALFORMED, f"chunk {request.index} of {len(held.digests)}")
         size = self._spec.limits.chunk_bytes
         part = held.packed.part(request.index * size, (request.index + 1) * size)
-        if peer not in held.readers and len(self._readers()) >= self._places:
+        now = time.monotonic()
+        if not self._readers.has_place(peer) and not self._readers.enter(peer, now, self.rate.rate):
             raise Refused(Refusal.BUSY, "this reader was away, and its place is taken")
-        reader = held.readers.setdefault(peer, _Reader(time.monotonic()))
-        reader.last_seen = time.monotonic()
-        await self.rate.take(len(part))
-        held.used = reader.last_seen = time.monotonic()
-        reader.given += 1
+        self._readers.ask(peer, request.index, now)
+        try:
+            await self.rate.take(len(part))
+        except asyncio.CancelledError:
+            if self._held is held:
+                self._readers.broke_off(peer, request.index, time.monotonic())
+            raise
+        held.used = time.monotonic()
+        if self._held is held:
+            self._readers.gave(peer, request.index, held.used)
         return Message({}, (torch.frombuffer(part, dtype=torch.uint8),))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import os
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -22,13 +25,14 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.replica import Replica
-from noloco_node.swarm import late_join, state_messages
+from noloco_node.swarm import late_join, state_donor, state_messages
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.donor_pace import DonorPaces
 from noloco_node.swarm.donor_rate import HIGHEST_RATE, KEPT_SHARE, Cost, DonorRate
 from noloco_node.swarm.late_join import rank_donors
 from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryTransport
 from noloco_node.swarm.state_messages import StateOffer
+from noloco_node.swarm.state_readers import WAIT_SECONDS, Readers
 from noloco_node.swarm.state_transfer import Download
 from noloco_node.swarm.transport import JsonObject, Message, PeerId, Refusal, Refused, Transport
 from noloco_node.telemetry.events import DonorFailed, OuterStep, StateDownload
@@ -638,3 +642,131 @@ async def test_a_donor_whose_p2pd_is_killed_midway_is_replaced_by_the_next(
         assert await is_copy_of(joiner, by_id[donor])
         both = Counter(peer for peer, _ in came)
         assert 0 < both[first] < both[donor]
+
+
+class _Skewed:
+    """Stands for the module `time`: its monotonic clock runs `ahead` seconds before the real one."""
+
+    ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+@pytest.mark.parametrize("again", [None, 0])
+@pytest.mark.parametrize("keys", [1, 2])
+async def test_who_keeps_asking_and_reads_nothing_new_keeps_no_joiner_out(
+    monkeypatch: pytest.MonkeyPatch, keys: int, again: int | None
+) -> None:
+    """Every 19 s, just within the progress deadline, they open the held snapshot again, or ask for the same chunk. As
+    many of them as there are places: a joiner that asks now and then gets its turn within three deadlines."""
+    clock = _Skewed()
+    monkeypatch.setattr(state_donor, "time", clock)
+    settings = NodeSettings(in_flight=1, drain_seconds=1, donor_places=2, initial_peers=(NAMED,))
+    limits = LIMITS.model_copy(update={"exchange_progress_seconds": 20.0})
+    async with world(micro_spec(stages=1, outer=OUTER, limits=limits), 2, settings) as made:
+        veteran, joiner = made.replicas
+        await make_veteran(veteran)
+        holders = [MemoryTransport(made.network, PeerId(f"holder-{n}")) for n in range(keys)]
+        request = {"timeout": 5.0, "progress": 5.0, "max_answer_bytes": 1 << 20}
+        named, snapshot = request_of(joiner), ""
+        for holder in holders:
+            answer = await holder.call(FIRST, state_messages.OPEN, named, **request)
+            snapshot = json.loads(answer.header["manifest"])["snapshot"]
+        named = Message({**named.header, "snapshot": snapshot, "index": again or 0})
+        method = state_messages.OPEN if again is None else state_messages.CHUNK
+        refused = 0
+        for _ in range(8):
+            clock.ahead += 19.0
+            for holder in holders:
+                with contextlib.suppress(Refused):
+                    await holder.call(FIRST, method, named, **request)
+            with contextlib.suppress(Refused):
+                await joiner._transport.call(FIRST, state_messages.OPEN, request_of(joiner), **request)
+                break
+            refused += 1
+        assert refused <= 3
+        assert set(veteran._transport.refusals_given) <= {Refusal.BUSY, Refusal.UNKNOWN_SNAPSHOT}
+        for holder in holders:
+            await holder.close()
+
+
+MB = 1 << 20
+READER, JOINER, THIRD = PeerId("reader"), PeerId("joiner"), PeerId("third")
+
+
+def read(readers: Readers, peer: PeerId, index: int, now: float) -> None:
+    """The donor gives this chunk at once."""
+    readers.ask(peer, index, now)
+    readers.gave(peer, index, now)
+
+
+def place_is_taken_at(step: float, *, rate: float, chunks: int, wanted: bool = True) -> float:
+    """Seconds until a joiner that asks every 4 s has the one place, of a reader of one chunk in `step` seconds."""
+    readers = Readers(1, 20.0, MB)
+    readers.begin(chunks)
+    assert readers.enter(READER, 0.0, rate)
+    now, index, asks = 0.0, 0, 0.0
+    while readers.has_place(READER):
+        now = min(index * step, asks)
+        if now == asks:
+            asks += 4.0
+            if wanted and readers.enter(JOINER, now, rate):
+                break
+        else:
+            read(readers, READER, index, now)
+            index += 1
+    return now
+
+
+def test_who_drips_loses_its_place_to_those_who_wait_and_an_honest_reader_keeps_it() -> None:
+    """One new chunk within each deadline is not enough of a large state while somebody waits, and ends after minutes;
+    nobody waiting, it may go on; and who takes a quarter of its share of the rate comes to its end."""
+    rate = 8.0 * MB
+    assert place_is_taken_at(19.0, rate=rate, chunks=1000) < 60.0
+    assert place_is_taken_at(19.0, rate=rate, chunks=1000, wanted=False) == pytest.approx(999 * 19.0, abs=40.0)
+    assert place_is_taken_at(0.45, rate=rate, chunks=10000) == pytest.approx(9999 * 0.45, abs=40.0)
+    assert place_is_taken_at(0.85, rate=4000.0 * MB, chunks=1000) == pytest.approx(999 * 0.85, abs=40.0)
+
+
+def test_time_that_a_chunk_waits_at_the_donor_is_not_its_readers() -> None:
+    """However long the donor takes, whoever waits: the reader keeps its place."""
+    readers = Readers(1, 20.0, MB)
+    readers.begin(100)
+    assert readers.enter(READER, 0.0, 1.0)
+    for index in range(20):
+        readers.ask(READER, index, index * 100.0)
+        for later in range(4, 100, 4):
+            assert not readers.enter(JOINER, index * 100.0 + later, 8.0 * MB)
+        readers.gave(READER, index, index * 100.0 + 99.0)
+
+
+def test_hanging_up_and_asking_again_is_no_reading() -> None:
+    """A chunk that its reader asked for and did not wait for protects no place a second time."""
+    readers = Readers(1, 20.0, MB)
+    readers.begin(100)
+    assert readers.enter(READER, 0.0, 1.0)
+    for second in range(40):
+        readers.ask(READER, 0, float(second))
+        readers.broke_off(READER, 0, second + 0.9)
+    readers.ask(READER, 0, 41.0)
+    assert readers.enter(JOINER, 42.0, 8.0 * MB)
+
+
+def test_who_waited_longest_comes_first_and_not_who_asks_most_often() -> None:
+    """Who has lost its place asks at once and all the time: the place is for the other, until that comes no more."""
+    readers, rate = Readers(1, 20.0, MB), 8.0 * MB
+    readers.begin(100)
+    assert readers.enter(READER, 0.0, rate)
+    for now in (10.0, 22.0, 34.0):
+        assert not readers.enter(JOINER, now, rate)
+        assert readers.enter(READER, now + 2.0, rate), "it asks for its snapshot again"
+    assert not readers.enter(THIRD, 37.0, rate)
+    assert not readers.enter(THIRD, 41.0, rate), "the place is the joiner's"
+    assert not readers.renew(THIRD, 41.0, rate)
+    assert not readers.renew(READER, 41.0, rate), "nor has it a new snapshot, and with it new time"
+    assert readers.enter(JOINER, 43.0, rate)
+    assert not readers.enter(READER, 43.0, rate)
+    readers.begin(100)  # the joiner is gone
+    assert not readers.enter(PeerId("fourth"), 44.0, rate)
+    assert readers.enter(READER, 41.0 + WAIT_SECONDS + 1.0, rate), "who asks no more is not waited for"

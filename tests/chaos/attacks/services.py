@@ -166,7 +166,7 @@ async def hostile_copies(life: Life) -> None:
             size=weights.numel(),
             root=copy_manifest.root_of_weights(weights),
         )
-        return Message(copy_manifest.sign_copy(life.transport, manifest, weights, 0.0).offer.model_dump(mode="json"))
+        return Message(copy_manifest.sign_copy(life.transport, manifest, weights).offer.model_dump(mode="json"))
 
     async def piece(_peer: PeerId, message: Message) -> Message:
         life.tally.count(attack, "chunks given")
