@@ -65,8 +65,9 @@ async def test_only_the_dialler_itself_can_leave_an_exchange() -> None:
 
 
 async def test_a_stranger_that_proposes_and_abandons_again_and_again_is_left_alone() -> None:
-    """The second time in a row brings a rest; fellows are served meanwhile, and it is no offence."""
+    """The second time in a row brings a rest; fellows of seen work are served meanwhile, and it is no offence."""
     async with two_replicas() as (made, left, right):
+        right._transport.acquaintances.worked(peer_name(0, 0))
         for _ in range(2):
             await propose(right)
             right.exchanger._give_up_if_stalled(-1.0)
