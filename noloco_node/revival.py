@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable
+from statistics import median
 from typing import Literal
 
 from noloco_node.config.run_spec import RunSpec
@@ -62,7 +62,8 @@ async def revive_if_lost(
         return "checkpoint"
     if copy is None:
         return "seed"
-    clock = min(copy.clock, max((record.clock for record in membership.others()), default=math.inf))
+    clocks = [record.clock for record in membership.others_there()]
+    clock = min(copy.clock, median(clocks)) if clocks else copy.clock
     await worker.load_slow_weights(clock, copy.manifest.outer_rounds, copy.weights)
     logger.warning("stage %d was restored from a copy at clock %.0f: all of its replicas are gone", stage, clock)
     return "guard"

@@ -250,7 +250,11 @@ async def test_a_newcomer_is_told_the_time_where_another_is_told_that_it_lags(on
             await replica.membership.refresh()
         if not on_probation:
             other.standing.met(NEAR, 4)
-        assert await other.exchanger.dial(peer_name(0, 0)) == on_probation
+        taken = await other.exchanger.dial(peer_name(0, 0))
+        while on_probation and not taken:  # a refusal is ordinary life on a busy machine
+            await one_turn()
+            taken = await other.exchanger.dial(peer_name(0, 0))
+        assert taken == on_probation
         own, ahead = other.worker.progress.clock, veteran.worker.progress.clock
         assert own == ahead if on_probation else own == ahead - shift
         assert other.exchanger.catch_up_from == (None if on_probation else peer_name(0, 0))
