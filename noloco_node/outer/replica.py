@@ -88,6 +88,7 @@ class OuterReplica:
         self._sent: dict[int, Tensor] = {}
         self._weight = 1.0
         self._members = 1
+        self._opened = False
         self._adopted = False
         self._settling = threading.Lock()
 
@@ -128,6 +129,7 @@ class OuterReplica:
         """
         self.settle()
         self._part, self._members, self._weight, self._exchange = part, members, weight, exchange
+        self._opened = True
         self._coding = self._sketch = None
         self._sent.clear()
         self._led.clear()
@@ -209,6 +211,8 @@ class OuterReplica:
         Returns φ_new − θ_snapshot of the open part, to be added to its fast weights, in the snapshot's place: no chunk
         can be made any more.
         """
+        assert self._opened, "a step is opened before it is worked out: until then the difference is whatever memory held"
+        self._opened = False
         for index in range(self.chunks):
             part = self._slice(index)
             mean = self._contribution(part).add_(self._difference[part], alpha=scale)

@@ -25,7 +25,7 @@ from noloco_node.swarm.transport import Message, PeerId
 from noloco_node.swarm.typed_calls import BadAnswer
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
 from tests.support import eventually
-from tests.worlds import NAMED, World, micro_spec, peer_name, world
+from tests.worlds import NAMED, World, micro_spec, peer_name, run_ahead, world
 
 OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, max_lag_tokens=1000)
 
@@ -122,7 +122,7 @@ async def test_an_altered_chunk_is_never_loaded(monkeypatch: pytest.MonkeyPatch)
 async def test_a_laggard_takes_its_partners_state() -> None:
     """Dialling a fellow that is more than max_lag ahead: no averaging, the laggard becomes a copy and goes on."""
     async with veteran_and_joiner() as (made, (veteran, laggard)):
-        await veteran.worker.commit(await veteran.worker.snapshot(), scale=0.0, clock_shift=50_000.0)
+        await run_ahead(veteran, 50_000.0)
         await veteran.membership.announce(PeerState.TRAINING)
         running = asyncio.create_task(laggard.run())
         try:
