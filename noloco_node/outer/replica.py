@@ -211,7 +211,9 @@ class OuterReplica:
         Returns φ_new − θ_snapshot of the open part, to be added to its fast weights, in the snapshot's place: no chunk
         can be made any more.
         """
-        assert self._opened, "a step is opened before it is worked out: until then the difference is whatever memory held"
+        assert self._opened, (
+            "a step is opened before it is worked out: until then the difference is whatever memory held"
+        )
         self._opened = False
         for index in range(self.chunks):
             part = self._slice(index)
