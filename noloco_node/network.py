@@ -37,9 +37,6 @@ T = TypeVar("T")
 REACH_QUESTIONS = 4
 """Peers asked at a node's start whether they can dial it, until one answers."""
 
-Agree = Callable[[Transport, tuple[str, ...]], Awaitable[RunSpec]]
-"""How a node and the peers at the addresses that it joined come to the same RunSpec."""
-
 
 @dataclass(frozen=True, slots=True)
 class Network:
@@ -99,6 +96,10 @@ class Entrance:
     known: KnownPeers
 
 
+Agree = Callable[[Entrance], Awaitable[RunSpec]]
+"""How a node and the peers at the addresses that it joined come to the same RunSpec."""
+
+
 @contextlib.asynccontextmanager
 async def entrance(
     settings: NodeSettings, folder: RunFolder, *, run: str | None, may_found: bool
@@ -142,7 +143,7 @@ async def network(
     """
     async with entrance(settings, folder, run=run, may_found=run is not None) as door:
         daemon, known = door.daemon, door.known
-        spec = await agree(door.transport, daemon.joined_peers)
+        spec = await agree(door)
         start_checks.report(await start_checks.among_peers(door.transport, daemon.joined_peers))
         for text in daemon.joined_peers:
             known.learn(parse_address(text).peer, [text])

@@ -28,7 +28,7 @@ from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.interrupts import Interrupts, interruptible
 from noloco_node.model.stage import Stage, build_stage
-from noloco_node.network import Agree, Network, network
+from noloco_node.network import Agree, Entrance, Network, network
 from noloco_node.replica import Replica, on_its_device
 from noloco_node.stays import BeginsFrom, Stays, stays_of
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
@@ -39,7 +39,7 @@ from noloco_node.swarm.hello import check_same_run, serve_hello
 from noloco_node.swarm.outlook import Outlook, outlook_of
 from noloco_node.swarm.receipts import Receipts, open_receipts
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
-from noloco_node.swarm.transport import PeerId, Transport
+from noloco_node.swarm.transport import PeerId
 from noloco_node.telemetry.display import DownloadBar
 from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped, P2pdRestarted
 from noloco_node.telemetry.logging import NodeLog, configure_logging
@@ -62,8 +62,8 @@ async def run_node(spec: RunSpec, settings: NodeSettings) -> NodeStopped:
     Raises UserError for everything that the person who started it can change.
     """
 
-    async def agree(transport: Transport, joined: tuple[str, ...]) -> RunSpec:
-        await check_same_run(transport, spec, joined)
+    async def agree(door: Entrance) -> RunSpec:
+        await check_same_run(door.transport, spec, door.daemon.joined_peers)
         return spec
 
     await asyncio.to_thread(_check_folder, RunFolder(settings.run_folder), spec, settings)  # before anything is written
@@ -73,8 +73,9 @@ async def run_node(spec: RunSpec, settings: NodeSettings) -> NodeStopped:
 async def join_node(own: OwnData, settings: NodeSettings, show: Show) -> NodeStopped:
     """`run_node` for the run that the initial peers serve: its RunSpec comes from one of them, and is shown."""
 
-    async def agree(transport: Transport, joined: tuple[str, ...]) -> RunSpec:
-        return await fetch_run_spec(transport, joined, own, reads_text=settings.stage in ("auto", 0))
+    async def agree(door: Entrance) -> RunSpec:
+        joined, reads_text = door.daemon.joined_peers, settings.stage in ("auto", 0)
+        return await fetch_run_spec(door.transport, joined, own, reads_text=reads_text, met_in=door.known.run)
 
     return await _run(agree, settings, show, None)
 

@@ -64,7 +64,9 @@ async def _agree(spec: RunSpec | None, door: Entrance) -> RunSpec | None:
     if spec is not None:
         await check_same_run(door.transport, spec, joined)
         return spec
-    return await fetch_run_spec(door.transport, joined, OwnData(), reads_text=False) if joined else None
+    if not joined:
+        return None
+    return await fetch_run_spec(door.transport, joined, OwnData(), reads_text=False, met_in=door.known.run)
 
 
 @contextlib.asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -49,22 +50,17 @@ def serve_spec(transport: Transport, spec: RunSpec) -> None:
     transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=2)
 
 
-async def fetch_run_spec(transport: Transport, joined: Sequence[str], own: OwnData, *, reads_text: bool) -> RunSpec:
-    """The RunSpec of the one run that the peers at these addresses serve, from the first that gives a sound one.
+async def fetch_run_spec(
+    transport: Transport, joined: Sequence[str], own: OwnData, *, reads_text: bool, met_in: str | None = None
+) -> RunSpec:
+    """The RunSpec of the run that the peers at these addresses serve, from the first that gives a sound one.
 
-    `own` is what the volunteer says of the run's text, which is read here where `reads_text`. Raises UserError:
-    PEERS_UNREACHABLE where no peer answers, WRONG_RUN where they serve several runs, speak another protocol version, or
-    give no RunSpec that stands up to its hash; CONFIG as `with_own_data` does.
+    Where they serve several it is that of the run `met_in`, in which this node was before, else the run of most of
+    them. `own` is what the volunteer says of the run's text, which is read here where `reads_text`. Raises UserError:
+    PEERS_UNREACHABLE where no peer answers, WRONG_RUN where they serve several runs and none of these is most, speak
+    another protocol version, or give no RunSpec that stands up to its hash; CONFIG as `with_own_data` does.
     """
-    hellos = await _hellos(transport, joined)
-    runs = {hello.run for hello in hellos.values()}
-    if len(runs) > 1:
-        lines = "".join(f"\n  {address}: run '{h.name}' ({h.run})" for address, h in hellos.items())
-        raise UserError(
-            ExitCode.WRONG_RUN,
-            f"the addresses belong to {len(runs)} runs:{lines}",
-            "choose one of the runs, and name addresses of its nodes only",
-        )
+    hellos = _of_one_run(await _hellos(transport, joined), met_in)
     failures: dict[str, str] = {}
     for address, hello in hellos.items():
         try:
@@ -159,6 +155,22 @@ def _is_local(name: str) -> bool:
     if name in (DataSpec().tokenizer, NOT_READ):
         return False
     return name.startswith(("/", ".", "~")) or any(os.path.exists(part) for part in (name, name.partition(":")[0]))
+
+
+def _of_one_run(hellos: dict[str, Hello], met_in: str | None) -> dict[str, Hello]:
+    """Those of the one run to join; the others are logged. A single key that names another run must not keep a
+    volunteer out, nor one process that answered for most of the peers that this node has written down."""
+    runs = Counter(hello.run for hello in hellos.values())
+    chosen, votes = (met_in, len(hellos)) if met_in in runs else runs.most_common(1)[0]
+    if 2 * votes <= len(hellos):
+        lines = "".join(f"\n  {address}: run '{h.name}' ({h.run})" for address, h in hellos.items())
+        raise UserError(
+            ExitCode.WRONG_RUN,
+            f"the addresses belong to {len(runs)} runs:{lines}",
+            "choose one of the runs, and name addresses of its nodes only",
+        )
+    log_passed_over({a: f"it serves run '{h.name}' ({h.run})" for a, h in hellos.items() if h.run != chosen})
+    return {address: hello for address, hello in hellos.items() if hello.run == chosen}
 
 
 async def _hellos(transport: Transport, joined: Sequence[str]) -> dict[str, Hello]:

@@ -75,9 +75,10 @@ class Swarm:
         answer_with(transport, torch.tensor(list(text), dtype=torch.uint8))
         return transport
 
-    async def fetch(self, own: OwnData | None = None, *, reads_text: bool = True) -> RunSpec:
+    async def fetch(self, own: OwnData | None = None, *, reads_text: bool = True, met_in: str | None = None) -> RunSpec:
         """What the joiner comes to."""
-        return await fetch_run_spec(self.joiner, self.addresses, own or OwnData(), reads_text=reads_text)
+        own = own or OwnData()
+        return await fetch_run_spec(self.joiner, self.addresses, own, reads_text=reads_text, met_in=met_in)
 
     async def refusal(self, own: OwnData | None = None) -> UserError:
         """The error that the joiner gets; it says what to do."""
@@ -226,6 +227,30 @@ async def test_addresses_of_several_runs_stop_the_joiner_with_names_and_ids_by_a
         assert error.exit_code is ExitCode.WRONG_RUN
         for address, spec in zip(made.addresses, (SPEC, OTHER), strict=True):
             assert f"{address}: run '{spec.name}' ({spec.run_id})" in error.message
+
+
+async def test_a_few_addresses_of_another_run_stop_no_joiner(caplog: pytest.LogCaptureFixture) -> None:
+    """The run of most of the addresses is taken, and who names another one is said."""
+    async with swarm() as made:
+        made.sound(OTHER)
+        made.sound()
+        made.sound()
+        with caplog.at_level(logging.WARNING):
+            assert await made.fetch() == SPEC
+        lines = [line for line in caplog.messages if made.addresses[0] in line]
+        assert len(lines) == 1
+        assert OTHER.run_id in lines[0]
+
+
+async def test_where_peers_were_met_in_a_run_one_of_it_is_enough() -> None:
+    """One process may have answered under most of the keys that a node wrote down."""
+    async with swarm() as made:
+        for _ in range(5):
+            made.sound(OTHER)
+        made.sound()
+        assert await made.fetch(met_in=SPEC.run_id) == SPEC
+        assert await made.fetch() == OTHER
+        assert await made.fetch(met_in="0" * 32) == OTHER
 
 
 @pytest.mark.parametrize("kind", [FaultKind.UNREACHABLE, FaultKind.LOSE_ANSWER])
