@@ -20,10 +20,10 @@ from noloco_node.checks import (
     memory,
     raise_file_limit,
 )
+from noloco_node.compute_device import check_device, resolve_device
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import UserError
 from noloco_node.network import Entrance, entrance, out_of_reach
-from noloco_node.node import check_device
 from noloco_node.start_checks import check_reached, dialled_back, judge_peers, own_ports
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.hello import measure_hello
@@ -86,7 +86,8 @@ def _machine(settings: NodeSettings) -> list[Check]:
 
 def _device(name: str) -> Check:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = f"torch {torch.__version__}, node.device {name}, {gpus} CUDA device{'s' * (gpus != 1)}"
+    what = f"auto ({resolve_device(name)})" if name == "auto" else name
+    found = f"torch {torch.__version__}, node.device {what}, {gpus} CUDA device{'s' * (gpus != 1)}"
     try:
         check_device(name)
     except UserError as error:

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from noloco_node.address_space import address_space_left
+from noloco_node.compute_device import resolve_device
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.cut import build_config, cut_model
 from noloco_node.model.stage import build_on_meta
@@ -77,8 +78,8 @@ def fitting_stages(parameters: Sequence[int], codec: CodecName, free: Memory) ->
 
 
 def free_memory(device: str) -> Memory:
-    """Free bytes of a torch device and of this machine, within what its container may take."""
-    own = torch.device(device)
+    """Free bytes of `node.device` and of this machine, within what its container may take."""
+    own = torch.device(resolve_device(device))
     on_device = torch.cuda.mem_get_info(own)[0] if own.type == "cuda" else 0
     return Memory(on_device, _free_on_host())
 

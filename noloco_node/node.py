@@ -18,6 +18,7 @@ from rich.console import Console
 
 from noloco_node import __version__, start_checks
 from noloco_node.checkpointing import CheckpointKeeper
+from noloco_node.compute_device import check_device, describe_device
 from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
@@ -118,6 +119,7 @@ async def _live(
     opened: asyncio.Event,
 ) -> NodeStopped:
     check_device(settings.device)
+    logger.info("%s", describe_device(settings.device))
     torch.set_num_threads(settings.torch_threads)
     checkpoints = CheckpointFolder(folder.checkpoints, settings.checkpoints_kept)
     async with network(agree, settings, folder, run=run) as net, _compute_thread() as thread:
@@ -339,33 +341,6 @@ async def run_and_save(run: Awaitable[None], save: Callable[[], Awaitable[None]]
             logger.exception("the weights could not be saved either")
         raise
     await save()
-
-
-def check_device(name: str) -> None:
-    """Raise UserError (CONFIG) where `node.device` is no device of this machine that torch can compute on."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise _no_device(name, "torch knows no such device") from None
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise _no_device(name, "torch finds no CUDA device")
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise _no_device(name, f"this machine has CUDA devices 0 to {count - 1}")
-    try:
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, ImportError) as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise _no_device(name, f"it cannot be computed on ({reason})") from None
-
-
-def _no_device(name: str, reason: str) -> UserError:
-    return UserError(
-        ExitCode.CONFIG,
-        f"node.device is '{name}', but {reason}",
-        "set node.device to cpu, cuda, or cuda:N with the number of a GPU of this machine",
-    )
 
 
 def _moves_on(stays: Stays, interrupts: Interrupts) -> bool:

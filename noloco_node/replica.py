@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from noloco_node.aio import Pulse
+from noloco_node.compute_device import resolve_device
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples
@@ -61,7 +62,7 @@ ORIGIN_SECONDS = 60.0
 async def on_its_device(spec: RunSpec, settings: NodeSettings, stage: Stage, thread: ComputeThread) -> PlacedStage:
     """Put a stage where a replica of it trains (`place_stage`)."""
     wire_dtype = WIRE_DTYPES[spec.pipeline.activations]
-    return await place_stage(spec, stage, thread, device=settings.device, wire_dtype=wire_dtype)
+    return await place_stage(spec, stage, thread, device=resolve_device(settings.device), wire_dtype=wire_dtype)
 
 
 class Replica:

@@ -15,7 +15,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(rooms.split())
     for rooms in (
         "errors aio address_space",
-        "outer",
+        "outer compute_device",
         "config",
         "model data",
         "training",

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from noloco_node.compute_device import check_device, describe_device, resolve_device
 from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import MAX_BODY_BYTES, check_microbatch_bytes
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.network import out_of_reach
-from noloco_node.node import check_device, run_and_save
+from noloco_node.node import run_and_save
 from noloco_node.preflight import plan
 from tests.support import one_turn
 
@@ -37,9 +38,27 @@ def test_a_gpu_number_too_high_names_the_numbers_there_are(monkeypatch: pytest.M
         check_device("cuda:2")
 
 
-def test_the_processor_is_always_there() -> None:
-    """The default device passes."""
-    check_device("cpu")
+@pytest.mark.parametrize("name", ["cpu", "auto"])
+def test_the_processor_is_always_there(name: str) -> None:
+    """It passes by its name, and the default passes on any machine."""
+    check_device(name)
+
+
+@pytest.mark.parametrize(("gpus", "built", "chosen"), [(0, None, "cpu"), (0, "12.8", "cpu"), (2, "12.8", "cuda")])
+def test_the_default_device_is_the_gpu_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, built: str | None, chosen: str
+) -> None:
+    """`auto`, in one line that says what was found; a device that is named stays what it is."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA X")
+    monkeypatch.setattr(torch.version, "cuda", built)
+    assert NodeSettings().device == "auto"
+    assert resolve_device("auto") == chosen
+    assert resolve_device("cuda:1") == "cuda:1"
+    words = "auto: cuda, NVIDIA X" if gpus else ("finds no CUDA device" if built else "built without CUDA")
+    assert words in describe_device("auto")
+    assert "\n" not in describe_device("auto")
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ class NodeSettings(Settings):
     metrics_host: str = "127.0.0.1"
     metrics_port: Port | None = None
     """Port of `/metrics`; 0 lets the system choose, not set serves none."""
-    device: str = "cpu"
-    """Torch device of the stage."""
+    device: str = "auto"
+    """Torch device of the stage: cpu, cuda, cuda:1; `auto` is CUDA where there is one, else the processor."""
     torch_threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """CPU threads of the compute library."""
     in_flight: Annotated[int, Field(gt=0, le=256)] = 3
