@@ -374,11 +374,12 @@ def _print_plan(config: Config) -> None:
 def _print_run(run: RunSpec, outlook: Outlook) -> None:
     """What a joiner is about to take part in."""
     from noloco_node.preflight import plan_lines, plan_run
+    from noloco_node.telemetry.words import as_nodes
 
     data = run.data
     source = data.source if data.path is None else f"{data.source}, {json.dumps(data.path, ensure_ascii=False)}"
     windows = f"windows of {data.sequence_length} tokens, tokenizer {json.dumps(data.tokenizer, ensure_ascii=False)}"
-    nodes = " + ".join(map(str, outlook.replicas))
+    nodes = as_nodes(outlook.replicas)
     share = 100.0 * min(1.0, outlook.clock / outlook.target_tokens)
     left = outlook.seconds_left
     empty = [str(stage) for stage, count in enumerate(outlook.replicas) if not count]
@@ -386,7 +387,7 @@ def _print_run(run: RunSpec, outlook: Outlook) -> None:
     print("\n".join(plan_lines(run, plan_run(run))))
     print(f"  model             {run.model.config['model_type']}")
     print(f"  data              {source}, {windows}")
-    print(f"  swarm             {nodes} nodes, {outlook.tokens_per_second:,.0f} tokens/s")
+    print(f"  swarm             nodes {nodes}, {outlook.tokens_per_second:,.0f} tokens/s")
     print(f"  progress          {outlook.clock:,.0f} of {outlook.target_tokens:,} tokens ({share:.0f} %)")
     print(f"  to go             {waits if left is None else f'about {left / 3600:,.1f} h at this speed'}")
     sys.stdout.flush()

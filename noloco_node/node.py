@@ -14,7 +14,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-from rich.console import Console
 
 from noloco_node import __version__, start_checks
 from noloco_node.checkpointing import CheckpointKeeper
@@ -41,10 +40,10 @@ from noloco_node.swarm.outlook import Outlook, outlook_of
 from noloco_node.swarm.receipts import Receipts, open_receipts
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.swarm.transport import PeerId
-from noloco_node.telemetry.display import DownloadBar
 from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped, P2pdRestarted
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.metrics import Metrics
+from noloco_node.telemetry.node_display import NodeDisplay, own_terminal
 from noloco_node.telemetry.web import WebServer
 from noloco_node.training.compute_thread import ComputeThread
 
@@ -274,10 +273,16 @@ def _check_folder(folder: RunFolder, spec: RunSpec, settings: NodeSettings) -> N
     if folder.judge(spec.run_id, spec.name) and not settings.initial_peers:
         raise UserError(
             ExitCode.RUN_FOLDER,
-            f"run '{spec.name}' ({spec.run_id}) has come to its end in '{folder.path}': "
-            f"its weights are in {folder.final}",
+            f"run '{spec.name}' ({spec.run_id}) has come to its end in '{folder.path}': {_whose_weights(spec)} "
+            f"in {folder.final}",
             "name another folder with --run-folder to train it anew",
         )
+
+
+def _whose_weights(spec: RunSpec) -> str:
+    if spec.stages == 1:
+        return "its weights are"
+    return f"the weights of this node's stage, one of {spec.stages}, which only together are the model, are"
 
 
 def _open_run(
@@ -384,14 +389,16 @@ def _telemetry(folder: RunFolder, settings: NodeSettings) -> Generator[tuple[Emi
     log, metrics, events = NodeLog(), Metrics(), EventFile(folder.events)
     metrics.watch_process(asyncio.get_running_loop())
     web = WebServer({"/metrics": metrics.page})
-    bar = DownloadBar(Console(stderr=True))
-    configure_logging(settings.log_level, log)
+    terminal = own_terminal()
+    display = None if terminal is None else NodeDisplay(log.view, terminal)
+    configure_logging(settings.log_level, log, None if display is None else display.line)
 
     def emit(event: AnyEvent) -> None:
         events.write(event)
         metrics.observe(event)
-        bar.observe(event)
         log.observe(event)
+        if display is not None:
+            display.observe(event)
 
     try:
         address = None
@@ -399,7 +406,8 @@ def _telemetry(folder: RunFolder, settings: NodeSettings) -> Generator[tuple[Emi
             address = web.start(settings.metrics_host, settings.metrics_port)
         yield emit, address
     finally:
-        bar.close()
+        if display is not None:
+            display.close()
         web.stop()
         events.close()
 

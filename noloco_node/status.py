@@ -30,6 +30,7 @@ from noloco_node.telemetry.events import (
     StateDownload,
     parse_event,
 )
+from noloco_node.telemetry.words import as_nodes
 
 DEFAULT_FOLDER = Path("runs/node")
 SHOWN_PEERS = 8
@@ -159,7 +160,7 @@ def _training(events: Events) -> Iterator[str]:
     if account is not None:
         share = 100.0 * min(1.0, account.clock / max(1, account.target))
         yield f"progress            {account.clock:,.0f} of {account.target:,} tokens ({share:.0f} %)"
-        yield f"  nodes             {' + '.join(map(str, account.nodes_per_stage))} as this node sees them"
+        yield f"  nodes             {as_nodes(account.nodes_per_stage)}, as this node sees them"
     if step is not None:
         yield f"  training loss     {step.loss:.4f} nats/token at inner step {step.step}"
     if loss is not None:

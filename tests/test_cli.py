@@ -127,7 +127,12 @@ def test_who_joins_gives_addresses_and_settings_of_its_own_node_only() -> None:
 @pytest.mark.parametrize(
     ("clock", "replicas", "speed", "words"),
     [
-        (12_288.0, (2, 1), 1.024, ["2 + 1 nodes", "12,288 of 49,152 tokens (25 %)", "about 10.0 h at this speed"]),
+        (
+            12_288.0,
+            (2, 1),
+            1.024,
+            ["nodes 3 (stage 0: 2, stage 1: 1)", "12,288 of 49,152 tokens (25 %)", "about 10.0 h at this speed"],
+        ),
         (0.0, (2, 0), 9.0, ["not known: stage 1 has no node"]),
         (0.0, (1, 1), 0.0, ["not known yet: nobody says how fast it is"]),
     ],

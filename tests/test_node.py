@@ -14,8 +14,9 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import MAX_BODY_BYTES, check_microbatch_bytes
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.network import out_of_reach
-from noloco_node.node import run_and_save
+from noloco_node.node import run_and_save, run_node
 from noloco_node.preflight import plan
+from noloco_node.storage.run_folder import RunFolder
 from tests.support import one_turn
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
@@ -150,3 +151,17 @@ async def test_a_cancelled_run_saves_nothing_and_a_finished_one_saves_once() -> 
     assert saves == []
     await run_and_save(asyncio.to_thread(lambda: None), save)
     assert saves == ["saved"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"), [(1, "its weights are in"), (2, "the weights of this node's stage, one of 2, which only")]
+)
+async def test_a_run_that_is_over_says_whether_the_weights_are_all_of_the_model(
+    stages: int, words: str, tmp_path: Path
+) -> None:
+    """One stage of several is not the model."""
+    spec = load_config(MICRO, [f"run.model.stages={stages}"]).run
+    RunFolder(tmp_path).mark_ended(spec.run_id, spec.name)
+    with pytest.raises(UserError, match=words) as caught:
+        await run_node(spec, NodeSettings(run_folder=tmp_path))
+    assert caught.value.exit_code is ExitCode.RUN_FOLDER

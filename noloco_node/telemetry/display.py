@@ -18,17 +18,16 @@ from rich.text import Text
 
 from noloco_node.telemetry.events import (
     AnyEvent,
-    Doing,
     Evaluation,
     InnerStep,
     NodeMoved,
     NodeStarted,
     NodeStopped,
     OuterStep,
-    StateDownload,
     Warned,
 )
 from noloco_node.telemetry.summary import NodeHistory
+from noloco_node.telemetry.words import as_duration, as_loss, as_nodes, as_scientific
 
 RATE_WINDOW = 30.0
 """Seconds over which the shown tokens per second are counted."""
@@ -177,10 +176,10 @@ def plain_line(view: SwarmView, now: float) -> str:
     f = view.figures(now)
     return (
         f"step {f.step} · {f.clock:,.0f}/{f.target:,} tokens ({_percent(f):.0f} %)"
-        f" · loss {_loss(f.training_loss)} · validation {_loss(f.validation_loss)}"
+        f" · loss {as_loss(f.training_loss)} · validation {as_loss(f.validation_loss)}"
         f" · {f.tokens_per_second:,.0f} tokens/s"
-        f" · nodes {'+'.join(map(str, f.nodes_per_stage))} · outer steps {f.outer_rounds} ({f.alone} alone)"
-        f" · spread {_scientific(f.spread)} · {_duration(f.seconds_left)} left"
+        f" · nodes {as_nodes(f.nodes_per_stage)} · outer steps {f.outer_rounds} ({f.alone} alone)"
+        f" · spread {as_scientific(f.spread)} · {as_duration(f.seconds_left)} left"
     )
 
 
@@ -191,7 +190,7 @@ def screen(view: SwarmView, now: float) -> RenderableType:
     progress.add_row(
         ProgressBar(total=f.target, completed=min(f.clock, f.target), width=40),
         f"{f.clock:,.0f} of {f.target:,} tokens",
-        Text(f"{_duration(f.seconds_left)} left", style="bold"),
+        Text(f"{as_duration(f.seconds_left)} left", style="bold"),
     )
     warnings = [*view.warnings, *([view.trouble] if view.trouble else [])]
     trouble = [part for line in warnings for part in (Text(line, style="bold red"), Text())]
@@ -244,14 +243,14 @@ class Display:
 def _figures_table(f: Figures) -> Table:
     table = Table.grid(padding=(0, 3))
     rows = [
-        ("inner step", f"{f.step}", "training loss", _loss(f.training_loss)),
-        ("tokens/s", f"{f.tokens_per_second:,.0f}", "validation loss", _loss(f.validation_loss)),
-        ("nodes per stage", " + ".join(map(str, f.nodes_per_stage)), "learning rate", _scientific(f.learning_rate)),
+        ("inner step", f"{f.step}", "training loss", as_loss(f.training_loss)),
+        ("tokens/s", f"{f.tokens_per_second:,.0f}", "validation loss", as_loss(f.validation_loss)),
+        ("nodes", as_nodes(f.nodes_per_stage), "learning rate", as_scientific(f.learning_rate)),
         (
             "outer steps",
             f"{f.outer_rounds} ({f.alone} alone, {f.aborted} aborted)",
             "spread of weights",
-            _scientific(f.spread),
+            as_scientific(f.spread),
         ),
     ]
     for left, value, right, other in rows:
@@ -292,60 +291,5 @@ def _percent(f: Figures) -> float:
     return 100.0 * min(1.0, f.clock / f.target)
 
 
-def _loss(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
-
-
-def _scientific(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2e}"
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes}:{rest:02} min"
-
-
 def _clock_time(when: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(when))
-
-
-class DownloadBar:
-    """Shows on a terminal how far the copying of a fellow's state is; nothing elsewhere, where the log tells it."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._live: Live | None = None
-
-    def observe(self, event: AnyEvent) -> None:
-        """Take in one event of the node."""
-        if not self._console.is_terminal:
-            return
-        if isinstance(event, StateDownload) and event.received < event.total:
-            if self._live is None:
-                self._live = Live(console=self._console, auto_refresh=False, transient=True)
-                self._live.start()
-            self._live.update(download_row(event), refresh=True)
-        elif not isinstance(event, Doing):
-            self.close()
-
-    def close(self) -> None:
-        """Take the bar off the screen; what is logged next stands alone."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-
-def download_row(event: StateDownload) -> RenderableType:
-    """A bar, the megabytes, and the time that is left at this speed."""
-    left = event.seconds * (event.total - event.received) / event.received if event.received else None
-    row = Table.grid(padding=(0, 1))
-    row.add_row(
-        f"state of …{event.donor[-6:]}",
-        ProgressBar(total=event.total, completed=event.received, width=40),
-        f"{event.received / 1e6:,.1f} of {event.total / 1e6:,.1f} MB",
-        Text(f"{_duration(left)} left", style="bold"),
-    )
-    return row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 
 from noloco_node.telemetry.events import (
     Account,
@@ -20,6 +21,8 @@ from noloco_node.telemetry.events import (
     StateDownload,
     Warned,
 )
+from noloco_node.telemetry.node_view import NodeFigures, NodeView
+from noloco_node.telemetry.words import as_duration, as_loss
 
 LOGGER_NAME = "noloco_node"
 
@@ -34,9 +37,10 @@ logger = logging.getLogger(LOGGER_NAME)
 
 
 class NodeLog:
-    """Turns a node's events into log lines, and knows from them who the node is."""
+    """Turns a node's events into log lines, and knows from them who the node is and how far it is."""
 
     def __init__(self) -> None:
+        self.view = NodeView()
         self.peer_id = ""
         self.stage: int | None = None
         self.round = 0
@@ -60,7 +64,10 @@ class NodeLog:
             self.stage = event.stage
         elif isinstance(event, OuterStep):
             self.round = event.round
+        self.view.observe(event)
         level, line = describe(event)
+        if isinstance(event, OuterStep) and event.kind != "aborted":
+            line += progress_words(self.view.figures(event.time))
         if line:
             logger.log(level, line)
         self._observe_firsts(event)
@@ -129,13 +136,27 @@ def describe(event: AnyEvent) -> tuple[int, str]:
             return logging.DEBUG, ""
 
 
-def configure_logging(level: str, log: NodeLog) -> None:
-    """Send the log to stderr, each line with the identity that `log` knows.
+def progress_words(figures: NodeFigures) -> str:
+    """How far the run is, how fast, and how long it will take, as the end of a line; empty where nothing is known."""
+    parts: list[str] = []
+    if figures.share is not None:
+        parts.append(f"{100.0 * figures.share:.0f} % of {figures.target:,} tokens")
+    if figures.swarm_rate is not None:
+        parts.append(f"{figures.swarm_rate:,.0f} tokens/s")
+    if figures.training_loss is not None:
+        parts.append(f"loss {as_loss(figures.training_loss)}")
+    if figures.seconds_left is not None:
+        parts.append(f"{as_duration(figures.seconds_left)} left")
+    return "".join(f" · {part}" for part in parts)
+
+
+def configure_logging(level: str, log: NodeLog, write: Callable[[str], None] | None = None) -> None:
+    """Send the log to stderr, each line with the identity that `log` knows; or to `write`, where somebody draws there.
 
     Call it after hivemind is imported: hivemind puts a handler of its own on its logger, which is removed here, and
     its lines pass from WARNING up only, since its everyday failures are ours to count.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(sys.stderr) if write is None else _Written(write)
     handler.setFormatter(_Formatter(log))
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -145,6 +166,21 @@ def configure_logging(level: str, log: NodeLog) -> None:
     hivemind.handlers.clear()
     hivemind.propagate = True
     hivemind.setLevel(logging.DEBUG if level == "DEBUG" else logging.WARNING)
+
+
+class _Written(logging.Handler):
+    """Hands lines to a function."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        super().__init__()
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hand one line on."""
+        try:
+            self._write(self.format(record))
+        except Exception:  # noqa: BLE001 - as every handler of the standard library: a lost line ends no training
+            self.handleError(record)
 
 
 class _Formatter(logging.Formatter):

@@ -7,8 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from noloco_node.telemetry.display import Display, DownloadBar, SwarmView, plain_line, screen
-from noloco_node.telemetry.events import StateDownload
+from noloco_node.telemetry.display import Display, SwarmView, plain_line, screen
 from tests.telemetry import made_events as made
 
 NOW = 1061.5
@@ -61,7 +60,7 @@ def test_the_screen_shows_what_a_person_wants_to_know_and_fits() -> None:
     text = _text(console)
     assert len(text.splitlines()) <= 40
     for words in (
-        *("inner step", "training loss", "validation loss", "tokens/s", "nodes per stage", "outer steps", "spread"),
+        *("inner step", "training loss", "validation loss", "tokens/s", "nodes", "stage 0: 0", "outer steps", "spread"),
         *("61,440 of 100,000 tokens", "left", "made-up", "who averaged with whom"),
     ):
         assert words in text
@@ -104,23 +103,3 @@ def test_a_view_without_events_can_be_shown() -> None:
 def _text(console: Console) -> str:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
-
-
-def download(received: int) -> StateDownload:
-    """A download of 40 MB."""
-    return StateDownload(donor="12D3KooWdonor", received=received, total=40_000_000, seconds=10.0)
-
-
-def test_a_download_shows_a_bar_on_a_terminal_and_nothing_elsewhere() -> None:
-    """Megabytes and time left while it lasts; the bar goes away when it is whole or something else happens."""
-    for terminal in (True, False):
-        console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
-        bar = DownloadBar(console)
-        for event in (download(0), download(10_000_000), download(40_000_000)):
-            bar.observe(event)
-        assert isinstance(console.file, io.StringIO)
-        shown = console.file.getvalue()
-        assert ("10.0 of 40.0 MB" in shown) == terminal
-        assert ("0:30 min left" in shown) == terminal
-        assert bar._live is None
-        bar.close()

@@ -1,0 +1,42 @@
+"""Figures in words for a person: the same on every screen and in every line of the log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+STAGES_LISTED = 6
+"""Stages up to which the nodes of each are counted in a line; of more, only those without a node are named."""
+
+
+def as_loss(value: float | None) -> str:
+    """A loss in nats per token, without its unit."""
+    return "–" if value is None else f"{value:.4f}"
+
+
+def as_scientific(value: float | None) -> str:
+    """A figure that may be of any size."""
+    return "–" if value is None else f"{value:.2e}"
+
+
+def as_rate(value: float | None) -> str:
+    """Tokens a second, without the unit."""
+    return "–" if value is None else f"{value:,.0f}"
+
+
+def as_duration(seconds: float | None) -> str:
+    """`1:05 min`, or `2 h 05 min`; a question mark where it is not known."""
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes}:{rest:02} min"
+
+
+def as_nodes(per_stage: Sequence[int]) -> str:
+    """How many nodes serve which stage: `4 (stage 0: 2, stage 1: 2)`."""
+    total, empty = sum(per_stage), [str(stage) for stage, count in enumerate(per_stage) if not count]
+    if len(per_stage) <= STAGES_LISTED:
+        listed = ", ".join(f"stage {stage}: {count}" for stage, count in enumerate(per_stage))
+        return f"{total} ({listed})"
+    without = f"none at stage {', '.join(empty)}" if empty else "each has some"
+    return f"{total} at {len(per_stage)} stages, {without}"

@@ -1,0 +1,161 @@
+"""Who runs one node sees how far its run is: a live screen on a terminal, a line an outer round elsewhere."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from noloco_node.telemetry.events import AnyEvent, Doing, StateDownload, Warned
+from noloco_node.telemetry.logging import NodeLog
+from noloco_node.telemetry.node_display import NodeDisplay, node_screen
+from noloco_node.telemetry.node_view import NodeView
+from noloco_node.telemetry.words import as_nodes
+from tests.telemetry import made_events as made
+
+HALF = 1030.0
+
+
+def half_way(*more: AnyEvent) -> NodeView:
+    """A node of the made-up run at step 30 of 60."""
+    view = NodeView()
+    rows = [event for event in made.node_events("s0-r0") if event.time <= HALF]
+    for event in (*rows, made.account(time=HALF, clock=30 * 1024.0), *more):
+        view.observe(event)
+    return view
+
+
+def screen_of(view: NodeView, now: float) -> str:
+    """The screen as text."""
+    console = Console(file=io.StringIO(), width=110, height=40)
+    console.print(node_screen(view.figures(now), now))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_speed_loss_and_time_left_are_those_of_the_events() -> None:
+    """The swarm's speed by the clock, the node's own by its tokens, the time left by the swarm's."""
+    figures = half_way().figures(HALF)
+    assert (figures.step, figures.clock, figures.target, figures.share) == (30, 30_720.0, 61_440, 0.5)
+    assert figures.swarm_rate == pytest.approx(1024)
+    assert figures.own_rate == pytest.approx(512)
+    assert figures.seconds_left == pytest.approx(30)
+    assert figures.training_loss == pytest.approx(sum(made.loss_at(step * 1024) for step in range(26, 31)) / 5)
+    assert (figures.paired, figures.alone, figures.aborted) == (3, 0, 0)
+
+
+def test_a_jump_of_the_clock_is_no_speed() -> None:
+    """Who takes over a fellow's state has not trained what lies between, and who goes on from a checkpoint has not
+    trained while it was away."""
+    view = half_way(made.outer_step(4, "s0-r1", kind="caught_up", time=1031.0, clock=90_000.0))
+    for step in range(32, 37):
+        view.observe(made.inner_step(step, clock=90_000.0 + (step - 31) * 1024.0))
+    assert view.figures(1036.0).swarm_rate == pytest.approx(1024)
+    view.observe(made.started("s0-r0").model_copy(update={"time": 2000.0}))
+    for step in range(37, 40):
+        view.observe(made.inner_step(step, time=1964.0 + step))
+    assert view.figures(2003.0).swarm_rate == pytest.approx(1024)
+
+
+def test_a_stall_lowers_the_speed_and_lengthens_the_time_left() -> None:
+    """Nobody is told a minute for an hour."""
+    before, after = (half_way().figures(now) for now in (HALF, HALF + 300.0))
+    assert before.swarm_rate is not None
+    assert after.swarm_rate is not None
+    assert after.swarm_rate < 0.2 * before.swarm_rate
+
+
+def test_the_screen_shows_what_the_owner_of_a_node_wants_to_know() -> None:
+    """Progress, speed, loss, time left, nodes by stage, the last partner, and what it waits for; in few lines."""
+    waits = Doing(time=HALF, what="waiting_for_peers", detail="a replica of stage 1: none is known", since=HALF - 65)
+    text = screen_of(half_way(waits, Warned(what="stage_lost", detail="the stage begins anew")), HALF)
+    for words in (
+        *("made-up · stage 0 of 2", "30,720 of 61,440 tokens", "0:30 min left", "1,024", "512", "outer steps"),
+        *("training loss", "stage 0: 2, stage 1: 2", "with …-s0-r1", "the stage begins anew"),
+        "waiting for a replica of stage 1: none is known, for 1:05 min",
+    ):
+        assert words in text
+    assert len(text.splitlines()) <= 14
+
+
+def test_a_view_without_events_can_be_shown_and_names_are_never_markup() -> None:
+    """Before the first account there is nothing to divide by; a stranger's run may be called anything."""
+    assert "starting" in screen_of(NodeView(), HALF)
+    view = NodeView()
+    view.observe(made.started("s0-r0").model_copy(update={"run_name": "[/bold]"}))
+    assert "[/bold]" in screen_of(view, HALF)
+
+
+def test_a_download_shows_until_it_is_whole_and_log_lines_stand_above_the_screen() -> None:
+    """Megabytes and time left; a log line never shares a line with the screen, and is not broken."""
+    view, console = NodeView(), Console(file=io.StringIO(), force_terminal=True, width=60)
+    display = NodeDisplay(view, console)
+    part, whole = (
+        StateDownload(donor="12D3KooWdonor", received=received, total=40_000_000, seconds=10.0)
+        for received in (10_000_000, 40_000_000)
+    )
+    view.observe(part)
+    display.observe(part)
+    line = "others join with: noloco-node join " + "/ip4/127.0.0.1/tcp/4001/p2p/" + "Q" * 52
+    display.line(line)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "10.0 of 40.0 MB" in screen_of(view, HALF)
+    assert "\x1b[2K" + line + "\n" in shown
+    view.observe(whole)
+    assert "of 40.0 MB" not in screen_of(view, HALF)
+    display.close()
+
+
+def test_without_a_terminal_a_line_an_outer_round_says_how_far_the_run_is(caplog: pytest.LogCaptureFixture) -> None:
+    """Share, speed, loss and time left behind every outer step; nothing of it behind a try that came to nothing."""
+    log = NodeLog()
+    with caplog.at_level("DEBUG", "noloco_node"):
+        for event in made.node_events("s0-r0"):
+            if event.time == HALF and event.event == "outer_step":
+                log.observe(made.account(time=HALF, clock=30 * 1024.0))
+            log.observe(event)
+        log.observe(made.outer_step(7, "s0-r1", kind="aborted", reason="busy"))
+    words = " · 50 % of 61,440 tokens · 1,024 tokens/s · loss 2."
+    third = next(line for line in caplog.messages if line.startswith("outer step 3 paired"))
+    assert words in third
+    assert third.endswith("0:30 min left")
+    assert any(line == "outer step came to nothing: busy" for line in caplog.messages)
+
+
+def test_only_the_terminal_that_a_process_is_in_front_of_is_drawn_on() -> None:
+    """Not a terminal that others write to as well, nor one that has sent the process to the background."""
+    code = (
+        "import os, sys; from noloco_node.telemetry.node_display import own_terminal\n"
+        "assert own_terminal() is None\n"  # several nodes of one machine share a terminal like that
+        "os.close(os.open(os.ttyname(2), os.O_RDWR))\n"
+        "assert own_terminal() is not None\n"
+    )
+    ours, theirs = pty.openpty()
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-c", code], stderr=theirs, start_new_session=True, timeout=60, check=False
+        )
+        assert answer.returncode == 0, os.read(ours, 4096).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        ((2, 0), "2 (stage 0: 2, stage 1: 0)"),
+        ((4,), "4 (stage 0: 4)"),
+        ((1,) * 7, "7 at 7 stages, each has some"),
+        ((1, 1, 0, 1, 1, 1, 0), "5 at 7 stages, none at stage 2, 6"),
+    ],
+)
+def test_nodes_are_counted_by_stage_in_words(counts: tuple[int, ...], words: str) -> None:
+    """`2 + 0` says nothing to who has not read the code."""
+    assert as_nodes(counts) == words
