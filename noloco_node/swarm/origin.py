@@ -172,13 +172,14 @@ class Origin:
         self, windows: Sequence[int], load: Callable[[Sequence[int]], tuple[Tensor, Tensor]]
     ) -> tuple[float, int]:
         inputs, labels = load(windows)
-        if self._downstream is None:
-            try:
+        try:
+            if self._downstream is None:
                 return await self._worker.evaluate_loss(inputs, labels), labels.numel()
-            except MicrobatchNotFinite as error:
-                raise HopFailed(Refusal.NOT_FINITE, str(error), reached=True) from None
+            outputs = await self._worker.evaluate(inputs)
+        except MicrobatchNotFinite as error:
+            raise HopFailed(Refusal.NOT_FINITE, str(error), reached=True) from None
         drawn = DrawnBy(self._downstream.peer_id, self._worker.progress.clock)
-        outgoing = self._outgoing("evaluate", drawn, await self._worker.evaluate(inputs), labels)
+        outgoing = self._outgoing("evaluate", drawn, outputs, labels)
         result = await self._downstream.send(outgoing, self._spec.pipeline.budget_seconds)
         return result.loss_sum, result.tokens
 

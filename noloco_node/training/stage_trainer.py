@@ -30,7 +30,8 @@ COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class MicrobatchNotFinite(ValueError):
-    """A microbatch's loss or one of its gradients is NaN or infinite; nothing was accumulated."""
+    """A microbatch's loss, one of its gradients or what would travel of it is NaN or infinite; nothing was
+    accumulated."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +108,8 @@ class StageTrainer:
         return self._versions.live
 
     def forward(self, inputs: Tensor, passage: Passage) -> Tensor:
-        """Activations [B, T, hidden] on the host in the wire precision; `passage` holds what the backward needs."""
+        """Activations [B, T, hidden] on the host in the wire precision; `passage` holds what the backward needs.
+        Raises MicrobatchNotFinite; the passage stays for `discard` then."""
         assert passage.version is None, "a passage is used once"
         passage.version = self._versions.acquire()
         inputs = self._to_device(inputs)
@@ -118,7 +120,7 @@ class StageTrainer:
         else:
             passage.inputs, passage.outputs = self._forward_with_graph(passage.version, inputs)
             outputs = passage.outputs
-        return outputs.detach().to(device="cpu", dtype=self.wire_dtype)
+        return self._for_the_wire(outputs.detach())
 
     def backward(
         self, passage: Passage, output_gradient: Tensor, loss_sum: float, tokens: int, *, source: str = ""
@@ -162,10 +164,10 @@ class StageTrainer:
         return result
 
     def evaluate(self, inputs: Tensor) -> Tensor:
-        """Forward only: activations on the host in the wire precision."""
+        """Forward only: activations on the host in the wire precision. Raises MicrobatchNotFinite."""
         with torch.no_grad():
             outputs = self._run(self._versions.current, self._to_device(inputs))
-        return outputs.to(device="cpu", dtype=self.wire_dtype)
+        return self._for_the_wire(outputs)
 
     def evaluate_loss(self, inputs: Tensor, labels: Tensor) -> float:
         """Last stage, forward only: loss summed over tokens. Raises MicrobatchNotFinite."""
@@ -289,6 +291,7 @@ class StageTrainer:
         rest = 0.0 if self._is_first else float(nn.utils.get_total_norm(gradients[-1]))
         if not math.isfinite(norm + rest):  # one sender must not spoil the others' work
             raise MicrobatchNotFinite("a gradient of this microbatch is not finite")
+        returned = None if self._is_first else self._for_the_wire(gradients[-1])
         factor = self.caused_bound.factor(source, norm / tokens) if source else 1.0
         with torch.no_grad():
             if factor < 1.0:
@@ -298,7 +301,15 @@ class StageTrainer:
             else:
                 for total, part in zip(self._gradient_views, gradients, strict=False):
                     total.add_(part)
-        return None if self._is_first else gradients[-1].to(device="cpu", dtype=self.wire_dtype)
+        return returned
+
+    def _for_the_wire(self, tensor: Tensor) -> Tensor:
+        """On the host in the wire precision. What that cannot hold stays here: whoever got it would have to take this
+        node for a liar. Raises MicrobatchNotFinite."""
+        host = tensor.to(device="cpu", dtype=self.wire_dtype)
+        if not math.isfinite(host.sum(dtype=torch.float32).item()):
+            raise MicrobatchNotFinite(f"activations or a gradient do not fit {self.wire_dtype} here")
+        return host
 
     def _to_device(self, inputs: Tensor) -> Tensor:
         if self._is_first:
