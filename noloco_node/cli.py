@@ -24,6 +24,7 @@ from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
 from noloco_node.help_texts import (
     DESCRIPTION,
     DOCTOR_HELP,
+    ENVIRONMENT_HELP,
     EXPORT_HELP,
     IDENTITY_HELP,
     IDENTITY_SHOW_HELP,
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 
 DISK_REFUSES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 """What a system says of a disk that is full or must not be written: nothing that a defect of this program could be."""
+READS_ENVIRONMENT = frozenset({"swarm", "run", "join", "seed", "doctor", "show", "validate"})
+"""Commands that take settings of `node:` from variables."""
 ORPHAN_SECONDS = 8.0
 """Time that a daemon of a local swarm has to end in order after its launcher has vanished."""
 
@@ -191,7 +194,7 @@ def _command(
         name,
         help=summary,
         description=description,
-        epilog=_exit_codes(),
+        epilog=f"{ENVIRONMENT_HELP}\n\n{_exit_codes()}" if name in READS_ENVIRONMENT else _exit_codes(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--debug", action="store_true", help="on an unexpected failure show the whole traceback")
@@ -206,7 +209,7 @@ def _config_arguments(command: argparse.ArgumentParser) -> None:
 def _swarm(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_config
 
-    config = load_config(options.config, options.set)
+    config = load_config(options.config, options.set, os.environ)
     _print_plan(config)
     from rich.console import Console
 
@@ -224,7 +227,7 @@ def _run(options: argparse.Namespace) -> int:
     _tie_to_launcher(options)
     from noloco_node.config.load import load_config
 
-    config = load_config(options.config, node_overrides(options))
+    config = load_config(options.config, node_overrides(options), os.environ)
     if options.devices:
         return _on_devices(options, config.node)
     import uvloop
@@ -238,7 +241,7 @@ def _join(options: argparse.Namespace) -> int:
     _tie_to_launcher(options)
     from noloco_node.config.load import load_join
 
-    config = load_join(node_overrides(options))
+    config = load_join(node_overrides(options), os.environ)
     if options.devices:
         return _on_devices(options, config.node)
     import uvloop
@@ -345,7 +348,7 @@ def _identity_import(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_config, render
 
-    config = load_config(options.config, options.set)
+    config = load_config(options.config, options.set, os.environ)
     print(f"# run id: {config.run.run_id}\n{render(config)}", end="")
     return int(ExitCode.OK)
 
@@ -353,7 +356,7 @@ def _show(options: argparse.Namespace) -> int:
 def _validate(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_config
 
-    config = load_config(options.config, options.set)
+    config = load_config(options.config, options.set, os.environ)
     _print_plan(config)
     if "lab" in config.model_fields_set:
         _print_lab_plan(config)

@@ -128,3 +128,9 @@ is made where FILE is missing; back it up as with `noloco-node identity export`.
 example:
   noloco-node invite run.yaml --key owner.key --hours 72 > alice.invitation
   noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm... --invitation alice.invitation"""
+
+ENVIRONMENT_HELP = """\
+environment:
+  every setting of node: has a variable: NOLOCO_NODE_DEVICE=cuda stands for node.device, NOLOCO_NODE_ANNOUNCE for
+  node.announce (lists are parted by spaces or commas). The command line wins over the environment, and that over the
+  file. Settings of run: have no variables, since all nodes of a run share them."""

@@ -12,6 +12,7 @@ from asyncio.subprocess import Process
 from collections.abc import Sequence
 from pathlib import Path
 
+from noloco_node.config.environment import without_settings
 from noloco_node.config.load import Config, render
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
 from noloco_node.storage.checkpoint import CheckpointFolder
@@ -301,7 +302,7 @@ class LocalSwarm:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "TMPDIR": str(self._temporary)},
+                env={**without_settings(os.environ), "TMPDIR": str(self._temporary)},
             )
         self._exits[node.name] = asyncio.create_task(self._reap(node), name=f"exit of {node.name}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,12 +54,14 @@ def seed_arguments(command: argparse.ArgumentParser) -> None:
 
 def seed_settings(options: argparse.Namespace) -> tuple[RunSpec | None, NodeSettings]:
     """What `seed` was told: the run, where one was named, and its own settings. UserError as loading them does."""
+    from noloco_node.config.environment import variable_of
     from noloco_node.config.load import load_config, load_join
 
-    options.run_folder = options.run_folder or "runs/seed"
+    if not os.environ.get(variable_of("run_folder")):
+        options.run_folder = options.run_folder or "runs/seed"
     if options.config is None:
-        return None, load_join(node_overrides(options)).node
-    config = load_config(options.config, node_overrides(options))
+        return None, load_join(node_overrides(options), os.environ).node
+    config = load_config(options.config, node_overrides(options), os.environ)
     return config.run, config.node
 
 
@@ -75,7 +78,7 @@ def doctor_settings(options: argparse.Namespace) -> NodeSettings:
     """The settings that `doctor` is to check. UserError as loading them does."""
     from noloco_node.config.load import load_join
 
-    return load_join(node_overrides(options)).node
+    return load_join(node_overrides(options), os.environ).node
 
 
 NODE_OPTIONS = (

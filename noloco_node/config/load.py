@@ -7,12 +7,14 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import yaml
 from pydantic import ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from noloco_node.config.environment import node_environment, variable_of
 from noloco_node.config.lab_spec import LabSpec
 from noloco_node.config.node_settings import LocalSwarmSettings, NodeSettings
 from noloco_node.config.run_spec import RunSpec, Settings
@@ -21,6 +23,8 @@ from noloco_node.errors import ExitCode, UserError
 
 MAX_PROBLEMS_SHOWN = 12
 """Problems listed in one message, so that it stays on one screen."""
+
+NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
 
 S = TypeVar("S", bound=Settings)
 
@@ -80,24 +84,28 @@ class Problem:
         return f"{self.setting}: {self.text}" if self.setting else self.text
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] = NO_ENVIRONMENT) -> Config:
     """Read and validate a configuration file.
 
-    `overrides` are `dotted.name=value` pairs, the value parsed as YAML; later ones win. Raises `UserError` with all
-    mistakes of the file at once: CONFIG for the file's, USAGE for an override that is no such pair.
+    `environ` holds the variables that stand for settings of `node:`; they win over the file. `overrides` are
+    `dotted.name=value` pairs, the value parsed as YAML; they win over both, later ones over earlier ones.
+    Raises `UserError` with all mistakes of a source at once: CONFIG for those of the file or the environment, USAGE for
+    an override that is no such pair.
     """
     raw = _read(path)
+    _apply_environment(raw, environ)
     for override in overrides:
         _apply(raw, override)
     return validate(raw, str(path))
 
 
-def load_join(overrides: Sequence[str]) -> JoinConfig:
-    """The settings of a joiner, from `dotted.name=value` pairs alone.
+def load_join(overrides: Sequence[str], environ: Mapping[str, str] = NO_ENVIRONMENT) -> JoinConfig:
+    """The settings of a joiner, from the environment and from `dotted.name=value` pairs, which win.
 
     Raises `UserError`: USAGE for what is no such pair, CONFIG for a value out of bounds and for a setting of the run.
     """
     raw: dict[str, Any] = {}
+    _apply_environment(raw, environ)
     own = {f"run.{name}" for name in setting_names(OwnRun)}
     for override in overrides:
         name = override.partition("=")[0].strip()
@@ -213,6 +221,24 @@ def _apply(raw: dict[str, Any], override: str) -> None:
             )
         group = cast("dict[str, Any]", inner)
     group[parts[-1]] = value
+
+
+def _apply_environment(raw: dict[str, Any], environ: Mapping[str, str]) -> None:
+    found = node_environment(environ)
+    problems = [Problem(variable, text) for variable, text in found.mistakes.items()]
+    wrong = list(_booleans(NodeSettings, found.values, ""))
+    named = {problem.setting for problem in wrong}
+    try:
+        NodeSettings.model_validate(found.values)
+    except ValidationError as error:
+        wrong += [problem for problem in problems_of(error, found.values, NodeSettings) if problem.setting not in named]
+    problems += [Problem(variable_of(each.setting), each.text) if each.setting else each for each in wrong]
+    if problems:
+        remedy = "correct it, or unset it; noloco-node config show CONFIG lists every setting of node: with its meaning"
+        raise _as_user_error(problems, "the environment", remedy)
+    group = raw.setdefault("node", {}) if found.values else None
+    if isinstance(group, dict):
+        cast("dict[str, Any]", group).update(found.values)
 
 
 def _fields(model: type[Settings]) -> Iterator[tuple[str, type[Settings] | None]]:

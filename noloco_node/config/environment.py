@@ -1,0 +1,101 @@
+"""Settings of `node:` from the environment: `NOLOCO_NODE_DEVICE=cuda` stands for `node.device`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import yaml
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.yaml_text import parse_yaml
+
+PREFIX = "NOLOCO_NODE_"
+_FAMILY = "NOLOCO_"
+_OTHERS = ("NOLOCO_CHAOS_",)
+"""Variables of the tests."""
+_SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT)\w*|PORT(_\d+_(TCP|UDP)\w*)?)$")
+_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEnvironment:
+    """What the environment says of `node:`."""
+
+    values: dict[str, object]
+    """By the setting's name within `node:`, not validated."""
+    mistakes: dict[str, str]
+    """Variables that stand for no setting, and what is wrong with each."""
+
+
+def variable_of(setting: str) -> str:
+    """The variable that stands for a setting of `node:`, which is named without its group."""
+    return PREFIX + setting.upper()
+
+
+def node_environment(environ: Mapping[str, str]) -> NodeEnvironment:
+    """Read all variables that begin with NOLOCO_. An empty one counts as not set: that is what a compose file gives
+    for a variable that its user left out."""
+    settings = {variable_of(name): name for name in NodeSettings.model_fields}
+    values: dict[str, object] = {}
+    mistakes: dict[str, str] = {}
+    for variable, text in sorted(environ.items()):
+        if not variable.upper().startswith(_FAMILY) or variable.startswith(_OTHERS) or _is_service(variable, text):
+            continue
+        if variable not in settings:
+            mistakes[variable] = _unknown(variable, list(settings))
+        elif text.strip():
+            values[settings[variable]] = _value(settings[variable], text.strip())
+    return NodeEnvironment(values, mistakes)
+
+
+def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process that is told its settings in other ways."""
+    return {name: text for name, text in environ.items() if not name.startswith(PREFIX)}
+
+
+def _is_service(variable: str, text: str) -> bool:
+    """Kubernetes names the services of a namespace in the environment; one called `noloco-node` would set our port."""
+    found = _SERVICE_LINK.search(variable)
+    if found is None:
+        return False
+    return found[0] != "_PORT" or _SERVICE_ADDRESS.match(text) is not None
+
+
+def _unknown(variable: str, known: list[str]) -> str:
+    if variable.upper().startswith("NOLOCO_RUN_") and variable.upper().replace("RUN", "NODE", 1) not in known:
+        return "no variable stands for a setting of run:, which all nodes of a run share; it goes into the file"
+    own_part = variable.upper().removeprefix(_FAMILY).removeprefix("NODE_")
+    close = difflib.get_close_matches(own_part, [name.removeprefix(PREFIX) for name in known], n=1)
+    return "there is no such variable; " + (f"did you mean {PREFIX}{close[0]}?" if close else "leave it out")
+
+
+def _value(setting: str, text: str) -> object:
+    """A list's items are parted by spaces or commas; what may be a number or a boolean is read as in a file, all else
+    as it stands."""
+    kinds = set(_kinds(NodeSettings.model_fields[setting].annotation))
+    if tuple in kinds:
+        return [item for item in re.split(r"[\s,]+", text.strip("[]")) if item]
+    if kinds & {int, float, bool}:
+        try:
+            return parse_yaml(text)
+        except yaml.YAMLError:
+            return text
+    return text
+
+
+def _kinds(annotation: object) -> Iterator[object]:
+    """The plain types behind an annotation."""
+    origin = typing.get_origin(annotation)
+    if origin is tuple:
+        yield tuple
+    elif origin is typing.Literal:
+        yield from (type(value) for value in typing.get_args(annotation))
+    elif origin is None:
+        yield annotation
+    else:
+        for inner in typing.get_args(annotation):
+            yield from _kinds(inner)
