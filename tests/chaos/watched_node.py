@@ -1,4 +1,5 @@
-"""A paced daemon that also writes down how long each look at the directory took, whom it showed, and whom it banned.
+"""A paced daemon that also writes down how long each look at the directory took, whom it showed, and whom it banned;
+whom it asked for an exchange, a state or a copy, and which strangers were there to be asked.
 
 Run as `python -m tests.chaos.watched_node run ...`; the file is named in the environment. Beside it lies the list of
 the honest nodes, once that is known.
@@ -11,18 +12,24 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from noloco_node.swarm import exchange_messages, guard, state_messages
+from noloco_node.swarm.acquaintance import Acquaintances
+from noloco_node.swarm.common_transport import CommonTransport
 from noloco_node.swarm.conduct import Conduct, Offence
 from noloco_node.swarm.dht_directory import DhtDirectory
 from noloco_node.swarm.directory import DirectoryView
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.headcount import is_there
+from noloco_node.swarm.transport import Message, PeerId
 from tests.chaos import paced_node
 
 WATCHED = "NOLOCO_CHAOS_WATCHED"
 """Path of the file."""
 HONEST = "honest.json"
 """Peer ids of the honest nodes, in the folder above that of the file."""
+ASKED = (exchange_messages.PROPOSE, state_messages.OFFER, guard.OPEN)
+"""Requests that a node makes of a peer of its own choice."""
 
 
 def write(**entry: Any) -> None:
@@ -33,7 +40,7 @@ def write(**entry: Any) -> None:
 
 def watch() -> None:
     """Let this process write down what it sees."""
-    refresh, offended = DhtDirectory.refresh, Conduct.offended
+    refresh, offended, call = DhtDirectory.refresh, Conduct.offended, CommonTransport.call
 
     async def timed(self: DhtDirectory) -> DirectoryView:
         began = time.monotonic()
@@ -42,7 +49,10 @@ def watch() -> None:
         peers = {record.peer_id for stage in range(len(view.stages)) for record in view.live(stage, now)}
         honest = Path(os.environ[WATCHED]).parent.parent / HONEST
         known = peers & set(json.loads(honest.read_text())) if honest.exists() else peers
-        write(look=seconds, rows=len(peers), honest=len(known))
+        met: Acquaintances = cast("Any", self)._acquaintances
+        records = [record for stage in range(len(view.stages)) for record in view.live(stage, now)]
+        there = {record.peer_id for record in records if is_there(met, record)} - known
+        write(look=seconds, rows=len(peers), honest=len(known), strangers=sorted(there))
         return view
 
     def judged(self: Conduct, peer: PeerId, offence: Offence, detail: str = "") -> None:
@@ -50,7 +60,13 @@ def watch() -> None:
         offended(self, peer, offence, detail)
         write(offence=offence.value, peer=peer, ban=self.banned(peer) and not before, detail=detail[:200])
 
+    async def noted(self: CommonTransport, peer: PeerId, method: str, request: Message, **limits: Any) -> Message:
+        if method in ASKED:
+            write(asked=method, peer=peer)
+        return await call(self, peer, method, request, **limits)
+
     DhtDirectory.refresh = timed
+    CommonTransport.call = noted
     Conduct.offended = judged
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +22,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerErr
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import build_stage
+from noloco_node.swarm.balancing import guarded_stage
 from noloco_node.swarm.identity import Identity, ed25519_peer_id, ed25519_public_key, load_or_create_identity
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
@@ -43,6 +45,10 @@ RPC_SECONDS = 3.0
 CALL_SECONDS = 5.0
 LOST = "lost"
 """An outcome that shows nothing: the link failed, so the attack may never have arrived."""
+BROKEN = "broken"
+"""An outcome that says that the attack itself is at fault."""
+WAITED_FOR = 2.0 / 3.0
+"""Share of its fellows that a key leaves the first word in exchanges."""
 DHT_SERVICE = "DHTProtocol"
 """The name under which hivemind's nodes serve the directory."""
 
@@ -107,27 +113,53 @@ class Life:
     shut_out: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once most victims have banned this key."""
     served: set[str] = field(default_factory=set[str])
+    newcomers: dict[PeerId, int] = field(default_factory=dict[PeerId, int])
+    """Others that have called this key, and the stage that they say they serve: late joiners."""
 
     def of_stage(self, stage: int) -> list[Victim]:
         """Victims that serve a stage."""
         return [victim for victim in self.victims if victim.stage == stage]
 
     def claimed(self, peer: PeerId) -> int:
-        """The stage that this life says to a victim that it serves: the victim's own, to be averaged with, or the next,
-        to be sent microbatches."""
-        stage = next((victim.stage for victim in self.victims if victim.peer == peer), 0)
-        choices = [stage, min(stage + 1, self.spec.stages - 1)]
+        """The stage that this life says to a peer that it serves: the peer's own, to be averaged with or asked for its
+        state; to some the next, to be sent microbatches; to who keeps a copy of another stage that one, to be asked
+        for it."""
+        stage = next((victim.stage for victim in self.victims if victim.peer == peer), None)
+        if stage is None:
+            return self.newcomers.get(peer, 0)
+        rank = sum(victim.peer < peer for victim in self.of_stage(stage))
+        guarded = guarded_stage(stage, rank, self.spec.stages, self.spec.guard_copies)
+        if guarded is not None:
+            return guarded
+        choices = [stage, stage, min(stage + 1, self.spec.stages - 1)]
         return random.Random(f"{self.identity.peer_id}/{peer}").choice(choices)
+
+    def waits_for(self, victim: Victim) -> bool:
+        """Whether this key leaves the first word in exchanges to a victim: who is kept engaged dials nobody."""
+        waits = random.Random(f"{self.identity.peer_id}/waits/{victim.peer}").random() < WAITED_FOR
+        return waits and self.claimed(victim.peer) == victim.stage
 
     def key(self, stage: int) -> str:
         """The directory's key of a stage."""
         return stage_key(self.spec.run_id, stage)
 
-    def serve(self, method: str, handle: Handle) -> None:
-        """Answer a method with this, whoever asks; the first word stands."""
-        if method not in self.served:
-            self.served.add(method)
-            self.transport.serve(method, _admit_all, handle, max_concurrent_per_peer=64)
+    def serve(self, attack: str, method: str, handle: Handle) -> None:
+        """Answer a method with this, whoever asks; the first word stands. Where it fails the attack is at fault."""
+        if method in self.served:
+            return
+
+        async def seen(peer: PeerId, message: Message) -> Message:
+            try:
+                return await handle(peer, message)
+            except Refused:
+                raise
+            except Exception:
+                traceback.print_exc()
+                self.tally.count(attack, BROKEN)
+                raise
+
+        self.served.add(method)
+        self.transport.serve(method, _admit_all, seen, max_concurrent_per_peer=64)
 
     async def call(
         self, attack: str, peer: PeerId, method: str, header: dict[str, Any], *tensors: torch.Tensor, answer: int = 0

@@ -11,7 +11,7 @@ import torch
 from noloco_node.swarm import copy_manifest, exchange_messages, guard, hello, microbatch, state_messages
 from noloco_node.swarm.state_messages import StateManifest, StateOffer, digest, manifest_message, packed_size, root_of
 from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
-from tests.chaos.attacks.life import Life
+from tests.chaos.attacks.life import Life, Victim
 from tests.chaos.attacks.records import own_record, store
 from tests.chaos.attacks.visits import made_microbatch
 
@@ -25,6 +25,8 @@ JUNK: tuple[dict[str, Any], ...] = (
     {"exchange": "0" * 32, "clock": 1e30, "tokens": 1 << 60},
 )
 ALL_STAGES = "a place in every stage"
+READS = "reads of honest donors"
+"""What comes of being the least busy donor: no attack by itself."""
 
 
 async def announce(life: Life) -> None:
@@ -63,7 +65,7 @@ async def garbled_copies(life: Life) -> None:
                 )
         raise Refused(Refusal.INTERNAL, "out of order today")
 
-    life.serve(microbatch.METHOD, handle)
+    life.serve(attack, microbatch.METHOD, handle)
     guessed = 0
     while True:
         for victim in life.victims:
@@ -80,7 +82,7 @@ async def bad_exchange_answers(life: Life) -> None:
     """Malformed answers to proposals; now and then a sound one, then a malformed answer to the opening."""
     attack = "bad answers to exchanges"
 
-    async def propose(_peer: PeerId, message: Message) -> Message:
+    async def propose(_peer: PeerId, _message: Message) -> Message:
         life.tally.count(attack, "proposals answered")
         if life.rng.random() < 0.5:
             return Message(exchange_messages.Acceptance(tokens=1000, loss=1e-3).model_dump(mode="json"))
@@ -93,24 +95,25 @@ async def bad_exchange_answers(life: Life) -> None:
             return Message({"exchange": message.header["exchange"], "clock": 1e18}, nan)
         return Message(life.rng.choice(JUNK), message.tensors)
 
-    life.serve(exchange_messages.PROPOSE, propose)
-    life.serve(exchange_messages.OPEN, opened)
+    life.serve(attack, exchange_messages.PROPOSE, propose)
+    life.serve(attack, exchange_messages.OPEN, opened)
     await asyncio.Event().wait()
 
 
 async def dripping_donor(life: Life) -> None:
-    """A state that comes for hours, one chunk just before each deadline, and is worth nothing."""
+    """A state that comes for hours, one chunk just before each deadline, and is worth nothing. It comes first: honest
+    donors are read meanwhile, so that this one is the least busy."""
     attack = "dripping donor"
+    one_at_a_time = asyncio.Lock()
     sizes = [packed_size(worker.state_sizes()) for worker in life.workers]
     chunk = life.spec.limits.chunk_bytes
 
     async def offer(_peer: PeerId, message: Message) -> Message:
+        offered = StateOffer(clock=life.clock, outer_rounds=10, readers=0, places=16)
         life.tally.count(attack, "offers made")
-        clock = life.clock
-        return Message(StateOffer(clock=clock, outer_rounds=10, readers=0, places=16).model_dump(mode="json"))
+        return Message(offered.model_dump(mode="json"))
 
     async def opened(_peer: PeerId, message: Message) -> Message:
-        life.tally.count(attack, "manifests given")
         stage = int(message.header["stage"])
         pieces = [_piece(stage, index, chunk, sizes[stage]) for index in range(-(-sizes[stage] // chunk))]
         digests = torch.frombuffer(bytearray(b"".join(map(digest, pieces))), dtype=torch.uint8)
@@ -126,19 +129,45 @@ async def dripping_donor(life: Life) -> None:
             size=sizes[stage],
             root=root_of(digests),
         )
-        return manifest_message(life.transport, manifest, digests)
+        answer = manifest_message(life.transport, manifest, digests)
+        life.tally.count(attack, "manifests given")
+        return answer
 
     async def piece(_peer: PeerId, message: Message) -> Message:
-        await asyncio.sleep(DRIP_SHARE * life.spec.limits.exchange_progress_seconds)
-        life.tally.count(attack, "chunks dripped")
+        async with one_at_a_time:
+            await asyncio.sleep(DRIP_SHARE * life.spec.limits.exchange_progress_seconds)
         stage, index = int(message.header["stage"]), int(message.header["index"])
         data = _piece(stage, index, chunk, sizes[stage])
+        life.tally.count(attack, "chunks dripped")
         return Message({}, (torch.frombuffer(bytearray(data), dtype=torch.uint8),))
 
-    life.serve(state_messages.OFFER, offer)
-    life.serve(state_messages.OPEN, opened)
-    life.serve(state_messages.CHUNK, piece)
-    await asyncio.Event().wait()
+    life.serve(attack, state_messages.OFFER, offer)
+    life.serve(attack, state_messages.OPEN, opened)
+    life.serve(attack, state_messages.CHUNK, piece)
+    async with asyncio.TaskGroup() as group:
+        for victim in life.victims:
+            group.create_task(_read_slowly(life, victim, -(-sizes[victim.stage] // chunk)))
+        await asyncio.Event().wait()
+
+
+async def _read_slowly(life: Life, victim: Victim, chunks: int) -> None:
+    """Keep a place at an honest donor, by a new chunk now and then, of one snapshot after another."""
+    pause = life.spec.limits.exchange_progress_seconds / 2
+    bytes_a_chunk = life.spec.limits.chunk_bytes
+    contract = life.workers[victim.stage].contract
+    request = {"run": life.spec.run_id, "stage": victim.stage, "contract": contract}
+    digests = chunks * state_messages.DIGEST_BYTES
+    while True:
+        given = await life.call(READS, victim.peer, state_messages.OPEN, request, answer=digests)
+        if given is not None:
+            named = request | {"snapshot": StateManifest.model_validate_json(given.header["manifest"]).snapshot}
+            for index in range(chunks):
+                await asyncio.sleep(pause)
+                wanted = named | {"index": index}
+                if await life.call(READS, victim.peer, state_messages.CHUNK, wanted, answer=bytes_a_chunk) is None:
+                    break
+                life.tally.count(READS, "chunks read")
+        await asyncio.sleep(pause)
 
 
 def _piece(stage: int, index: int, chunk: int, size: int) -> bytes:
@@ -154,7 +183,6 @@ async def hostile_copies(life: Life) -> None:
     attack = "hostile copies of a stage"
 
     async def opened(_peer: PeerId, message: Message) -> Message:
-        life.tally.count(attack, "copies offered")
         stage = int(message.header["stage"])
         weights = torch.full((life.workers[stage].outer.whole.size,), 3e4, dtype=torch.float16)
         manifest = copy_manifest.CopyManifest(
@@ -166,15 +194,17 @@ async def hostile_copies(life: Life) -> None:
             size=weights.numel(),
             root=copy_manifest.root_of_weights(weights),
         )
-        return Message(copy_manifest.sign_copy(life.transport, manifest, weights).offer.model_dump(mode="json"))
+        offer = copy_manifest.sign_copy(life.transport, manifest, weights).offer
+        life.tally.count(attack, "copies offered")
+        return Message(offer.model_dump(mode="json"))
 
     async def piece(_peer: PeerId, message: Message) -> Message:
-        life.tally.count(attack, "chunks given")
         stage, index = int(message.header["stage"]), int(message.header["index"])
         step = life.spec.limits.chunk_bytes // 2
         left = life.workers[stage].outer.whole.size - index * step
+        life.tally.count(attack, "chunks given")
         return Message({}, (torch.full((max(0, min(step, left)),), 3e4, dtype=torch.float16),))
 
-    life.serve(guard.OPEN, opened)
-    life.serve(guard.CHUNK, piece)
+    life.serve(attack, guard.OPEN, opened)
+    life.serve(attack, guard.CHUNK, piece)
     await asyncio.Event().wait()

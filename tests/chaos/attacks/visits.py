@@ -20,6 +20,7 @@ from tests.chaos.attacks.records import ghost, own_record
 
 IN_FLIGHT = 24
 ANSWER_BYTES = 1 << 20
+MOST_NEWCOMERS = 8
 
 
 async def nan_exchanges(life: Life) -> None:
@@ -47,10 +48,13 @@ async def nan_exchanges(life: Life) -> None:
 
 
 async def lying_clocks(life: Life) -> None:
-    """Exchanges that are carried to their end, of noise, by a partner that says it is at the end of time."""
+    """Exchanges that are carried to their end, of noise, by a partner that says it is at the end of time; but not with
+    those whose dials this key waits for."""
     attack = "lying clocks"
 
     async def once(victim: Victim) -> None:
+        if life.waits_for(victim):
+            return
         name = await _proposed(life, attack, victim)
         if name is None:
             return
@@ -92,7 +96,8 @@ async def malformed_requests(life: Life) -> None:
 
 
 async def told_ghosts(life: Life) -> None:
-    """Where this peer says it stands, and ghosts told as its acquaintances, in every stage and with extreme clocks."""
+    """Where this peer says it stands, and ghosts told as its acquaintances, in every stage and with extreme clocks. Who
+    comes later, and asks, is told as well."""
     attack = "told ghosts"
 
     def header(peer: PeerId) -> dict[str, Any]:
@@ -111,14 +116,21 @@ async def told_ghosts(life: Life) -> None:
         ]
         return {"run": life.spec.run_id, "stage": claimed, "records": told[: records_call.MOST_TOLD]}
 
-    async def handle(peer: PeerId, _message: Message) -> Message:
+    async def handle(peer: PeerId, message: Message) -> Message:
+        stage = message.header.get("stage")
+        if peer not in victims and isinstance(stage, int) and len(life.newcomers) < MOST_NEWCOMERS:
+            life.newcomers[peer] = stage
+        told = Message(header(peer))
         life.tally.count(attack, "told as an answer")
-        return Message(header(peer))
+        return told
 
-    life.serve(records_call.METHOD, handle)
+    victims = {victim.peer for victim in life.victims}
+    life.serve(attack, records_call.METHOD, handle)
 
     async def once(victim: Victim) -> None:
         await life.call(attack, victim.peer, records_call.METHOD, header(victim.peer))
+        for peer in list(life.newcomers):
+            await life.call(attack, peer, records_call.METHOD, header(peer))
 
     await repeat(attack, life, once, 0.5)
 
@@ -159,8 +171,9 @@ def made_microbatch(life: Life, stage: int, name: str = "") -> tuple[dict[str, A
         origin_clock=life.rng.choice((0.0, 1e17)),
     ).model_dump(mode="json")
     dtype = WIRE_DTYPES[spec.pipeline.activations]
-    activations = torch.randn(*shape, int(spec.model.config["hidden_size"])).to(dtype)
-    labels = torch.randint(int(spec.model.config["vocab_size"]), shape, dtype=torch.int32)
+    model: dict[str, Any] = dict(spec.model.config)
+    activations = torch.randn(*shape, int(model["hidden_size"])).to(dtype)
+    labels = torch.randint(int(model["vocab_size"]), shape, dtype=torch.int32)
     return header, activations, labels
 
 

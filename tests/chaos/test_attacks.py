@@ -1,0 +1,160 @@
+"""Attacks by answers do what they say to whoever asks, in memory: that none fired must be the honest nodes' doing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+
+from noloco_node.config.run_spec import LimitsSpec, RunSpec
+from noloco_node.footprint import footprint_of
+from noloco_node.swarm import state_messages
+from noloco_node.swarm.guard import StageCopies
+from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
+from noloco_node.swarm.state_messages import SignedManifest, StateOffer, StateRequest, packed_size
+from noloco_node.swarm.transport import Message, PeerId, Refused, TensorSpec, Transport
+from noloco_node.swarm.typed_calls import Nothing, ask
+from tests.chaos.attacks import ATTACKS, Attack
+from tests.chaos.attacks.life import BROKEN, Life, Tally, Victim, make_workers, throw_away_key
+from tests.chaos.scenarios.stranger import ANSWERS, passed_over
+from tests.support import eventually
+from tests.worlds import micro_spec, peer_name, world
+
+ASKER = PeerId("an-honest-peer")
+SPEC = micro_spec(limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=0.05)).model_copy(
+    update={"guard_copies": 1}
+)
+"""With deadlines of which the stranger uses up a share, but nobody here keeps them."""
+
+
+@contextlib.asynccontextmanager
+async def alive(
+    spec: RunSpec, network: MemoryNetwork, attack: Attack | None = None, victims: list[Victim] | None = None
+) -> AsyncIterator[Life]:
+    """A stranger's life in memory, in which it carries out one attack."""
+    identity = throw_away_key()
+    transport = MemoryTransport(network, identity.peer_id)
+    in_memory: dict[str, Any] = {"daemon": None, "transport": transport}
+    life = Life(
+        spec, victims or [], identity, tally=Tally(), rng=random.Random(0), workers=make_workers(spec), **in_memory
+    )
+    task = asyncio.ensure_future(attack(life)) if attack else None
+    try:
+        if task:
+            await eventually(lambda: life.served)
+        yield life
+        assert not task or not task.done(), "an attack goes on"
+    finally:
+        if task:
+            task.cancel()
+            await asyncio.wait((task,))
+        await life.close_workers()
+        await transport.close()
+
+
+async def test_a_dial_of_the_stranger_is_answered_badly_each_time() -> None:
+    """Proposals and openings, each an offence to who dialled."""
+    attack = "bad answers to exchanges"
+    async with world(micro_spec(stages=1)) as made, alive(made.replicas[0].spec, made.network, ATTACKS[attack]) as life:
+        [honest] = made.replicas
+        for dials in range(1, 9):
+            assert not await honest.exchanger.dial(life.transport.peer_id)
+            assert cast("Any", honest)._transport.conduct.offences == {"bad_answer": dials}
+        counts = life.tally.counts[attack]
+        assert counts["proposals answered"] == 8
+        assert 0 < counts["openings answered"] < 8
+        assert not counts[BROKEN]
+
+
+async def test_who_asks_the_dripping_donor_gets_an_offer_a_manifest_and_chunks_that_fit_it() -> None:
+    """It looks like an idle donor in every way but its pace."""
+    attack, network = "dripping donor", MemoryNetwork()
+    transport: Transport = MemoryTransport(network, ASKER)
+    async with alive(SPEC, network, ATTACKS[attack]) as life:
+        donor, worker = life.transport.peer_id, life.workers[1]
+        patient: dict[str, Any] = {"timeout": 30.0, "progress": 30.0}
+        request = StateRequest(run=SPEC.run_id, stage=1, contract=worker.contract)
+        offer = (await ask(transport, donor, state_messages.OFFER, request, StateOffer, **patient)).header
+        assert offer.readers == 0
+        size = packed_size(worker.state_sizes())
+        chunks = -(-size // SPEC.limits.chunk_bytes)
+        specs = (TensorSpec("u8", (chunks, state_messages.DIGEST_BYTES)),)
+        answer = await ask(transport, donor, state_messages.OPEN, request, SignedManifest, specs=specs, **patient)
+        manifest, digests = state_messages.read_manifest(transport, donor, answer, request, size=size)
+        first = request.model_copy(update={"snapshot": manifest.snapshot})
+        specs = (TensorSpec("u8", (SPEC.limits.chunk_bytes,)),)
+        chunk = await ask(transport, donor, state_messages.CHUNK, first, Nothing, specs=specs, **patient)
+        assert state_messages.digest(chunk.tensors[0].numpy().data) == digests[0]
+        assert life.tally.counts[attack] == {"offers made": 1, "manifests given": 1, "chunks dripped": 1}
+    await cast("MemoryTransport", transport).close()
+
+
+async def test_the_dripping_donor_reads_the_honest_ones_so_that_it_is_the_least_busy() -> None:
+    """A joiner asks first whom the fewest read."""
+    spec = micro_spec(stages=1, limits=SPEC.limits)
+    victim = Victim(peer_name(0, 0), 0, "")
+    async with world(spec) as made:
+        [honest] = made.replicas
+        honest.donor.accepting = True
+        async with alive(spec, made.network, ATTACKS["dripping donor"], [victim]):
+            await eventually(lambda: honest.donor.readers == 1)
+
+
+async def test_a_hostile_copy_is_taken_by_a_guard_that_asks_for_it() -> None:
+    """Signed, and of the size that belongs: only whose work was seen, and what others offer, speaks against it."""
+    attack, network = "hostile copies of a stage", MemoryNetwork()
+    transport = MemoryTransport(network, ASKER)
+    async with alive(SPEC, network, ATTACKS[attack]) as life:
+        copies = StageCopies(SPEC, footprint_of(SPEC).parameters, transport, random.Random(0))
+        taken = await cast("Any", copies)._fetch(life.transport.peer_id, 1, idle_share=0.0)
+        assert taken.manifest.source == life.transport.peer_id
+        assert bool((taken.weights == 3e4).all())
+        counts = life.tally.counts[attack]
+        assert counts["copies offered"] == 1
+        assert counts["chunks given"] > 1
+        assert not counts[BROKEN]
+    await transport.close()
+
+
+async def test_a_handler_that_fails_is_counted_against_its_attack() -> None:
+    """And not as an answer."""
+    network = MemoryNetwork()
+    transport = MemoryTransport(network, ASKER)
+    async with alive(SPEC, network) as life:
+
+        async def fails(_peer: PeerId, _message: Message) -> Message:
+            raise KeyError("stage")
+
+        life.serve("an attack", "method", fails)
+        with pytest.raises(Refused):
+            await transport.call(life.transport.peer_id, "method", Message(), timeout=5, progress=5, max_answer_bytes=0)
+        assert life.tally.counts == {"an attack": {BROKEN: 1}}
+    await transport.close()
+
+
+async def test_what_a_stranger_says_of_itself_is_what_gets_it_asked() -> None:
+    """By a guard the stage that it guards, by a joiner the joiner's own, by others their own or the next."""
+    victims = [Victim(peer_name(stage, number), stage, "") for stage in range(2) for number in range(4)]
+    async with alive(SPEC, MemoryNetwork(), victims=victims) as life:
+        assert [life.claimed(peer_name(stage, 0)) for stage in range(2)] == [1, 0]
+        assert all(life.claimed(peer_name(1, number)) == 1 for number in range(1, 4))
+        life.newcomers[ASKER] = 1
+        assert life.claimed(ASKER) == 1
+        assert not any(life.waits_for(victim) for victim in victims if life.claimed(victim.peer) != victim.stage)
+
+
+@pytest.mark.parametrize("method", ANSWERS.values())
+def test_an_attack_that_nobody_asked_for_is_met_only_where_it_shows(method: str) -> None:
+    """The stranger must have been there, honest nodes must have asked others, and it never."""
+    there, asked = {"look": 0.1, "strangers": ["stranger", "late"]}, {"asked": method, "peer": "honest"}
+    honest = {"honest", "late"}
+    assert passed_over([there, asked, asked], honest, method) == (
+        "never asked: there in 1 looks of honest nodes, which asked each other 2 times"
+    )
+    assert not passed_over([{"look": 0.1, "strangers": ["late"]}, asked], honest, method)
+    assert not passed_over([there], honest, method)
+    assert not passed_over([there, asked, {"asked": method, "peer": "stranger"}], honest, method)
