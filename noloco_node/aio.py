@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 LAG_PROBE_SECONDS = 0.1
+BEAT_SECONDS = 1.0
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
@@ -76,6 +78,27 @@ class LoopLag:
         """The worst delay, in seconds, since the last time that it was asked for."""
         worst, self._worst = self._worst, 0.0
         return worst
+
+
+class Heartbeat:
+    """When an event loop last came round, for whoever looks from another thread. Beats once a second until `stop`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._beat()
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last beat."""
+        return time.monotonic() - self._last
+
+    def _beat(self) -> None:
+        self._last = time.monotonic()
+        self._next = self._loop.call_later(BEAT_SECONDS, self._beat)
+
+    def stop(self) -> None:
+        """Beat no more. On the loop's own thread."""
+        self._next.cancel()
 
 
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +20,8 @@ class Interrupts:
         self.asked = False
         """A signal has come."""
         self.cancelled_by_signal = False
+        self.told: Callable[[], None] = lambda: None
+        """Called when a signal has come."""
 
     def graceful(self, stop: asyncio.Event) -> None:
         """From now on the first signal sets `stop`; at once where it has come already."""
@@ -29,6 +31,7 @@ class Interrupts:
 
     def on_signal(self) -> None:
         """A signal has come."""
+        self.told()
         if self._stop is not None and not self.asked:
             self.asked = True
             logger.info("stopping: finishing what is under way; once more to leave at once")

@@ -8,7 +8,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -40,11 +40,8 @@ from noloco_node.swarm.outlook import Outlook, outlook_of
 from noloco_node.swarm.receipts import Receipts, open_receipts
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.swarm.transport import PeerId
-from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped, P2pdRestarted
-from noloco_node.telemetry.logging import NodeLog, configure_logging
-from noloco_node.telemetry.metrics import Metrics
-from noloco_node.telemetry.node_display import NodeDisplay, own_terminal
-from noloco_node.telemetry.web import WebServer
+from noloco_node.telemetry.events import AnyEvent, NodeStarted, NodeStopped, P2pdRestarted
+from noloco_node.telemetry.of_node import Telemetry, telemetry_of
 from noloco_node.training.compute_thread import ComputeThread
 
 logger = logging.getLogger(__name__)
@@ -89,11 +86,10 @@ async def _run(agree: Agree, settings: NodeSettings, show: Show | None, run: str
         if opened.is_set() or folder.may_be_of(run):
             emit(stopped)
 
-    with folder.lock(), _telemetry(folder, settings) as (emit, metrics_address), interruptible() as interrupts:
+    with folder.lock(), telemetry_of(folder.events, settings) as telemetry, interruptible() as interrupts:
+        emit, interrupts.told = telemetry.emit, telemetry.ends
         try:
-            stopped = await _live(
-                agree, settings, folder, emit, metrics_address, interrupts, started, show, run, opened
-            )
+            stopped = await _live(agree, settings, folder, telemetry, interrupts, started, show, run, opened)
         except asyncio.CancelledError:
             if not interrupts.cancelled_by_signal:
                 raise
@@ -109,8 +105,7 @@ async def _live(
     agree: Agree,
     settings: NodeSettings,
     folder: RunFolder,
-    emit: Emit,
-    metrics_address: str | None,
+    telemetry: Telemetry,
     interrupts: Interrupts,
     started: float,
     show: Show | None,
@@ -120,6 +115,7 @@ async def _live(
     check_device(settings.device)
     logger.info("%s", describe_device(settings.device))
     torch.set_num_threads(settings.torch_threads)
+    emit = telemetry.emit
     checkpoints = CheckpointFolder(folder.checkpoints, settings.checkpoints_kept)
     async with network(agree, settings, folder, run=run) as net, _compute_thread() as thread:
         spec = net.spec
@@ -135,7 +131,7 @@ async def _live(
         net.supervisor.on_restart = lambda cause: emit(P2pdRestarted(cause=cause, restarts=net.supervisor.restarts))
         serve_hello(net.transport, spec, lambda: stays.stage)
         serve_spec(net.transport, spec)
-        place = _Place(net, folder, checkpoints, thread, stays, emit, metrics_address, saved)
+        place = _Place(net, folder, checkpoints, thread, stays, telemetry, saved)
         del saved  # it holds a copy of everything, and is `place`'s to let go of
         stage_index = stays.stage
         while True:
@@ -157,11 +153,15 @@ class _Place:
     checkpoints: CheckpointFolder
     thread: ComputeThread
     stays: Stays
-    emit: Emit
-    metrics_address: str | None
+    telemetry: Telemetry
     saved: Checkpoint | None
     """What the first stay goes on from."""
     first_stay: bool = True
+
+    @property
+    def emit(self) -> Emit:
+        """Takes every event of the node."""
+        return self.telemetry.emit
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +210,7 @@ async def _stay(place: _Place, stage_index: int) -> AsyncGenerator[_Stay | None]
                 relayed=net.relayed,
             )
             stack.callback(replica.close)
+            stack.enter_context(place.telemetry.showing(replica.books.surroundings))
             keeper = stack.enter_context(CheckpointKeeper(replica, place.checkpoints, place.emit, net.settings))
             if saved is not None:
                 await keeper.resume(saved)
@@ -383,35 +384,6 @@ async def _save_weights(place: _Place, replica: Replica) -> None:
     )
 
 
-@contextlib.contextmanager
-def _telemetry(folder: RunFolder, settings: NodeSettings) -> Generator[tuple[Emit, str | None]]:
-    """Event file, metrics and log, fed by the same events; and the address of `/metrics`, if it is served."""
-    log, metrics, events = NodeLog(), Metrics(), EventFile(folder.events)
-    metrics.watch_process(asyncio.get_running_loop())
-    web = WebServer({"/metrics": metrics.page})
-    terminal = own_terminal()
-    display = None if terminal is None else NodeDisplay(log.view, terminal)
-    configure_logging(settings.log_level, log, None if display is None else display.line)
-
-    def emit(event: AnyEvent) -> None:
-        events.write(event)
-        metrics.observe(event)
-        log.observe(event)
-        if display is not None:
-            display.observe(event)
-
-    try:
-        address = None
-        if settings.metrics_port is not None:
-            address = web.start(settings.metrics_host, settings.metrics_port)
-        yield emit, address
-    finally:
-        if display is not None:
-            display.close()
-        web.stop()
-        events.close()
-
-
 @contextlib.asynccontextmanager
 async def _compute_thread() -> AsyncGenerator[ComputeThread]:
     thread = ComputeThread()
@@ -432,7 +404,7 @@ def _started_event(place: _Place, stage: Stage, origin: BeginsFrom, *, resumed: 
         version=__version__,
         pid=os.getpid(),
         addresses=daemon.visible_addresses(),
-        metrics_address=place.metrics_address,
+        metrics_address=place.telemetry.address,
         parameters=sum(parameter.numel() for parameter in stage.parameters()),
         origin=origin,
         resumed=resumed,

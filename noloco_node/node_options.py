@@ -24,7 +24,8 @@ def node_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--stage", metavar="N|auto", help="stage to serve; auto: the one that needs this node most and fits its memory")
     add("--devices", metavar="all|LIST", help="one node on each GPU, or on cuda:0,cuda:1; one that dies stays dead")
-    add("--metrics-port", metavar="N", help="serve Prometheus metrics on this port; 0: any free one")
+    add("--metrics-port", metavar="N", help="show this node to a browser and to Prometheus on this port; 0: any")
+    add("--metrics-host", metavar="ADDR", help="address of that port; 0.0.0.0 shows it to other machines")
     add("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
     network_arguments(command)
 
@@ -49,7 +50,7 @@ def seed_arguments(command: argparse.ArgumentParser) -> None:
     set_argument(command, "node.log_level=DEBUG")
     command.add_argument("--initial-peers", metavar="ADDR", nargs="+", help="nodes or seeds to join")
     network_arguments(command)
-    command.set_defaults(stage=None, metrics_port=None)
+    command.set_defaults(stage=None, metrics_port=None, metrics_host=None)
 
 
 def seed_settings(options: argparse.Namespace) -> tuple[RunSpec | None, NodeSettings]:
@@ -71,7 +72,7 @@ def doctor_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print the checks as JSON")
     set_argument(command, "node.device=cuda")
     network_arguments(command)
-    command.set_defaults(stage=None, metrics_port=None)
+    command.set_defaults(stage=None, metrics_port=None, metrics_host=None)
 
 
 def doctor_settings(options: argparse.Namespace) -> NodeSettings:
@@ -91,6 +92,7 @@ NODE_OPTIONS = (
     "relay",
     "relay_for_others",
     "metrics_port",
+    "metrics_host",
     "identity",
     "invitation",
 )

@@ -256,6 +256,7 @@ class Replica:
             self.ledger,
             self.missing,
             self._downstream,
+            self._book,
             origin=self.origin,
             emit=self._emit,
         )

@@ -45,8 +45,10 @@ class NodeSettings(Settings):
     relay_for_others: bool = False
     """Carry the encrypted connections of nodes that nobody can dial, at this node's expense."""
     metrics_host: str = "127.0.0.1"
+    """Address of `metrics_port`; 0.0.0.0 shows this node to everybody who reaches that."""
     metrics_port: Port | None = None
-    """Port of `/metrics`; 0 lets the system choose, not set serves none."""
+    """Port of the pages of this node, read only: `/metrics`, `/healthz`, `/readyz`, `/api/state`; 0 lets the system
+    choose, not set serves none."""
     device: str = "auto"
     """Torch device of the stage: cpu, cuda, cuda:1; `auto` is CUDA where there is one, else the processor."""
     torch_threads: Annotated[int, Field(gt=0, le=1024)] = 1
@@ -73,6 +75,14 @@ class NodeSettings(Settings):
     seed: int = 0
     """Seed of this node's random choices (routes, partners), mixed with its peer id."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+    @model_validator(mode="after")
+    def _metrics_have_a_port(self) -> NodeSettings:
+        if self.metrics_port is None and self.metrics_host != "127.0.0.1":
+            raise ValueError(
+                f"node.metrics_host is '{self.metrics_host}', but node.metrics_port is not set: no page there"
+            )
+        return self
 
 
 class LocalSwarmSettings(Settings):

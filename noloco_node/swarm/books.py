@@ -10,9 +10,12 @@ from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.microbatch import Ledger
 from noloco_node.swarm.origin import Origin
 from noloco_node.swarm.pipeline import Downstream, PipelineServer
+from noloco_node.swarm.routing import RoutingBook
+from noloco_node.swarm.surroundings import surroundings
 from noloco_node.swarm.transport import Transport
 from noloco_node.swarm.waiting import MissingStages
 from noloco_node.telemetry.events import Account, Strangers, bytes_by_kind
+from noloco_node.telemetry.state import Surroundings
 from noloco_node.training.stage_worker import StageWorker
 
 
@@ -29,6 +32,7 @@ class Books:
         ledger: Ledger,
         missing: MissingStages,
         downstream: Downstream | None,
+        book: RoutingBook,
         *,
         origin: Origin | None,
         emit: Callable[[Account], None],
@@ -41,6 +45,7 @@ class Books:
         self._ledger = ledger
         self._missing = missing
         self._downstream = downstream
+        self._book = book
         self._origin = origin
         self._emit = emit
         self.lag = LoopLag()
@@ -49,6 +54,12 @@ class Books:
     def in_hand(self) -> int:
         """Microbatches that this node holds: its own under way on stage 0, else those of others."""
         return self._server.pending if self._origin is None else self._origin.under_way
+
+    def surroundings(self) -> Surroundings:
+        """Whom this node sees, and what it holds."""
+        known, clock = self._transport.acquaintances, self._worker.progress.clock
+        in_hand, queued = self.in_hand, self._worker.queued
+        return surroundings(self._membership, known, self._book, clock, in_hand=in_hand, queued=queued)
 
     def write(self) -> None:
         """The account of this moment, as an event."""

@@ -168,15 +168,16 @@ class Membership:
         A record is renewed a few times in its life only, in which a fast swarm's clocks run far: without this, partners
         would be held to the past and the swarm's time would stand still.
         """
-        now, replicas = self._directory.now(), self.live_replicas()
-        clocks: list[float] = []
-        rows = self._directory.view.stages[self.stage]
-        for record in self._timekeepers():
-            expires = rows[PeerId(record.peer_id)].expires
-            age = min(max(0.0, now - (expires - self._record_seconds)), self._record_seconds)
-            moving = record.state is PeerState.TRAINING
-            clocks.append(record.clock + moving * age * record.tokens_per_second * replicas)
-        return clocks
+        replicas = self.live_replicas()
+        return [self.present_clock(record, replicas) for record in self._timekeepers()]
+
+    def present_clock(self, record: PeerRecord, replicas: int) -> float:
+        """What a record says of its peer's clock, moved on by its age, where so many replicas train the stage."""
+        row = self._directory.view.stages[record.stage].get(PeerId(record.peer_id))
+        if row is None or record.state is not PeerState.TRAINING:
+            return record.clock
+        age = self._directory.now() - (row.expires - self._record_seconds)
+        return record.clock + min(max(0.0, age), self._record_seconds) * record.tokens_per_second * replicas
 
     def others(self, *states: PeerState) -> list[PeerRecord]:
         """Live records of all stages without this node's own, which its former life may have left there."""

@@ -199,6 +199,18 @@ class RoutingBook:
         """Live peers, whatever is thought of them."""
         return self._peers
 
+    def burden_of(self, peer: PeerId) -> tuple[int, int | None]:
+        """Own requests under way to a peer, and how many other microbatches it said that it holds; None where it has
+        not said so lately, or only that it is full."""
+        now = self._clock()
+        said, when = self._load.get(peer, (FULL, now))
+        known = said < FULL and now - when < LOAD_LIFE_SECONDS
+        return self._outstanding.get(peer, 0), said if known else None
+
+    def passed_over(self, peer: PeerId) -> bool:
+        """Whether a peer is asked for nothing now, since it failed or was slow."""
+        return self._suspended.get(peer, 0.0) > self._clock()
+
     @property
     def doubted(self) -> set[PeerId]:
         """Live peers that audits have gone against, and not cleared since."""

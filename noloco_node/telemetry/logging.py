@@ -150,8 +150,11 @@ def progress_words(figures: NodeFigures) -> str:
     return "".join(f" · {part}" for part in parts)
 
 
-def configure_logging(level: str, log: NodeLog, write: Callable[[str], None] | None = None) -> None:
-    """Send the log to stderr, each line with the identity that `log` knows; or to `write`, where somebody draws there.
+def configure_logging(
+    level: str, log: NodeLog, write: Callable[[str], None] | None = None, *others: logging.Handler
+) -> None:
+    """Send the log to stderr, each line with the identity that `log` knows, or to `write`, where somebody draws there;
+    and to the `others`.
 
     Call it after hivemind is imported: hivemind puts a handler of its own on its logger, which is removed here, and
     its lines pass from WARNING up only, since its everyday failures are ours to count.
@@ -159,7 +162,7 @@ def configure_logging(level: str, log: NodeLog, write: Callable[[str], None] | N
     handler = logging.StreamHandler(sys.stderr) if write is None else _Written(write)
     handler.setFormatter(_Formatter(log))
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = [handler, *others]
     root.setLevel(logging.WARNING)
     logger.setLevel(level)
     hivemind = logging.getLogger("hivemind")

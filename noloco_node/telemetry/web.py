@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from noloco_node.aio import Pulse
 from noloco_node.errors import ExitCode, UserError
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 16
-"""Open at once. For one more the oldest is closed: an honest question takes milliseconds, so that is a slow one."""
+MAX_CONNECTIONS = 32
+"""Open at once. For one more an answered one is closed, or the oldest once it has had its time."""
+ASKING_SECONDS = 0.25
+"""That a client has to ask and be answered while others wait: an honest one takes milliseconds."""
+ACCEPT_AGAIN_SECONDS = 1.0
+"""After the system had no descriptor for one more."""
 WAITING_CONNECTIONS = 128
 """Not accepted yet; the system keeps them."""
 REQUEST_SECONDS = 5.0
@@ -25,6 +32,9 @@ MAX_HEAD_BYTES = 8192
 """Request line and headers; a longer request is closed without an answer."""
 
 TEXT = "text/plain; charset=utf-8"
+NOTHING_LOADED = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+"""What a browser may load for a page: nothing."""
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +44,50 @@ class Page:
     body: bytes
     content_type: str = TEXT
     status: HTTPStatus = HTTPStatus.OK
+    policy: str = NOTHING_LOADED
+    """Its Content-Security-Policy."""
 
 
 Answer = Callable[[Mapping[str, str]], Page]
 """Makes a page from the headers of a request, by lower-case name. Called on the server's thread: it must be quick."""
 
 
+class _Connection:
+    """One client."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self.opened = time.monotonic()
+        self.answered = False
+        """The system has all of its answer."""
+
+    def close(self) -> None:
+        """At once."""
+        self.writer.transport.abort()
+
+
 class WebServer:
     """Answers GET and HEAD for `pages`, by path, from a thread with a loop of its own: a node that hangs can still be
-    looked at. Every other path is 404. One request a connection."""
+    looked at. Every other path is 404. One request a connection.
 
-    def __init__(self, pages: Mapping[str, Answer], *, request_seconds: float = REQUEST_SECONDS) -> None:
+    On a loopback address only requests to this machine's own names are answered: a website whose name was made to lead
+    here would else read, through a visitor's browser, what is meant for this machine's users.
+    """
+
+    def __init__(
+        self,
+        pages: Mapping[str, Answer],
+        *,
+        request_seconds: float = REQUEST_SECONDS,
+        asking_seconds: float = ASKING_SECONDS,
+    ) -> None:
         self._pages = dict(pages)
         self._seconds = request_seconds
-        self._open: dict[asyncio.StreamWriter, None] = {}
+        self._asking_seconds = asking_seconds
+        self._open: dict[_Connection, None] = {}
+        self._fewer = Pulse()
+        self._loopback = False
         self._running: tuple[threading.Thread, asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def start(self, host: str, port: int) -> str:
@@ -56,6 +96,7 @@ class WebServer:
         Raises UserError: PORT_IN_USE where the port is taken, CONFIG where the address cannot be listened on.
         """
         listener = _listener(host, port)
+        self._loopback = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
         loop, stop = asyncio.new_event_loop(), asyncio.Event()
         thread = threading.Thread(target=self._run, args=(loop, listener, stop), name="web server", daemon=True)
         self._running = thread, loop, stop
@@ -76,33 +117,58 @@ class WebServer:
             runner.run(self._serve(listener, stop))
 
     async def _serve(self, listener: socket.socket, stop: asyncio.Event) -> None:
-        # To asyncio the backlog is how many connections it accepts before it looks at any of them; the system's queue
-        # of those not accepted yet costs no descriptor, and is longer.
-        server = await asyncio.start_server(
-            self._connected, sock=listener, limit=MAX_HEAD_BYTES, backlog=MAX_CONNECTIONS
-        )
-        listener.listen(WAITING_CONNECTIONS)
-        await stop.wait()
-        server.close()
-        for writer in list(self._open):
-            writer.transport.abort()
+        listener.setblocking(False)
+        with listener:
+            async with asyncio.TaskGroup() as group:
+                connected: set[asyncio.Task[None]] = set()
+                accepting = group.create_task(self._accept(listener, group, connected))
+                await stop.wait()
+                for task in (accepting, *connected):
+                    task.cancel()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= MAX_CONNECTIONS:
+    async def _accept(
+        self, listener: socket.socket, group: asyncio.TaskGroup, connected: set[asyncio.Task[None]]
+    ) -> None:
+        """One connection after another, each when there is room for it: the system keeps those that wait."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._make_room()
+            try:
+                client, _ = await loop.sock_accept(listener)
+                reader, writer = await asyncio.open_connection(sock=client, limit=MAX_HEAD_BYTES)
+            except OSError:
+                await asyncio.sleep(ACCEPT_AGAIN_SECONDS)
+                continue
+            connection = _Connection(reader, writer)
+            self._open[connection] = None
+            task = group.create_task(self._attend(connection))
+            connected.add(task)
+            task.add_done_callback(connected.discard)
+
+    async def _make_room(self) -> None:
+        while len(self._open) >= MAX_CONNECTIONS:
             oldest = next(iter(self._open))
-            del self._open[oldest]
-            oldest.transport.abort()
-        self._open[writer] = None
+            served = next((one for one in self._open if one.answered), oldest)
+            left = 0.0 if served.answered else served.opened + self._asking_seconds - time.monotonic()
+            if left <= 0.0:
+                del self._open[served]
+                served.close()
+            else:
+                await self._fewer.wait(left)
+
+    async def _attend(self, connection: _Connection) -> None:
         try:
             async with asyncio.timeout(self._seconds):
-                await self._converse(reader, writer)
+                await self._converse(connection)
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # a client's own affair
         finally:
-            self._open.pop(writer, None)
-            writer.transport.abort()
+            self._open.pop(connection, None)
+            self._fewer.fire()
+            connection.close()
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _converse(self, connection: _Connection) -> None:
+        reader, writer = connection.reader, connection.writer
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         page = self._answer(head)
         lines = (
@@ -111,7 +177,11 @@ class WebServer:
             f"Content-Length: {len(page.body)}",
             "Cache-Control: no-store",
             "X-Content-Type-Options: nosniff",
+            f"Content-Security-Policy: {page.policy}",
+            "Referrer-Policy: no-referrer",
+            "Cross-Origin-Resource-Policy: same-origin",
             "Connection: close",
+            *(("Allow: GET, HEAD",) if page.status is HTTPStatus.METHOD_NOT_ALLOWED else ()),
         )
         writer.write("\r\n".join((*lines, "", "")).encode("latin-1"))
         if not head[0].startswith("HEAD "):
@@ -119,6 +189,8 @@ class WebServer:
         # Not before the client has ended its side is everything read: what is unread turns a close into a reset.
         writer.write_eof()
         await writer.drain()
+        connection.answered = not writer.transport.get_write_buffer_size()
+        self._fewer.fire()
         while await reader.read(MAX_HEAD_BYTES):
             pass
 
@@ -128,15 +200,23 @@ class WebServer:
             return _error(HTTPStatus.BAD_REQUEST)
         if words[0] not in ("GET", "HEAD"):
             return _error(HTTPStatus.METHOD_NOT_ALLOWED)
+        headers = {name.strip().lower(): value.strip() for name, _, value in (row.partition(":") for row in head[1:])}
+        if self._loopback and _name_of(headers.get("host", "localhost")) not in LOOPBACK_NAMES:
+            return _error(HTTPStatus.MISDIRECTED_REQUEST)
         answer = self._pages.get(words[1].partition("?")[0])
         if answer is None:
             return _error(HTTPStatus.NOT_FOUND)
-        headers = {name.strip().lower(): value.strip() for name, _, value in (row.partition(":") for row in head[1:])}
         try:
             return answer(headers)
         except Exception:  # whoever makes a page may fail in any way: it costs that answer only
             logger.exception("the page %s could not be made", words[1])
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _name_of(host: str) -> str:
+    """The value of a `host` header without its port."""
+    name, colon, port = host.lower().rpartition(":")
+    return (name if colon and port.isdecimal() else host.lower()).rstrip(".")
 
 
 def _error(status: HTTPStatus) -> Page:
@@ -156,6 +236,7 @@ def _listener(host: str, port: int) -> socket.socket:
             ) from None
         raise UserError(
             ExitCode.CONFIG,
-            f"node.metrics_host: cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}",
-            "use an address of this machine (127.0.0.1 or 0.0.0.0) and a port above 1023",
+            f"node.metrics_host: cannot listen on '{host}' port {port}: {getattr(error, 'strerror', None) or error}",
+            "name an address of this machine with --metrics-host (127.0.0.1 or 0.0.0.0), and with --metrics-port a "
+            "port above 1023, or 0 for any free one",
         ) from None

@@ -194,6 +194,11 @@ class StageWorker:
         return self._thread.busy_seconds
 
     @property
+    def queued(self) -> int:
+        """Calls that wait for the device."""
+        return self._thread.waiting
+
+    @property
     def bounded(self) -> dict[str, int]:
         """Gradients scaled down so far: those that the next stage `returned`, and those that microbatches `caused`."""
         return {"returned": self._trainer.returned_bound.exceeded, "caused": self._trainer.caused_bound.exceeded}

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-import torch
 
 from noloco_node.config.run_spec import PipelineSpec
 from noloco_node.replica import Replica

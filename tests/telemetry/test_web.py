@@ -68,7 +68,7 @@ def test_a_page_that_cannot_be_made_costs_its_answer_only() -> None:
 
 def test_slow_clients_take_no_descriptors_and_keep_nobody_out() -> None:
     """Three hundred that say half a line and wait: a bounded few are held, and a question is answered at once."""
-    with served(WebServer(PAGES)) as address, contextlib.ExitStack() as slow:
+    with served(WebServer(PAGES, asking_seconds=0.01)) as address, contextlib.ExitStack() as slow:
         before = open_descriptors()
         for _ in range(300):
             client = slow.enter_context(socket.create_connection(address, timeout=10))

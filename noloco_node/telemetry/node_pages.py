@@ -1,0 +1,91 @@
+"""The pages of one node, read only: metrics, liveness, readiness, and its state as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+import time
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+
+from noloco_node.aio import Heartbeat
+from noloco_node.telemetry.metrics import Metrics
+from noloco_node.telemetry.state import NodeState, Surroundings
+from noloco_node.telemetry.web import Answer, Page
+
+BEATEN_WITHIN_SECONDS = 10.0
+"""An event loop that has not come round for longer is stuck."""
+CACHED_SECONDS = 1.0
+"""However many look at the state, it is made once in this time."""
+LOOK_SECONDS = 0.2
+"""How long the event loop has to say whom the node sees; else what it said last stands."""
+JSON = "application/json"
+
+Headers = Mapping[str, str]
+
+
+class NodePages:
+    """Answers for `WebServer`, on its thread. The node's own loop is asked for nothing while nobody looks."""
+
+    def __init__(self, metrics: Metrics, state: NodeState, heartbeat: Heartbeat) -> None:
+        self._metrics = metrics
+        self._state = state
+        self._heartbeat = heartbeat
+        self._loop = asyncio.get_running_loop()
+        self._around: Surroundings | None = None
+        self._made: tuple[float, Page] | None = None
+        self.look: Callable[[], Surroundings] | None = None
+        """Whom the node sees now; called on its own loop. None while it has no stage."""
+
+    def answers(self) -> dict[str, Answer]:
+        """By path."""
+        return {
+            "/metrics": self._metrics.page,
+            "/healthz": self._health,
+            "/readyz": self._readiness,
+            "/api/state": self._state_page,
+        }
+
+    def _health(self, _: Headers) -> Page:
+        """Says that the process should be left alone; not that it trains."""
+        age = self._heartbeat.age
+        if age < BEATEN_WITHIN_SECONDS:
+            return Page(b"ok\n")
+        return _unavailable(f"the event loop has not come round for {age:.0f} s")
+
+    def _readiness(self, _: Headers) -> Page:
+        ready, why = self._state.readiness()
+        if ready and self._heartbeat.age >= BEATEN_WITHIN_SECONDS:
+            return self._health(_)
+        return Page(b"training\n") if ready else _unavailable(why)
+
+    def _state_page(self, _: Headers) -> Page:
+        now = time.monotonic()
+        if self._made is None or now - self._made[0] >= CACHED_SECONDS:
+            document = self._state.document(self._look_around(), lag=self._heartbeat.age)
+            body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+            self._made = now, Page(body, JSON)
+        return self._made[1]
+
+    def _look_around(self) -> Surroundings | None:
+        told: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def look() -> None:
+            try:
+                if self.look is not None:
+                    self._around = self.look()
+            finally:
+                told.set_result(None)
+
+        try:
+            self._loop.call_soon_threadsafe(look)
+            told.result(LOOK_SECONDS)
+        except (TimeoutError, RuntimeError):
+            pass  # it hangs, or has ended
+        return self._around
+
+
+def _unavailable(why: str) -> Page:
+    line = " ".join(why.split())
+    return Page(f"{line}\n".encode(), status=HTTPStatus.SERVICE_UNAVAILABLE)

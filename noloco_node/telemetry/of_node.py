@@ -1,0 +1,87 @@
+"""All that follows one node's events: its file, metrics, state, log and terminal; and the pages that show them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+from noloco_node import __version__
+from noloco_node.aio import Heartbeat
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.telemetry.events import AnyEvent, EventFile
+from noloco_node.telemetry.logging import NodeLog, configure_logging
+from noloco_node.telemetry.metrics import Metrics
+from noloco_node.telemetry.node_display import NodeDisplay, own_terminal
+from noloco_node.telemetry.node_pages import NodePages
+from noloco_node.telemetry.state import LogTail, NodeState, Surroundings
+from noloco_node.telemetry.web import WebServer
+
+
+class Telemetry:
+    """`emit` takes every event of the node. Made by `telemetry_of`."""
+
+    def __init__(self, events: Path, settings: NodeSettings) -> None:
+        loop, tail = asyncio.get_running_loop(), LogTail()
+        self._log = NodeLog()
+        self._events = EventFile(events)
+        terminal = own_terminal()
+        self._display = None if terminal is None else NodeDisplay(self._log.view, terminal)
+        self._metrics = Metrics()
+        self._metrics.watch_process(loop)
+        self._heartbeat = Heartbeat(loop)
+        self._state = NodeState(__version__, self._log.view, tail)
+        self._pages = NodePages(self._metrics, self._state, self._heartbeat)
+        self._web = WebServer(self._pages.answers())
+        self.address: str | None = None
+        """`host:port` of the pages; None where they are not served."""
+        write = None if self._display is None else self._display.line
+        configure_logging(settings.log_level, self._log, write, tail)
+
+    def serve(self, host: str, port: int) -> None:
+        """Show the pages. UserError as `WebServer.start`."""
+        self.address = self._web.start(host, port)
+
+    def ends(self) -> None:
+        """The node was told to end."""
+        self._state.leaving = True
+
+    @contextlib.contextmanager
+    def showing(self, look: Callable[[], Surroundings]) -> Generator[None]:
+        """Show whom the node sees, as long as the block lasts."""
+        self._pages.look = look
+        try:
+            yield
+        finally:
+            self._pages.look = None
+
+    def emit(self, event: AnyEvent) -> None:
+        """Tell everybody who follows this node."""
+        self._events.write(event)
+        self._metrics.observe(event)
+        self._log.observe(event)
+        self._state.observe(event)
+        if self._display is not None:
+            self._display.observe(event)
+
+    def close(self) -> None:
+        """Take the pages down and close the file."""
+        if self._display is not None:
+            self._display.close()
+        self._web.stop()
+        self._heartbeat.stop()
+        self._events.close()
+
+
+@contextlib.contextmanager
+def telemetry_of(events: Path, settings: NodeSettings) -> Generator[Telemetry]:
+    """The telemetry of a node with this event file, as long as the block lasts: from before the node has done anything,
+    so that whoever looks meanwhile learns that it starts. UserError where its pages cannot be served."""
+    telemetry = Telemetry(events, settings)
+    try:
+        if settings.metrics_port is not None:
+            telemetry.serve(settings.metrics_host, settings.metrics_port)
+        yield telemetry
+    finally:
+        telemetry.close()

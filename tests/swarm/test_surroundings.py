@@ -1,0 +1,54 @@
+"""Whom a node sees, as its pages show it: of a swarm in memory that trains."""
+
+from __future__ import annotations
+
+from noloco_node.swarm.directory import PeerState
+from noloco_node.swarm.routing import RoutingBook
+from noloco_node.swarm.surroundings import surroundings
+from noloco_node.telemetry.state import MOST_PEERS
+from tests.worlds import MICROBATCH, micro_spec, peer_name, world
+
+
+async def test_a_node_sees_its_peers_by_stage_with_load_lag_and_work() -> None:
+    """Stage 0 of a swarm of 2 + 2, after microbatches to one replica of stage 1."""
+    async with world(micro_spec(), replicas=2) as made:
+        for replica in made.replicas:
+            replica.server.accepting = True
+            await replica.membership.announce(PeerState.TRAINING)
+        for replica in made.replicas:
+            await replica.membership.refresh()
+        viewer = made.replicas[0]
+        assert viewer.origin is not None
+        for _ in range(4):
+            assert await viewer.origin.train_one()
+        around = viewer.books.surroundings()
+    assert (around.introduced, around.in_hand, around.queued) == (3, 0, 0)
+    assert [(peer.stage, peer.peer_id) for peer in around.peers] == [
+        (0, peer_name(0, 1)),
+        (1, peer_name(1, 0)),
+        (1, peer_name(1, 1)),
+    ]
+    fellow, *later = around.peers
+    assert all(peer.answers and peer.state == "training" for peer in around.peers)
+    assert fellow.load is None
+    assert fellow.lag > 0.0, "it has trained nothing yet"
+    assert sum(peer.tokens for peer in later) == 4 * MICROBATCH
+    assert any(peer.load == 0 for peer in later)
+    assert not any(peer.under_way or peer.passed_over for peer in later)
+
+
+async def test_of_a_large_swarm_those_are_shown_that_answer() -> None:
+    """A bounded number, whatever records strangers write."""
+    async with world(micro_spec(), replicas=1) as made:
+        viewer, other = made.replicas
+        await other.membership.announce(PeerState.TRAINING)
+        row = viewer.membership
+        await row.refresh()
+        real = row.introduced()[0]
+        ghosts = [real.model_copy(update={"peer_id": f"a-ghost-{n:04}"}) for n in range(2 * MOST_PEERS)]
+        row.introduced = lambda: [*ghosts, real]
+        known, book = viewer._transport.acquaintances, viewer._book
+        assert isinstance(book, RoutingBook)
+        around = surroundings(row, known, book, 0.0, in_hand=0, queued=0)
+    assert (len(around.peers), around.introduced) == (MOST_PEERS, 2 * MOST_PEERS + 1)
+    assert [peer.peer_id for peer in around.peers if peer.answers] == [real.peer_id]
