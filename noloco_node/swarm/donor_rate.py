@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from noloco_node.training.fair_queue import FairQueue
 from noloco_node.training.progress import LastTrained
 
 KEPT_SHARE = 0.95
@@ -59,7 +60,8 @@ class Cost:
 
 
 class DonorRate:
-    """Paces the chunks that a node gives. `tend` must be called every second or two, also while nothing is given."""
+    """Paces the chunks that a node gives; readers take turns. `tend` must be called every second or two, also while
+    nothing is given."""
 
     def __init__(
         self,
@@ -76,6 +78,9 @@ class DonorRate:
         self._trained = trained
         self._now = now
         self._free_at = self._quiet_until = 0.0
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._giving = False
+        """Somebody's turn has come, and is not over."""
         self._cost = Cost()
         self._quiet: float | None = None
         self._windows = 0
@@ -84,14 +89,31 @@ class DonorRate:
     def _begin_window(self) -> None:
         self._since, self._before, self._taken = self._now(), self._trained(), 0
 
-    async def take(self, size: int) -> None:
-        """Wait until `size` bytes may be given; who comes first goes first."""
-        now = self._now()
-        start = max(now, self._free_at, self._quiet_until)
-        self._free_at = start + size / self.rate
-        if start > now:
-            await asyncio.sleep(start - now)
-        self._taken += size
+    async def take(self, size: int, reader: str = "") -> None:
+        """Wait until `size` bytes may be given to `reader`: of those who wait, each gets as much as the others."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.push((reader,), float(size), turn)
+        if not self._giving:
+            self._next_turn()
+        try:
+            await turn
+            now = self._now()
+            start = max(now, self._free_at, self._quiet_until)
+            if start > now:
+                await asyncio.sleep(start - now)
+            self._free_at = start + size / self.rate
+            self._taken += size
+        finally:
+            if not turn.cancelled():
+                self._next_turn()
+
+    def _next_turn(self) -> None:
+        self._giving = False
+        while len(self._waiting) and not self._giving:
+            turn = self._waiting.pop()
+            if not turn.done():
+                self._giving = True
+                turn.set_result(None)
 
     def tend(self) -> None:
         """Close the window if it is over and set the rate anew; after some windows of giving be silent for one."""

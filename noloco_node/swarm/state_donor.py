@@ -178,7 +178,7 @@ class StateDonor:
             raise Refused(Refusal.BUSY, "this reader was away, and its place is taken")
         self._readers.ask(peer, request.index, now)
         try:
-            await self.rate.take(len(part))
+            await self.rate.take(len(part), peer)
         except asyncio.CancelledError:
             if self._held is held:
                 self._readers.broke_off(peer, request.index, time.monotonic())
