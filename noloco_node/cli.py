@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from noloco_node import __version__
 from noloco_node.address_space import refused_memory
+from noloco_node.collector import loading
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
 from noloco_node.help_texts import (
     DESCRIPTION,
@@ -230,9 +231,10 @@ def _run(options: argparse.Namespace) -> int:
     config = load_config(options.config, node_overrides(options), os.environ)
     if options.devices:
         return _on_devices(options, config.node)
-    import uvloop
+    with loading():
+        import uvloop
 
-    from noloco_node.node import run_node
+        from noloco_node.node import run_node
 
     return _exit_code(uvloop.run(run_node(config.run, config.node)))
 
@@ -244,9 +246,10 @@ def _join(options: argparse.Namespace) -> int:
     config = load_join(node_overrides(options), os.environ)
     if options.devices:
         return _on_devices(options, config.node)
-    import uvloop
+    with loading():
+        import uvloop
 
-    from noloco_node.node import join_node
+        from noloco_node.node import join_node
 
     return _exit_code(uvloop.run(join_node(config.run.data, config.node, _print_run)))
 
@@ -259,9 +262,10 @@ def _on_devices(options: argparse.Namespace, settings: NodeSettings) -> int:
 
 def _seed(options: argparse.Namespace) -> int:
     run, settings = seed_settings(options)
-    import uvloop
+    with loading():
+        import uvloop
 
-    from noloco_node.seed import run_seed
+        from noloco_node.seed import run_seed
 
     uvloop.run(run_seed(run, settings, _print_seed))
     return int(ExitCode.INTERRUPTED)
@@ -269,10 +273,11 @@ def _seed(options: argparse.Namespace) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     settings = doctor_settings(options)
-    import uvloop
+    with loading():
+        import uvloop
 
-    from noloco_node.checks import Outcome
-    from noloco_node.doctor import as_json, examine, lines
+        from noloco_node.checks import Outcome
+        from noloco_node.doctor import as_json, examine, lines
 
     checks = uvloop.run(examine(settings))
     print(json.dumps(as_json(checks), indent=2) if options.json else "\n".join(lines(checks)))
@@ -365,7 +370,8 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _print_plan(config: Config) -> None:
-    from noloco_node.preflight import plan, plan_lines
+    with loading():
+        from noloco_node.preflight import plan, plan_lines
 
     numbers = plan(config)
     print("\n".join(plan_lines(config.run, numbers)))

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from noloco_node.address_space import address_space_left
+from noloco_node.collector import loading
 from noloco_node.compute_device import resolve_device
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.cut import build_config, cut_model
@@ -51,9 +52,11 @@ class Footprint:
 
 def footprint_of(run: RunSpec) -> Footprint:
     """Count the run's stages. Loads transformers, allocates no weights. UserError (CONFIG) as `cut_model` raises it."""
-    ends = [cut.end_layer for cut in cut_model(run.model)]
+    with loading():
+        ends = [cut.end_layer for cut in cut_model(run.model)]
+        whole = build_on_meta(build_config(run.model))
     parameters, looked_up = [0] * len(ends), [0] * len(ends)
-    for name, parameter in torch.nn.Module.named_parameters(build_on_meta(build_config(run.model))):
+    for name, parameter in torch.nn.Module.named_parameters(whole):
         stage = _stage_of(name, ends)
         parameters[stage] += parameter.numel()
         if name.startswith("model.embed_tokens."):

@@ -14,7 +14,7 @@ NAME = "noloco_node"
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(rooms.split())
     for rooms in (
-        "errors aio address_space",
+        "errors aio address_space collector",
         "outer compute_device",
         "config",
         "model data",
