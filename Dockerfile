@@ -1,29 +1,64 @@
-# One node in a container:
+# A node in a container, for GPUs and processors alike:
 #   docker build -t noloco-node .
-#   docker run -p 31337:31337 -v noloco:/data noloco-node \
-#       run /app/configs/tiny.yaml --host 0.0.0.0 --port 31337 --initial-peers /ip4/…/tcp/…/p2p/…
+#   docker run --gpus all -p 31337:31337 -v noloco:/data noloco-node join /ip4/…/tcp/…/p2p/…
 #
-# For a GPU, name PyTorch's wheel index for its CUDA version and start with `docker run --gpus all`:
-#   docker build --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 -t noloco-node:cuda .
-FROM python:3.11-slim
+# PyPI's torch brings CUDA with it, and computes on the processor where no GPU is shown to the container. Without CUDA
+# the image is several gigabytes smaller:
+#   docker build --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu -t noloco-node:cpu .
+#
+# deploy/verify-image builds this file and runs a node from what comes out.
+ARG BASE_IMAGE=python:3.11-slim
 
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-
-RUN useradd --create-home --uid 1000 node && mkdir /data && chown node:node /data
-WORKDIR /app
-
+FROM ${BASE_IMAGE} AS build
+ARG TORCH_INDEX=https://pypi.org/simple
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+WORKDIR /build
+RUN python3 -m venv /opt/noloco
 COPY constraints.txt ./
-RUN pip install --no-cache-dir --index-url "${TORCH_INDEX}" torch=="$(sed -n 's/^torch==//p' constraints.txt)"
-
+RUN /opt/noloco/bin/pip install --extra-index-url "${TORCH_INDEX}" "torch==$(sed -n 's/^torch==//p' constraints.txt)"
 COPY pyproject.toml README.md LICENSE ./
 COPY noloco_node ./noloco_node
-RUN pip install --no-cache-dir -c constraints.txt .
-COPY configs ./configs
+# What training never reads: tests, headers and static libraries of the packages, and the installer itself.
+RUN /opt/noloco/bin/pip install --extra-index-url "${TORCH_INDEX}" -c constraints.txt . \
+    && /opt/noloco/bin/pip uninstall --yes pip \
+    && cd /opt/noloco/lib/python3*/site-packages \
+    && find . -type d \( -name tests -o -name test \) -prune -exec rm -rf {} + \
+    && find . -name '*.a' -delete \
+    && rm -rf torch/include torch/bin/protoc* pyarrow/include pyarrow/src numpy/_core/include /opt/noloco/include
 
-USER node
-# Run folders are relative to the working folder: what a node keeps (identity, events, weights) lands in the volume.
+FROM ${BASE_IMAGE}
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.title="noloco-node" \
+      org.opencontainers.image.description="One node of a decentralised training run: serves a pipeline stage, averages with random fellows" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# tini passes SIGTERM on to the node alone, which ends its p2pd itself, after the work under way is finished.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends tini \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/cache/debconf/*-old /var/log/*.log /var/log/apt \
+    && useradd --uid 1000 --home-dir /data --no-create-home --shell /usr/sbin/nologin node \
+    && install --directory --owner=node --group=node /data
+COPY --from=build /opt/noloco /opt/noloco
+ENV PATH=/opt/noloco/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    XDG_CACHE_HOME=/data/cache \
+    HF_HOME=/data/cache/huggingface \
+    MPLCONFIGDIR=/data/cache/matplotlib \
+    NOLOCO_NODE_HOST=0.0.0.0 \
+    NOLOCO_NODE_PORT=31337 \
+    NOLOCO_NODE_METRICS_HOST=0.0.0.0 \
+    NOLOCO_NODE_METRICS_PORT=9100
+USER 1000:1000
+# Run folders are relative to the working folder: identity, checkpoints, events and caches land in the volume.
 VOLUME /data
 WORKDIR /data
-EXPOSE 31337
-ENTRYPOINT ["noloco-node"]
+EXPOSE 31337 9100
+STOPSIGNAL SIGTERM
+# Alive, not ready: a volunteer that waits for a run must not be started again.
+HEALTHCHECK --interval=30s --timeout=5s --start-period=120s --retries=3 CMD ["noloco-node", "health"]
+ENTRYPOINT ["/usr/bin/tini", "--", "noloco-node"]
 CMD ["--help"]

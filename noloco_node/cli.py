@@ -23,16 +23,21 @@ from noloco_node.address_space import refused_memory
 from noloco_node.collector import loading
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
 from noloco_node.help_texts import (
+    COMPLETION_HELP,
+    CONFIG_HELP,
     DESCRIPTION,
     DOCTOR_HELP,
     ENVIRONMENT_HELP,
     EXPORT_HELP,
+    HEALTH_HELP,
     IDENTITY_HELP,
     IDENTITY_SHOW_HELP,
     IMPORT_HELP,
+    INIT_HELP,
     INVITE_HELP,
     JOIN_HELP,
     LAB_HELP,
+    LIST_HELP,
     RUN_HELP,
     SEED_HELP,
     SHOW_HELP,
@@ -49,6 +54,7 @@ from noloco_node.node_options import (
     seed_settings,
     set_argument,
 )
+from noloco_node.small_commands import completed, completion_arguments, health_arguments, init_arguments, list_arguments
 
 if TYPE_CHECKING:
     from noloco_node.config.load import Config
@@ -83,7 +89,7 @@ def entry() -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Never lets a traceback out, but for `--debug`."""
-    options = parser().parse_args(arguments)
+    options = completed(parser()).parse_args(arguments)
     options.arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return int(options.call(options))
@@ -140,6 +146,7 @@ def parser() -> argparse.ArgumentParser:
     status = _command(commands, "status", "show what a node does and what it has contributed", STATUS_HELP)
     status.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, nargs="?", help="run folder of the node")
     status.set_defaults(call=_status)
+    health_arguments(_command(commands, "health", "ask this machine's node whether it is alive", HEALTH_HELP))
     seed = _command(commands, "seed", "hold a run's directory together, without a stage", SEED_HELP)
     seed_arguments(seed)
     seed.set_defaults(call=_seed)
@@ -157,7 +164,7 @@ def parser() -> argparse.ArgumentParser:
     invite.add_argument("--peer", metavar="ID", help="the only node that may use it (default: whoever holds it)")
     invite.add_argument("--hours", metavar="N", type=float, default=168.0, help="how long it holds (default: a week)")
     invite.set_defaults(call=_invite)
-    config = _command(commands, "config", "look at a configuration file", "Look at a configuration file.")
+    config = _command(commands, "config", "look at a configuration file, or write one", CONFIG_HELP)
     actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
     show = _command(actions, "show", "print every setting with its value and meaning", SHOW_HELP)
     _config_arguments(show)
@@ -165,6 +172,9 @@ def parser() -> argparse.ArgumentParser:
     validate = _command(actions, "validate", "check a configuration and print what it comes to", VALIDATE_HELP)
     _config_arguments(validate)
     validate.set_defaults(call=_validate)
+    init_arguments(_command(actions, "init", "write an example with comments", INIT_HELP))
+    list_arguments(_command(actions, "list", "name the configurations that come with noloco-node", LIST_HELP))
+    completion_arguments(_command(commands, "completion", "complete commands in your shell", COMPLETION_HELP))
     return top
 
 
@@ -203,7 +213,7 @@ def _command(
 
 
 def _config_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("config", metavar="CONFIG", type=Path, help="YAML file, for example configs/tiny.yaml")
+    command.add_argument("config", metavar="CONFIG", type=Path, help="YAML file, or a name from `config list`")
     set_argument(command, "run.inner.learning_rate=3e-3")
 
 

@@ -13,8 +13,8 @@ text, a plot of loss and spread, summary.json, and each node's events and log. A
 on by the same command with its --run-folder.
 
 example:
-  noloco-node swarm configs/tiny.yaml
-  noloco-node swarm configs/own-text.yaml --set run.data.path=my-book.txt --run-folder runs/my-book"""
+  noloco-node swarm tiny
+  noloco-node swarm own-text --set run.data.path=my-book.txt --run-folder runs/my-book"""
 
 RUN_HELP = """\
 Run one node. Without --initial-peers it starts a new swarm and prints the addresses under which others join it; with
@@ -22,8 +22,8 @@ them it joins; all nodes of a run need the same `run:` part of CONFIG. `noloco-n
 Ctrl-C leaves in order; the same command goes on from this node's last checkpoint, whatever ended it.
 
 example:
-  noloco-node run configs/tiny.yaml --stage 0 --port 31337
-  noloco-node run configs/tiny.yaml --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/Qm..."""
+  noloco-node run tiny --stage 0 --port 31337
+  noloco-node run tiny --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/Qm..."""
 
 JOIN_HELP = """\
 Join a run with nothing but the address of one of its nodes. The run's settings come from that node and are shown; then
@@ -50,21 +50,21 @@ compared as they are. DIR gets results.json, table.md and plots. Every finished 
 same command goes on where it was cut off.
 
 example:
-  noloco-node lab configs/tiny.yaml --out results/tiny
-  noloco-node lab configs/tiny.yaml --out results/tiny --set lab.seeds=[1,2,3] --set run.inner.learning_rate=1e-3"""
+  noloco-node lab tiny --out results/tiny
+  noloco-node lab tiny --out results/tiny --set lab.seeds=[1,2,3] --set run.inner.learning_rate=1e-3"""
 
 SHOW_HELP = """\
 Print every setting with its value and meaning, defaults included, as YAML that can be used as a configuration file.
 
 example:
-  noloco-node config show configs/tiny.yaml --set run.outer.inner_steps=20"""
+  noloco-node config show tiny --set run.outer.inner_steps=20"""
 
 VALIDATE_HELP = """\
 Check a configuration file: names, values, and whether model, stages and batch sizes fit each other. Prints what it
 comes to: run id, parameters, inner steps, outer rounds, bytes of an outer step.
 
 example:
-  noloco-node config validate configs/tiny.yaml"""
+  noloco-node config validate tiny"""
 
 IDENTITY_HELP = """\
 Look at a node's identity, back it up, bring it back. An identity is the private key file behind a node's peer id; one
@@ -107,7 +107,7 @@ Give it a fixed port and a machine that stays on. With --relay-for-others it car
 nobody can dial. Ctrl-C ends it.
 
 example:
-  noloco-node seed configs/tiny.yaml --host 0.0.0.0 --port 31337
+  noloco-node seed tiny --host 0.0.0.0 --port 31337
   noloco-node seed --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31338"""
 
 DOCTOR_HELP = """\
@@ -134,3 +134,33 @@ environment:
   every setting of node: has a variable: NOLOCO_NODE_DEVICE=cuda stands for node.device, NOLOCO_NODE_ANNOUNCE for
   node.announce (lists are parted by spaces or commas). The command line wins over the environment, and that over the
   file. Settings of run: have no variables, since all nodes of a run share them."""
+
+HEALTH_HELP = """\
+Ask the node on this machine whether it is alive: its event loop has beaten within ten seconds. Exit code 0 where it is,
+1 where it is not or does not answer. It asks the port of the node's pages (node.metrics_port), which must be on.
+
+example:
+  noloco-node health --metrics-port 9100"""
+
+INIT_HELP = """\
+Write a configuration that comes with noloco-node to a new file, comments and all, as an example to start from.
+`noloco-node config list` names them; any of them can be used by its name as well, without a file.
+
+example:
+  noloco-node config init own-text --to my-run.yaml"""
+
+LIST_HELP = """\
+Name the configurations that come with noloco-node. Wherever a command takes CONFIG, such a name will do.
+
+example:
+  noloco-node config list"""
+
+COMPLETION_HELP = """\
+Print what makes a shell complete commands and options of noloco-node. Put it where your shell reads such things, or
+into its start-up file.
+
+example:
+  eval "$(noloco-node completion bash)\""""
+
+CONFIG_HELP = """\
+Look at a configuration file, or write one. CONFIG is a YAML file, or the name of one that comes with noloco-node."""

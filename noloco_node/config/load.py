@@ -18,6 +18,7 @@ from noloco_node.config.environment import node_environment, variable_of
 from noloco_node.config.lab_spec import LabSpec
 from noloco_node.config.node_settings import LocalSwarmSettings, NodeSettings
 from noloco_node.config.run_spec import RunSpec, Settings
+from noloco_node.config.shipped import find_config, nearest_config
 from noloco_node.config.yaml_text import MAX_CHARACTERS, parse_yaml
 from noloco_node.errors import ExitCode, UserError
 
@@ -159,14 +160,14 @@ def setting_names(model: type[Settings] = Config, prefix: str = "") -> Iterator[
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with path.open(encoding="utf-8") as file:
+        with find_config(path).open(encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)  # bounded: the path may be a device
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(
             ExitCode.CONFIG,
             f"the configuration file {path} cannot be read: {reason}",
-            "name an existing YAML file, for example configs/tiny.yaml",
+            nearest_config(path),
         ) from None
     try:
         raw: object = parse_yaml(text)
@@ -177,7 +178,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(
             ExitCode.CONFIG,
             f"{path} is {found}, not a set of settings",
-            "it needs the top-level key `run:`, and may have `node:`, `local_swarm:` and `lab:`; see configs/tiny.yaml",
+            "it needs `run:`, and may have `node:`, `local_swarm:` and `lab:`; noloco-node config init writes one",
         )
     return cast("dict[str, Any]", raw)
 

@@ -1,0 +1,129 @@
+"""Commands that load nothing heavy: is a node alive, an example to start from, completion for a shell."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from noloco_node.errors import ExitCode, UserError
+
+DEFAULT_METRICS_PORT = 9100
+"""Where a node is asked when neither an option nor the environment says on which port it answers."""
+HOST_VARIABLE, PORT_VARIABLE = "NOLOCO_NODE_METRICS_HOST", "NOLOCO_NODE_METRICS_PORT"
+HEALTH_SECONDS = 4.0
+"""For the whole question; the image's health check gives up after 5."""
+SHELLS = ("bash", "zsh", "fish")
+_EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+
+
+def health_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `health`."""
+    command.add_argument("--metrics-host", metavar="ADDR", help="address of the node's pages (default: 127.0.0.1)")
+    port = f"port of the node's pages (default: what NOLOCO_NODE_METRICS_PORT says, else {DEFAULT_METRICS_PORT})"
+    command.add_argument("--metrics-port", metavar="N", type=int, help=port)
+    command.set_defaults(call=_health)
+
+
+def init_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `config init`."""
+    command.add_argument("name", metavar="NAME", nargs="?", default="tiny", help="which one (default: tiny)")
+    command.add_argument("--to", metavar="FILE", type=Path, help="where it goes, a file that does not exist")
+    command.set_defaults(call=_init)
+
+
+def list_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `config list`."""
+    command.set_defaults(call=_list)
+
+
+def completion_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `completion`."""
+    command.add_argument("shell", choices=SHELLS, help="the shell that it is for")
+    command.set_defaults(call=_completion)
+
+
+def health_address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Where this machine's node answers: options, else the environment that the node has too, else the defaults.
+
+    Raises UserError (CONFIG) where the environment's port is no number.
+    """
+    host: str = options.metrics_host or environ.get(HOST_VARIABLE, "").strip()
+    if options.metrics_port is not None:
+        return _EVERY_ADDRESS.get(host, host), options.metrics_port
+    text = environ.get(PORT_VARIABLE, "").strip() or str(DEFAULT_METRICS_PORT)
+    if not text.isascii() or not text.isdigit():
+        message = f"{PORT_VARIABLE}: '{text}' is no port"
+        raise UserError(ExitCode.CONFIG, message, "correct it, or name the port with --metrics-port")
+    return _EVERY_ADDRESS.get(host, host), int(text)
+
+
+def ask_health(host: str, port: int) -> tuple[bool, str]:
+    """Whether the node there says that it is alive, and its words or why there are none."""
+    connection = http.client.HTTPConnection(host, port, timeout=HEALTH_SECONDS)
+    try:
+        connection.request("GET", "/healthz")
+        answer = connection.getresponse()
+        words = answer.read(1000).decode(errors="replace").strip()
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return False, f"no answer from {host} port {port}: {error}"
+    finally:
+        connection.close()
+    return answer.status == http.client.OK, words or f"status {answer.status}"
+
+
+def write_example(name: str, target: Path | None) -> Path:
+    """Write a configuration that comes with the package, comments and all, to a new file; the file's path.
+
+    Raises UserError: CONFIG where there is none of that name, RUN_FOLDER where the file exists or cannot be written.
+    """
+    from noloco_node.config.shipped import shipped_config
+
+    source = shipped_config(name)
+    path = target or Path(source.name)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except OSError as error:
+        message = f"{path} cannot be written: {error.strerror}"
+        raise UserError(ExitCode.RUN_FOLDER, message, "name another file with --to") from None
+    return path
+
+
+def completed(top: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Answer a shell that asks how the line goes on, and end the process with that; else the parser as it is."""
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(top)
+    return top
+
+
+def _health(options: argparse.Namespace) -> int:
+    alive, words = ask_health(*health_address(options, os.environ))
+    print(words)
+    return int(ExitCode.OK if alive else ExitCode.FAILURE)
+
+
+def _init(options: argparse.Namespace) -> int:
+    path = write_example(options.name, options.to)
+    print(f"wrote {path}: edit it, check it with noloco-node config validate {path}, then noloco-node swarm {path}")
+    return int(ExitCode.OK)
+
+
+def _list(_: argparse.Namespace) -> int:
+    from noloco_node.config.shipped import shipped_configs
+
+    for name, path in shipped_configs().items():
+        summary = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        print(f"{name:<16} {summary}")
+    return int(ExitCode.OK)
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from argcomplete.shell_integration import shellcode
+
+    print(shellcode(["noloco-node"], shell=options.shell))
+    return int(ExitCode.OK)

@@ -1,0 +1,157 @@
+"""Commands that must answer at once: health, examples, completion."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from http import HTTPStatus
+from pathlib import Path
+
+import pytest
+
+from noloco_node import __version__, cli
+from noloco_node.config.environment import variable_of
+from noloco_node.config.load import load_config
+from noloco_node.config.shipped import find_config, shipped_configs
+from noloco_node.errors import ExitCode
+from noloco_node.small_commands import DEFAULT_METRICS_PORT, HOST_VARIABLE, PORT_VARIABLE, health_address
+from noloco_node.telemetry.web import Page, WebServer
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def node() -> Iterator[tuple[dict[str, HTTPStatus], str]]:
+    """A node's pages, whose health the test decides, and their port."""
+    says = {"status": HTTPStatus.OK}
+    server = WebServer({"/healthz": lambda _: Page(b"the loop beats\n", status=says["status"])})
+    try:
+        yield says, server.start("127.0.0.1", 0).rpartition(":")[2]
+    finally:
+        server.stop()
+
+
+def test_health_is_what_the_node_says_of_itself(
+    node: tuple[dict[str, HTTPStatus], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0 where it answers 200; 1 where it answers anything else, or nobody answers."""
+    says, port = node
+    assert cli.main(["health", "--metrics-port", port]) == ExitCode.OK
+    assert capsys.readouterr().out == "the loop beats\n"
+    monkeypatch.setenv(PORT_VARIABLE, port)
+    monkeypatch.setenv(HOST_VARIABLE, "0.0.0.0")
+    assert cli.main(["health"]) == ExitCode.OK
+    says["status"] = HTTPStatus.SERVICE_UNAVAILABLE
+    assert cli.main(["health"]) == ExitCode.FAILURE
+    monkeypatch.setenv(PORT_VARIABLE, "1")
+    assert cli.main(["health"]) == ExitCode.FAILURE
+    assert "no answer from 127.0.0.1 port 1" in capsys.readouterr().out
+    monkeypatch.setenv(PORT_VARIABLE, "web")
+    assert cli.main(["health"]) == ExitCode.CONFIG
+    assert f"{PORT_VARIABLE}: 'web' is no port" in capsys.readouterr().err
+
+
+def test_health_is_asked_where_the_node_listens_by_the_same_variables() -> None:
+    """A command line wins, an address for all interfaces is asked on this machine, and a default is left."""
+    assert (variable_of("metrics_host"), variable_of("metrics_port")) == (HOST_VARIABLE, PORT_VARIABLE)
+    environ = {HOST_VARIABLE: "::", PORT_VARIABLE: "9200"}
+    named = cli.parser().parse_args(["health", "--metrics-host", "10.0.0.1", "--metrics-port", "1"])
+    assert health_address(named, environ) == ("10.0.0.1", 1)
+    plain = cli.parser().parse_args(["health"])
+    assert health_address(plain, environ) == ("::1", 9200)
+    assert health_address(plain, {}) == ("127.0.0.1", DEFAULT_METRICS_PORT)
+
+
+def test_health_costs_next_to_nothing(node: tuple[dict[str, HTTPStatus], str]) -> None:
+    """A container asks every half minute beside the training: no library of ours is loaded, and no setting read."""
+    code = (
+        "import sys; from noloco_node.cli import main\n"
+        f"assert main(['health', '--metrics-port', {node[1]!r}]) == 0\n"
+        "heavy = {'torch', 'numpy', 'pydantic', 'yaml', 'hivemind', 'rich', 'argcomplete'} & set(sys.modules)\n"
+        "import resource; used = resource.getrusage(resource.RUSAGE_SELF); spent = used.ru_utime + used.ru_stime\n"
+        "sys.exit(str(heavy) if heavy else f'{spent} s of CPU' if spent > 1.0 else 0)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (answer.returncode, answer.stderr) == (0, "")
+
+
+def test_a_configuration_that_comes_along_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any folder; a file of that name comes first, a folder of that name does not count."""
+    monkeypatch.chdir(tmp_path)
+    assert load_config(Path("tiny")) == load_config(ROOT / "configs" / "tiny.yaml")
+    assert load_config(Path("lab/first")).run.name
+    (tmp_path / "tiny").mkdir()
+    assert find_config(Path("tiny")) == shipped_configs()["tiny"]
+    (tmp_path / "own-text").write_text("x", encoding="utf-8")
+    assert find_config(Path("own-text")) == Path("own-text")
+
+
+def test_every_configuration_lies_in_the_wheel() -> None:
+    """The patterns of the package's data find them all, and the repository's folder is the same one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["noloco_node"]
+    found = {path for pattern in patterns for path in (ROOT / "noloco_node").glob(pattern)}
+    assert found == set(shipped_configs().values())
+    assert {"tiny", "own-text", "lab/first"} <= shipped_configs().keys()
+    assert (ROOT / "configs").resolve() == ROOT / "noloco_node" / "configs"
+
+
+@pytest.mark.parametrize("name", ["tinny", "configs/tiny.yaml", "tiny.yml"])
+def test_a_name_that_is_none_gets_the_nearest(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also a path of the repository, where the package was installed without one."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["config", "show", name]) == ExitCode.CONFIG
+    assert "did you mean tiny? name a YAML file, or one that comes with noloco-node: own-text, tiny, lab/" in (
+        capsys.readouterr().err
+    )
+    assert cli.main(["config", "init", name]) == ExitCode.CONFIG
+    assert "did you mean tiny?" in capsys.readouterr().err
+
+
+def test_an_example_is_written_whole_and_never_over_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Comments included; a second time is refused, and what is there stays."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["config", "init"]) == ExitCode.OK
+    text = (tmp_path / "tiny.yaml").read_text(encoding="utf-8")
+    assert text == shipped_configs()["tiny"].read_text(encoding="utf-8")
+    assert "# what all peers must agree on" in text
+    (tmp_path / "tiny.yaml").write_text("mine", encoding="utf-8")
+    assert cli.main(["config", "init", "tiny"]) == ExitCode.RUN_FOLDER
+    assert "--to" in capsys.readouterr().err
+    assert (tmp_path / "tiny.yaml").read_text(encoding="utf-8") == "mine"
+    assert cli.main(["config", "init", "lab/first", "--to", "a.yaml"]) == ExitCode.OK
+    assert load_config(Path("a.yaml")) == load_config(Path("lab/first"))
+
+
+def test_the_configurations_that_come_along_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with its first line."""
+    assert cli.main(["config", "list"]) == ExitCode.OK
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(shipped_configs())
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_a_shell_completes_commands_and_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The printed script asks this command, which answers without its heavy libraries."""
+    for shell in ("bash", "zsh", "fish"):
+        assert cli.main(["completion", shell]) == ExitCode.OK
+        assert "noloco-node" in capsys.readouterr().out
+    line, answers = "noloco-node join --no-re", tmp_path / "answers"
+    environ = {**os.environ, "_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+    environ["_ARGCOMPLETE_STDOUT_FILENAME"] = str(answers)
+    subprocess.run([sys.executable, "-m", "noloco_node"], env=environ, timeout=60, check=True, capture_output=True)
+    assert {word.strip() for word in answers.read_text().split("\v")} >= {"--no-relay", "--no-relay-for-others"}
+
+
+def test_there_is_one_version() -> None:
+    """The changelog's newest entry and the image's label say what the package says."""
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert next(line for line in changes.splitlines() if line.startswith("## ")).split()[1] == __version__
+    assert f"ARG VERSION={__version__}\n" in (ROOT / "Dockerfile").read_text(encoding="utf-8")
