@@ -1,8 +1,9 @@
 """Which donor is too slow to be worth waiting for: a pure decision, made again at every window of a transfer.
 
 A donor that lets one chunk drip before each deadline would hold a joiner for hours beside an idle honest one. So who is
-slower than an honest donor at its slowest is left while another offers that may be faster. A few are tried; then the
-fastest of them is kept, since the slowness may be this node's own. The only donor is never given up.
+slower than an honest donor at its slowest is left while another offers that may be faster, or is busy and may have a
+place by now. A few are tried; then the fastest of them is kept, since the slowness may be this node's own. The only
+donor is never given up.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ class DonorPaces:
         if untried and len(slow) < MOST_TRIED:
             return untried[0]
         return max(slow, key=lambda peer: self._slow[peer])
+
+    def all_slow(self, donors: Collection[PeerId]) -> bool:
+        """Whether all of them were measured and found slow."""
+        return all(donor in self._slow for donor in donors)
 
 
 class Pace:

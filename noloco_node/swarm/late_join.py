@@ -99,6 +99,8 @@ class _Search:
     busy: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
     away: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
     """Donors that could not be reached, or were not ready."""
+    slow: set[PeerId] = field(default_factory=set[PeerId])
+    """Donors of which it was told that they give too slowly."""
     rounds: int = 0
     """In which every donor was away."""
     relayed: Counter[PeerId] = field(default_factory=Counter[PeerId])
@@ -139,8 +141,9 @@ class StateCopier:
     ) -> tuple[PeerId, StateManifest]:
         """Take the state of the best donor that gives it; `donors()` looks who lives now.
 
-        A donor whose state is no good is not asked again. While all who are left are busy, waits and asks again,
-        `patience` seconds at most; where all are away or none is seen, `AWAY_TRIES` times. Raises NoDonor.
+        A donor whose state is no good is not asked again. While all who are left are busy, or give too slowly, waits
+        and asks again, `patience` seconds at most; where all are away or none is seen, `AWAY_TRIES` times. Raises
+        NoDonor.
         """
         search = _Search()
         download: Download | None = None
@@ -152,15 +155,18 @@ class StateCopier:
                 donor = self._paces.next(ranked)
                 if download is None:
                     download = await asyncio.to_thread(new_download, self._spec, self._worker)
+                busy = list(search.busy) if time.monotonic() < until else []
                 try:
-                    return donor, await self._copy(donor, download, ranked)
+                    return donor, await self._copy(donor, download, [*ranked, *busy])
                 except TooSlow as error:
-                    self._emit(DonorFailed(donor=donor, reason=str(error)))
+                    self._note_slow(search, donor, error)
+                    if busy and time.monotonic() < until and self._paces.all_slow(ranked):
+                        break
                 except (Refused, TransportError) as error:
                     ranked.remove(donor)
                     self._note(search, donor, error)
             if search.busy and time.monotonic() < until:
-                logger.info("all %d donors are busy: asking again in a moment", len(search.busy))
+                logger.info("%d donors are busy: asking again in a moment", len(search.busy))
                 await asyncio.sleep(self._rng.uniform(*BUSY_PAUSE_SECONDS))
                 search.busy.clear()
                 continue
@@ -228,6 +234,11 @@ class StateCopier:
         request = StateRequest(run=self._spec.run_id, stage=self._stage, contract=self._worker.contract)
         limit = OFFER_SECONDS
         return (await ask(self._transport, donor, OFFER, request, StateOffer, timeout=limit, progress=limit)).header
+
+    def _note_slow(self, search: _Search, donor: PeerId, error: TooSlow) -> None:
+        if donor not in search.slow:
+            search.slow.add(donor)
+            self._emit(DonorFailed(donor=donor, reason=str(error)))
 
     def _note(self, search: _Search, donor: PeerId, error: Refused | TransportError) -> None:
         reason = str(error) or repr(error)
