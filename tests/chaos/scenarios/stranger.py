@@ -23,7 +23,7 @@ import psutil
 
 from noloco_node.swarm import exchange_messages, guard, state_messages
 from noloco_node.swarm.peer_id import PeerId
-from noloco_node.telemetry.events import Account, DonorFailed, StateDownload
+from noloco_node.telemetry.events import Account, DonorFailed, InnerStep, StateDownload
 from tests.chaos.attacks import ATTACKS
 from tests.chaos.attacks.life import BROKEN, LOST, Victim, write_victims
 from tests.chaos.lab import Lab
@@ -344,7 +344,10 @@ async def _judge_end(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
     verdict.demand(f"validation loss within {LOSS_RATIO} of clean", ratio <= LOSS_RATIO, found)
     trained = {arm.name: tokens_between(arm.core[::2], 0.0, float("inf")) for arm in (clean, attacked)}
     share = trained["attacked"] / max(1, trained["clean"])
-    verdict.demand("as many tokens are trained as in the clean run, within 5 %", abs(share - 1) <= AFTER_SHARE, trained)
+    least = attacked.plan.replicas / (attacked.plan.replicas + 1)  # who answers counts as one replica, key after key
+    held = least <= share <= 1 + AFTER_SHARE
+    verdict.demand(f"at least {least:.0%} of the clean run's tokens are trained", held, f"{share:.3f}, {trained}")
+    verdict.figures["clock over tokens during the attack"] = {arm.name: _haste(arm) for arm in (clean, attacked)}
     for arm in (clean, attacked):
         ends = [node.stopped.time for node in arm.core if node.stopped]
         took = max(ends) - arm.spans["before"][0] if ends else float("inf")
@@ -353,6 +356,14 @@ async def _judge_end(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
         verdict.figures["late joiners, clean"] = "; ".join(clean.joined)
         held = all(joined.startswith("honest") for joined in attacked.joined)
         verdict.demand("late joiners get an honest state", held, "; ".join(attacked.joined))
+
+
+def _haste(arm: Arm) -> float:
+    """How far stage 0's clocks run in the attack for each token that is trained there."""
+    origins, (start, end) = arm.core[::2], arm.spans["attack"]
+    steps = [[e for e in n.events if isinstance(e, InnerStep) and start <= e.time < end] for n in origins]
+    gained = _mean(taken[-1].clock - taken[0].clock for taken in steps if taken)
+    return gained / max(1, sum(e.tokens for taken in steps for e in taken[1:]))
 
 
 def _judge_bans(arm: Arm, verdict: Verdict) -> None:
