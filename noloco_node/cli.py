@@ -89,8 +89,12 @@ def entry() -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Never lets a traceback out, but for `--debug`."""
-    options = completed(parser()).parse_args(arguments)
-    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given:
+        parser().print_help(sys.stderr)
+        return int(ExitCode.USAGE)
+    options = completed(parser()).parse_args(given)
+    options.arguments = given
     try:
         return int(options.call(options))
     except UserError as error:
@@ -237,8 +241,12 @@ def _swarm(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     _tie_to_launcher(options)
     from noloco_node.config.load import load_config
+    from noloco_node.early_checks import check_peers, check_trainable
 
     config = load_config(options.config, node_overrides(options), os.environ)
+    check_peers(config.node)
+    if not options.end_with_stdin:  # whoever started it has looked already
+        check_trainable(config)
     if options.devices:
         return _on_devices(options, config.node)
     with loading():
@@ -252,8 +260,10 @@ def _run(options: argparse.Namespace) -> int:
 def _join(options: argparse.Namespace) -> int:
     _tie_to_launcher(options)
     from noloco_node.config.load import load_join
+    from noloco_node.early_checks import check_peers
 
     config = load_join(node_overrides(options), os.environ)
+    check_peers(config.node, joins=not options.devices)
     if options.devices:
         return _on_devices(options, config.node)
     with loading():
@@ -271,7 +281,10 @@ def _on_devices(options: argparse.Namespace, settings: NodeSettings) -> int:
 
 
 def _seed(options: argparse.Namespace) -> int:
+    from noloco_node.early_checks import check_peers
+
     run, settings = seed_settings(options)
+    check_peers(settings)
     with loading():
         import uvloop
 
@@ -381,9 +394,10 @@ def _validate(options: argparse.Namespace) -> int:
 
 def _print_plan(config: Config) -> None:
     with loading():
-        from noloco_node.preflight import plan, plan_lines
+        from noloco_node.preflight import check_text, plan, plan_lines
 
     numbers = plan(config)
+    check_text(config.run)
     print("\n".join(plan_lines(config.run, numbers)))
     for warning in numbers.warnings:
         print(f"  note: {warning}")
@@ -400,15 +414,15 @@ def _print_run(run: RunSpec, outlook: Outlook) -> None:
     windows = f"windows of {data.sequence_length} tokens, tokenizer {json.dumps(data.tokenizer, ensure_ascii=False)}"
     nodes = as_nodes(outlook.replicas)
     share = 100.0 * min(1.0, outlook.clock / outlook.target_tokens)
-    left = outlook.seconds_left
+    left, over = outlook.seconds_left, outlook.clock >= outlook.target_tokens
     empty = [str(stage) for stage, count in enumerate(outlook.replicas) if not count]
     waits = f"not known: stage {', '.join(empty)} has no node" if empty else "not known yet: nobody says how fast it is"
-    print("\n".join(plan_lines(run, plan_run(run))))
-    print(f"  model             {run.model.config['model_type']}")
+    print("\n".join([*plan_lines(run, plan_run(run)), f"  model             {run.model.config['model_type']}"]))
     print(f"  data              {source}, {windows}")
     print(f"  swarm             nodes {nodes}, {outlook.tokens_per_second:,.0f} tokens/s")
     print(f"  progress          {outlook.clock:,.0f} of {outlook.target_tokens:,} tokens ({share:.0f} %)")
-    print(f"  to go             {waits if left is None else f'about {left / 3600:,.1f} h at this speed'}")
+    to_go = waits if left is None else f"about {left / 3600:,.1f} h at this speed"
+    print(f"  to go             {'nothing: this run is over, and its nodes are leaving' if over else to_go}")
     sys.stdout.flush()
 
 

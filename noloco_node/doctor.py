@@ -48,7 +48,7 @@ async def examine(settings: NodeSettings) -> list[Check]:
         _identity(settings.identity or RunFolder(settings.run_folder).identity),
         _listening(settings),
     ]
-    known = KnownPeers(settings.run_folder / "peers.json")
+    known = KnownPeers(RunFolder(settings.run_folder).peers)
     addresses = settings.initial_peers or known.texts()
     reached = await asyncio.gather(*(_address(text) for text in addresses))
     checks += reached

@@ -259,15 +259,21 @@ class LocalSwarm:
         if self._temporary:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def _prepare_folder(self) -> Path:
-        """Make the folders, or find there what an earlier life of the same swarm left."""
-        folder = RunFolder(self.run_folder)
+    def check_folder(self) -> None:
+        """Raise UserError (RUN_FOLDER) where the run folder holds another run. Writes nothing."""
+        folder, run = RunFolder(self.run_folder), self.config.run
+        folder.judge(run.run_id, run.name)
         if (self.run_folder / "nodes").exists() and not folder.claimed:
             raise UserError(
                 ExitCode.RUN_FOLDER,
                 f"the run folder {self.run_folder} already holds a run, and not by this version of noloco-node",
                 "choose another with --run-folder, or remove it",
             )
+
+    def _prepare_folder(self) -> Path:
+        """Make the folders, or find there what an earlier life of the same swarm left."""
+        self.check_folder()
+        folder = RunFolder(self.run_folder)
         try:
             self.run_folder.mkdir(parents=True, exist_ok=True)
             folder.claim(self.config.run.run_id, self.config.run.name)

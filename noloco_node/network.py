@@ -110,7 +110,7 @@ async def entrance(
     """
     start_checks.report(start_checks.before_the_network())
     path: Path = settings.identity or folder.identity
-    known = KnownPeers(folder.path / "peers.json")
+    known = KnownPeers(folder.peers)
     doors = Doors(seen_before(known, run, settings.initial_peers), may_found)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(IdentityLock(path))

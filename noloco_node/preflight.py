@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from noloco_node.config.load import Config
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
+from noloco_node.errors import ExitCode, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +45,17 @@ def plan_run(run: RunSpec) -> Plan:
     """Check the run across rooms (model against stages) and count what it comes to.
 
     Loads transformers, but allocates no weights. Raises UserError (CONFIG) as `model.cut.cut_model` does, where a
-    microbatch is too large to travel, and where a stage is too small for its fragments.
+    microbatch is too large to travel, where a window is longer than the model's positions, and where a stage is too
+    small for its fragments.
     """
     from noloco_node.footprint import footprint_of
     from noloco_node.model.cut import build_config, cut_model
     from noloco_node.training.stage_worker import check_fragments
 
     cuts = cut_model(run.model)
-    check_microbatch_bytes(run, build_config(run.model).hidden_size)
+    config = build_config(run.model)
+    _check_positions(run, getattr(config, "max_position_embeddings", None))
+    check_microbatch_bytes(run, config.hidden_size)
     parameters = footprint_of(run).parameters
     inner_steps = -(-run.inner.target_tokens // run.inner.global_batch_tokens)
     for count in parameters:
@@ -66,6 +70,27 @@ def plan_run(run: RunSpec) -> Plan:
         peak_bytes=tuple(max(each) for each in sizes),
         warnings=(),
     )
+
+
+def check_text(run: RunSpec) -> None:
+    """Raise UserError (DATA) where tokenizer or text cannot be trained on, as far as that shows without reading the
+    text. Loads the tokenizer."""
+    from noloco_node.data.sources import check_source
+    from noloco_node.data.windows import fitting_tokenizer
+    from noloco_node.model.cut import build_config
+
+    check_source(run.data)
+    fitting_tokenizer(run.data, build_config(run.model).vocab_size)
+
+
+def _check_positions(run: RunSpec, positions: int | None) -> None:
+    if positions is not None and positions < run.data.sequence_length:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"run.model.config.max_position_embeddings is {positions}, less than run.data.sequence_length "
+            f"({run.data.sequence_length}): the model would not take the windows that it is to train on",
+            f"set run.model.config.max_position_embeddings to {run.data.sequence_length} or more",
+        )
 
 
 def plan_lines(run: RunSpec, numbers: Plan) -> list[str]:
@@ -105,19 +130,19 @@ def _warnings(config: Config, inner_steps: int) -> list[str]:
         )
     if inner_steps <= run.outer.inner_steps:
         lines.append(
-            f"outer.inner_steps ({run.outer.inner_steps}) is not below the run's {inner_steps} inner steps: "
+            f"run.outer.inner_steps ({run.outer.inner_steps}) is not below the run's {inner_steps} inner steps: "
             "replicas would average only at the end"
         )
     if run.outer.alpha + run.outer.beta > 1.0 + 1e-9:
         lines.append(
-            f"outer.beta / (1 - outer.alpha) is {run.outer.beta / (1 - run.outer.alpha):.2f}: above 1 the outer step "
-            "overshoots, which costs loss early in the training"
+            f"run.outer.beta / (1 - run.outer.alpha) is {run.outer.beta / (1 - run.outer.alpha):.2f}: above 1 the "
+            "outer step overshoots, which costs loss early in the training"
         )
     share = run.inner.global_batch_tokens / config.local_swarm.replicas
     if share < run.microbatch_tokens:
         lines.append(
             f"one microbatch ({run.microbatch_tokens} tokens) is more than a replica's share of "
-            f"inner.global_batch_tokens ({share:.0f} with {config.local_swarm.replicas} replicas): "
+            f"run.inner.global_batch_tokens ({share:.0f} with {config.local_swarm.replicas} replicas): "
             "the effective batch is larger than it says"
         )
     return lines

@@ -79,7 +79,7 @@ def status_lines(path: Path, now: float | None = None) -> list[str]:
     if not folder.events.is_file():
         raise UserError(
             ExitCode.RUN_FOLDER,
-            f"run_folder is '{path}', and no node has run there: it has no {folder.events.name}",
+            f"node.run_folder is '{path}', and no node has run there: it has no {folder.events.name}",
             "name the run folder of a node (--run-folder of `run` and `join`; runs/node where it was not given)",
         )
     events, now = Events(folder.events), time.time() if now is None else now

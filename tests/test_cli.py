@@ -29,16 +29,23 @@ def test_the_module_is_the_command() -> None:
 
 
 def test_help_and_settings_need_no_heavy_library() -> None:
-    """Help, version and `config show` answer at once: nothing that takes seconds to load is loaded."""
+    """Help, version, `config show` and a mistyped address answer at once: nothing that takes seconds to load is loaded.
+    The command alone lists the commands."""
     code = (
         "import sys; from noloco_node.cli import main\n"
         f"assert main(['config', 'show', {str(MICRO)!r}]) == 0\n"
+        "assert main([]) == 2\n"
+        "assert main(['join', '/ip4/10.0.0.5/tcp/31337']) == 3\n"
+        "assert main(['join', '--run-folder', '/nowhere']) == 4\n"
         "heavy = {'torch', 'transformers', 'hivemind', 'matplotlib', 'rich', 'datasets'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.returncode == 0, answer.stderr
     assert "run id" in answer.stdout
+    for words in ("train on a swarm of nodes on this machine", "this is no address of a peer", "no address was given"):
+        assert answer.stderr.count(words) == 1
+    assert "firewall" not in answer.stderr
 
 
 def test_validate_says_what_a_run_comes_to(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +97,7 @@ def test_a_mistake_gets_one_screen_and_its_own_exit_code(
     assert len(errors.splitlines()) <= 24
 
 
-@pytest.mark.parametrize("arguments", [[], ["swarm"], ["fly"], ["run", "a.yaml", "--speed", "9"]])
+@pytest.mark.parametrize("arguments", [["swarm"], ["fly"], ["run", "a.yaml", "--speed", "9"]])
 def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """argparse's own errors have the documented code as well."""
     with pytest.raises(SystemExit) as caught:
@@ -133,6 +140,7 @@ def test_who_joins_gives_addresses_and_settings_of_its_own_node_only() -> None:
             1.024,
             ["nodes 3 (stage 0: 2, stage 1: 1)", "12,288 of 49,152 tokens (25 %)", "about 10.0 h at this speed"],
         ),
+        (49_200.0, (2, 1), 9.0, ["nothing: this run is over"]),
         (0.0, (2, 0), 9.0, ["not known: stage 1 has no node"]),
         (0.0, (1, 1), 0.0, ["not known yet: nobody says how fast it is"]),
     ],
@@ -193,3 +201,50 @@ def test_a_full_disk_is_no_defect() -> None:
     assert "No space left on device" in done.stderr
     assert "remedy" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["config", "validate"], ["swarm"], ["run"], ["run", "--devices", "cpu,cpu"]])
+@pytest.mark.parametrize(
+    ("settings", "code", "words"),
+    [
+        (["run.model.config.vocab_size=100"], ExitCode.DATA, "has 256 tokens, more than run.model.config.vocab_size"),
+        (["run.data.tokenizer=./no-tokenizer"], ExitCode.DATA, "run.data.tokenizer is './no-tokenizer'"),
+        (["run.data.source=text", "run.data.path=gone.txt"], ExitCode.DATA, "'gone.txt', which does not exist"),
+        (["run.data.source=huggingface", "run.data.path=./gone"], ExitCode.DATA, "'gone', which does not exist"),
+        (["run.data.source=text", "run.data.path=short.txt"], ExitCode.DATA, "has 5 bytes, too few"),
+        (["run.model.config.max_position_embeddings=31"], ExitCode.CONFIG, "less than run.data.sequence_length (32)"),
+        (["run.model.config.hiden_size=3"], ExitCode.CONFIG, "did you mean hidden_size?"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_said_before_anything_starts(
+    command: list[str],
+    settings: list[str],
+    code: ExitCode,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By `config validate`, and by what would start a node: none is started, and no folder is made."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("noloco_node.local_run.run_local_swarm", _never)
+    monkeypatch.setattr("noloco_node.node.run_node", _never)
+    monkeypatch.setattr("noloco_node.device_group.run_devices", _never)
+    (tmp_path / "short.txt").write_text("short")
+    options = [option for setting in settings for option in ("--set", setting)]
+    assert cli.main([*command, str(MICRO), *options]) == code
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def _never(*_: object) -> None:
+    raise AssertionError("it was started")
+
+
+def test_a_node_of_a_later_stage_needs_no_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only stage 0 reads it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("noloco_node.node.run_node", _never)
+    text = ["--set", "run.data.source=text", "--set", "run.data.path=gone.txt"]
+    assert cli.main(["run", str(MICRO), "--stage", "1", *text]) == ExitCode.FAILURE  # it went as far as the node
+    assert cli.main(["run", str(MICRO), "--stage", "0", *text]) == ExitCode.DATA

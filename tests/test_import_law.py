@@ -27,7 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "interrupts network stays",
         "checkpointing",
         "node",
-        "device_group doctor help_texts identity_commands invite_commands local_swarm node_options seed"
+        "device_group doctor early_checks help_texts identity_commands invite_commands local_swarm node_options seed"
         " small_commands status",
         "local_run",
         "cli",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from noloco_node.config.lab_spec import LabSpec
 from noloco_node.config.node_settings import LocalSwarmSettings, NodeSettings
 from noloco_node.config.run_spec import RunSpec, Settings
 from noloco_node.config.shipped import find_config, nearest_config
+from noloco_node.config.wording import allowed_in_words, did_you_mean, value_in_words
 from noloco_node.config.yaml_text import MAX_CHARACTERS, parse_yaml
 from noloco_node.errors import ExitCode, UserError
 
@@ -162,13 +162,11 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         with find_config(path).open(encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)  # bounded: the path may be a device
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(
-            ExitCode.CONFIG,
-            f"the configuration file {path} cannot be read: {reason}",
-            nearest_config(path),
-        ) from None
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error), nearest_config(path)) from None
+    except UnicodeDecodeError:
+        why = "it is no text in UTF-8 (an editor may have saved it as UTF-16)"
+        raise _unreadable(path, why, f"save it as UTF-8: iconv -f UTF-16 -t UTF-8 {path} > new.yaml") from None
     try:
         raw: object = parse_yaml(text)
     except yaml.YAMLError as error:
@@ -181,6 +179,10 @@ def _read(path: Path) -> dict[str, Any]:
             "it needs `run:`, and may have `node:`, `local_swarm:` and `lab:`; noloco-node config init writes one",
         )
     return cast("dict[str, Any]", raw)
+
+
+def _unreadable(path: Path, why: str, remedy: str) -> UserError:
+    return UserError(ExitCode.CONFIG, f"the configuration file {path} cannot be read: {why}", remedy)
 
 
 def _invalid_yaml(path: Path, error: yaml.YAMLError) -> UserError:
@@ -279,10 +281,12 @@ def _problems(error: ValidationError, raw: object, root: type[Settings]) -> Iter
                 yield Problem("", first["msg"].removeprefix("Value error, "))
             case "model_type" | "model_attributes_type":
                 names = ", ".join(_known_names(setting, root))
-                yield Problem(setting, f"must be a group of settings ({names}), is {_short(first['input'])}")
+                yield Problem(setting, f"must be a group of settings ({names}), is {value_in_words(first['input'])}")
             case _:
-                allowed = " or ".join(dict.fromkeys(_allowed(details["msg"]) for details in group))
-                yield Problem(setting, f"{_short(first['input'])} is not allowed: {allowed}{_meaning(setting, root)}")
+                allowed = " or ".join(dict.fromkeys(allowed_in_words(details) for details in group))
+                yield Problem(
+                    setting, f"{value_in_words(first['input'])} is not allowed: {allowed}{_meaning(setting, root)}"
+                )
 
 
 def _setting(location: tuple[int | str, ...], raw: object) -> str:
@@ -320,13 +324,14 @@ def _known_names(group: str, root: type[Settings]) -> tuple[str, ...]:
 
 
 def _suggestion(setting: str, siblings: Sequence[str], root: type[Settings]) -> str:
-    """The nearest known names: misspelt in its own group, the right name in another group, or the group's list."""
-    group, _, leaf = setting.rpartition(".")
-    close = [f"{group}.{name}" if group else name for name in difflib.get_close_matches(leaf, siblings, n=2)]
-    elsewhere = [name for name in setting_names(root) if name.rpartition(".")[2] == leaf]
-    if close or elsewhere:
-        return f"did you mean {' or '.join((close + elsewhere)[:3])}?"
-    return f"known here: {', '.join(siblings)}" if siblings else ""
+    return did_you_mean(setting, siblings, [*setting_names(root), *_group_names(root)])
+
+
+def _group_names(model: type[Settings], prefix: str = "") -> Iterator[str]:
+    for name, inner in _fields(model):
+        if inner is not None:
+            yield prefix + name
+            yield from _group_names(inner, f"{prefix}{name}.")
 
 
 def _meaning(setting: str, root: type[Settings]) -> str:
@@ -334,15 +339,6 @@ def _meaning(setting: str, root: type[Settings]) -> str:
     model = _group(group, root)
     field = model.model_fields.get(leaf) if model is not None else None
     return f" ({' '.join(field.description.split())})" if field is not None and field.description else ""
-
-
-def _allowed(message: str) -> str:
-    return message.replace("Input should be", "must be").replace("String should", "must").rstrip(".")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _as_user_error(problems: Sequence[Problem], where: str, remedy: str) -> UserError:

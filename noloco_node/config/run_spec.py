@@ -21,6 +21,8 @@ MAX_PARTS = 1024
 ED25519_PEER_ID = r"^12D3KooW[1-9A-HJ-NP-Za-km-z]{44}$"
 """The peer ids from which the public key can be read."""
 
+RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,63}$"
+
 Positive = Annotated[int, Field(gt=0, le=10**18)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -51,8 +53,8 @@ class ModelSpec(Settings):
             counts = name.startswith(("num_", "n_")) or "layers" in name
             if counts and isinstance(value, int | float) and value > MAX_PARTS:
                 raise ValueError(
-                    f"model.config.{name} is {str(value)[:20]}: to lay out so many would take this machine minutes or "
-                    f"hours; set it to {MAX_PARTS} or less"
+                    f"run.model.config.{name} is {str(value)[:20]}: to lay out so many would take this machine minutes "
+                    f"or hours; set it to {MAX_PARTS} or less"
                 )
         return self
 
@@ -78,9 +80,13 @@ class DataSpec(Settings):
     @model_validator(mode="after")
     def _path_where_needed(self) -> DataSpec:
         if self.source != "stdlib" and not self.path:
-            raise ValueError(f"data.source is '{self.source}' but data.path is not set: name a file, folder or dataset")
+            raise ValueError(
+                f"run.data.source is '{self.source}' but run.data.path is not set: name a file, folder or dataset"
+            )
         if self.source == "stdlib" and self.path:
-            raise ValueError("data.path is set but data.source is 'stdlib': set data.source: text to train on it")
+            raise ValueError(
+                "run.data.path is set but run.data.source is 'stdlib': set run.data.source to text to train on it"
+            )
         return self
 
 
@@ -113,12 +119,12 @@ class InnerSpec(Settings):
     def _warmup_before_target(self) -> InnerSpec:
         if self.warmup_tokens >= self.target_tokens:
             raise ValueError(
-                f"inner.warmup_tokens ({self.warmup_tokens}) must be below inner.target_tokens ({self.target_tokens}): "
-                "lower the warm-up or train longer"
+                f"run.inner.warmup_tokens ({self.warmup_tokens}) must be below run.inner.target_tokens "
+                f"({self.target_tokens}): lower the warm-up or train longer"
             )
         if self.global_batch_tokens > self.target_tokens:
             raise ValueError(
-                f"inner.global_batch_tokens ({self.global_batch_tokens}) exceeds inner.target_tokens "
+                f"run.inner.global_batch_tokens ({self.global_batch_tokens}) exceeds run.inner.target_tokens "
                 f"({self.target_tokens}): not one inner step would be taken"
             )
         return self
@@ -167,13 +173,13 @@ class OuterSpec(Settings):
     def _clocks(self) -> OuterSpec:
         if self.effective_min_inner_steps > self.inner_steps:
             raise ValueError(
-                f"outer.min_inner_steps ({self.min_inner_steps}) exceeds outer.inner_steps ({self.inner_steps}): "
-                "a replica would dial before it may be dialled"
+                f"run.outer.min_inner_steps ({self.min_inner_steps}) exceeds run.outer.inner_steps "
+                f"({self.inner_steps}): a replica would dial before it may be dialled"
             )
         if self.fragments > self.inner_steps:
             raise ValueError(
-                f"outer.fragments ({self.fragments}) exceeds outer.inner_steps ({self.inner_steps}): more than one "
-                "exchange would be due in every inner step; lower outer.fragments"
+                f"run.outer.fragments ({self.fragments}) exceeds run.outer.inner_steps ({self.inner_steps}): more than "
+                "one exchange would be due in every inner step; lower run.outer.fragments"
             )
         return self
 
@@ -184,9 +190,9 @@ class OuterSpec(Settings):
         if gamma >= safe_gamma(self.alpha) and not (info.context or {}).get("allow_inadmissible"):
             sharp = admissible_gamma(self.alpha, momentum=self.momentum)[1]
             raise ValueError(
-                f"outer.gamma ({gamma:g}) is outside the admissible set: with outer.alpha {self.alpha:g} it must be in "
-                f"(0, {safe_gamma(self.alpha):g}) = (0, 2(1 - alpha)) to be stable for any number of replicas and any "
-                f"share of steps taken alone (with very many replicas and every step paired, momentum "
+                f"run.outer.gamma ({gamma:g}) is outside the admissible set: with run.outer.alpha {self.alpha:g} it "
+                f"must be in (0, {safe_gamma(self.alpha):g}) = (0, 2(1 - alpha)) to be stable for any number of "
+                f"replicas and any share of steps taken alone (with very many replicas and every step paired, momentum "
                 f"'{self.momentum}' diverges from {sharp:.3g}); leave it out for 1 - alpha = {1 - self.alpha:g}, the "
                 "fastest contraction"
             )
@@ -217,8 +223,8 @@ class PipelineSpec(Settings):
     def _progress_within_budget(self) -> PipelineSpec:
         if self.progress_seconds >= self.budget_seconds:
             raise ValueError(
-                f"pipeline.progress_seconds ({self.progress_seconds:g}) must be below pipeline.budget_seconds "
-                f"({self.budget_seconds:g}), or a dead stream would eat the whole budget"
+                f"run.pipeline.progress_seconds ({self.progress_seconds:g}) must be below "
+                f"run.pipeline.budget_seconds ({self.budget_seconds:g}), or a dead stream would eat the whole budget"
             )
         return self
 
@@ -260,18 +266,22 @@ class AccessSpec(Settings):
     @model_validator(mode="after")
     def _of_one_mind(self) -> AccessSpec:
         if self.mode == "invited" and self.owner is None:
-            raise ValueError("access.mode is 'invited' but access.owner, whose key invites, is not set")
+            raise ValueError("run.access.mode is 'invited' but run.access.owner, whose key invites, is not set")
         if self.mode == "listed" and not self.peers:
-            raise ValueError("access.mode is 'listed' but access.peers is empty: name the peer ids that may take part")
+            raise ValueError(
+                "run.access.mode is 'listed' but run.access.peers is empty: name the peer ids that may take part"
+            )
         if self.mode == "open" and self.peers:
-            raise ValueError("access.peers is set but access.mode is 'open': set access.mode to listed or invited")
+            raise ValueError(
+                "run.access.peers is set but run.access.mode is 'open': set run.access.mode to listed or invited"
+            )
         return self
 
 
 class RunSpec(Settings):
     """Everything that peers must agree on. Two nodes meet only if theirs are equal: the hash is the run id."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+    name: Annotated[str, Field(pattern=RUN_NAME)]
     model: ModelSpec
     data: DataSpec = DataSpec()
     inner: InnerSpec
@@ -329,9 +339,9 @@ class RunSpec(Settings):
     def _microbatch_fits(self) -> RunSpec:
         if self.microbatch_tokens > self.inner.global_batch_tokens:
             raise ValueError(
-                f"one microbatch holds {self.microbatch_tokens} tokens (inner.microbatch_windows "
-                f"{self.inner.microbatch_windows} × data.sequence_length {self.data.sequence_length}), more than "
-                f"inner.global_batch_tokens ({self.inner.global_batch_tokens}): lower one or raise the other"
+                f"one microbatch holds {self.microbatch_tokens} tokens (run.inner.microbatch_windows "
+                f"{self.inner.microbatch_windows} × run.data.sequence_length {self.data.sequence_length}), more than "
+                f"run.inner.global_batch_tokens ({self.inner.global_batch_tokens}): lower one or raise the other"
             )
         return self
 
@@ -348,10 +358,10 @@ def check_microbatch_bytes(run: RunSpec, hidden: int) -> None:
     windows = MAX_BODY_BYTES // (run.data.sequence_length * (hidden * element + 4))
     raise UserError(
         ExitCode.CONFIG,
-        f"inner.microbatch_windows is {run.inner.microbatch_windows}: with data.sequence_length "
-        f"{run.data.sequence_length}, hidden size {hidden} and pipeline.activations {run.pipeline.activations} one "
+        f"run.inner.microbatch_windows is {run.inner.microbatch_windows}: with run.data.sequence_length "
+        f"{run.data.sequence_length}, hidden size {hidden} and run.pipeline.activations {run.pipeline.activations} one "
         f"microbatch takes {size} bytes on the wire, and peers accept {MAX_BODY_BYTES}",
-        f"set inner.microbatch_windows to {windows} or less"
+        f"set run.inner.microbatch_windows to {windows} or less"
         if windows
-        else "lower data.sequence_length: one window is too large",
+        else "lower run.data.sequence_length: one window is too large",
     )

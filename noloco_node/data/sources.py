@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import importlib
 import json
@@ -18,6 +19,8 @@ from noloco_node.errors import ExitCode, UserError
 
 _NOT_OF_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _BINARY_PROBE_BYTES = 8192
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+"""What a text begins with that an editor saved as "Unicode"."""
 _FILE_BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".txt": "text"}
 _TABLES = frozenset({".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".bz2", ".xz", ".zst", ".zip"})
 """Files that are not themselves the text: rows and columns, or compressed."""
@@ -58,6 +61,33 @@ def read_documents(spec: DataSpec) -> Iterator[Document]:
     if spec.source == "text":
         return _text(Path(spec.path or ""), spec.text_field)
     return _dataset(spec.path or "", spec.text_field)
+
+
+def check_source(spec: DataSpec) -> None:
+    """Raise UserError (DATA) where it can be seen without reading the text that it cannot be trained on: a place of
+    this machine that is not there, is no text, or is too short. A dataset of a hub is not asked for."""
+    if spec.source == "stdlib" or spec.path is None:
+        return
+    path = Path(spec.path)
+    if spec.source == "huggingface":
+        if spec.path.startswith(("/", ".", "~")) and not path.exists():
+            raise _absent(path, "name an existing file or folder, or a dataset of the Hugging Face hub (owner/name)")
+        return
+    if not path.exists():
+        raise _absent(path)
+    _refuse_tables(path)
+    try:
+        size = sum(file.stat().st_size for file in ([path] if path.is_file() else _files(path)))
+        if path.is_file():
+            path.open("rb").close()
+    except OSError as error:
+        raise _data_error(f"run.data.path: '{path}' cannot be read: {error.strerror}", "make it readable") from None
+    if size < 2 * (spec.sequence_length + 1):  # a window to train on and one to validate on; a token is a byte or more
+        raise _data_error(
+            f"{_setting(spec)} has {size} bytes, too few for two windows of run.data.sequence_length "
+            f"({spec.sequence_length})",
+            "name a longer text, or lower run.data.sequence_length",
+        )
 
 
 def split_documents(documents: Sequence[Document], holdout: float) -> Split:
@@ -108,7 +138,7 @@ def _standard_library() -> Iterator[Document]:
 
 def _text(path: Path, text_field: str) -> Iterator[Document]:
     if not path.exists():
-        raise _data_error(f"data.path is '{path}', which does not exist", "name an existing file or folder")
+        raise _absent(path)
     _refuse_tables(path)
     root, files = (path.parent, iter([path])) if path.is_file() else (path, _files(path))
     for file in files:
@@ -116,7 +146,10 @@ def _text(path: Path, text_field: str) -> Iterator[Document]:
         try:
             content = file.read_bytes()
         except OSError as error:
-            raise _data_error(f"data.path: '{file}' cannot be read: {error.strerror}", "make it readable") from error
+            why = f"run.data.path: '{file}' cannot be read: {error.strerror}"
+            raise _data_error(why, "make it readable") from error
+        if content.startswith(_UTF_16):
+            content = content.decode("utf-16", errors="replace").encode()
         if file.suffix == ".jsonl":
             yield from _json_lines(key, content, text_field)
         elif b"\0" not in content[:_BINARY_PROBE_BYTES]:
@@ -134,10 +167,14 @@ def _refuse_tables(path: Path) -> None:
         found = f"'{path}', whose files are mostly {' or '.join(sorted(_suffixes(path) & _TABLES))}"
     if tables:
         raise _data_error(
-            f"data.path is {found}, and data.source 'text' would train on it as it stands",
-            "give plain text, or .jsonl with the text in data.text_field; or set data.source to huggingface, which "
-            f"takes {', '.join(sorted(_FILE_BUILDERS))} files and folders of them",
+            f"run.data.path is {found}, and run.data.source 'text' would train on it as it stands",
+            "give plain text, or .jsonl with the text in run.data.text_field; or set run.data.source to huggingface, "
+            f"which takes {', '.join(sorted(_FILE_BUILDERS))} files and folders of them",
         )
+
+
+def _absent(path: Path, remedy: str = "name an existing file or folder") -> UserError:
+    return _data_error(f"run.data.path is '{path}', which does not exist", remedy)
 
 
 def _suffixes(folder: Path) -> set[str]:
@@ -152,13 +189,13 @@ def _json_lines(key: str, content: bytes, text_field: str) -> Iterator[Document]
             row: Any = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise _data_error(
-                f"data.path: line {number} of '{key}' is not JSON: {error}", "correct the file"
+                f"run.data.path: line {number} of '{key}' is not JSON: {error}", "correct the file"
             ) from error
         text: Any = cast(dict[str, Any], row).get(text_field) if isinstance(row, dict) else None
         if not isinstance(text, str):
             raise _data_error(
-                f"data.text_field is '{text_field}', but line {number} of '{key}' has no such text",
-                "set data.text_field to the column that holds the text",
+                f"run.data.text_field is '{text_field}', but line {number} of '{key}' has no such text",
+                "set run.data.text_field to the column that holds the text",
             )
         yield Document(f"{key}:{number}", text)
 
@@ -181,16 +218,16 @@ def _dataset(name: str, text_field: str) -> Iterator[Document]:
     columns: list[str] = table.column_names
     if text_field not in columns:
         raise _data_error(
-            f"data.text_field is '{text_field}', but the dataset '{name}' has the columns {', '.join(columns)}",
-            "set data.text_field to the column that holds the text",
+            f"run.data.text_field is '{text_field}', but the dataset '{name}' has the columns {', '.join(columns)}",
+            "set run.data.text_field to the column that holds the text",
         )
     for number, row in enumerate(table.select_columns([text_field])):
         text: object = row[text_field]
         if text is not None and not isinstance(text, str):
             raise _data_error(
-                f"data.text_field is '{text_field}', but that column of '{name}' holds {_kind(text)}, not text",
-                "set data.text_field to the column that holds the text: noloco-node makes the tokens itself, from "
-                "data.tokenizer",
+                f"run.data.text_field is '{text_field}', but that column of '{name}' holds {_kind(text)}, not text",
+                "set run.data.text_field to the column that holds the text: noloco-node makes the tokens itself, from "
+                "run.data.tokenizer",
             )
         yield Document(f"{number}", text or "")
 
@@ -217,7 +254,7 @@ def _load_dataset(name: str) -> Any:
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise _data_error(
-            f"data.path is '{name}', which the datasets library cannot load: {reason}",
+            f"run.data.path is '{name}', which the datasets library cannot load: {reason}",
             "name a dataset of the Hugging Face hub (owner/name, or owner/name:subset), a file, or a local folder",
         ) from error
 
@@ -226,7 +263,7 @@ def _builder_of(path: Path) -> str:
     builder = _FILE_BUILDERS.get(path.suffix.lower())
     if builder is None:
         raise _data_error(
-            f"data.path is '{path}', and by '{path.suffix}' it cannot be told what it holds",
+            f"run.data.path is '{path}', and by '{path.suffix}' it cannot be told what it holds",
             f"name a {', '.join(sorted(_FILE_BUILDERS))} file (unpack a compressed one first), or a folder of them",
         )
     return builder
@@ -239,13 +276,13 @@ def _train_split(loaded: Any, name: str) -> Any:
     if "train" in splits:
         return splits["train"]
     raise _data_error(
-        f"data.path is '{name}', whose splits are {', '.join(splits)}: there is no 'train'",
-        "point data.path to the folder of one split",
+        f"run.data.path is '{name}', whose splits are {', '.join(splits)}: there is no 'train'",
+        "point run.data.path to the folder of one split",
     )
 
 
 def _setting(spec: DataSpec) -> str:
-    return "data.source 'stdlib'" if spec.source == "stdlib" else f"data.path '{spec.path}'"
+    return "run.data.source 'stdlib'" if spec.source == "stdlib" else f"run.data.path '{spec.path}'"
 
 
 def _data_error(message: str, remedy: str) -> UserError:

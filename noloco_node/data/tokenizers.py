@@ -99,6 +99,6 @@ def _load_backend(name: str) -> Any:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             ExitCode.DATA,
-            f"data.tokenizer is '{name}', which transformers cannot load: {reason}",
+            f"run.data.tokenizer is '{name}', which transformers cannot load: {reason}",
             "set it to 'bytes', to a local tokenizer folder, or to a tokenizer of the Hugging Face hub",
         ) from error

@@ -61,20 +61,27 @@ def load_windows(spec: DataSpec, vocab_size: int) -> Windows:
     Raises UserError (DATA) when the source or tokenizer cannot be used, when the tokenizer's vocabulary exceeds the
     model's `vocab_size`, or when training or validation text is shorter than one window.
     """
-    tokenizer = load_tokenizer(spec.tokenizer)
-    if tokenizer.vocab_size > vocab_size:
-        raise UserError(
-            ExitCode.DATA,
-            f"data.tokenizer '{spec.tokenizer}' has {tokenizer.vocab_size} tokens, "
-            f"more than model.config.vocab_size ({vocab_size})",
-            f"set model.config.vocab_size to {tokenizer.vocab_size} or more",
-        )
+    tokenizer = fitting_tokenizer(spec, vocab_size)
     split = load_split(spec)
     return Windows(
         _pack(split.training, tokenizer, spec, "training"),
         _pack(split.validation, tokenizer, spec, "validation"),
         spec.seed,
     )
+
+
+def fitting_tokenizer(spec: DataSpec, vocab_size: int) -> Tokenizer:
+    """The run's tokenizer. Raises UserError (DATA) where there is none such, and where it has more tokens than the
+    model's vocabulary."""
+    tokenizer = load_tokenizer(spec.tokenizer)
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            ExitCode.DATA,
+            f"run.data.tokenizer '{spec.tokenizer}' has {tokenizer.vocab_size} tokens, "
+            f"more than run.model.config.vocab_size ({vocab_size})",
+            f"set run.model.config.vocab_size to {tokenizer.vocab_size} or more",
+        )
+    return tokenizer
 
 
 def _pack(documents: Sequence[Document], tokenizer: Tokenizer, spec: DataSpec, purpose: str) -> _Packed:
@@ -87,8 +94,10 @@ def _pack(documents: Sequence[Document], tokenizer: Tokenizer, spec: DataSpec, p
     if count == 0:
         raise UserError(
             ExitCode.DATA,
-            f"the {purpose} text has {len(tokens)} tokens, less than one window of data.sequence_length + 1 ({length})",
-            "add text, lower data.sequence_length, or raise data.holdout where the validation text is too short",
+            f"the {purpose} text has {len(tokens)} tokens, less than one window of run.data.sequence_length + 1 "
+            f"({length})",
+            "add text, lower run.data.sequence_length, or raise run.data.holdout where the validation text is too "
+            "short",
         )
     return tokens[: count * length].reshape(count, length)
 

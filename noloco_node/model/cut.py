@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from noloco_node.config.run_spec import ModelSpec
+from noloco_node.config.wording import value_in_words
 from noloco_node.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -58,7 +60,8 @@ def build_config(spec: ModelSpec) -> PretrainedConfig:
     model_type = spec.config.get("model_type")
     if not isinstance(model_type, str):
         raise _config_error(
-            f"model.config.model_type is {model_type!r}", "name a transformers architecture, such as llama or qwen3"
+            f"run.model.config.model_type is {value_in_words(model_type)}",
+            "name a transformers architecture, such as llama or qwen3",
         )
     config = _make_config(model_type, spec.config)
     _check_keys(model_type, spec.config, config)
@@ -80,9 +83,9 @@ def cut_model(spec: ModelSpec) -> tuple[StageCut, ...]:
     layers: int = config.num_hidden_layers
     if spec.stages > layers:
         raise _config_error(
-            f"model.stages is {spec.stages} but model.config.num_hidden_layers is {layers}: "
+            f"run.model.stages is {spec.stages} but run.model.config.num_hidden_layers is {layers}: "
             "every stage needs at least one layer",
-            f"set model.stages to {layers} or less, or give the model more layers",
+            f"set run.model.stages to {layers} or less, or give the model more layers",
         )
     counts = _layers_per_stage(layers, spec.stages, _layer_cost(config), config.hidden_size * config.vocab_size)
     ends = [sum(counts[: index + 1]) for index in range(spec.stages)]
@@ -128,19 +131,19 @@ def _make_config(model_type: str, values: dict[str, Any]) -> PretrainedConfig:
 
     if model_type not in CONFIG_MAPPING:
         raise _config_error(
-            f"model.config.model_type is '{model_type}', which this version of transformers does not know",
+            f"run.model.config.model_type is '{model_type}', which this version of transformers does not know",
             "name an architecture that transformers has, such as llama, mistral, qwen3 or gemma3_text",
         )
     for key in _POSITIVE_KEYS:
         if isinstance(value := values.get(key), int) and value < 1:
-            raise _config_error(f"model.config.{key} is {value}", "set it to 1 or more")
+            raise _config_error(f"run.model.config.{key} is {value}", "set it to 1 or more")
     arguments = {key: value for key, value in values.items() if key != "model_type"}
     try:
         return AutoConfig.for_model(model_type, **arguments)  # pyright: ignore[reportUnknownMemberType]
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         reason = " ".join(str(error).split())
         raise _config_error(
-            f"model.config is refused by the '{model_type}' architecture: {reason}", "correct the key that it names"
+            f"run.model.config is refused by the '{model_type}' architecture: {reason}", "correct the key that it names"
         ) from error
 
 
@@ -150,9 +153,14 @@ def _check_keys(model_type: str, values: dict[str, Any], config: PretrainedConfi
     unknown = sorted(values.keys() - known - aliases.keys() - _ACCEPTED_UNDECLARED)
     if unknown:
         raise _config_error(
-            f"model.config.{unknown[0]} is not a setting of the '{model_type}' architecture",
-            f"correct or remove it; the architecture has: {', '.join(sorted(known))}",
+            f"run.model.config.{unknown[0]} is not a setting of the '{model_type}' architecture",
+            f"{_nearest(unknown[0], known)}correct or remove it; the architecture has: {', '.join(sorted(known))}",
         )
+
+
+def _nearest(key: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean {close[0]}? " if close else ""
 
 
 def _check_activation(values: dict[str, Any]) -> None:
@@ -161,7 +169,7 @@ def _check_activation(values: dict[str, Any]) -> None:
 
         if values[key] not in ACT2FN:
             raise _config_error(
-                f"model.config.{key} is {values[key]!r}, which transformers does not know",
+                f"run.model.config.{key} is {value_in_words(values[key])}, which transformers does not know",
                 f"choose one of {', '.join(sorted(ACT2FN))}",
             )
 
@@ -174,28 +182,30 @@ def _check_values(config: PretrainedConfig) -> None:
     key_value_heads: int = getattr(config, "num_key_value_heads", None) or heads
     if heads % key_value_heads:
         raise _config_error(
-            f"model.config.num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({key_value_heads})",
+            f"run.model.config.num_attention_heads ({heads}) is not a multiple of num_key_value_heads "
+            f"({key_value_heads})",
             "change one of them",
         )
     for key, value in vars(config).items():
         if "dropout" in key and isinstance(value, int | float) and value:
             raise _config_error(
-                f"model.config.{key} is {value}: a microbatch that is recomputed or retried must give the same result",
+                f"run.model.config.{key} is {value}: a microbatch that is recomputed or retried must give the same "
+                "result",
                 "set it to 0",
             )
     for key in _TOKEN_KEYS:
         value = getattr(config, key, None)
         if isinstance(value, int) and not 0 <= value < config.vocab_size:
             raise _config_error(
-                f"model.config.{key} is {value}, outside the vocabulary of {config.vocab_size}",
-                f"set model.config.{key} to null or to a token below vocab_size",
+                f"run.model.config.{key} is {value}, outside the vocabulary of {config.vocab_size}",
+                f"set run.model.config.{key} to null or to a token below vocab_size",
             )
 
 
 def not_llama_type(config: PretrainedConfig, reason: str) -> UserError:
     """The refusal of an architecture that the recipe does not fit."""
     return _config_error(
-        f"model.config.model_type is '{config.model_type}', which cannot be cut into stages: {reason}",
+        f"run.model.config.model_type is '{config.model_type}', which cannot be cut into stages: {reason}",
         "use a Llama-type text model: llama, mistral, qwen2, qwen3, gemma3_text, smollm3 or a relative",
     )
 
@@ -207,7 +217,7 @@ def _check_untied(spec: ModelSpec, config: PretrainedConfig) -> None:
         "is true" if "tie_word_embeddings" in spec.config else f"is not set, and '{config.model_type}' ties by default"
     )
     raise _config_error(
-        f"model.config.tie_word_embeddings {origin}, but model.stages is {spec.stages}: "
+        f"run.model.config.tie_word_embeddings {origin}, but run.model.stages is {spec.stages}: "
         "embedding and head would be one matrix on two stages",
-        "set model.config.tie_word_embeddings to false, or model.stages to 1",
+        "set run.model.config.tie_word_embeddings to false, or run.model.stages to 1",
     )

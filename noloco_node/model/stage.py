@@ -87,7 +87,7 @@ def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
         raise UserError(
             ExitCode.CONFIG,
-            f"model.config: the '{config.model_type}' architecture cannot be built from it "
+            f"run.model.config: the '{config.model_type}' architecture cannot be built from it "
             f"({type(error).__name__}: {' '.join(str(error).split())})",
             "correct the value that the reason points to",
         ) from error

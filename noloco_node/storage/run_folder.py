@@ -56,7 +56,8 @@ class RunFolder:
         if wrong:
             raise UserError(
                 ExitCode.RUN_FOLDER,
-                f"run_folder '{path}' holds '{wrong[0].name}', which no node has left there: it is of another kind",
+                f"node.run_folder '{path}' holds '{wrong[0].name}', which no node has left there: it is of "
+                "another kind",
                 "remove it, or name another folder with --run-folder",
             )
         return folder
@@ -85,7 +86,7 @@ class RunFolder:
             except LockHeld as held:
                 raise UserError(
                     ExitCode.RUN_FOLDER,
-                    f"run_folder '{self.path}' is in use by {held}",
+                    f"node.run_folder '{self.path}' is in use by {held}",
                     "give each node a folder of its own (--run-folder), or stop the other node first",
                 ) from None
             except OSError as error:
@@ -120,7 +121,7 @@ class RunFolder:
         if former.run_id != run_id:
             raise UserError(
                 ExitCode.RUN_FOLDER,
-                f"run_folder '{self.path}' holds run '{former.run_name}' ({former.run_id}), "
+                f"node.run_folder '{self.path}' holds run '{former.run_name}' ({former.run_id}), "
                 f"not '{run_name}' ({run_id})",
                 "name another folder with --run-folder; or go on with that run by its own configuration: every value "
                 "under `run:` must be the same",
@@ -177,6 +178,11 @@ class RunFolder:
         return self.path / "identity.key"
 
     @property
+    def peers(self) -> Path:
+        """The peers that the node has seen."""
+        return self.path / "peers.json"
+
+    @property
     def contribution(self) -> Path:
         """The signed record of what the node has contributed."""
         return self.path / "contribution.jsonl"
@@ -200,6 +206,6 @@ class RunFolder:
 def _unwritable(path: Path, error: OSError) -> UserError:
     return UserError(
         ExitCode.RUN_FOLDER,
-        f"run_folder is '{path}', which cannot be written: {error.strerror or error}",
+        f"node.run_folder is '{path}', which cannot be written: {error.strerror or error}",
         "name a folder that does not exist yet or that you may write to, on a disk with space left",
     )

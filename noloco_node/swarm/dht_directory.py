@@ -106,7 +106,7 @@ class DhtDirectory:
             if isinstance(answer, ClocksDiffer | CannotBeReached):
                 raise UserError(
                     ExitCode.CONFIG,
-                    f"initial_peers: a peer does not accept this node ({answer})",
+                    f"node.initial_peers: a peer does not accept this node ({answer})",
                     "set this machine's clock (NTP), and see that others can reach the announced address",
                 )
             if isinstance(answer, BaseException):

@@ -97,7 +97,7 @@ def load_identity(path: Path) -> Identity:
     if not path.exists():
         raise UserError(
             ExitCode.CONFIG,
-            f"identity: {path} does not exist",
+            f"node.identity: {path} does not exist",
             "name the identity file of a node; a node makes one at its first start, in its run folder",
         )
     return _load(path, created=False)
@@ -131,7 +131,7 @@ def _load(path: Path, created: bool) -> Identity:
     except (OSError, BadKey) as error:
         raise UserError(
             ExitCode.CONFIG,
-            f"identity: {path} cannot be used as a private key ({error})",
+            f"node.identity: {path} cannot be used as a private key ({error})",
             "name another file with --identity, or move this one away to have a new key made",
         ) from None
     public = _encode_public(private)
@@ -206,7 +206,7 @@ class IdentityLock:
         except OSError as error:
             raise UserError(
                 ExitCode.RUN_FOLDER,
-                f"identity: {lock_path} cannot be written ({error.strerror})",
+                f"node.identity: {lock_path} cannot be written ({error.strerror})",
                 "put the identity into a folder that this user may write",
             ) from None
         except LockHeld as held:
@@ -221,7 +221,7 @@ def identity_taken(path: Path, holder: str) -> UserError:
     """The error for an identity that someone else runs under."""
     return UserError(
         ExitCode.IDENTITY_TAKEN,
-        f"identity: {path} is in use by {holder}",
+        f"node.identity: {path} is in use by {holder}",
         "give each node an identity file of its own (--identity or --run-folder), or stop the other node first",
     )
 
@@ -253,7 +253,7 @@ def _create(path: Path) -> bool:
     except OSError as error:
         raise UserError(
             ExitCode.RUN_FOLDER,
-            f"identity: {path} cannot be written ({error.strerror})",
+            f"node.identity: {path} cannot be written ({error.strerror})",
             "choose a folder that this user may write with --run-folder or --identity",
         ) from None
 

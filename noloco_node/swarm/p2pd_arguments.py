@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import re
 import socket
@@ -45,7 +46,7 @@ def listen_address(host: str, port: int) -> str:
     except ValueError:
         raise UserError(
             ExitCode.CONFIG,
-            f"host: '{host}' is no IP address to listen on",
+            f"node.host: '{host}' is no IP address to listen on",
             "use 127.0.0.1 for this machine only, 0.0.0.0 for all networks, or an address of this machine",
         ) from None
     return f"/ip{version}/{host}/tcp/{port}"
@@ -80,15 +81,21 @@ def announced_address(text: str, host: str, port: int) -> str:
 
 
 def check_port_free(host: str, port: int) -> None:
-    """UserError (PORT_IN_USE) where the port cannot be listened on; port 0 always can."""
-    if port == 0:
-        return
+    """UserError: PORT_IN_USE where the port cannot be listened on (0, any free one, always can), CONFIG where the host
+    is no address of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise UserError(
+                    ExitCode.CONFIG,
+                    f"node.host: '{host}' is no address of this machine, so it cannot be listened on",
+                    "listen on all of this machine's addresses with --host 0.0.0.0, and where others reach it by "
+                    f"another one, behind a router, tell them: --announce {host}:{port or 'PORT'}",
+                ) from None
             raise port_taken(host, port, error.strerror or str(error)) from None
 
 
@@ -96,14 +103,15 @@ def port_taken(host: str, port: int, why: str) -> UserError:
     """The error for a port that p2pd cannot listen on."""
     return UserError(
         ExitCode.PORT_IN_USE,
-        f"port: {port} on {host} cannot be listened on ({why})",
-        "stop the program that uses it, or choose another port (0 lets the system choose)",
+        f"node.port: {port} on {host} cannot be listened on ({why})",
+        "stop the program that uses it, or choose another port (0 lets the system choose; below 1024 takes special "
+        "rights)",
     )
 
 
 def _unusable(text: str, why: str) -> UserError:
     return UserError(
         ExitCode.CONFIG,
-        f"announce: '{text}' cannot be announced: {why}",
+        f"node.announce: '{text}' cannot be announced: {why}",
         "write it as 203.0.113.7:31337 or /ip4/203.0.113.7/tcp/31337, with the port that others reach",
     )

@@ -51,13 +51,17 @@ def explain(failed: FailedStart) -> UserError:
 
 
 def _likely(failed: FailedStart) -> tuple[str, str]:
-    longer = "wait and start again, or raise p2pd_start_seconds"
+    longer = "wait and start again, or raise node.p2pd_start_seconds"
     if ADDRESS_IN_USE in failed.output:
-        return "the port was taken while it started", "stop the program that uses the port, or choose another with port"
+        remedy = "stop the program that uses the port, or choose another with --port"
+        return "the port was taken while it started", remedy
     if failed.status == -9:
         return "the system killed it, most often for want of memory", "free memory, or look into the system's log"
     if failed.status is not None:
-        return "it refused its arguments or its files", "see its last words; reinstall hivemind, or report this"
+        return (
+            "it refused its arguments or its files",
+            "see its last words, which name what it does not take; if they name nothing of yours, report this",
+        )
     if failed.process == "disk-sleep":
         return "a slow disk, which it still waits for", longer
     if failed.process == "stopped":

@@ -13,7 +13,7 @@ from enum import IntEnum
 import base58
 
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,23 @@ def parse_address(text: str) -> PeerAddress:
     return PeerAddress(text, match["host"], port, _peer_id(match["peer"]), None if relay is None else _peer_id(relay))
 
 
+def check_addresses(texts: Sequence[str]) -> None:
+    """Raise UserError (CONFIG) where none of the named addresses is one: a typing error, whatever the network does."""
+    reasons: dict[str, str] = {}
+    for text in texts:
+        try:
+            parse_address(text)
+        except ValueError as error:
+            reasons[text] = str(error).removeprefix("malformed: ")
+    if reasons and len(reasons) == len(set(texts)):
+        lines = "".join(f"\n  {shown(text)}: {why}" for text, why in reasons.items())
+        raise UserError(
+            ExitCode.CONFIG,
+            f"node.initial_peers: {'this is' if len(reasons) == 1 else 'these are'} no address of a peer{lines}",
+            "copy the whole address that a running node prints at its start, behind `noloco-node join`",
+        )
+
+
 def _peer_id(text: str) -> PeerId:
     try:
         known = base58.b58decode(text)[:2]
@@ -135,8 +152,9 @@ def peers_unreachable(reasons: Mapping[str, str]) -> UserError:
     lines = "".join(f"\n  {text}: {why}" for text, why in reasons.items())
     return UserError(
         ExitCode.PEERS_UNREACHABLE,
-        f"initial_peers: none of {len(reasons)} answered{lines}",
-        "check the addresses (a running node prints its own at start), that the peer still runs, and firewalls between",
+        f"node.initial_peers: none of {len(reasons)} answered{lines}",
+        "check the addresses (a running node prints its own at start), that the peer still runs (when a run is over, "
+        "all of its nodes leave), and firewalls between",
     )
 
 

@@ -93,7 +93,7 @@ async def willing_relays(host: StreamHost, peers: Sequence[PeerAddress]) -> tupl
     told = "".join(f"\n  {peer.text}: {reason}" for peer, reason in zip(direct, reasons, strict=True))
     raise UserError(
         ExitCode.PEERS_UNREACHABLE,
-        f"relay: none of {len(direct)} initial peers that answered relays for others{told}",
+        f"node.relay: none of {len(direct)} initial peers that answered relays for others{told}",
         "name a seed or node that its owner started with --relay-for-others, or forward a port and leave out --relay",
     )
 

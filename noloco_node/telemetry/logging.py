@@ -129,7 +129,8 @@ def describe(event: AnyEvent) -> tuple[int, str]:
             return logging.WARNING, event.detail
         case NodeStopped():
             level = logging.ERROR if event.reason == "failed" else logging.INFO
-            detail = f": {event.detail}" if event.detail else ""
+            # Why a node failed is the last thing that it prints, with the remedy: once is enough.
+            detail = f": {event.detail}" if event.detail and event.reason != "failed" else ""
             rounds = f" after {event.outer_rounds} outer rounds" if event.outer_rounds else ""
             return level, f"stopped ({event.reason.replace('_', ' ')}{detail}){rounds}"
         case _:

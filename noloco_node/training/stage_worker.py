@@ -421,6 +421,6 @@ def check_fragments(spec: RunSpec, size: int) -> None:
     except ValueError as error:
         raise UserError(
             ExitCode.CONFIG,
-            f"outer.fragments is {spec.outer.fragments}, and a stage of this model is too small for it: {error}",
+            f"run.outer.fragments is {spec.outer.fragments}, and a stage of this model is too small for it: {error}",
             "lower run.outer.fragments, or cut the model into fewer stages",
         ) from None

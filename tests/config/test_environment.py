@@ -67,7 +67,7 @@ def test_every_setting_of_a_node_has_a_variable() -> None:
         ({"NOLOCO_NODE_METRIC_PORT": "1"}, ["did you mean NOLOCO_NODE_METRICS_PORT"]),
         ({"NOLOCO_RUN_INNER_LEARNING_RATE": "1"}, ["no variable stands for a setting of run:"]),
         ({"NOLOCO_XYZZY": "1"}, ["NOLOCO_XYZZY", "leave it out"]),
-        ({"NOLOCO_NODE_PORT": "http"}, ["NOLOCO_NODE_PORT", "'http'", "integer"]),
+        ({"NOLOCO_NODE_PORT": "http"}, ["NOLOCO_NODE_PORT", "'http'", "must be a whole number"]),
         ({"NOLOCO_NODE_PORT": "70000"}, ["NOLOCO_NODE_PORT", "70000", "65535"]),
         ({"NOLOCO_NODE_PORT": "yes"}, ["NOLOCO_NODE_PORT", "boolean"]),
         ({"NOLOCO_NODE_PORT": "[1"}, ["NOLOCO_NODE_PORT", "'[1'"]),

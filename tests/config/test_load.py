@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,14 +73,17 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
     [
         (["run.inner.lerning_rate=1"], ["run.inner.lerning_rate", "did you mean run.inner.learning_rate"]),
         (["run.learning_rate=1"], ["run.learning_rate", "did you mean run.inner.learning_rate"]),
+        (["inner.learning_rate=1"], ["inner: there is no such setting; did you mean run.inner?"]),
+        (["model.stages=2"], ["did you mean run.model"]),
+        (["learning_rte=1"], ["did you mean run.inner.learning_rate?"]),
         (["xyzzy=1"], ["xyzzy", "known here: run, node, local_swarm"]),
         (["run.inner.learning_rate=-1"], ["run.inner.learning_rate", "-1", "greater than 0"]),
-        (["run.inner.beta1=fast"], ["run.inner.beta1", "'fast'", "valid number"]),
+        (["run.inner.beta1=fast"], ["run.inner.beta1", "'fast'", "must be a number"]),
         (["run.outer.codec=int7"], ["run.outer.codec", "'int7'", "'int8', 'int4', 'dct' or 'sign'"]),
         (["run.outer.fragments=51"], ["outer.fragments (51)", "outer.inner_steps (10)"]),
         (["run.outer.fragments=0"], ["run.outer.fragments", "greater than 0"]),
         (["run.outer.gamma=2.5"], ["outer.gamma (2.5)", "1 - alpha"]),
-        (["run.name=Not Good"], ["run.name", "'Not Good'", "pattern"]),
+        (["run.name=Not Good"], ["run.name", "'Not Good'", "small letters, digits"]),
         (["run.model.stages=yes"], ["run.model.stages", "boolean"]),
         (["node.metrics_port=on"], ["node.metrics_port", "boolean"]),
         (["node.port=99999"], ["node.port", "99999", "65535"]),
@@ -90,6 +95,11 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
         (["run.evaluation=5"], ["run.evaluation", "group of settings", "every_tokens"]),
         (["run.inner=null"], ["run.inner", "group of settings"]),
         (["local_swarm.replicas=65"], ["local_swarm.replicas (65)"]),
+        (["run.inner.learning_rate="], ["run.inner.learning_rate: nothing (null)", "must be a number"]),
+        (["run.data.path=2026-01-01"], ["the date 2026-01-01 (in quotes it would be text)", "must be text"]),
+        (["run.model.stages=1.5"], ["must be a whole number"]),
+        (["run.access.owner=abc"], ["must be a peer id: 52 letters"]),
+        (["run.access.peers=abc"], ["must be a list"]),
         (["run.name.x=3"], ["run.name", "not a group", "--set"]),
     ],
 )
@@ -102,6 +112,22 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(
     assert error.exit_code is ExitCode.CONFIG
     for words in named:
         assert words in str(error)
+
+
+def test_messages_name_settings_as_the_command_line_takes_them() -> None:
+    """What is read in a message can be typed behind --set."""
+    package = Path(__file__).parents[2] / "noloco_node"
+    names = "|".join(re.escape(name) for name in [*setting_names(RunSpec), "model.config"] if "." in name)
+    short = re.compile(rf"(?<![\w.])(?:{names})\b")
+    found: list[str] = []
+    for path in package.rglob("*.py"):
+        if path.parent.name == "virtual" or path.name == "lab_spec.py":  # a laboratory's file names them within `run:`
+            continue
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in docs]
+        found += [f"{path.name}: {text}" for text in texts if isinstance(text, str) and short.search(text)]
+    assert not found
 
 
 def test_a_missing_setting_is_named(tmp_path: Path) -> None:
@@ -147,7 +173,13 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, n
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     """Missing, a folder, or no text at all."""
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    for path, reason in [("missing.yaml", "No such file"), (".", "directory"), ("binary.yaml", "UTF-8")]:
+    (tmp_path / "wide.yaml").write_text(GOOD, encoding="utf-16")
+    for path, reason in [
+        ("missing.yaml", "No such file"),
+        (".", "directory"),
+        ("binary.yaml", "UTF-8"),
+        ("wide.yaml", "iconv"),
+    ]:
         with pytest.raises(UserError, match=reason) as caught:
             load_config(tmp_path / path)
         assert caught.value.exit_code is ExitCode.CONFIG

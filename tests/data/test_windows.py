@@ -119,7 +119,9 @@ def test_a_pretrained_tokenizer_separates_documents_by_its_end_token(story: Data
 
 def test_a_vocabulary_larger_than_the_models_is_refused_naming_both(story: DataSpec) -> None:
     """Ids that the embedding lacks must not reach it."""
-    with pytest.raises(UserError, match=r"data\.tokenizer 'bytes' has 256 .* model\.config\.vocab_size \(255\)") as got:
+    with pytest.raises(
+        UserError, match=r"data\.tokenizer 'bytes' has 256 .* run\.model\.config\.vocab_size \(255\)"
+    ) as got:
         load_windows(story, 255)
     assert got.value.exit_code is ExitCode.DATA
 

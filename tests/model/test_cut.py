@@ -93,7 +93,7 @@ def test_more_stages_than_layers_are_refused() -> None:
     ("config", "words"),
     [
         ({"model_type": "lama"}, "model.config.model_type is 'lama'"),
-        ({"model_type": None}, "model.config.model_type is None"),
+        ({"model_type": None}, "run.model.config.model_type is nothing"),
         ({"model_type": 7}, "model.config.model_type is 7"),
         ({"hiden_size": 64}, "model.config.hiden_size is not a setting of the 'llama'"),
         ({"hidden_size": "wide"}, "'hidden_size' expected int, got str"),
@@ -118,7 +118,7 @@ def test_tied_embeddings_with_several_stages_are_refused(family: str, ties_by_de
     for changes in [{"tie_word_embeddings": True}] + [{}] * ties_by_default:
         spec = spec_of(family, 2)
         config = {key: value for key, value in spec.config.items() if key != "tie_word_embeddings"} | changes
-        with pytest.raises(UserError, match=r"model\.config\.tie_word_embeddings .* model\.stages is 2") as caught:
+        with pytest.raises(UserError, match=r"model\.config\.tie_word_embeddings .* run\.model\.stages is 2") as caught:
             cut_model(ModelSpec(config=config, stages=2))
         assert caught.value.exit_code is ExitCode.CONFIG
         assert cut_model(ModelSpec(config=config, stages=1))

@@ -12,7 +12,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.network import seen_before
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.swarm.known_peers import MOST_ADDRESSES, MOST_PEERS, KnownPeers, dialable, live_peers, peers_met
-from noloco_node.swarm.p2pd_arguments import announced_address
+from noloco_node.swarm.p2pd_arguments import announced_address, check_port_free
 from noloco_node.swarm.p2pd_failures import FailedStart, explain
 from noloco_node.swarm.transport import PeerId
 from tests.support import eventually
@@ -251,3 +251,14 @@ def test_a_start_that_failed_names_its_likely_cause(known: dict[str, object], wo
     assert words in error.message
     assert error.exit_code is code
     assert error.remedy
+
+
+@pytest.mark.parametrize("port", [0, 31337])
+def test_a_host_of_another_machine_is_named_before_p2pd_is_started(port: int) -> None:
+    """It used to be answered with the advice to reinstall hivemind."""
+    with pytest.raises(UserError, match=r"node\.host: '8\.8\.8\.8' is no address of this machine") as caught:
+        check_port_free("8.8.8.8", port)
+    assert caught.value.exit_code is ExitCode.CONFIG
+    assert "--host 0.0.0.0" in caught.value.remedy
+    assert "--announce 8.8.8.8" in caught.value.remedy
+    check_port_free("0.0.0.0", 0)

@@ -80,6 +80,16 @@ def test_the_first_microbatch_and_the_first_outer_round_are_told_once(
 
 
 @pytest.mark.usefixtures("untouched_logging")
+def test_why_a_node_failed_is_left_to_its_last_word(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints the reason with its remedy: the log would only say it first."""
+    log = NodeLog()
+    configure_logging("INFO", log)
+    for reason, words in (("failed", "stopped (failed)\n"), ("interrupted", "stopped (interrupted: at once)")):
+        log.observe(made.stopped("s0-r0").model_copy(update={"reason": reason, "detail": "at once", "outer_rounds": 0}))
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("untouched_logging")
 def test_hivemind_speaks_through_our_handler_and_only_of_trouble(capsys: pytest.CaptureFixture[str]) -> None:
     """Its own handler is taken off; its everyday lines are not shown."""
     own = logging.StreamHandler()

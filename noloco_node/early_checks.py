@@ -1,0 +1,28 @@
+"""What a command looks at before anything that takes seconds to load is loaded, or anything is started."""
+
+from __future__ import annotations
+
+from noloco_node.collector import loading
+from noloco_node.config.load import Config
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.swarm.peer_addresses import check_addresses, no_address
+
+
+def check_peers(settings: NodeSettings, *, joins: bool = False) -> None:
+    """Raise UserError: CONFIG where no initial peer is an address, PEERS_UNREACHABLE where a node that `joins` has none
+    and knows none from before."""
+    check_addresses(settings.initial_peers)
+    if joins and not settings.initial_peers and not RunFolder(settings.run_folder).peers.exists():
+        raise no_address()
+
+
+def check_trainable(config: Config) -> None:
+    """Raise UserError (CONFIG or DATA) where model and text do not fit each other, or the text is not there for a node
+    that may read it. Loads transformers."""
+    with loading():
+        from noloco_node.preflight import check_text, plan_run
+
+    plan_run(config.run)
+    if config.node.stage in ("auto", 0):
+        check_text(config.run)
