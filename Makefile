@@ -4,13 +4,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help swarm test test-daemons test-the-rest chaos lint clean
+.PHONY: help swarm test test-daemons test-the-rest metrics chaos lint clean
 
 help:
 	@echo "make swarm   train a 3 M parameter model on a local swarm of 8 nodes (configs/tiny.yaml), about 10 minutes"
 	@echo "make test    lint, types and tests"
 	@echo "make chaos   real daemons under kills, frozen nodes, bad links, a partition, a hostile peer, half an hour of faults, a stranger (an hour and a half)"
 	@echo "make lint    ruff and pyright only"
+	@echo "make metrics write docs/metrics.md anew"
 	@echo "make clean   remove the environment and caches; runs/ stays"
 	@echo "CHAOS='kills --seed 3' chooses scenarios and the seed of make chaos; its report goes to runs/chaos-TIME"
 	@echo "PYTHON=/path/to/python3.11 chooses the interpreter that the environment is made with"
@@ -40,6 +41,9 @@ test-daemons: $(STAMP)
 
 test-the-rest: $(STAMP)
 	$(BIN)/pytest --ignore=tests/chaos --ignore=tests/daemons
+
+metrics: $(STAMP)
+	$(BIN)/python -m tests.telemetry.test_metric_table > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos $(CHAOS)

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -81,10 +81,13 @@ class LoopLag:
 
 
 class Heartbeat:
-    """When an event loop last came round, for whoever looks from another thread. Beats once a second until `stop`."""
+    """When an event loop last came round, for whoever looks from another thread. Beats once a second until `stop`, and
+    calls `on_beat` with the count of beats, which must be quick."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_beat: Callable[[int], None] = lambda _: None) -> None:
         self._loop = loop
+        self._on_beat = on_beat
+        self._beats = -1
         self._beat()
 
     @property
@@ -95,6 +98,9 @@ class Heartbeat:
     def _beat(self) -> None:
         self._last = time.monotonic()
         self._next = self._loop.call_later(BEAT_SECONDS, self._beat)
+        self._beats += 1
+        if self._beats:  # the first is this object's making, before anybody knows it
+            self._on_beat(self._beats)
 
     def stop(self) -> None:
         """Beat no more. On the loop's own thread."""

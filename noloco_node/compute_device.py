@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from noloco_node.errors import ExitCode, UserError
@@ -27,6 +29,48 @@ def describe_device(name: str) -> str:
     without = torch.version.cuda is None and torch.version.hip is None
     why = "this torch is built without CUDA" if without else "torch finds no CUDA device"
     return f"node.device auto: cpu, since {why}; in a container, --gpus all shows it the GPUs"
+
+
+PEAK_TFLOP_PER_SECOND = {
+    "H200": {"bf16": 989.4, "fp32": 66.9},
+    "H100 PCIe": {"bf16": 756.5, "fp32": 51.2},
+    "H100 NVL": {"bf16": 835.5, "fp32": 60.0},
+    "H100": {"bf16": 989.4, "fp32": 66.9},
+    "A100": {"bf16": 312.0, "fp32": 19.5},
+    "A40": {"bf16": 149.7, "fp32": 37.4},
+    "A10G": {"bf16": 70.0, "fp32": 35.0},
+    "A10": {"bf16": 125.0, "fp32": 31.2},
+    "L40S": {"bf16": 362.0, "fp32": 91.6},
+    "L4": {"bf16": 121.0, "fp32": 30.3},
+    "RTX 4090": {"bf16": 165.2, "fp32": 82.6},
+    "RTX 3090": {"bf16": 71.0, "fp32": 35.6},
+    "V100": {"fp32": 15.7},
+    "T4": {"fp32": 8.1},
+}
+"""By a part of the device's name, as its maker says: dense, without sparsity; fp32 without tensor cores, which torch
+leaves aside for it."""
+
+
+def device_name(name: str) -> str:
+    """What `node.device` comes to: `cpu`, or the name of the GPU."""
+    chosen = torch.device(resolve_device(name))
+    return torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else chosen.type
+
+
+def peak_flop_per_second(name: str, precision: str) -> float | None:
+    """Of `node.device` at a precision of `inner.precision`; None where it is not known."""
+    return peak_of(device_name(name), precision)
+
+
+def peak_of(device: str, precision: str) -> float | None:
+    """The same by the device's own name."""
+    words = set(re.split(r"[\s-]+", device))
+    if "Laptop" in words:
+        return None
+    for part, peaks in PEAK_TFLOP_PER_SECOND.items():
+        if set(part.split()) <= words and precision in peaks:
+            return 1e12 * peaks[precision]
+    return None
 
 
 def check_device(name: str) -> None:

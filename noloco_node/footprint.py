@@ -48,13 +48,17 @@ class Footprint:
     work: tuple[float, ...]
     """Relative work for a token at each stage, 1 on average: parameters that are multiplied with, so without the table
     of token embeddings, which is only looked up."""
+    flop_per_token: tuple[float, ...]
+    """Forward and backward at each stage: 6 for each such parameter, and 12 x layers x hidden size x sequence length
+    for attention, as utilization is usually counted (PaLM, appendix B)."""
 
 
 def footprint_of(run: RunSpec) -> Footprint:
     """Count the run's stages. Loads transformers, allocates no weights. UserError (CONFIG) as `cut_model` raises it."""
     with loading():
-        ends = [cut.end_layer for cut in cut_model(run.model)]
-        whole = build_on_meta(build_config(run.model))
+        cuts, config = cut_model(run.model), build_config(run.model)
+        ends = [cut.end_layer for cut in cuts]
+        whole = build_on_meta(config)
     parameters, looked_up = [0] * len(ends), [0] * len(ends)
     for name, parameter in torch.nn.Module.named_parameters(whole):
         stage = _stage_of(name, ends)
@@ -63,7 +67,11 @@ def footprint_of(run: RunSpec) -> Footprint:
             looked_up[stage] += parameter.numel()
     multiplied = [all_of - table for all_of, table in zip(parameters, looked_up, strict=True)]
     mean = sum(multiplied) / len(multiplied)
-    return Footprint(tuple(parameters), tuple(max(count, 1) / mean for count in multiplied))
+    attention = 12.0 * int(config.hidden_size) * run.data.sequence_length
+    flop = [
+        6.0 * count + attention * (cut.end_layer - cut.first_layer) for count, cut in zip(multiplied, cuts, strict=True)
+    ]
+    return Footprint(tuple(parameters), tuple(max(count, 1) / mean for count in multiplied), tuple(flop))
 
 
 def memory_needed(parameters: int, codec: CodecName, *, own_memory: bool) -> Memory:

@@ -17,7 +17,7 @@ import torch
 
 from noloco_node import __version__, start_checks
 from noloco_node.checkpointing import CheckpointKeeper
-from noloco_node.compute_device import check_device, describe_device
+from noloco_node.compute_device import check_device, describe_device, device_name, peak_flop_per_second
 from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
@@ -408,6 +408,10 @@ def _started_event(place: _Place, stage: Stage, origin: BeginsFrom, *, resumed: 
         parameters=sum(parameter.numel() for parameter in stage.parameters()),
         origin=origin,
         resumed=resumed,
+        device=device_name(place.net.settings.device),
+        peak_flop_per_second=peak_flop_per_second(place.net.settings.device, spec.inner.precision),
+        flop_per_token=place.stays.flop_per_token(stage.cut.index),
+        codec=spec.outer.codec,
     )
 
 

@@ -208,8 +208,13 @@ class Stays:
             origin=origin,
             clock=replica.worker.progress.clock,
             parameters=self._footprint.parameters[replica.stage],
+            flop_per_token=self.flop_per_token(replica.stage),
             seconds=time.monotonic() - self._began,
         )
+
+    def flop_per_token(self, stage: int) -> float:
+        """Work for a token at `stage`, forward and backward."""
+        return self._footprint.flop_per_token[stage]
 
     def departs(self) -> int:
         """The stage that `move` names; the stay at the present one is over."""

@@ -15,6 +15,7 @@ from noloco_node.cli import parser
 from noloco_node.config.load import setting_names
 from noloco_node.errors import EXIT_MEANINGS, ExitCode
 from noloco_node.telemetry.events import AnyEvent
+from noloco_node.telemetry.memory_limit import memory_use
 from noloco_node.telemetry.metrics import Metrics
 from noloco_node.telemetry.summary import Summary
 
@@ -36,7 +37,7 @@ def flags(command: argparse.ArgumentParser) -> Iterator[str]:
 def metrics() -> Iterator[str]:
     """Every metric with its type and labels."""
     every, loop = Metrics(), asyncio.new_event_loop()
-    every.watch_process(loop)
+    every.watch_process(loop, memory_use)
     loop.close()
     for collector in every.registry._collector_to_names:
         labels = ", ".join(getattr(collector, "_labelnames", ()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -74,6 +75,7 @@ class Membership:
         self._announced_newcomer = False
         self.state = PeerState.JOINING
         self._finished = False
+        self._read_at = time.monotonic()
         self.eager = False
         """Look at the others more often: whatever this node waits for, the others wait for as well."""
         self.newcomer = False
@@ -258,7 +260,13 @@ class Membership:
         await self._ask()
         self._take_in()
 
+    @property
+    def directory_age(self) -> float:
+        """Seconds since the directory was last read."""
+        return time.monotonic() - self._read_at
+
     def _take_in(self) -> None:
+        self._read_at = time.monotonic()
         fellows = [record for record in self.live(self.stage, PeerState.TRAINING) if record.peer_id != self._own]
         self._heads.look(fellows, self._describe().steps, self._record_seconds)
         self._on_change()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import torch
@@ -51,6 +52,8 @@ class Origin:
         self._rng = rng
         self._waiting = ledger.waiting
         self._under_way: dict[Sample, None] = {}
+        self.data_wait_seconds = 0.0
+        """Time that drawing and reading windows has taken, all of it on the event loop."""
 
     @property
     def under_way(self) -> int:
@@ -151,7 +154,9 @@ class Origin:
         return sum(loss for loss, _ in results) / tokens, tokens
 
     async def _carry_through(self, sample: Sample) -> None:
+        began = time.perf_counter()
         inputs, labels = self._samples.train(sample.windows)
+        self.data_wait_seconds += time.perf_counter() - began
         if self._downstream is None:
             await self._worker.loss(inputs, labels, draw=True)
             return
@@ -189,7 +194,10 @@ class Origin:
 
     def _draw_new(self) -> Sample:
         self._ledger.drawn += 1
-        return Sample(self._samples.draw())
+        began = time.perf_counter()
+        sample = Sample(self._samples.draw())
+        self.data_wait_seconds += time.perf_counter() - began
+        return sample
 
     def _put_back(self, sample: Sample, failure: HopFailed) -> None:
         if failure.reached:  # where nobody had it in hand, an outage says nothing against the sample

@@ -55,6 +55,8 @@ from noloco_node.swarm.transport import (
     TransportError,
 )
 from noloco_node.swarm.typed_calls import ask, judging
+from noloco_node.telemetry.meters import Meter
+from noloco_node.telemetry.metric_table import HOP_SECONDS
 from noloco_node.training.fair_queue import Turn
 from noloco_node.training.norm_bound import NormBound
 from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
@@ -91,6 +93,8 @@ class Downstream:
         self._rng = rng
         self._warn_again_at = 0.0
         self.blockage = Blockage()
+        self.hop_seconds = Meter(HOP_SECONDS)
+        """From sending a microbatch to one peer to its answer."""
         hops = spec.stages - 1
         share = share_of_a_hop(spec.pipeline.audit_share, hops)
         self.auditor = Auditor(share, book, self._train_again, rng, allowance=JURY / hops)
@@ -209,6 +213,7 @@ class Downstream:
                 progress=self._spec.pipeline.progress_seconds,
             )
             how = Outcome.CAME
+            self.hop_seconds.add(time.monotonic() - asked)
         except Refused as refusal:
             how = _outcome(refusal, time.monotonic() - asked)
             raise

@@ -47,6 +47,14 @@ class NodeStarted(Event):
     are a copy that a node of another stage kept; `checkpoint`: this node's own."""
     resumed: bool = False
     """True where books and data position go on from an earlier life of this node."""
+    device: str = ""
+    """What the stage computes on: `cpu`, or the name of the GPU."""
+    peak_flop_per_second: float | None = None
+    """Of the device at the run's precision; None where it is not known."""
+    flop_per_token: float = 0.0
+    """Forward and backward of this stage."""
+    codec: str = ""
+    """Of the run's outer steps."""
 
 
 class NodeMoved(Event):
@@ -65,6 +73,7 @@ class NodeMoved(Event):
     """Parameters of the new stage."""
     seconds: float
     """From the decision to the new stage's state."""
+    flop_per_token: float = 0.0
 
 
 class InnerStep(Event):
@@ -150,6 +159,17 @@ class Strangers(BaseModel):
     and `caused` by others' microbatches scaled down."""
 
 
+class Distribution(BaseModel):
+    """How often values fell below each of `bounds` and above the one before, the last count beyond all; and their
+    sum."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+
 class Account(Event):
     """The books of a node so far. On stage 0: drawn = trained + dropped + held_at_end."""
 
@@ -182,6 +202,22 @@ class Account(Event):
     """Worst lag of the event loop since the last account."""
     busy_seconds: float
     """Time the compute thread has worked since the start."""
+    busy_by_work: dict[str, float] = {}
+    """The same by what it worked on (`Priority`): step, backward, forward, draw."""
+    in_hand: int = 0
+    """Microbatches that this node holds: its own under way on stage 0, else those of others."""
+    queued: int = 0
+    """Calls that wait for the compute thread."""
+    hop_seconds: Distribution | None = None
+    """From sending a microbatch on to its gradient; None on the last stage."""
+    data_wait_seconds: float = 0.0
+    """Time that stage 0 waited for windows of its text."""
+    directory_records: int = 0
+    """Live records of other nodes."""
+    directory_age_seconds: float = 0.0
+    """Since the directory was last read."""
+    device_memory: dict[str, int] = {}
+    """Bytes of a GPU: allocated, reserved, free, total; empty for the processor."""
     strangers: Strangers = Strangers()
 
 
@@ -251,10 +287,10 @@ class Warned(Event):
     """Whoever runs this node should know it, and may do something about it."""
 
     event: Literal["warned"] = "warned"
-    what: Literal["checkpoints_unusable", "stage_lost", "state_elsewhere", "last_of_stage"]
+    what: Literal["checkpoints_unusable", "stage_lost", "state_elsewhere", "last_of_stage", "memory_short"]
     """`checkpoints_unusable`: all of its checkpoints are damaged; `stage_lost`: its stage begins anew;
     `state_elsewhere`: a peer that is away held the state of its stage; `last_of_stage`: it leaves, and no other replica
-    is known."""
+    is known; `memory_short`: the system may soon kill it."""
     detail: str
     """What it means and what can be done, for a person."""
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from threading import active_count
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
+from prometheus_client import disable_created_metrics as without_time_of_creation
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 
 from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
     CheckpointTaken,
+    Distribution,
     Doing,
     Evaluation,
     InnerStep,
@@ -24,127 +28,91 @@ from noloco_node.telemetry.events import (
     OuterStep,
     P2pdRestarted,
     StateDownload,
+    Warned,
 )
+from noloco_node.telemetry.memory_limit import MemoryUse
+from noloco_node.telemetry.metric_table import TABLE, Metric
+from noloco_node.telemetry.utilization import Utilization
 from noloco_node.telemetry.web import Page
 
 MICROBATCH_OUTCOMES = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
 """Counts of `Account` that only ever rise."""
 
+without_time_of_creation()
+
 
 class Metrics:
-    """One node's metrics in a registry of their own. Labels are bounded: no peer id ever is one."""
+    """One node's metrics (`metric_table`) in a registry of their own. Labels are bounded: no peer id ever is one."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
         self._last = _Totals()
         self._resumed = False
         self._speed = _Speed()
-        self._identity: dict[str, str] = {}
-        self._info = Info("noloco_node", "Version, stage and run of this node", registry=self.registry)
-        self._up = self._gauge("noloco_up", "1 from the start until the node ends in order")
-        self._parameters = self._gauge("noloco_stage_parameters", "Parameters of this node's stage")
-        self._training_metrics()
-        self._outer_metrics()
-        self._traffic_metrics()
-        self._checkpoints = self._counter("noloco_checkpoints_total", "Checkpoints by outcome", "outcome")
-        self._checkpoint_held = self._counter(
-            "noloco_checkpoint_held_seconds_total", "Time checkpoints held the compute thread"
-        )
-        self._checkpoint_time = self._gauge("noloco_checkpoint_seconds_since_1970", "When the last one was written")
+        self._utilization = Utilization()
+        self._codec = ""
         self._done: set[str] = set()
-        self._watch_metrics()
-
-    def _training_metrics(self) -> None:
-        self._inner_steps = self._counter("noloco_inner_steps_total", "Inner steps taken")
-        self._skipped = self._counter("noloco_skipped_steps_total", "Inner steps left out: gradient not finite")
-        self._tokens = self._counter("noloco_tokens_total", "Tokens trained by this replica")
-        self._clock = self._gauge("noloco_clock_tokens", "Clock of this replica, in swarm tokens")
-        self._target = self._gauge("noloco_target_tokens", "Clock at which the run ends")
-        self._training_loss = self._gauge("noloco_training_loss", "Loss of the last inner step, nats per token")
-        self._validation_loss = self._gauge("noloco_validation_loss", "Last held-out loss, nats per token")
-        self._learning_rate = self._gauge("noloco_learning_rate", "Inner learning rate")
-        self._gradient_norm = self._gauge("noloco_gradient_norm", "Gradient norm of the stage before clipping")
-        self._rate = self._gauge("noloco_tokens_per_second", "Tokens of this replica per second, running mean")
-
-    def _outer_metrics(self) -> None:
-        self._rounds = self._counter("noloco_outer_rounds_total", "Outer steps by kind", "kind")
-        self._aborts = self._counter("noloco_outer_aborts_total", "Outer steps that came to nothing", "reason")
-        self._spread = self._gauge("noloco_spread", "Estimated variance of the weights across replicas")
-        self._difference = self._gauge("noloco_difference_norm", "Norm of the last difference to a partner")
-        self._clipped = self._counter("noloco_clipped_exchanges_total", "Exchanges whose difference was clipped")
-        self._exchange_seconds = self._counter("noloco_exchange_seconds_total", "Time from proposal to commit")
-        self._held_seconds = self._counter("noloco_held_seconds_total", "Time exchanges held the compute thread")
-
-    def _traffic_metrics(self) -> None:
-        self._bytes = self._counter("noloco_bytes_total", "Bytes by kind and direction", "kind", "direction")
-        self._refusals = self._counter("noloco_refusals_total", "Refusals given", "reason")
-        self._microbatches = self._counter("noloco_microbatches_total", "Microbatches by outcome", "outcome")
-        self._held = self._gauge("noloco_microbatches_held", "Drawn, and neither trained nor dropped yet")
-        self._offences = self._counter("noloco_offences_total", "Offences of peers", "reason")
-        self._bans = self._counter("noloco_bans_total", "Bans of peers by the offence that brought them", "reason")
-        self._banned = self._gauge("noloco_banned_peers", "Peers that are banned here now")
-        self._audits = self._counter(
-            "noloco_audits_total", "Microbatches that several peers trained, by finding", "finding"
-        )
-        self._set_aside = self._gauge("noloco_set_aside_peers", "Next-stage peers that audits have gone against")
-        self._bounded = self._counter("noloco_bounded_total", "What went beyond a bound on norms", "what")
-        self._live = self._gauge("noloco_live_replicas", "Live nodes as this one sees them", "stage")
-        self._missing = self._gauge("noloco_stage_missing", "1 while a stage has no replica and is waited for", "stage")
-        self._moves = self._counter("noloco_moves_total", "Moves of this node to another stage", "why")
-        self._p2pd_restarts = self._counter("noloco_p2pd_restarts_total", "Restarts of p2pd by cause", "cause")
-        self._lag = self._gauge("noloco_event_loop_lag_seconds", "Worst event loop lag since the last account")
-        self._busy = self._counter("noloco_busy_seconds_total", "Time the compute thread has worked")
-
-    def _watch_metrics(self) -> None:
-        self._doing = self._gauge("noloco_doing", "1 for what the node does now, 0 for what it did before", "what")
         self._waiting_since: float | None = None
-        waiting = self._gauge("noloco_waiting_seconds", "How long the node has waited; 0: it does not")
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._histograms: dict[str, Histogram] = {}
+        self._identity: dict[str, str] = {}
+        self._hops = _Told(TABLE["noloco_hop_duration_seconds"])
+        for metric in TABLE.values():
+            self._make(metric)
+        waiting = self._gauges["noloco_waiting_seconds"]
         waiting.set_function(lambda: 0.0 if self._waiting_since is None else time.time() - self._waiting_since)
-        self._downloaded = self._gauge("noloco_state_download_ratio", "Share of a fellow's state that has come")
 
-    def _doing_now(self, event: Doing) -> None:
-        for what in self._done | {event.what}:
-            self._doing.labels(what).set(what == event.what)
-        self._done.add(event.what)
-        self._waiting_since = event.since if event.what.startswith("waiting") else None
+    def _make(self, metric: Metric) -> None:
+        name, text, labels, registry = metric.name, metric.help, metric.labels, self.registry
+        match metric.kind:
+            case "counter":
+                self._counters[name] = Counter(name, text, labels, registry=registry)
+            case "gauge":
+                self._gauges[name] = Gauge(name, text, labels, registry=registry)
+            case "histogram" if name == self._hops.metric.name:
+                registry.register(self._hops)
+            case "histogram":
+                self._histograms[name] = Histogram(name, text, labels, buckets=metric.buckets, registry=registry)
+            case "info":
+                self._info = Info(name.removesuffix("_info"), text, registry=registry)
 
-    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        return Counter(name, help_text, labels, registry=self.registry)
+    def _set(self, name: str, value: float, *labels: str) -> None:
+        gauge = self._gauges[name]
+        (gauge.labels(*labels) if labels else gauge).set(value)
 
-    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
-        return Gauge(name, help_text, labels, registry=self.registry)
+    def _add(self, name: str, rise: float, *labels: str) -> None:
+        counter = self._counters[name]
+        (counter.labels(*labels) if labels else counter).inc(rise)
 
     def observe(self, event: AnyEvent) -> None:
         """Take one event of this node in."""
         match event:
             case NodeStarted():
-                self._up.set(1)
-                self._parameters.set(event.parameters)
-                self._resumed = event.resumed
-                self._identity = {"version": event.version, "run_id": event.run_id}
-                self._info.info({**self._identity, "stage": str(event.stage)})
+                self._started(event)
             case NodeMoved():
-                self._moves.labels(event.why).inc()
-                self._parameters.set(event.parameters)
-                self._info.info({**self._identity, "stage": str(event.stage)})
+                self._add("noloco_moves_total", 1, event.why)
+                self._stands_at(event.stage, event.parameters, event.flop_per_token)
             case InnerStep():
                 self._inner_step(event)
             case OuterStep():
                 self._outer_step(event)
             case Evaluation():
-                self._validation_loss.set(event.loss)
+                self._set("noloco_validation_loss", event.loss)
             case Account():
                 self._account(event)
             case CheckpointTaken():
                 self._checkpoint(event)
             case NodeStopped():
-                self._up.set(0)
+                self._set("noloco_up", 0)
             case Doing():
                 self._doing_now(event)
             case P2pdRestarted():
-                self._p2pd_restarts.labels(event.cause).inc()
+                self._add("noloco_p2pd_restarts_total", 1, event.cause)
             case StateDownload():
-                self._downloaded.set(event.received / event.total)
+                self._set("noloco_state_download_ratio", event.received / event.total)
+            case Warned():
+                self._add("noloco_warnings_total", 1, event.what)
             case _:
                 pass
 
@@ -153,76 +121,140 @@ class Metrics:
         encode, content_type = choose_encoder(headers.get("accept", ""))
         return Page(encode(self.registry), content_type)
 
-    def watch_process(self, loop: asyncio.AbstractEventLoop) -> None:
+    def watch_process(self, loop: asyncio.AbstractEventLoop, memory: Callable[[], MemoryUse]) -> None:
         """Count, whenever asked, the tasks of this loop, and threads, memory and open files of this process: what leaks
-        shows there. Once."""
+        shows there; and what is left of its memory. Once."""
         ProcessCollector(registry=self.registry)
-        self._gauge("noloco_tasks", "Tasks of the event loop").set_function(lambda: len(asyncio.all_tasks(loop)))
-        self._gauge("noloco_threads", "Python threads of this process").set_function(active_count)
+        self._gauges["noloco_tasks"].set_function(lambda: len(asyncio.all_tasks(loop)))
+        self._gauges["noloco_threads"].set_function(active_count)
+        self._gauges["noloco_memory_limit_bytes"].set_function(lambda: memory().limit)
+        self._gauges["noloco_memory_used_bytes"].set_function(lambda: memory().used)
+
+    def _started(self, event: NodeStarted) -> None:
+        self._set("noloco_up", 1)
+        self._resumed, self._codec = event.resumed, event.codec
+        self._identity = {"version": event.version, "run_id": event.run_id, "device": event.device}
+        self._utilization.peak = event.peak_flop_per_second
+        if event.peak_flop_per_second is not None:
+            self._set("noloco_device_peak_flop_per_second", event.peak_flop_per_second)
+        self._stands_at(event.stage, event.parameters, event.flop_per_token)
+
+    def _stands_at(self, stage: int, parameters: int, flop_per_token: float) -> None:
+        self._set("noloco_stage_parameters", parameters)
+        self._utilization.flop_per_token = flop_per_token
+        self._info.info({**self._identity, "stage": str(stage)})
+
+    def _doing_now(self, event: Doing) -> None:
+        for what in self._done | {event.what}:
+            self._set("noloco_doing", what == event.what, what)
+        self._done.add(event.what)
+        self._waiting_since = event.since if event.what.startswith("waiting") else None
+        self._utilization.doing = event.what
 
     def _inner_step(self, event: InnerStep) -> None:
-        self._inner_steps.inc()
-        self._skipped.inc(event.skipped)
-        self._tokens.inc(event.tokens)
-        self._clock.set(event.clock)
-        self._training_loss.set(event.loss)
-        self._learning_rate.set(event.learning_rate)
-        self._gradient_norm.set(event.gradient_norm)
-        self._rate.set(self._speed.after(event))
+        self._add("noloco_inner_steps_total", 1)
+        self._add("noloco_inner_steps_skipped_total", event.skipped)
+        self._add("noloco_tokens_total", event.tokens)
+        self._add("noloco_model_flop_total", self._utilization.step(event.tokens))
+        self._set("noloco_clock_tokens", event.clock)
+        self._set("noloco_training_loss", event.loss)
+        self._set("noloco_learning_rate", event.learning_rate)
+        self._set("noloco_gradient_norm", event.gradient_norm)
+        self._set("noloco_tokens_per_second", self._speed.after(event))
 
     def _outer_step(self, event: OuterStep) -> None:
         if event.kind == "aborted":
-            self._aborts.labels(_bounded(event.reason)).inc()
+            self._add("noloco_outer_aborts_total", 1, _bounded(event.reason))
             return
-        self._rounds.labels(event.kind).inc()
-        self._clipped.inc(event.clipped)
-        self._exchange_seconds.inc(event.seconds)
-        self._held_seconds.inc(event.held_seconds)
+        self._add("noloco_outer_rounds_total", 1, event.kind)
+        self._add("noloco_clipped_exchanges_total", event.clipped)
+        self._add("noloco_exchange_held_seconds_total", event.held_seconds)
+        self._set("noloco_outer_last_timestamp_seconds", event.time)
+        if event.kind == "paired":
+            self._histograms["noloco_exchange_duration_seconds"].observe(event.seconds)
+            payload = self._histograms["noloco_exchange_payload_bytes"]
+            payload.labels(self._codec, "sent").observe(event.bytes_sent)
+            payload.labels(self._codec, "received").observe(event.bytes_received)
         if event.spread is not None:
-            self._spread.set(event.spread)
+            self._set("noloco_spread", event.spread)
         if event.difference_norm is not None:
-            self._difference.set(event.difference_norm)
+            self._set("noloco_difference_norm", event.difference_norm)
 
     def _account(self, event: Account) -> None:
-        self._clock.set(event.clock)
-        self._target.set(event.target)
-        self._held.set(event.held_at_end)
-        self._lag.set(event.loop_lag_seconds)
+        self._set("noloco_clock_tokens", event.clock)
+        self._set("noloco_target_tokens", event.target)
+        self._set("noloco_microbatches_held", event.held_at_end)
+        self._set("noloco_microbatches_in_flight", event.in_hand)
+        self._set("noloco_device_queue", event.queued)
+        self._set("noloco_event_loop_lag_seconds", event.loop_lag_seconds)
+        self._set("noloco_directory_records", event.directory_records)
+        self._set("noloco_directory_age_seconds", event.directory_age_seconds)
+        self._set("noloco_banned_peers", event.strangers.banned_now)
+        self._set("noloco_set_aside_peers", event.strangers.set_aside_now)
+        for what, count in event.device_memory.items():
+            self._set("noloco_device_memory_bytes", count, what)
         for stage, count in enumerate(event.nodes_per_stage):
-            self._live.labels(str(stage)).set(count)
-            self._missing.labels(str(stage)).set(stage in event.missing_stages)
+            self._set("noloco_live_replicas", count, str(stage))
+            self._set("noloco_stage_missing", stage in event.missing_stages, str(stage))
+        self._hops.told = event.hop_seconds or self._hops.told
+        self._use_of_device(event)
+        self._counts(event)
+
+    def _use_of_device(self, event: Account) -> None:
+        """A node that moved has another replica's books, but the same compute thread."""
+        for work, seconds in event.busy_by_work.items():
+            self._add("noloco_device_busy_seconds_total", self._last.rise("busy", work, seconds), work)
+        idle = self._utilization.account(event)
+        if idle is not None:
+            self._add("noloco_device_idle_seconds_total", idle.seconds, idle.reason)
+        if self._utilization.ratio is not None:
+            self._set("noloco_model_flop_utilization_ratio", self._utilization.ratio)
+
+    def _counts(self, event: Account) -> None:
         rise = self._last.rise
         if self._resumed:  # what the books held at the start was counted in an earlier life
             self._resumed = False
             for outcome in MICROBATCH_OUTCOMES:
                 rise("microbatches", outcome, getattr(event, outcome))
-        self._busy.inc(rise("busy", "", event.busy_seconds))
         for outcome in MICROBATCH_OUTCOMES:
-            self._microbatches.labels(outcome).inc(rise("microbatches", outcome, getattr(event, outcome)))
-        for reason, count in event.refused.items():
-            self._refusals.labels(_bounded(reason)).inc(rise("refused", reason, count))
-        self._banned.set(event.strangers.banned_now)
-        self._set_aside.set(event.strangers.set_aside_now)
-        for family, counter, counts in (
-            ("offences", self._offences, event.strangers.offences),
-            ("bans", self._bans, event.strangers.bans),
-            ("audits", self._audits, event.strangers.audits),
-            ("bounded", self._bounded, event.strangers.bounded),
+            self._add("noloco_microbatches_total", rise("microbatches", outcome, getattr(event, outcome)), outcome)
+        self._add("noloco_data_wait_seconds_total", rise("data", "", event.data_wait_seconds))
+        strangers = event.strangers
+        for name, counts in (
+            ("noloco_refusals_total", event.refused),
+            ("noloco_offences_total", strangers.offences),
+            ("noloco_bans_total", strangers.bans),
+            ("noloco_audits_total", strangers.audits),
+            ("noloco_bounded_total", strangers.bounded),
         ):
             for reason, count in counts.items():
-                counter.labels(_bounded(reason)).inc(rise(family, reason, count))
-        for direction, counts in (("sent", event.bytes_sent), ("received", event.bytes_received)):
-            self._traffic(direction, counts)
+                self._add(name, rise(name, reason, count), _bounded(reason))
+        for direction, traffic in (("sent", event.bytes_sent), ("received", event.bytes_received)):
+            for kind, count in traffic.items():
+                self._add("noloco_bytes_total", rise(direction, kind, count), kind, direction)
 
     def _checkpoint(self, event: CheckpointTaken) -> None:
-        self._checkpoints.labels("failed" if event.error else "written").inc()
-        self._checkpoint_held.inc(event.held_seconds)
+        self._add("noloco_checkpoints_total", 1, "failed" if event.error else "written")
+        self._add("noloco_checkpoint_held_seconds_total", event.held_seconds)
         if not event.error:
-            self._checkpoint_time.set(event.time)
+            self._set("noloco_checkpoint_last_timestamp_seconds", event.time)
 
-    def _traffic(self, direction: str, counts: Mapping[str, int]) -> None:
-        for kind, count in counts.items():
-            self._bytes.labels(kind, direction).inc(self._last.rise(direction, kind, count))
+
+class _Told:
+    """A histogram whose counts are kept elsewhere (`Meter`), and told now and then."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+        self.told = Distribution(bounds=metric.buckets, counts=(0,) * (len(metric.buckets) + 1), sum=0.0)
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Called by the registry."""
+        told = self.told
+        bounds = [*(str(bound) for bound in told.bounds), "+Inf"]
+        counts = [float(count) for count in accumulate(told.counts)]
+        family = HistogramMetricFamily(self.metric.name, self.metric.help)
+        family.add_metric([], list(zip(bounds, counts, strict=True)), told.sum)
+        yield family
 
 
 def _bounded(reason: str) -> str:

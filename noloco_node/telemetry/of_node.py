@@ -12,11 +12,15 @@ from noloco_node.aio import Heartbeat
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.telemetry.events import AnyEvent, EventFile
 from noloco_node.telemetry.logging import NodeLog, configure_logging
+from noloco_node.telemetry.memory_limit import MemoryWatch, memory_use
 from noloco_node.telemetry.metrics import Metrics
 from noloco_node.telemetry.node_display import NodeDisplay, own_terminal
 from noloco_node.telemetry.node_pages import NodePages
 from noloco_node.telemetry.state import LogTail, NodeState, Surroundings
 from noloco_node.telemetry.web import WebServer
+
+MEMORY_BEATS = 5
+"""Beats of the heart from one look at the memory to the next."""
 
 
 class Telemetry:
@@ -29,8 +33,9 @@ class Telemetry:
         terminal = own_terminal()
         self._display = None if terminal is None else NodeDisplay(self._log.view, terminal)
         self._metrics = Metrics()
-        self._metrics.watch_process(loop)
-        self._heartbeat = Heartbeat(loop)
+        self._metrics.watch_process(loop, memory_use)
+        self._memory = MemoryWatch(self.emit)
+        self._heartbeat = Heartbeat(loop, self._look_at_memory)
         self._state = NodeState(__version__, self._log.view, tail)
         self._pages = NodePages(self._metrics, self._state, self._heartbeat)
         self._web = WebServer(self._pages.answers())
@@ -64,6 +69,10 @@ class Telemetry:
         self._state.observe(event)
         if self._display is not None:
             self._display.observe(event)
+
+    def _look_at_memory(self, beats: int) -> None:
+        if beats % MEMORY_BEATS == 0:
+            self._memory.look()
 
     def close(self) -> None:
         """Take the pages down and close the file."""

@@ -39,6 +39,7 @@ class ComputeThread:
         self._queue = _Waiting()
         self._stopping = False
         self.busy_seconds = 0.0
+        self._busy = dict.fromkeys(Priority, 0.0)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -47,12 +48,17 @@ class ComputeThread:
         """Calls that wait for their turn."""
         return len(self._queue)
 
+    @property
+    def busy_by_work(self) -> dict[str, float]:
+        """`busy_seconds` by what was worked on."""
+        return {work.name.lower(): seconds for work, seconds in self._busy.items() if work is not Priority.STOP}
+
     async def run(self, priority: Priority, work: Callable[[], T], turn: Turn = OWN) -> T:
         """Run `work` on the device thread; its result or exception comes back. Forwards go by their `turn`."""
         if self._stopping:
             raise RuntimeError("the compute thread is closed")
         future: asyncio.Future[T] = self._loop.create_future()
-        self._queue.put(priority, lambda: self._carry_out(work, future), turn)
+        self._queue.put(priority, lambda: self._carry_out(priority, work, future), turn)
         return await future
 
     async def close(self) -> None:
@@ -62,7 +68,7 @@ class ComputeThread:
             self._queue.put(Priority.STOP, _leave, OWN)
         await asyncio.to_thread(self._thread.join)
 
-    def _carry_out(self, work: Callable[[], T], future: asyncio.Future[T]) -> None:
+    def _carry_out(self, priority: Priority, work: Callable[[], T], future: asyncio.Future[T]) -> None:
         if future.cancelled():
             return
         started = time.monotonic()
@@ -73,7 +79,9 @@ class ComputeThread:
         else:
             self._loop.call_soon_threadsafe(_settle, future, result, None)
         finally:
-            self.busy_seconds += time.monotonic() - started
+            took = time.monotonic() - started
+            self.busy_seconds += took
+            self._busy[priority] += took
 
     def _work(self) -> None:
         while True:

@@ -194,6 +194,21 @@ class StageWorker:
         return self._thread.busy_seconds
 
     @property
+    def busy_by_work(self) -> dict[str, float]:
+        """`busy_seconds` by what the device worked on: step, backward, forward, draw."""
+        return self._thread.busy_by_work
+
+    @property
+    def device_memory(self) -> dict[str, int]:
+        """Bytes of the GPU: allocated and reserved by this process, free and total; empty for the processor."""
+        device = self._trainer.device
+        if device.type != "cuda":
+            return {}
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        return {"allocated": torch.cuda.memory_allocated(device), "reserved": reserved, "free": free, "total": total}
+
+    @property
     def queued(self) -> int:
         """Calls that wait for the device."""
         return self._thread.waiting

@@ -6,7 +6,11 @@ import asyncio
 
 import pytest
 
-from noloco_node.telemetry.events import Evaluation, P2pdRestarted
+from noloco_node.compute_device import peak_of
+from noloco_node.telemetry.events import Doing, Evaluation, P2pdRestarted
+from noloco_node.telemetry.memory_limit import MemoryUse
+from noloco_node.telemetry.meters import Meter
+from noloco_node.telemetry.metric_table import HOP_SECONDS
 from noloco_node.telemetry.metrics import Metrics
 from tests.telemetry import made_events as made
 
@@ -42,7 +46,7 @@ def test_metrics_follow_the_events_of_a_whole_run() -> None:
 async def test_what_the_process_holds_is_counted_when_asked() -> None:
     """Memory and descriptors, and one task more while one more runs: counted on the endpoint's thread as in a node."""
     metrics = Metrics()
-    metrics.watch_process(asyncio.get_running_loop())
+    metrics.watch_process(asyncio.get_running_loop(), lambda: MemoryUse(1000, 400, "a test"))
 
     async def tasks() -> float:
         return await asyncio.to_thread(value, metrics, "noloco_tasks") or 0.0
@@ -54,17 +58,84 @@ async def test_what_the_process_holds_is_counted_when_asked() -> None:
     assert (value(metrics, "noloco_threads") or 0) >= 1
     assert (value(metrics, "process_resident_memory_bytes") or 0) > 1e7
     assert (value(metrics, "process_open_fds") or 0) > 3
+    assert value(metrics, "noloco_memory_limit_bytes") == 1000
+    assert value(metrics, "noloco_memory_used_bytes") == 400
+
+
+def test_exchanges_and_hops_are_spread_over_buckets() -> None:
+    """Duration and payload of each paired step; hops as the node's own meter counted them, its beginnings aside."""
+    metrics = Metrics()
+    metrics.observe(made.started("s0-r0").model_copy(update={"codec": "int4"}))
+    for seconds in (0.3, 0.4, 7.0):
+        metrics.observe(made.outer_step(1, "s0-r1", seconds=seconds))
+    metrics.observe(made.outer_step(1, None, kind="alone", seconds=0.1))
+    meter = Meter(HOP_SECONDS)
+    for seconds in (0.01, 0.02, 99.0):
+        meter.add(seconds)
+    metrics.observe(made.account(hop_seconds=meter.distribution()))
+    for le, count in (("0.25", 0), ("0.5", 2), ("10.0", 3), ("+Inf", 3)):
+        assert value(metrics, "noloco_exchange_duration_seconds_bucket", le=le) == count
+    assert value(metrics, "noloco_exchange_payload_bytes_sum", codec="int4", direction="sent") == 3 * 3_200_000
+    for le, count in (("0.01", 1), ("0.025", 2), ("30.0", 2), ("+Inf", 3)):
+        assert value(metrics, "noloco_hop_duration_seconds_bucket", le=le) == count
+    assert value(metrics, "noloco_hop_duration_seconds_sum") == pytest.approx(99.03)
+
+
+def test_idle_time_is_put_down_to_what_the_node_waited_for() -> None:
+    """With microbatches of its own elsewhere, without any, and while a stage has no replica; busy time is none."""
+    metrics, since = Metrics(), {"since": 0.0, "detail": "training"}
+    metrics.observe(made.account(time=100.0, busy_seconds=10.0))
+    metrics.observe(made.account(time=102.0, busy_seconds=11.5, in_hand=3))
+    metrics.observe(made.account(time=104.0, busy_seconds=11.5, in_hand=0))
+    metrics.observe(Doing.model_validate({"what": "waiting_for_peers", **since}))
+    metrics.observe(made.account(time=110.0, busy_seconds=11.5))
+    idle = [("answers", 0.5), ("microbatches", 2.0), ("no_replica", 6.0)]
+    assert [(why, value(metrics, "noloco_device_idle_seconds_total", reason=why)) for why, _ in idle] == idle
+
+
+def test_work_of_the_model_is_held_against_the_peak_of_its_device_where_that_is_known() -> None:
+    """512 tokens a second of 2 MFLOP each on a device of 10 GFLOP/s, over the last minute; none without a peak."""
+    known = {"flop_per_token": 2e6, "peak_flop_per_second": 1e10}
+    for peak in (known, {"flop_per_token": 2e6}):
+        metrics = Metrics()
+        metrics.observe(made.started("s0-r0").model_copy(update=peak))
+        for second in range(1, 200):
+            metrics.observe(made.inner_step(second))
+            metrics.observe(made.account(time=1000.0 + second))
+        assert value(metrics, "noloco_model_flop_total") == pytest.approx(199 * 512 * 2e6)
+        ratio = value(metrics, "noloco_model_flop_utilization_ratio")
+        assert ratio == (pytest.approx(0.1024) if "peak_flop_per_second" in peak else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4e12),
+        ("NVIDIA H100 PCIe", "bf16", 756.5e12),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12),
+        ("NVIDIA A10", "bf16", 125e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+        ("Tesla V100-SXM2-16GB", "bf16", None),
+        ("cpu", "fp32", None),
+    ],
+)
+def test_the_peak_of_a_device_is_known_by_its_name_or_not_at_all(
+    device: str, precision: str, peak: float | None
+) -> None:
+    """Kin have other names and other peaks."""
+    assert peak_of(device, precision) == peak
 
 
 def test_totals_of_accounts_become_rises_of_counters() -> None:
     """Two accounts with running totals do not add up to their sum."""
     metrics = Metrics()
-    metrics.observe(made.account(drawn=10, refused={"busy": 2}, busy_seconds=1.5))
-    metrics.observe(made.account(drawn=25, refused={"busy": 2, "draining": 1}, busy_seconds=4.0))
+    metrics.observe(made.account(drawn=10, refused={"busy": 2}, busy_by_work={"step": 1.0, "forward": 0.5}))
+    metrics.observe(made.account(drawn=25, refused={"busy": 2, "draining": 1}, busy_by_work={"step": 1.5}))
     assert value(metrics, "noloco_microbatches_total", outcome="drawn") == 25
     assert value(metrics, "noloco_refusals_total", reason="busy") == 2
     assert value(metrics, "noloco_refusals_total", reason="draining") == 1
-    assert value(metrics, "noloco_busy_seconds_total") == 4.0
+    assert value(metrics, "noloco_device_busy_seconds_total", work="step") == 1.5
+    assert value(metrics, "noloco_device_busy_seconds_total", work="forward") == 0.5
 
 
 def test_what_an_earlier_life_counted_is_not_counted_again() -> None:
@@ -84,7 +155,7 @@ def test_checkpoints_are_counted_by_outcome() -> None:
     assert value(metrics, "noloco_checkpoints_total", outcome="written") == 2
     assert value(metrics, "noloco_checkpoints_total", outcome="failed") == 1
     assert value(metrics, "noloco_checkpoint_held_seconds_total") == pytest.approx(0.03)
-    assert value(metrics, "noloco_checkpoint_seconds_since_1970") == 1000.0
+    assert value(metrics, "noloco_checkpoint_last_timestamp_seconds") == 1000.0
 
 
 def test_restarts_of_p2pd_are_counted_by_cause() -> None:

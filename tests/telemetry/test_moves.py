@@ -37,7 +37,7 @@ def test_metrics_follow_a_move_and_name_the_stage_that_is_waited_for() -> None:
     metrics.observe(MOVED)
     assert value("noloco_moves_total", {"why": "lost"}) == 1.0
     assert value("noloco_stage_parameters") == 1234.0
-    info = {"version": "0.1.0", "run_id": "0123456789abcdef0123456789abcdef", "stage": "1"}
+    info = {"version": "0.1.0", "run_id": "0123456789abcdef0123456789abcdef", "stage": "1", "device": ""}
     assert value("noloco_node_info", info) == 1.0
 
 
