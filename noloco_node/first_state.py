@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.beginning import ASK_SECONDS, BEGINNINGS, DOUBT_SECONDS, HEARD, run_has_ended, where_to_begin
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.first_look import LOOK_AGAIN_SECONDS
-from noloco_node.swarm.late_join import NoDonor, StateCopier
+from noloco_node.swarm.late_join import BUSY_PATIENCE_SECONDS, NoDonor, StateCopier
 from noloco_node.swarm.membership import SERVING, Membership
 from noloco_node.swarm.transport import PeerId
 from noloco_node.swarm.watch import Watch
@@ -24,7 +25,8 @@ STARTS_ALONE = (
 
 
 class FirstState:
-    """Where a replica of `stage` begins, and whom it may copy. `joined`: it was let in by others."""
+    """Where a replica of `stage` begins, and whom it may copy. `entrances` are the peers by which it came in; the run
+    begins with a node that has none."""
 
     def __init__(
         self,
@@ -35,7 +37,7 @@ class FirstState:
         copier: StateCopier,
         watch: Watch,
         *,
-        joined: bool,
+        entrances: Collection[PeerId],
     ) -> None:
         self._spec = spec
         self._stage = stage
@@ -43,7 +45,8 @@ class FirstState:
         self._membership = membership
         self._copier = copier
         self._watch = watch
-        self._joined = joined
+        self._entrances = entrances
+        self._joined = bool(entrances)
 
     async def take(self, own_clock: float | None) -> PeerId | None:
         """Copy a fellow's state where that is where to begin (`where_to_begin`); the donor, or None where the weights
@@ -56,6 +59,7 @@ class FirstState:
             self._stage,
             self._spec.max_lag_tokens,
             joined=joined,
+            entrances=self._entrances,
             finished=self._said_to_be_over(),
             unrecorded=bool(self._membership.unrecorded()),
         )
@@ -67,7 +71,7 @@ class FirstState:
         if begin.source != "peer":
             return None
         try:
-            return await self._copy_a_fellow()
+            return await self._copy_a_fellow(DOUBT_SECONDS if begin.doubtful else BUSY_PATIENCE_SECONDS)
         except NoDonor as error:
             explained = error.explained(self._spec, self._stage)
             if own_clock is None and not begin.doubtful:
@@ -97,10 +101,10 @@ class FirstState:
     def _said_to_be_over(self) -> bool:
         return any(record.finished for record in self._membership.others(*PeerState))
 
-    async def _copy_a_fellow(self) -> PeerId:
-        """Become a copy of a fellow. Raises NoDonor."""
+    async def _copy_a_fellow(self, patience: float) -> PeerId:
+        """Become a copy of a fellow; busy ones are waited for `patience` seconds. Raises NoDonor."""
         self._watch.say("downloading", f"a fellow's state of stage {self._stage}")
-        donor, _ = await self._copier.copy_best(self.possible_donors)
+        donor, _ = await self._copier.copy_best(self.possible_donors, patience)
         return donor
 
     async def possible_donors(self) -> list[PeerId]:

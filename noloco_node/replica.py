@@ -33,7 +33,7 @@ from noloco_node.swarm.late_join import StateCopier
 from noloco_node.swarm.membership import Membership, OwnFigures
 from noloco_node.swarm.microbatch import Ledger, Sample
 from noloco_node.swarm.origin import Origin
-from noloco_node.swarm.peer_addresses import parse_address
+from noloco_node.swarm.peer_addresses import peers_at
 from noloco_node.swarm.pipeline import Downstream, PipelineServer
 from noloco_node.swarm.probation import Standing
 from noloco_node.swarm.records_call import serve_records
@@ -163,7 +163,7 @@ class Replica:
             self.membership.introduced,
             self._directory_read,
             random.Random(f"roll/{self._settings.seed}/{self._transport.peer_id}"),
-            entrances=[parse_address(address).peer for address in self._settings.initial_peers],
+            entrances=peers_at(self._settings.initial_peers),
         )
 
     def _make_server(self, stage: Stage) -> PipelineServer:
@@ -226,7 +226,7 @@ class Replica:
             self.membership,
             self._copier,
             self._watch,
-            joined=bool(self._settings.initial_peers),
+            entrances=peers_at(self._settings.initial_peers),
         )
 
     def _make_origin(self, samples: Samples) -> Origin:

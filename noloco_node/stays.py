@@ -27,7 +27,7 @@ from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.known_peers import Held
 from noloco_node.swarm.membership import SERVING
 from noloco_node.swarm.microbatch import Ledger
-from noloco_node.swarm.peer_addresses import parse_address
+from noloco_node.swarm.peer_addresses import peers_at
 from noloco_node.swarm.relocation import Move, Relocation, Standing
 from noloco_node.swarm.roll_call import SWEEP_SECONDS, RollCall
 from noloco_node.swarm.transport import PeerId, Transport
@@ -93,7 +93,7 @@ class Stays:
             introduced,
             lambda: None,
             self._rng,
-            entrances=[parse_address(address).peer for address in self._settings.initial_peers],
+            entrances=peers_at(self._settings.initial_peers),
         )
 
     async def _ask_all(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -35,8 +35,8 @@ class Beginning:
     """`nowhere`: nobody trains any more, and this node has nothing to add."""
     why: str
     doubtful: bool = False
-    """Most of those that answer are not past the first outer round: where no fellow gives its state, the run has only
-    just begun."""
+    """Most of those whose word counts are not past the first outer round: where no fellow gives its state, the run has
+    only just begun."""
 
 
 def where_to_begin(
@@ -46,6 +46,7 @@ def where_to_begin(
     max_lag: float,
     *,
     joined: bool = True,
+    entrances: Collection[str] = (),
     finished: bool = False,
     unrecorded: bool = False,
 ) -> Beginning:
@@ -54,16 +55,18 @@ def where_to_begin(
 
     `own_clock` is the checkpoint's (None: there is none), `others` are the records, of all stages without the own, of
     those that answer this node. `joined`: it was let in by others; where it was not the run begins with it, and nobody
-    can tell it that it is over. `finished`: a record says that the run has come to its end, and nobody answers for it;
-    `unrecorded`: somebody answers who serves the run, and no record of it was found: then no record's word ends it.
+    can tell it that it is over. `entrances`: the peers that it was told to join; whether the run has just begun is for
+    those of them to say that serve a stage, since anybody else may answer under as many keys as it likes. `finished`: a
+    record says that the run has come to its end, and nobody answers for it; `unrecorded`: somebody answers who serves
+    the run, and no record of it was found: then no record's word ends it.
     How far the swarm is, is the median of the fellows' recorded clocks, or of everyone's where no fellow lives.
     """
     others = [record for record in others if record.state in HEARD]
     serving = [record for record in others if record.state in SERVING]
-    past = sum(record.outer_rounds > 0 for record in serving)
-    if not past:
+    if not any(record.outer_rounds > 0 for record in serving):
         return _before_the_first_round(own_clock, others, ended=joined and finished and not unrecorded)
-    doubtful = not joined or 2 * past <= len(serving)
+    asked = [record for record in serving if record.peer_id in entrances] or serving
+    doubtful = not joined or 2 * sum(record.outer_rounds > 0 for record in asked) <= len(asked)
     fellows = [record.clock for record in serving if record.stage == stage]
     ahead = median(fellows or [record.clock for record in serving]) - (own_clock or 0.0)
     if own_clock is not None and ahead <= max_lag:

@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -133,6 +133,11 @@ async def try_peers(texts: Sequence[str], within: float) -> tuple[list[PeerAddre
         # A peer that is just starting gives no sign that could be awaited: asking again is the only way.
         await asyncio.sleep(RETRY_SECONDS)
     return [], reasons
+
+
+def peers_at(addresses: Iterable[str]) -> list[PeerId]:
+    """The peers that these addresses name. ValueError as `parse_address`."""
+    return [parse_address(text).peer for text in addresses]
 
 
 def log_passed_over(reasons: Mapping[str, str]) -> None:

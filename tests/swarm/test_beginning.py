@@ -86,6 +86,18 @@ def test_one_of_several_that_claims_to_be_ahead_is_doubted() -> None:
     assert not where_to_begin(None, [record(0, 9000.0), *fresh[:1], record(0, 9001.0)], 0, MAX_LAG).doubtful
 
 
+def test_whether_the_run_has_just_begun_is_for_those_to_say_that_a_joiner_was_told_to_join() -> None:
+    """Any number of others may answer and claim what they like; where no node that it was told to join serves a stage,
+    all are believed."""
+    liars = [record(0, 9000.0 + each, rounds=1) for each in range(50)]
+    named = record(1, 5.0, rounds=0)
+    assert where_to_begin(None, [*liars, named], 0, MAX_LAG, entrances=[named.peer_id]).doubtful
+    assert not where_to_begin(None, [*liars, named], 0, MAX_LAG, entrances=["a-seed-without-a-stage"]).doubtful
+    fresh = [record(1, float(each), rounds=0) for each in range(50)]
+    ahead = record(1, 9000.0)
+    assert not where_to_begin(None, [*fresh, ahead], 0, MAX_LAG, entrances=[ahead.peer_id]).doubtful
+
+
 def test_a_node_that_comes_back_does_not_count_itself() -> None:
     """Its former life's record is still in the directory, and does not stand for another node."""
     names = (PeerId("peer-other"), PeerId("peer-itself"))

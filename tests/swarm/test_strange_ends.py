@@ -24,6 +24,7 @@ from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.swarm.memory_directory import MemoryDirectory
 from noloco_node.swarm.memory_transport import Fault, FaultKind
 from noloco_node.swarm.p2p_daemon import running_p2p
+from noloco_node.swarm.transport import Refusal, Refused
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import NAMED, Swarm, World, libp2p_world, micro_spec, peer_name, run_to_the_end, world
 
@@ -215,6 +216,31 @@ async def test_a_stranger_that_answers_and_claims_to_be_ahead_keeps_no_run_from_
         assert not stranger.donor.accepting
         await other.membership.announce(PeerState.TRAINING)
         assert await joiner.become_current() is None
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["silent", "busy"])
+async def test_most_of_those_that_answer_may_claim_to_be_ahead_and_keep_no_run_from_starting(
+    monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
+    """Two keys at the joiner's stage say that it is past its first round, and give nothing or are busy for ever. The
+    one node that it was told to join has just begun."""
+    monkeypatch.setattr(late_join, "AWAY_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(late_join, "BUSY_PAUSE_SECONDS", (0.001, 0.001))
+    monkeypatch.setattr(first_state, "DOUBT_SECONDS", 0.05)
+    async with world(short_run(), replicas=3, settings=JOINS) as made:
+        joiner, other = made.replicas[0], made.replicas[3]
+        for stranger in made.replicas[1:3]:
+            await haunt(made, PeerState.TRAINING, name=stranger._transport.peer_id)
+            stranger.donor.accepting = busy
+            stranger.donor._refuse_relayed = refuses  # type: ignore[method-assign]
+        await other.membership.announce(PeerState.TRAINING)
+        joiner._first_state._entrances = [other._transport.peer_id]
+        assert await asyncio.wait_for(joiner.become_current(), 20) is None
+
+
+async def refuses(_: object) -> None:
+    """A donor that is always busy."""
+    raise Refused(Refusal.BUSY, "an older snapshot is being read")
 
 
 @pytest.fixture
