@@ -109,6 +109,10 @@ class RecordStore:
         """The keys that records are held under."""
         return tuple(self._rows)
 
+    def count(self, key: bytes) -> int:
+        """Records under `key`; the life of some may have ended."""
+        return len(self._rows.get(key, ()))
+
     def held(self, key: bytes, signer: PeerId) -> Held | None:
         """What is held of `signer` under `key`; its life may have ended."""
         return self._rows.get(key, {}).get(signer)
@@ -139,6 +143,10 @@ class RecordStore:
             return known
         regular = held.last_direct - held.first_direct >= REGULAR_SECONDS and now - held.last_direct < REGULAR_SECONDS
         return Esteem.KNOWN if regular else Esteem.DIRECT
+
+    def standing(self, peer: PeerId) -> Esteem:
+        """What is known of a peer by itself, whatever it has brought."""
+        return self._esteem(peer)
 
     def forget(self, key: bytes, signer: PeerId) -> None:
         """Hold nothing of `signer` under `key`."""

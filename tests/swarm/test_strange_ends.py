@@ -129,12 +129,12 @@ async def flat(task: asyncio.Task[None], within: float) -> None:
 async def test_an_origin_that_is_cut_off_near_the_end_learns_that_the_run_is_over() -> None:
     """From all peers, but not from the directory. The others end, and so does it."""
     async with world(short_run(steps=60), replicas=2) as made:
-        lost = made.replicas[0]
+        lost, own = made.replicas[0], peer_name(0, 0)
         target = lost.spec.inner.target_tokens
         async with lives(*made.replicas) as tasks:
             await eventually(lambda: lost.worker.progress.clock > 0.92 * target, 20, what="it is near the end")
-            for side in ("source", "target"):
-                made.network.inject(Fault(FaultKind.UNREACHABLE, **{side: peer_name(0, 0)}))
+            for side in (Fault(FaultKind.UNREACHABLE, source=own), Fault(FaultKind.UNREACHABLE, target=own)):
+                made.network.inject(side)
             await ended(tasks[1:], 20)
             await ended(tasks[:1], 20)
 
