@@ -189,7 +189,7 @@ class RollCall:
                 peer = left.pop()
                 if (asked := self._asked.get(peer)) is not None:
                     await self._ask(peer, asked, min(CALL_SECONDS, max(SHORTEST_CALL_SECONDS, seconds)))
-                    self._found = self._found or (asked.record is not None and self._confirmed(peer))
+                    self._found = self._found or (asked.record is not None and is_there(self._known, asked.record))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(BURST, len(left))):
@@ -264,6 +264,8 @@ class RollCall:
         return min(LOOK_SECONDS, max(1.0 / CALLS_A_SECOND, min(waits))) if waits else None
 
     async def _ask(self, peer: PeerId, asked: _Asked, timeout: float = CALL_SECONDS) -> None:
+        if self._asked.get(peer) is not asked:  # the directory was read since: its record's life is over
+            return
         before = self._known.answers(peer), self._known.of(peer).stage
         sampled = self._kind(peer) == INTRODUCED or self._known.of(peer).drawn is not None
         at_random, record = sampled and not self._pressing(peer), asked.record

@@ -155,3 +155,22 @@ async def test_who_falls_silent_is_asked_again_soon_and_no_longer_counts() -> No
             running.cancel()
             await asyncio.wait((running,))
     assert METHOD in made.transport.traffic.sent
+
+
+async def test_a_record_that_goes_between_the_choice_and_the_call_ends_no_node() -> None:
+    """A call is chosen, and before it begins the directory is read, which shows its peer no more: a ghost whose life is
+    over must not end whoever was about to ask it."""
+    async with hall() as made:
+        made.records.append(record("ghost-about-to-go"))
+        made.roll.look()
+        running = asyncio.create_task(made.roll.run())
+        try:
+            await asyncio.sleep(0)  # the call is chosen now, and not begun
+            made.records.clear()
+            honest = made.add("peer-that-serves")
+            made.roll.look()
+            await eventually(lambda: made.there(honest))
+            assert not running.done()
+        finally:
+            running.cancel()
+            await asyncio.wait((running,))
