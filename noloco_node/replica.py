@@ -55,8 +55,6 @@ logger = logging.getLogger(__name__)
 ACCOUNT_SECONDS = 2.0
 DRAIN_LOOK_SECONDS = 0.1
 LAST_LOOK_SECONDS = 0.3
-ORIGIN_SECONDS = 60.0
-"""How long the clock that a microbatch's origin named is taken for its present one."""
 
 
 async def on_its_device(spec: RunSpec, settings: NodeSettings, stage: Stage, thread: ComputeThread) -> PlacedStage:
@@ -481,7 +479,7 @@ class Replica:
 
     def _report_inner_step(self, report: InnerReport) -> None:
         if self.stage > 0:
-            self.worker.origins_clock = self.server.origins_seen.median_clock(ORIGIN_SECONDS)
+            self.worker.origins_lead = self.server.origins_seen.lead(self.worker.copied_at)
         self._pace.step(report.result.tokens, time.monotonic())
         self.standing.loss.add(report.result.loss, report.result.tokens)
         self.standing.met(None, report.progress.steps)

@@ -17,7 +17,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.origins_seen import OriginsSeen
+from noloco_node.swarm.origins_seen import OriginsSeen, Voice, median_voice
 from noloco_node.swarm.transport import PeerId
 
 NEAR_TARGET = 0.9
@@ -211,10 +211,10 @@ class EndOfRun:
 
     def _have_ended(self, now: float) -> bool:
         near, still = near_from(self._target, self._max_lag), now - LATE_GRACES * self._grace
-        heard = [k for k in self._known.values() if k.word is not PeerState.TRAINING or k.rose_at > still]
-        ended = [known.word is PeerState.FINISHING and known.clock > near for known in heard]
-        trains = any(known.word is PeerState.TRAINING for known in heard)
-        return self._origins is not None and not trains and 2 * sum(ended) > len(ended)
+        heard = {p: k for p, k in self._known.items() if k.word is not PeerState.TRAINING or k.rose_at > still}
+        trains = any(known.word is PeerState.TRAINING for known in heard.values())
+        ended = {p: known.word is PeerState.FINISHING and known.clock > near for p, known in heard.items()}
+        return self._origins is not None and not trains and self._is_true_of_most(ended)
 
     def _is_near(self) -> bool:
         seen = self._origins.furthest_clock(self._max_lag, self._memory) if self._origins is not None else None
@@ -226,14 +226,17 @@ class EndOfRun:
         return 2 * ORPHAN_GRACES * self._grace
 
     def _most_have_finished(self) -> bool:
-        """A sender is one voice, however many origins it names. On stage 0 nobody is outvoted: who trains goes on."""
-        voices: dict[PeerId, list[bool]] = {}
-        for seen in self._origins.latest(self._memory) if self._origins is not None else ():
-            word = self._known[seen.origin].word
-            if word is not PeerState.GONE:
-                voices.setdefault(seen.sender, []).append(word is PeerState.FINISHING)
-        agreed = sum(2 * sum(finished) > len(finished) for finished in voices.values())
-        return 2 * agreed > len(voices)
+        """On stage 0 nobody is outvoted: who trains goes on."""
+        words = {peer: known.word for peer, known in self._known.items() if known.word is not PeerState.GONE}
+        finished = {peer: word is PeerState.FINISHING for peer, word in words.items()}
+        return self._origins is not None and self._is_true_of_most(finished)
+
+    def _is_true_of_most(self, origins: Mapping[PeerId, bool]) -> bool:
+        """By the work of these origins that was trained here, whatever number of names stands for it; where none was,
+        by their number."""
+        seen = self._origins.latest(self._memory) if self._origins is not None else ()
+        worked = [Voice(s.sender, s.origin, origins[s.origin], s.tokens) for s in seen if s.origin in origins]
+        return bool(median_voice(worked or (Voice(peer, peer, true, 1) for peer, true in origins.items())))
 
     def _counting(self, records: Mapping[PeerId, PeerRecord]) -> Collection[PeerId]:
         """Origins that count: those worked with, on stage 0 also those that answer and say that they train, for they

@@ -55,7 +55,7 @@ class MicrobatchHeader(WireModel):
     origin: PeerName
     """Peer id of the node that drew it; like its clock passed on unchanged by each hop, and the word of the sender."""
     origin_clock: ClockValue
-    """The origin's clock (tokens) when it drew it."""
+    """The origin's clock (tokens) once it and all that the origin drew before it are trained."""
     protocol: ProtocolVersion = PROTOCOL_VERSION
 
     @property

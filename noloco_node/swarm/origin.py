@@ -160,7 +160,7 @@ class Origin:
         if self._downstream is None:
             await self._worker.loss(inputs, labels, draw=True)
             return
-        passage, drawn = Passage(), DrawnBy(self._downstream.peer_id, self._worker.progress.clock)
+        passage, drawn = Passage(), self._drawn(self._downstream, labels.numel())
         try:
             outputs = await self._worker.forward(inputs, passage, draw=True)
             outgoing = self._outgoing("train", drawn, outputs, labels)
@@ -183,10 +183,15 @@ class Origin:
             outputs = await self._worker.evaluate(inputs)
         except MicrobatchNotFinite as error:
             raise HopFailed(Refusal.NOT_FINITE, str(error), reached=True) from None
-        drawn = DrawnBy(self._downstream.peer_id, self._worker.progress.clock)
+        drawn = self._drawn(self._downstream, labels.numel())
         outgoing = self._outgoing("evaluate", drawn, outputs, labels)
         result = await self._downstream.send(outgoing, self._spec.pipeline.budget_seconds)
         return result.loss_sum, result.tokens
+
+    def _drawn(self, downstream: Downstream, tokens: int) -> DrawnBy:
+        """Later stages train before this one does: what is under way counts as trained, each with so many tokens."""
+        coming = self.under_way * tokens * self._worker.live_replicas
+        return DrawnBy(downstream.peer_id, self._worker.progress.clock + coming)
 
     @staticmethod
     def _outgoing(mode: Mode, drawn: DrawnBy, outputs: Tensor, labels: Tensor) -> Outgoing:

@@ -335,7 +335,8 @@ class PipelineServer:
             tokens = int(answer.header["tokens"])
             self._ledger.note_served(peer, tokens)
             self._acquaintances.worked(peer, tokens)
-            self.origins_seen.saw(header.drawn, peer)
+            own_clock = self._worker.progress.clock
+            self.origins_seen.saw(header.drawn, peer, tokens=tokens, own_clock=own_clock)
         return answer
 
     def hand_back(self) -> None:

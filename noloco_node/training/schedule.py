@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
-FREE_LAG = 0.1
+FREE_LAG = 0.05
 """Share of the lag that is allowed between replicas within which a stage's clock is not tied."""
+PACE_A_LAG = 2.0
+"""By how much faster or slower a clock runs for each such lag beyond it. With more the clocks of short windows swing:
+what is heard of the origins is some microbatches old."""
 SLOWEST_PACE = 0.5
 FASTEST_PACE = 1.5
 """Bounds of `tied_pace`: what a stage is told of its origins may be a lie."""
@@ -19,18 +22,18 @@ def learning_rate(clock: float, *, peak: float, minimum_ratio: float, warmup: in
     return peak * (minimum_ratio + (1 - minimum_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def tied_pace(clock: float, origins: float | None, lag: float) -> float:
-    """By how much faster or slower a later stage counts its own tokens, so that its clock stays with `origins`, where
-    those stand whose microbatches it trains (None: not known).
+def tied_pace(lead: float | None, lag: float) -> float:
+    """By how much faster or slower a later stage counts its own tokens, so that its clock stays with those of the
+    origins whose microbatches it trains: these are ahead of it by `lead` (None: not known).
 
-    All clocks are in swarm tokens. Within `FREE_LAG` of `lag` it keeps its own time: what it hears is a few steps old.
-    A clock that is ahead by a tenth of `lag` more runs a tenth slower: whatever multiplies a stage's work or miscounts
-    its replicas, its clock ends within a part of `lag` of the others.
+    Both in swarm tokens. Within `FREE_LAG` of `lag` it keeps its own time: clocks of replicas differ between two outer
+    steps. A clock that is ahead by a tenth of `lag` more runs a fifth slower: whatever multiplies a stage's work or
+    miscounts its replicas, its clock ends within a part of `lag` of the others.
     """
-    if origins is None:
+    if lead is None:
         return 1.0
-    behind = (origins - clock) / lag
-    beyond = max(0.0, abs(behind) - FREE_LAG)
+    behind = lead / lag
+    beyond = PACE_A_LAG * max(0.0, abs(behind) - FREE_LAG)
     return min(FASTEST_PACE, max(SLOWEST_PACE, 1.0 + math.copysign(beyond, behind)))
 
 

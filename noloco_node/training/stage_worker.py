@@ -6,6 +6,7 @@ All changes of weights and clock happen on the compute thread, between two devic
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -154,9 +155,11 @@ class StageWorker:
         self._on_inner_step = on_inner_step
         self._credit = 0.0
         self.live_replicas = 1
-        self.origins_clock: float | None = None
-        """Where the origins are whose microbatches are trained here (tokens), as they say; None on stage 0 and where it
-        is not known. Set from the event loop like `live_replicas`."""
+        self.origins_lead: float | None = None
+        """How far ahead of this clock the origins are whose microbatches are trained here (tokens), as they say; None
+        on stage 0 and where it is not known. Set from the event loop like `live_replicas`."""
+        self.copied_at = -math.inf
+        """Monotonic seconds at which it became a copy of a fellow: what is known of others' leads is void by then."""
         self.last_trained = LastTrained(0, 0.0)
         """As of the last gradient that was added, with the inner step where one was due. One value, since others read
         it while the device's thread works."""
@@ -345,6 +348,7 @@ class StageWorker:
             self._trainer.load(state["fast"], state)
             self.outer.load(state["slow"], state["momentum"], state.get(TRAIL))
             self.progress = self.progress.as_copy_of(clock, outer_rounds, self._spec.outer.inner_steps)
+            self.origins_lead, self.copied_at = None, time.monotonic()
 
         await self._thread.run(Priority.STEP, work)
 
@@ -422,7 +426,7 @@ class StageWorker:
         if credit is None:
             return
         self._credit = credit
-        pace = tied_pace(self.progress.clock, self.origins_clock, self._spec.max_lag_tokens)
+        pace = tied_pace(self.origins_lead, self._spec.max_lag_tokens)
         self.progress = self.progress.after_inner_step(gathered, live, pace)
         rate = self.current_learning_rate()  # of the clock after these tokens, so that the first step moves
         result = self._trainer.step(rate)

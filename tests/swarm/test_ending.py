@@ -133,11 +133,12 @@ class Swarm:
         for state in states:
             await self.origins[name].announce(state)
 
-    def work(self, *names: PeerId) -> None:
+    def work(self, *names: PeerId, sender: PeerId | None = None, tokens: int = 64) -> None:
         """Microbatches of these origins are trained here now."""
         self.trained = self.time()
         for name in names:
-            self.seen.saw(DrawnBy(name, self.clocks[name]), name)
+            drawn = DrawnBy(name, self.clocks[name])
+            self.seen.saw(drawn, sender or name, tokens=tokens, own_clock=self.clock)
 
     async def verdict(self, graces: float = 0.0) -> Course:
         """After so much time, looking about as often as a node does."""
@@ -248,7 +249,7 @@ async def test_most_origins_need_not_wait_long_for_the_last() -> None:
     swarm = Swarm()
     for name, course in ((A, FINISHED), (B, FINISHED), (C, FINISHED[:1])):
         await swarm.say(name, *course)
-        swarm.work(name)
+        swarm.work(name, tokens=6_400)
     found = [ON]
     while found[-1] is ON and len(found) < 2 * LATE_GRACES:
         swarm.work(C)
@@ -265,10 +266,25 @@ async def test_one_sender_is_one_voice_however_many_origins_it_names() -> None:
     for name in (B, C):
         await swarm.say(name, *FINISHED)
     for _ in range(2 * LATE_GRACES):
-        swarm.trained = swarm.time()
-        for sender, name in ((honest, A), (liar, B), (liar, C)):
-            swarm.seen.saw(DrawnBy(name, TARGET), sender)
+        swarm.work(A, sender=honest, tokens=128)
+        swarm.work(B, C, sender=liar)
         assert await swarm.verdict(1) is ON
+
+
+@pytest.mark.parametrize("finished", [True, False])
+async def test_a_share_of_the_work_decides_and_not_a_number_of_names(finished: bool) -> None:
+    """Near the end, two keys with a fortieth of the work beside one honest origin: their word that they have finished
+    ends nobody while its microbatches come, and their word that they train keeps nobody when it has."""
+    swarm = Swarm()
+    for name, ends in ((A, not finished), (B, finished), (C, finished)):
+        await swarm.say(name, *FINISHED[: 2 if ends else 1])
+    swarm.work(A, tokens=6_400)
+    found = ON
+    for _ in range(2 * LATE_GRACES):
+        swarm.work(B, C, tokens=8)
+        swarm.work(*[A] if finished else [], tokens=624)
+        found = await swarm.verdict(1)
+    assert found is (ON if finished else OVER)
 
 
 async def test_an_origin_that_is_at_its_end_waits_for_others_some_graces_and_no_more() -> None:
