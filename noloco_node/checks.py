@@ -16,6 +16,7 @@ import psutil
 
 from noloco_node.address_space import address_space_left
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.telemetry.words import as_bytes
 
 MEMORY_BYTES_PER_PARAMETER = 40
 """Masters, Adam's moments, slow weights, momentum, snapshot, payload, gradients, published versions."""
@@ -31,7 +32,6 @@ CLOCK_LIMIT_SECONDS = 3.0
 CLOCK_WARNING_SECONDS = 1.5
 WANTED_FILES = 8192
 FEWEST_FILES = 1024
-GB = 1e9
 
 
 class Outcome(StrEnum):
@@ -57,7 +57,7 @@ def check_disk(free: int, parameters: int, where: str, elsewhere: int = 0) -> Ch
     other stages that the node may move to: of each that it has served a checkpoint stays."""
     least = SMALLEST_DISK + WEIGHTS_BYTES_PER_PARAMETER * parameters
     wanted = SMALLEST_DISK + DISK_BYTES_PER_PARAMETER * parameters + CHECKPOINT_BYTES_PER_PARAMETER * elsewhere
-    found = f"{free / GB:,.1f} GB free in {where}, up to {wanted / GB:,.1f} GB wanted"
+    found = f"{as_bytes(free)} free in {where}, up to {as_bytes(wanted)} wanted"
     if free < least:
         return Check("disk", Outcome.FAIL, found, "free some, or name a folder on a larger disk with --run-folder")
     if free < wanted:
@@ -68,9 +68,9 @@ def check_disk(free: int, parameters: int, where: str, elsewhere: int = 0) -> Ch
 def check_memory(available: int, total: int, parameters: int) -> Check:
     """Memory for a stage of so many parameters; `available` and `total` in bytes, a container's limit included."""
     needed = MEMORY_BYTES_PER_PARAMETER * parameters
-    found = f"{available / GB:,.1f} of {total / GB:,.1f} GB free"
+    found = f"{as_bytes(available)} of {as_bytes(total)} free"
     if parameters:
-        found += f", about {needed / GB:,.1f} GB needed"
+        found += f", about {as_bytes(needed)} needed"
     if needed > total:
         return Check("memory", Outcome.FAIL, found, "serve a smaller stage with --stage, or use a machine with more")
     if needed > available:

@@ -54,16 +54,12 @@ from noloco_node.node_options import (
     seed_settings,
     set_argument,
 )
+from noloco_node.printing import print_finished, print_lab_plan, print_plan, print_result, print_run, print_seed
 from noloco_node.small_commands import completed, completion_arguments, health_arguments, init_arguments, list_arguments
 
 if TYPE_CHECKING:
-    from noloco_node.config.load import Config
     from noloco_node.config.node_settings import NodeSettings
-    from noloco_node.config.run_spec import RunSpec
-    from noloco_node.local_run import SwarmResult
-    from noloco_node.swarm.outlook import Outlook
     from noloco_node.telemetry.events import NodeStopped
-    from noloco_node.virtual.experiment import Finished
 
 DISK_REFUSES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 """What a system says of a disk that is full or must not be written: nothing that a defect of this program could be."""
@@ -225,14 +221,14 @@ def _swarm(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_config
 
     config = load_config(options.config, options.set, os.environ)
-    _print_plan(config)
+    print_plan(config)
     from rich.console import Console
 
     from noloco_node.local_run import run_local_swarm
 
     folder: Path = options.run_folder or Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     result = run_local_swarm(config, folder, Console())
-    _print_result(result)
+    print_result(result)
     if result.exit_code is ExitCode.INTERRUPTED:
         print(f"the same command with --run-folder {folder} goes on from here")
     return int(result.exit_code)
@@ -242,6 +238,7 @@ def _run(options: argparse.Namespace) -> int:
     _tie_to_launcher(options)
     from noloco_node.config.load import load_config
     from noloco_node.early_checks import check_peers, check_trainable
+    from noloco_node.swarm.private_folder import leave_shared_folder
 
     config = load_config(options.config, node_overrides(options), os.environ)
     check_peers(config.node)
@@ -254,7 +251,11 @@ def _run(options: argparse.Namespace) -> int:
 
         from noloco_node.node import run_node
 
-    return _exit_code(uvloop.run(run_node(config.run, config.node)))
+    try:
+        return _exit_code(uvloop.run(run_node(config.run, config.node)))
+    finally:
+        if options.end_with_stdin:
+            leave_shared_folder()
 
 
 def _join(options: argparse.Namespace) -> int:
@@ -271,7 +272,7 @@ def _join(options: argparse.Namespace) -> int:
 
         from noloco_node.node import join_node
 
-    return _exit_code(uvloop.run(join_node(config.run.data, config.node, _print_run)))
+    return _exit_code(uvloop.run(join_node(config.run.data, config.node, print_run)))
 
 
 def _on_devices(options: argparse.Namespace, settings: NodeSettings) -> int:
@@ -290,7 +291,7 @@ def _seed(options: argparse.Namespace) -> int:
 
         from noloco_node.seed import run_seed
 
-    uvloop.run(run_seed(run, settings, _print_seed))
+    uvloop.run(run_seed(run, settings, print_seed))
     return int(ExitCode.INTERRUPTED)
 
 
@@ -307,12 +308,6 @@ def _doctor(options: argparse.Namespace) -> int:
     return int(ExitCode.CHECK_FAILED if any(c.outcome is Outcome.FAIL for c in checks) else ExitCode.OK)
 
 
-def _print_seed(run: RunSpec | None, addresses: list[str]) -> None:
-    print("seed of any run is up" if run is None else f"seed of run {run.name} ({run.run_id}) is up")
-    how = "name it with: --initial-peers" if run is None else "join with: noloco-node join"
-    print("\n".join(f"  others {how} {address}" for address in addresses), flush=True)
-
-
 def _exit_code(stopped: NodeStopped) -> int:
     endings = {"target_reached": ExitCode.OK, "interrupted": ExitCode.INTERRUPTED, "failed": ExitCode.FAILURE}
     return int(endings[stopped.reason])
@@ -323,9 +318,9 @@ def _lab(options: argparse.Namespace) -> int:
     from noloco_node.virtual.laboratory import command_line, run_lab
 
     config = load_config(options.config, options.set)
-    _print_lab_plan(config)
+    print_lab_plan(config)
     command = command_line(options.config, options.out, options.set)
-    files = run_lab(config, options.out, command, _print_finished)
+    files = run_lab(config, options.out, command, print_finished)
     for name, path in files.items():
         print(f"{name:<30} {path}")
     return int(ExitCode.OK)
@@ -385,84 +380,11 @@ def _validate(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_config
 
     config = load_config(options.config, options.set, os.environ)
-    _print_plan(config)
+    print_plan(config)
     if "lab" in config.model_fields_set:
-        _print_lab_plan(config)
+        print_lab_plan(config)
     print(f"{options.config} is valid")
     return int(ExitCode.OK)
-
-
-def _print_plan(config: Config) -> None:
-    with loading():
-        from noloco_node.preflight import check_text, plan, plan_lines
-
-    numbers = plan(config)
-    check_text(config.run)
-    print("\n".join(plan_lines(config.run, numbers)))
-    for warning in numbers.warnings:
-        print(f"  note: {warning}")
-    sys.stdout.flush()
-
-
-def _print_run(run: RunSpec, outlook: Outlook) -> None:
-    """What a joiner is about to take part in."""
-    from noloco_node.preflight import plan_lines, plan_run
-    from noloco_node.telemetry.words import as_nodes
-
-    data = run.data
-    source = data.source if data.path is None else f"{data.source}, {json.dumps(data.path, ensure_ascii=False)}"
-    windows = f"windows of {data.sequence_length} tokens, tokenizer {json.dumps(data.tokenizer, ensure_ascii=False)}"
-    nodes = as_nodes(outlook.replicas)
-    share = 100.0 * min(1.0, outlook.clock / outlook.target_tokens)
-    left, over = outlook.seconds_left, outlook.clock >= outlook.target_tokens
-    empty = [str(stage) for stage, count in enumerate(outlook.replicas) if not count]
-    waits = f"not known: stage {', '.join(empty)} has no node" if empty else "not known yet: nobody says how fast it is"
-    print("\n".join([*plan_lines(run, plan_run(run)), f"  model             {run.model.config['model_type']}"]))
-    print(f"  data              {source}, {windows}")
-    print(f"  swarm             nodes {nodes}, {outlook.tokens_per_second:,.0f} tokens/s")
-    print(f"  progress          {outlook.clock:,.0f} of {outlook.target_tokens:,} tokens ({share:.0f} %)")
-    to_go = waits if left is None else f"about {left / 3600:,.1f} h at this speed"
-    print(f"  to go             {'nothing: this run is over, and its nodes are leaving' if over else to_go}")
-    sys.stdout.flush()
-
-
-def _print_lab_plan(config: Config) -> None:
-    from noloco_node.virtual.laboratory import plan_lab
-
-    numbers, lab = plan_lab(config), config.lab
-    print(
-        f"laboratory: {len(lab.variants)} variants, {numbers.trainings:,} trainings, {numbers.tokens:,} tokens in all"
-    )
-    sys.stdout.flush()
-
-
-def _print_finished(finished: Finished) -> None:
-    result = finished.result
-    loss = "diverged" if result.validation_loss is None else f"loss {result.validation_loss:.4f}"
-    options = "".join(f" {name}={value}" for name, value in result.options.items())
-    print(
-        f"{finished.done} of {finished.total}: {result.variant}{options}, {result.replicas} replicas, "
-        f"{result.tokens:,} tokens, seed {result.seed} ({result.purpose}): {loss}, {result.seconds:,.0f} s; "
-        f"about {finished.seconds_left / 60:,.1f} min left",
-        flush=True,
-    )
-
-
-def _print_result(result: SwarmResult) -> None:
-    summary = result.summary
-    losses = {
-        "training loss": summary.training_loss,
-        "validation loss": summary.validation_loss,
-        "validation loss, merged": summary.validation_loss_merged,
-    }
-    print(f"\n{summary.tokens:,} tokens in {summary.seconds:,.0f} s, {summary.tokens_per_second:,.0f} tokens/s")
-    for name, loss in losses.items():
-        if loss is not None:
-            print(f"{name:<30} {loss:.4f} nats per token")
-    for name in summary.died:
-        print(f"{name:<30} ended without a last word, see its log")
-    for name, path in result.files.items():
-        print(f"{name:<30} {path}")
 
 
 def _tie_to_launcher(options: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,8 @@ class SwarmResult:
     exit_code: ExitCode
     files: Mapping[str, Path]
     """What was left, by what it is."""
+    disk: Mapping[str, int]
+    """Bytes that it takes, by what they are."""
 
 
 def run_local_swarm(config: Config, run_folder: Path, console: Console) -> SwarmResult:
@@ -62,7 +65,7 @@ def run_local_swarm(config: Config, run_folder: Path, console: Console) -> Swarm
         del files["summary"]
         console.print(str(error), highlight=False, markup=False, soft_wrap=True)
     if interrupted:
-        return SwarmResult(summarize_histories(histories), ExitCode.INTERRUPTED, files)
+        return SwarmResult(summarize_histories(histories), ExitCode.INTERRUPTED, files, disk_use(run_folder))
     files["plot of loss and spread"] = run_folder / "plot.png"
     merged_loss: float | None = None
     try:
@@ -72,7 +75,29 @@ def run_local_swarm(config: Config, run_folder: Path, console: Console) -> Swarm
     summary = summarize_histories(histories, merged_loss)
     _write_summary(summary, files["summary"])
     died = any(node.died for node in swarm.nodes)
-    return SwarmResult(summary, ExitCode.NODE_DIED if died else ExitCode.OK, files)
+    if merged_loss is not None:
+        _drop_checkpoints(swarm)
+    return SwarmResult(summary, ExitCode.NODE_DIED if died else ExitCode.OK, files, disk_use(run_folder))
+
+
+def _drop_checkpoints(swarm: LocalSwarm) -> None:
+    """Of nodes in whose folders the run has ended: nobody goes on from them, and they are most of what is left."""
+    for node in swarm.nodes:
+        if node.ended:
+            shutil.rmtree(RunFolder(node.folder).checkpoints, ignore_errors=True)
+
+
+def disk_use(run_folder: Path) -> dict[str, int]:
+    """Bytes in a local swarm's run folder, by what they are for."""
+    use: dict[str, int] = dict.fromkeys(("nodes' checkpoints", "nodes' final weights", "model", "the rest"), 0)
+    kinds = {"checkpoints": "nodes' checkpoints", "final": "nodes' final weights"}
+    for file in run_folder.rglob("*"):
+        if not file.is_file():
+            continue
+        parts = file.relative_to(run_folder).parts
+        kind = "model" if parts[0] == "model" else kinds.get(parts[2], "the rest") if len(parts) > 3 else "the rest"
+        use[kind] += file.stat().st_size
+    return use
 
 
 class _Follower(Observer):

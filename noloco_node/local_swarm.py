@@ -17,6 +17,7 @@ from noloco_node.config.load import Config, render
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
+from noloco_node.swarm.private_folder import SHARED_PREFIX
 from noloco_node.telemetry.events import AnyEvent, EventReader, NodeMoved, NodeStarted, NodeStopped
 
 DAEMON = (sys.executable, "-m", "noloco_node", "run")
@@ -190,7 +191,7 @@ class LocalSwarm:
         if {node.stage for node in self.nodes if node.ended} == set(range(self.config.run.stages)):
             return
         self._pipe = os.pipe()
-        self._temporary = Path(tempfile.mkdtemp(prefix="noloco-swarm-"))
+        self._temporary = Path(tempfile.mkdtemp(prefix=SHARED_PREFIX))
         seconds = self.config.local_swarm.start_seconds
         try:
             async with asyncio.timeout(seconds):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,13 +24,14 @@ from noloco_node.telemetry.events import (
     Evaluation,
     Event,
     InnerStep,
+    NodeMoved,
     NodeStarted,
     NodeStopped,
     P2pdRestarted,
     StateDownload,
     parse_event,
 )
-from noloco_node.telemetry.words import as_nodes
+from noloco_node.telemetry.words import as_long, as_nodes
 
 DEFAULT_FOLDER = Path("runs/node")
 SHOWN_PEERS = 8
@@ -74,9 +75,15 @@ def _parsed(line: bytes) -> AnyEvent | None:
 
 
 def status_lines(path: Path, now: float | None = None) -> list[str]:
-    """What `noloco-node status` prints. UserError (RUN_FOLDER) where no node has ever run there."""
+    """What `noloco-node status` prints: of a node, or of all nodes whose folders lie in that one, a line each.
+    UserError (RUN_FOLDER) where no node has ever run there."""
     folder = RunFolder(path)
     if not folder.events.is_file():
+        members = sorted(
+            file.parent for place in ("*", "nodes/*") for file in path.glob(f"{place}/{folder.events.name}")
+        )
+        if members:
+            return [_printable(line) for line in _swarm(path, members, time.time() if now is None else now)]
         raise UserError(
             ExitCode.RUN_FOLDER,
             f"node.run_folder is '{path}', and no node has run there: it has no {folder.events.name}",
@@ -87,10 +94,30 @@ def status_lines(path: Path, now: float | None = None) -> list[str]:
     lines = [
         *_node(path, folder, started),
         *_now(folder, events, started, now),
-        *_training(events),
+        *_training(events, started),
         *_ledger(folder, started),
     ]
     return [_printable(line) for line in lines]
+
+
+def _swarm(path: Path, members: Sequence[Path], now: float) -> Iterator[str]:
+    """The nodes of a local swarm, or of a machine's devices."""
+    yield f"{len(members)} nodes in {path}"
+    told: set[str] = set()
+    for member in members:
+        folder, events = RunFolder(member), Events(RunFolder(member).events)
+        started, moved, account = events.last(NodeStarted), events.last(NodeMoved), events.last(Account)
+        if started is not None and started.run_id not in told:
+            told.add(started.run_id)
+            yield f"  run               {started.run_name} ({started.run_id})"
+        stage = moved.stage if moved and started and moved.time > started.time else started and started.stage
+        where = "not up yet" if stage is None else f"stage {stage}"
+        share = "" if account is None else f", {100.0 * min(1.0, account.clock / max(1, account.target)):.0f} %"
+        loss = events.last(InnerStep)
+        trained = "" if loss is None else f", training loss {loss.loss:.4f}"
+        said = next(_now(folder, events, started, now)).removeprefix("now").strip()
+        yield f"  {member.name:<16}  {where}{share}{trained}; {said}"
+    yield f"  more of each with: noloco-node status {members[0]}"
 
 
 def _printable(line: str) -> str:
@@ -155,9 +182,15 @@ def _activity(events: Events, doing: Doing | None, now: float) -> str:
     return f"{doing.detail}, for {since}"
 
 
-def _training(events: Events) -> Iterator[str]:
+def _training(events: Events, started: NodeStarted | None) -> Iterator[str]:
     account, step, loss = events.last(Account), events.last(InnerStep), events.last(Evaluation)
-    if account is not None:
+    stopped = events.last(NodeStopped)
+    if stopped is not None and (stopped.reason != "target_reached" or (started and started.time > stopped.time)):
+        stopped = None
+    if account is not None and stopped is not None:
+        # A replica's clock is its own: that of one which was behind stands still where its fellows end the run.
+        yield f"progress            the run is over: {account.target:,} tokens; its clock stood at {account.clock:,.0f}"
+    elif account is not None:
         share = 100.0 * min(1.0, account.clock / max(1, account.target))
         yield f"progress            {account.clock:,.0f} of {account.target:,} tokens ({share:.0f} %)"
         yield f"  nodes             {as_nodes(account.nodes_per_stage)}, as this node sees them"
@@ -191,7 +224,7 @@ def _since(total: Contribution) -> str:
         begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(total.first))
     except (OverflowError, ValueError, OSError):  # whoever signed it may write any number
         begun = "an unknown time"
-    return f"since {begun}, {total.seconds / 3600:,.1f} h at work, as this node says"
+    return f"since {begun}, {as_long(total.seconds)} at work, as this node says"
 
 
 def _receipts(total: Contribution) -> Iterator[str]:
@@ -205,9 +238,4 @@ def _receipts(total: Contribution) -> Iterator[str]:
 
 
 def _ago(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "an unknown time"
-    seconds = max(0, round(seconds))
-    if seconds < 120:
-        return f"{seconds} s"
-    return f"{seconds // 60} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    return as_long(max(0.0, seconds)) if math.isfinite(seconds) else "an unknown time"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -48,9 +48,9 @@ MILLION = 10**6
         (check_disk(100 * GB, 100 * MILLION, "here"), Outcome.PASS, "100.0 GB free in here, up to 8.1 GB wanted"),
         (check_disk(7 * GB, 100 * MILLION, "here"), Outcome.WARN, "7.0 GB free"),
         (check_disk(9 * GB, 100 * MILLION, "here", 100 * MILLION), Outcome.WARN, "up to 10.5 GB wanted"),
-        (check_disk(GB // 2, 100 * MILLION, "here"), Outcome.FAIL, "0.5 GB free"),
-        (check_memory(8 * GB, 16 * GB, 100 * MILLION), Outcome.PASS, "8.0 of 16.0 GB free, about 4.0 GB needed"),
-        (check_memory(3 * GB, 16 * GB, 100 * MILLION), Outcome.WARN, "3.0 of 16.0"),
+        (check_disk(GB // 2, 100 * MILLION, "here"), Outcome.FAIL, "500.0 MB free"),
+        (check_memory(8 * GB, 16 * GB, 100 * MILLION), Outcome.PASS, "8.0 GB of 16.0 GB free, about 4.0 GB needed"),
+        (check_memory(3 * GB, 16 * GB, 100 * MILLION), Outcome.WARN, "3.0 GB of 16.0 GB"),
         (check_memory(16 * GB, 16 * GB, 1000 * MILLION), Outcome.FAIL, "about 40.0 GB needed"),
         (check_files(8192), Outcome.PASS, "8,192"),
         (check_files(256), Outcome.WARN, "256"),
@@ -98,7 +98,7 @@ def test_a_node_that_moves_wants_room_for_a_checkpoint_of_the_other_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the byte: 24 for each of its weights."""
-    monkeypatch.setattr(machine_checks, "GB", 1.0)
+    monkeypatch.setattr(machine_checks, "as_bytes", lambda count: f"{count} B")
     run, folder = load_config(MICRO).run, RunFolder.create(tmp_path)
 
     def wanted(*, moves: bool) -> float:
@@ -109,11 +109,11 @@ def test_a_node_that_moves_wants_room_for_a_checkpoint_of_the_other_stage(
 
 
 @pytest.fixture
-def few_files() -> None:
+def few_files() -> Iterator[None]:
     """A process that may have few open files, and more if it asks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
-    yield  # pyright: ignore[reportReturnType]
+    yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 

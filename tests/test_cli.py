@@ -11,6 +11,7 @@ import pytest
 from noloco_node import __version__, cli
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.node_options import node_overrides
+from noloco_node.printing import print_run
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
 
@@ -152,7 +153,7 @@ def test_a_joiner_sees_what_it_joins(
     from noloco_node.config.load import load_config
     from noloco_node.swarm.outlook import Outlook
 
-    cli._print_run(load_config(MICRO).run, Outlook(clock, 49_152, replicas, speed))
+    print_run(load_config(MICRO).run, Outlook(clock, 49_152, replicas, speed))
     output = capsys.readouterr().out
     usual = [
         "run micro",

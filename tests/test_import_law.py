@@ -30,6 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "device_group doctor early_checks help_texts identity_commands invite_commands local_swarm node_options seed"
         " small_commands status",
         "local_run",
+        "printing",
         "cli",
         "__main__",
     )

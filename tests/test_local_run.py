@@ -10,7 +10,8 @@ from rich.console import Console
 
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.local_run import run_local_swarm
+from noloco_node.local_run import _drop_checkpoints, disk_use, run_local_swarm
+from noloco_node.local_swarm import LocalSwarm
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import EventFile
 from tests.telemetry import made_events as made
@@ -36,3 +37,30 @@ def test_nothing_of_another_run_is_shown_where_its_folder_is_named(claimed: bool
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue() == ""
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_folder_says_what_takes_its_place(tmp_path: Path) -> None:
+    """Checkpoints, final weights, the model, and all the rest: nothing is left out, nothing counted twice."""
+    for name, size in (
+        ("nodes/s0-r0/checkpoints/00000001/state.safetensors", 1000),
+        ("nodes/s0-r0/final/slow.safetensors", 200),
+        ("nodes/s0-r0/events.jsonl", 30),
+        ("model/model.safetensors", 4),
+        ("summary.json", 5),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(size))
+    use = disk_use(tmp_path)
+    assert use == {"nodes' checkpoints": 1000, "nodes' final weights": 200, "model": 4, "the rest": 35}
+
+
+def test_checkpoints_stay_where_the_run_has_not_ended(tmp_path: Path) -> None:
+    """A node that died before the end can still go on from its own."""
+    swarm = LocalSwarm(load_config(MICRO), tmp_path)
+    for node in swarm.nodes:
+        RunFolder(node.folder).checkpoints.mkdir(parents=True)
+    ended, *others = swarm.nodes
+    RunFolder(ended.folder).mark_ended("run", "name")
+    _drop_checkpoints(swarm)
+    assert not ended.has_checkpoints
+    assert all(node.has_checkpoints for node in others)

@@ -46,6 +46,8 @@ def new_folder(path: Path) -> Generator[Path]:
     try:
         yield partial
         for file in partial.iterdir():
+            if file.is_file():
+                file.chmod(partial.stat().st_mode & 0o666)  # as this process makes files; safetensors makes them 0600
             sync(file)
         sync(partial)
         if path.exists():

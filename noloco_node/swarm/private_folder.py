@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 
 PREFIX = "noloco-"
+SHARED_PREFIX = "noloco-swarm-"
+"""Of a folder for what is temporary of all daemons of one launcher."""
 LONGEST_BASE = 60
 """A Unix socket's path must fit into about 100 bytes, so a deep temporary folder is no good."""
 
@@ -37,6 +39,15 @@ class PrivateFolder:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+
+
+def leave_shared_folder() -> None:
+    """Delete the temporary folder that a launcher made for its daemons, where this one was the last in it: a launcher
+    that was killed cannot do it."""
+    base = Path(tempfile.gettempdir())
+    if base.name.startswith(SHARED_PREFIX):
+        with contextlib.suppress(OSError):
+            base.rmdir()
 
 
 def sweep_dead_folders() -> int:

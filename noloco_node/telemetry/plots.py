@@ -93,7 +93,7 @@ def _losses(axes: Axes, histories: Sequence[NodeHistory], merged_loss: float | N
 
 
 def _spread(axes: Axes, histories: Sequence[NodeHistory]) -> None:
-    curve = spread_curve(histories)
+    curve = sorted(spread_curve(histories), key=lambda point: point.clock)
     axes.set_ylabel("spread of weights\nacross replicas", color=GREEN)
     if any(point.spread > 0.0 for point in curve):
         axes.set_yscale("log")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
@@ -281,11 +281,12 @@ def validation_loss(histories: Sequence[NodeHistory]) -> float | None:
 
 
 def spread_curve(histories: Iterable[NodeHistory]) -> list[SpreadPoint]:
-    """Spread by outer round, averaged over the paired outer steps of all nodes."""
+    """Spread by outer round, averaged over the paired outer steps of all nodes. Between replicas of which neither has
+    trained since it averaged, as at the end of a run, there is no spread of the training's to be seen."""
     by_round: dict[int, list[tuple[OuterStep, float]]] = {}
     for history in histories:
-        for step in history.paired:
-            if step.spread is not None and isfinite(step.spread):
+        for step in _after_training(history.outer):
+            if step.kind == "paired" and step.spread is not None and isfinite(step.spread):
                 by_round.setdefault(step.round, []).append((step, step.spread))
     return [
         SpreadPoint(
@@ -298,6 +299,16 @@ def spread_curve(histories: Iterable[NodeHistory]) -> list[SpreadPoint]:
         )
         for number, rows in sorted(by_round.items())
     ]
+
+
+def _after_training(steps: Iterable[OuterStep]) -> Iterator[OuterStep]:
+    """The outer steps of a node that come after an inner step that the one before them, of all weights or of the same
+    fragment, did not average."""
+    last: dict[int | None, int] = {}
+    for step in steps:
+        if step.step not in (last.get(None), last.get(step.fragment)):
+            yield step
+        last[step.fragment] = step.step
 
 
 def _speed(heads: Sequence[NodeHistory]) -> tuple[float, float]:

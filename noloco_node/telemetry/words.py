@@ -32,6 +32,21 @@ def as_duration(seconds: float | None) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes}:{rest:02} min"
 
 
+def as_long(seconds: float) -> str:
+    """A time of seconds to weeks, roughly: `40 s`, `12 min`, `3.5 h`."""
+    if seconds < 120.0:
+        return f"{max(0.0, seconds):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200.0 else f"{seconds / 3600:,.1f} h"
+
+
+def as_bytes(count: float) -> str:
+    """A size in the decimal unit that leaves one to three digits: `37.0 GB`, `13.2 MB`, `512 B`."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count:.0f} B"
+
+
 def as_nodes(per_stage: Sequence[int]) -> str:
     """How many nodes serve which stage: `4 (stage 0: 2, stage 1: 2)`."""
     total, empty = sum(per_stage), [str(stage) for stage, count in enumerate(per_stage) if not count]

@@ -71,6 +71,7 @@ def test_an_export_holds_the_weights_it_was_given(family: str, tmp_path: Path) -
     spec = spec_of(family, 3)
     weights = parameters_by_full_name(build_all(spec))
     export_model(spec, weights, tmp_path, "bytes")
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
     loaded = dict(torch.nn.Module.named_parameters(load_exported(tmp_path)))
     assert set(loaded) == set(weights)
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)

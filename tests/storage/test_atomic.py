@@ -91,3 +91,11 @@ def test_what_a_killed_writer_left_does_not_stop_the_next(tmp_path: Path) -> Non
         (partial / "new").write_text("new")
     assert listing(tmp_path / "w") == ["new"]
     assert listing(tmp_path) == ["w"]
+
+
+def test_files_of_a_new_folder_may_be_read_by_whom_this_process_lets_read(tmp_path: Path) -> None:
+    """What writes tensors makes its files for their owner alone; weights are no secret."""
+    (tmp_path / "usual").touch()
+    with atomic.new_folder(tmp_path / "folder") as partial:
+        (partial / "weights").touch(mode=0o600)
+    assert (tmp_path / "folder" / "weights").stat().st_mode == (tmp_path / "usual").stat().st_mode

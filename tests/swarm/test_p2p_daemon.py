@@ -23,7 +23,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.swarm.p2p_daemon import Doors, running_p2p, start_p2p
 from noloco_node.swarm.peer_addresses import parse_address, try_peers
-from noloco_node.swarm.private_folder import sweep_dead_folders
+from noloco_node.swarm.private_folder import SHARED_PREFIX, leave_shared_folder, sweep_dead_folders
 from tests.support import eventually, nothing_left_behind, one_turn, p2pd_children
 
 pytestmark = pytest.mark.daemons
@@ -269,3 +269,19 @@ async def test_a_wrong_address_setting_is_named(tmp_path: Path, settings: NodeSe
     error = await failure(settings, tmp_path)
     assert error.exit_code is ExitCode.CONFIG
     assert error.message.startswith(word)
+
+
+def test_the_last_daemon_of_a_killed_launcher_takes_their_temporary_folder_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before it is the last, and never another's temporary folder."""
+    shared = tmp_path / f"{SHARED_PREFIX}x"
+    for base, left_alone in ((shared, False), (tmp_path / "usual", True)):
+        base.mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(base))
+        (base / "another").mkdir()
+        leave_shared_folder()
+        assert base.exists()
+        (base / "another").rmdir()
+        leave_shared_folder()
+        assert base.exists() == left_alone

@@ -152,3 +152,19 @@ def test_the_time_in_which_a_swarm_was_down_is_no_training_time() -> None:
     assert summary.tokens == 20 * made.TOKENS
     assert summary.seconds == pytest.approx(18.0)
     assert summary.tokens_per_second == pytest.approx(made.TOKENS)
+
+
+def test_averages_after_the_training_are_no_part_of_the_spread() -> None:
+    """At the end replicas average again without having trained: what that finds is what averaging has left."""
+    events = made.whole_run()
+    for name, rows in events.items():
+        rows.insert(-2, made.outer_step(7, made.fellow_of(name), step=60, spread=1e-11, clock=70_000.0))
+    curve = summarize(events).spread
+    assert [point.round for point in curve] == [1, 2, 3, 4, 5, 6]
+    assert max(point.clock for point in curve) <= max(step.clock for step in NodeHistory.of("a", events["s0-r0"]).inner)
+    resumed = [made.outer_step(1, "s0-r1", step=10), made.outer_step(2, "s0-r1", step=8), made.outer_step(3, "s0-r1")]
+    assert len(spread_curve([NodeHistory.of("a", resumed)])) == 3, "a node that went on from before counts on"
+    parts = [made.outer_step(1, "s0-r1", step=10, fragment=part) for part in (0, 1)]
+    again = made.outer_step(2, "s0-r1", step=10, fragment=1)
+    (point,) = spread_curve([NodeHistory.of("a", [*parts, again])])
+    assert point.round == 1, "another fragment has not been averaged since"

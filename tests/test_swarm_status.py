@@ -1,0 +1,59 @@
+"""`status` of a folder that holds several nodes, and of a run that is over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from noloco_node.errors import UserError
+from noloco_node.status import status_lines
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.telemetry.events import AnyEvent, EventFile
+from tests.telemetry import made_events as made
+
+
+def write(folder: Path, *events: AnyEvent) -> None:
+    """Events of a node in its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    diary = EventFile(RunFolder(folder).events)
+    for event in events:
+        diary.write(event)
+    diary.close()
+
+
+@pytest.mark.parametrize("below", ["nodes", "."])
+def test_the_folder_of_several_nodes_shows_a_line_of_each(below: str, tmp_path: Path) -> None:
+    """A local swarm's lie in `nodes`, those of a machine's devices side by side."""
+    for name in made.NAMES[:3]:
+        write(tmp_path / below / name, *made.node_events(name))
+    write(
+        tmp_path / below / "s1-r1", made.started("s1-r1"), made.inner_step(3), made.account(clock=6144.0, time=1003.0)
+    )
+    lines = status_lines(tmp_path, now=1121.0)
+    assert lines[0] == f"4 nodes in {tmp_path}"
+    assert sum("made-up" in line for line in lines) == 1
+    shown = {line.split()[0]: line for line in lines[2:]}
+    assert "stage 0, 100 %, training loss 1.5666; stopped 60 s ago (target reached)" in shown["s0-r0"]
+    assert "stage 1, 10 %, training loss" in shown["s1-r1"]
+    assert "gone without a last word" in shown["s1-r1"]
+    assert lines[-1].endswith(f"noloco-node status {tmp_path / below / 's0-r0'}")
+
+
+def test_a_folder_without_nodes_is_still_refused(tmp_path: Path) -> None:
+    """Whatever else lies there."""
+    (tmp_path / "nodes" / "s0-r0").mkdir(parents=True)
+    with pytest.raises(UserError, match="no node has run there"):
+        status_lines(tmp_path)
+
+
+def test_a_run_that_is_over_is_over_although_this_nodes_clock_was_behind(tmp_path: Path) -> None:
+    """`81 %` beside `target reached` leaves one wondering; a node that was interrupted there shows its share."""
+    behind = made.account(clock=0.81 * 61_440)
+    write(tmp_path / "a", made.started("s0-r0"), behind, made.stopped("s0-r0"))
+    assert any(
+        "the run is over: 61,440 tokens; its clock stood at 49,766" in line for line in status_lines(tmp_path / "a")
+    )
+    interrupted = made.stopped("s0-r0").model_copy(update={"reason": "interrupted"})
+    write(tmp_path / "b", made.started("s0-r0"), behind, interrupted)
+    assert any("(81 %)" in line for line in status_lines(tmp_path / "b"))
