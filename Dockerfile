@@ -11,20 +11,29 @@ ARG BASE_IMAGE=python:3.11-slim
 
 FROM ${BASE_IMAGE} AS build
 ARG TORCH_INDEX=https://pypi.org/simple
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+ENV PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+ENV PIP_EXTRA_INDEX_URL=${TORCH_INDEX} PIP_CONSTRAINT=/build/constraints.txt
 WORKDIR /build
 RUN python3 -m venv /opt/noloco
 COPY constraints.txt ./
-RUN /opt/noloco/bin/pip install --extra-index-url "${TORCH_INDEX}" "torch==$(sed -n 's/^torch==//p' constraints.txt)"
+RUN /opt/noloco/bin/pip install "torch==$(sed -n 's/^torch==//p' constraints.txt)"
 COPY pyproject.toml README.md LICENSE ./
+RUN /opt/noloco/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt \
+    && /opt/noloco/bin/pip install -r requirements.txt
 COPY noloco_node ./noloco_node
-# What training never reads: tests, headers and static libraries of the packages, and the installer itself.
-RUN /opt/noloco/bin/pip install --extra-index-url "${TORCH_INDEX}" -c constraints.txt . \
-    && /opt/noloco/bin/pip uninstall --yes pip \
-    && cd /opt/noloco/lib/python3*/site-packages \
-    && find . -type d \( -name tests -o -name test \) -prune -exec rm -rf {} + \
-    && find . -name '*.a' -delete \
-    && rm -rf torch/include torch/bin/protoc* pyarrow/include pyarrow/src numpy/_core/include /opt/noloco/include
+RUN /opt/noloco/bin/pip install --no-deps . && /opt/noloco/bin/pip uninstall --yes pip
+# What training never reads goes: tests, headers, static libraries, test programs. Then only what a node imports is
+# compiled: of some 250 MB of compiled modules most belong to models of transformers that nobody asked for.
+WORKDIR /opt/noloco
+RUN find lib -type d \( -name tests -o -name test \) -prune -exec rm -rf {} + \
+    && find lib -name '*.a' -delete \
+    && find lib/python3*/site-packages/torch/bin -type f ! -name torch_shm_manager -delete \
+    && rm -rf include lib/python3*/site-packages/torch/include lib/python3*/site-packages/pyarrow/include \
+        lib/python3*/site-packages/pyarrow/*flight* \
+        lib/python3*/site-packages/numpy/_core/include \
+    && find lib -name __pycache__ -prune -exec rm -rf {} + \
+    && bin/python -c "import datasets, noloco_node.doctor, noloco_node.local_run, noloco_node.node, noloco_node.seed, noloco_node.status" \
+    && bin/noloco-node config validate tiny
 
 FROM ${BASE_IMAGE}
 ARG VERSION=0.1.0

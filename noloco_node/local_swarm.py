@@ -15,6 +15,7 @@ from pathlib import Path
 from noloco_node.config.environment import without_settings
 from noloco_node.config.load import Config, render
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
+from noloco_node.storage import atomic
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.private_folder import SHARED_PREFIX
@@ -27,6 +28,8 @@ DRAIN_SECONDS = 2.0
 """When all daemons stop at once, nobody is left to finish the others' work: draining longer is waiting for nothing."""
 STOP_SECONDS = 6.0
 """From SIGTERM to SIGKILL; a daemon's own drain ends before."""
+TARGETS = "targets.json"
+"""In the run folder of a local swarm: where Prometheus finds its nodes."""
 POLL_SECONDS = 0.2
 """Interval at which event files, which cannot be awaited, are read."""
 LOG_LINES_SHOWN = 8
@@ -208,6 +211,7 @@ class LocalSwarm:
                 f"{', '.join(node.name for node in missing)} not up within local_swarm.start_seconds ({seconds:g})",
                 f"raise it if this machine is slow; what they said is in {missing[0].log}",
             ) from None
+        atomic.write_json(self.run_folder / TARGETS, scrape_targets(self.nodes, self.config.run.name))
 
     def _in_order_of_start(self) -> list[SwarmNode]:
         """First one that brings the run's state with it: one with damaged checkpoints would start the run from the
@@ -331,6 +335,13 @@ class LocalSwarm:
                 if any_node.exit_code is not None and any_node.started is None:
                     raise _failed_start(any_node)
         return node.started
+
+
+def scrape_targets(nodes: Sequence[SwarmNode], run: str) -> list[dict[str, object]]:
+    """Where the nodes that are up show their metrics, in the form of Prometheus' file service discovery. Which stage
+    a node serves is no label of its address: it may move."""
+    up = [(node.name, node.started.metrics_address) for node in nodes if node.started is not None]
+    return [{"targets": [address], "labels": {"node": name, "run": run}} for name, address in up if address is not None]
 
 
 def layout(config: Config) -> dict[str, int]:

@@ -101,7 +101,8 @@ NODE_OPTIONS = (
 
 def node_overrides(options: argparse.Namespace) -> list[str]:
     """The options of `run` and `join` as overrides, before those of --set."""
-    given = {name: getattr(options, name) for name in NODE_OPTIONS if getattr(options, name) is not None}
+    # An empty list is what argparse makes of no address at all; it must not hide what the environment says.
+    given = {name: getattr(options, name) for name in NODE_OPTIONS if getattr(options, name) not in (None, [])}
     plain = {"stage", "port", "metrics_port"}
     quoted = {name: value if name in plain else json.dumps(value, default=str) for name, value in given.items()}
     return [f"node.{name}={value}" for name, value in quoted.items()] + list(options.set)

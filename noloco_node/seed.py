@@ -8,6 +8,7 @@ import logging
 import signal
 from collections.abc import AsyncGenerator, Callable
 
+from noloco_node.aio import Heartbeat
 from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
@@ -17,6 +18,8 @@ from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
 from noloco_node.swarm.hello import check_same_run, serve_hello
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.telemetry.logging import NodeLog, configure_logging
+from noloco_node.telemetry.node_pages import liveness
+from noloco_node.telemetry.web import WebServer
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +48,11 @@ async def _run(spec: RunSpec | None, settings: NodeSettings, folder: RunFolder, 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     run = None if spec is None else spec.run_id
+    heartbeat = Heartbeat(loop)
+    web = WebServer({"/healthz": liveness(heartbeat)})
     try:
+        if settings.metrics_port is not None:
+            web.start(settings.metrics_host, settings.metrics_port)
         async with entrance(settings, folder, run=run, may_found=not settings.initial_peers) as door:
             agreed = await _agree(spec, door)
             async with _directory(door, agreed) as directory:
@@ -55,6 +62,8 @@ async def _run(spec: RunSpec | None, settings: NodeSettings, folder: RunFolder, 
                 tell(agreed, door.daemon.visible_addresses())
                 await _serve(door, directory, agreed, settings, stop)
     finally:
+        web.stop()
+        heartbeat.stop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
 

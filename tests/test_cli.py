@@ -121,6 +121,17 @@ def test_options_of_run_are_settings_of_the_node() -> None:
     assert node.announce == ("/ip4/5.6.7.8/tcp/2",)
 
 
+def test_the_address_to_join_may_come_from_the_environment() -> None:
+    """As a container or a service has it: `noloco-node join` without an address does not hide it; one that is given
+    wins."""
+    from noloco_node.config.load import load_join
+
+    environ = {"NOLOCO_NODE_INITIAL_PEERS": "/a /b"}
+    for line, joined in (("join", ("/a", "/b")), ("join /c", ("/c",))):
+        overrides = node_overrides(cli.parser().parse_args(line.split()))
+        assert load_join(overrides, environ).node.initial_peers == joined
+
+
 def test_who_joins_gives_addresses_and_settings_of_its_own_node_only() -> None:
     """The options are those of `run`; of the run only the place of one's own text can be set."""
     line = "join /a /b --stage 1 --port 4001 --host 0.0.0.0 --set node.device=cuda:1 --set run.data.path=book.txt"

@@ -116,6 +116,9 @@ def test_a_swarm_trains_to_its_end_and_leaves_what_it_promised(
         assert str(folder / name) in output
     summary = Summary.model_validate_json((folder / "summary.json").read_text(encoding="utf-8"))
     assert (summary.nodes, summary.stages, summary.died) == (4, 2, [])
+    targets = json.loads((folder / "targets.json").read_text(encoding="utf-8"))
+    assert [row["labels"]["node"] for row in targets] == ["s0-r0", "s1-r0", "s0-r1", "s1-r1"]
+    assert len({row["targets"][0] for row in targets}) == 4, "Prometheus finds each node at a port of its own"
     books = summary.microbatches
     assert books.drawn == books.trained + books.dropped + books.held_at_end > 0
     assert set(summary.distinct_partners.values()) == {1}

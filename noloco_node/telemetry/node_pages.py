@@ -32,6 +32,7 @@ class NodePages:
         self._metrics = metrics
         self._state = state
         self._heartbeat = heartbeat
+        self._health = liveness(heartbeat)
         self._loop = asyncio.get_running_loop()
         self._around: Surroundings | None = None
         self._made: tuple[float, Page] | None = None
@@ -46,13 +47,6 @@ class NodePages:
             "/readyz": self._readiness,
             "/api/state": self._state_page,
         }
-
-    def _health(self, _: Headers) -> Page:
-        """Says that the process should be left alone; not that it trains."""
-        age = self._heartbeat.age
-        if age < BEATEN_WITHIN_SECONDS:
-            return Page(b"ok\n")
-        return _unavailable(f"the event loop has not come round for {age:.0f} s")
 
     def _readiness(self, _: Headers) -> Page:
         ready, why = self._state.readiness()
@@ -84,6 +78,18 @@ class NodePages:
         except (TimeoutError, RuntimeError):
             pass  # it hangs, or has ended
         return self._around
+
+
+def liveness(heartbeat: Heartbeat) -> Answer:
+    """What `/healthz` answers: that the process should be left alone, not that it does anything of use."""
+
+    def answer(_: Headers) -> Page:
+        age = heartbeat.age
+        if age < BEATEN_WITHIN_SECONDS:
+            return Page(b"ok\n")
+        return _unavailable(f"the event loop has not come round for {age:.0f} s")
+
+    return answer
 
 
 def _unavailable(why: str) -> Page:

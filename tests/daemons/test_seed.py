@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from noloco_node.errors import ExitCode
+from noloco_node.small_commands import ask_health
 from noloco_node.telemetry.events import Account, NodeStarted, NodeStopped, OuterStep, read_events
 from tests.support import eventually, printed_file
 
@@ -81,9 +83,12 @@ async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
 
 
 async def test_a_seed_is_light_and_says_when_it_knows_no_run(tmp_path: Path, temporary: Path) -> None:
-    """It loads no model library; who asks it for a run is told what to do."""
-    async with command(tmp_path / "seed", "seed") as seed:
+    """It loads no model library, and says that it is alive; who asks it for a run is told what to do."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    async with command(tmp_path / "seed", "seed", "--set", f"node.metrics_port={port}") as seed:
         address = await address_of(tmp_path / "seed")
+        assert await asyncio.to_thread(ask_health, "127.0.0.1", port) == (True, "ok")
         loaded = {Path(row.path).parent.name for row in psutil.Process(seed.pid).memory_maps()}
         assert not loaded & {"tokenizers", "pyarrow", "safetensors"}
         async with command(tmp_path / "stranger", "join", address) as stranger:
