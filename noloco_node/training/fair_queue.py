@@ -31,10 +31,15 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._now = 0.0
         """In cost: where the source stood that was served last."""
+        self._latest = 0.0
+        """Where the source stands that has had most."""
         self._lines: dict[str, _Line[T]] = {}
+        self._waiting: dict[str, _Line[T]] = {}
+        """Those with something waiting: each turn looks at these alone."""
+        self._count = 0
 
     def __len__(self) -> int:
-        return sum(len(line) for line in self._lines.values())
+        return self._count
 
     def push(self, sources: Sequence[str], cost: float, item: T) -> None:
         """Let an item wait, on the account of `sources[0]`, within it on that of the next."""
@@ -42,8 +47,10 @@ class FairQueue(Generic[T]):
         if line is None:
             self._forget_some()
             line = self._lines[sources[0]] = _Line()
-        if not len(line):
+        if sources[0] not in self._waiting:
             line.stands_at = max(line.stands_at, self._now)
+            self._waiting[sources[0]] = line
+        self._count += 1
         if len(sources) > 1:
             line.parts = line.parts or FairQueue()
             line.parts.push(sources[1:], cost, item)
@@ -56,20 +63,23 @@ class FairQueue(Generic[T]):
 
     def take(self) -> tuple[float, T]:
         """The next item and its cost. IndexError where none waits."""
-        waiting = [line for line in self._lines.values() if len(line)]
-        if not waiting:
+        if not self._waiting:
             raise IndexError("nothing waits")
-        line = min(waiting, key=lambda each: each.stands_at)
+        source, line = min(self._waiting.items(), key=lambda each: each[1].stands_at)
         self._now = line.stands_at
         cost, item = line.take()
+        self._count -= 1
         line.stands_at += cost
-        if len(waiting) == 1 and not len(line):  # nobody has to wait for anybody: all begin anew
-            self._now = max(each.stands_at for each in self._lines.values())
+        self._latest = max(self._latest, line.stands_at)
+        if not len(line):
+            del self._waiting[source]
+            if not self._waiting:  # nobody has to wait for anybody: all begin anew
+                self._now = self._latest
         return cost, item
 
     def _forget_some(self) -> None:
         if len(self._lines) >= SOURCES_REMEMBERED:
-            self._lines = {source: line for source, line in self._lines.items() if len(line)}
+            self._lines = {source: line for source, line in self._lines.items() if source in self._waiting}
 
 
 class _Line(Generic[T]):
