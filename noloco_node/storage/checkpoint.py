@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
@@ -31,7 +33,12 @@ logger = logging.getLogger(__name__)
 
 STATE = "state.safetensors"
 
-Count = Annotated[int, Field(ge=0)]
+MOST = 1 << 53
+"""No count, and no number of tokens, is larger: a float holds them all."""
+NEVER_NEGATIVE = ("exp_avg_sq", "optimizer_steps")
+"""Tensors whose roots and powers the optimizer takes."""
+
+Count = Annotated[int, Field(ge=0, le=MOST)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -62,6 +69,25 @@ class Standing(BaseModel):
     held: tuple[HeldSample, ...]
     ledger: dict[str, int]
     """Counts of microbatches. On stage 0: drawn = trained + dropped + samples held."""
+
+    @property
+    def absurd(self) -> str | None:
+        """What no node can have counted; None where there is nothing."""
+        at = self.progress
+        marks = [(mark.steps, mark.tokens) for mark in at.marks]
+        for name, value, least, most in (
+            ("steps", at.steps, 0, MOST),
+            ("tokens", at.tokens, 0, MOST),
+            ("clock", at.clock, 0, MOST),
+            ("outer_rounds", at.outer_rounds, 0, MOST),
+            ("credit", self.credit, -MOST, MOST),
+            *(("marks", steps, -MOST, at.steps) for steps, _ in marks),
+            *(("marks", tokens, 0, at.tokens) for _, tokens in marks),
+            *((f"ledger.{name}", count, 0, MOST) for name, count in self.ledger.items()),
+        ):
+            if not least <= value <= most:
+                return f"{name} is {value:.6g}"
+        return None
 
 
 class CheckpointManifest(BaseModel):
@@ -124,7 +150,10 @@ class CheckpointFolder:
         """Those that `newest` passed over last, and why; not those of another stage."""
 
     def write(self, standing: Standing, tensors: Mapping[str, Tensor]) -> Written:
-        """Write one more, and then remove those that are too many. Raises CheckpointFailed."""
+        """Write one more, and then remove those that are too many. Raises CheckpointFailed, also where the state is no
+        good: it must not push sound ones out."""
+        if (why := _no_good(tensors)) is not None:
+            raise CheckpointFailed(why)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             target = self.path / f"{max(self._numbers(), default=0) + 1:08d}"
@@ -184,7 +213,8 @@ class CheckpointFolder:
 
 
 def read_checkpoint(path: Path, run_id: str, stage: int | None) -> Checkpoint:
-    """Read one back. Raises Unusable for one that is torn, altered, or of another run or stage."""
+    """Read one back. Raises Unusable for one that is torn, altered, of another run or stage, or that nobody could go on
+    from, whoever sealed it."""
     try:
         manifest = CheckpointManifest.model_validate_json((path / MANIFEST).read_bytes())
         standing = manifest.standing
@@ -196,9 +226,22 @@ def read_checkpoint(path: Path, run_id: str, stage: int | None) -> Checkpoint:
             raise OfAnotherStage(f"it is of stage {standing.stage}, and this node serves stage {stage}")
         if file_sha256(path / STATE) != manifest.files[STATE]:
             raise Unusable(f"{STATE} does not match the hash in its {MANIFEST}")
-        return Checkpoint(path, standing, load_file(path / STATE))
+        tensors = load_file(path / STATE)
+        if (why := standing.absurd or _no_good(tensors)) is not None:
+            raise Unusable(why)
+        return Checkpoint(path, standing, tensors)
     except (OSError, KeyError, ValidationError, SafetensorError) as error:
         raise Unusable(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+
+
+def _no_good(tensors: Mapping[str, Tensor]) -> str | None:
+    """Why nobody can train on from these; None where nothing speaks against it."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not math.isfinite(tensor.sum(dtype=torch.float64).item()):
+            return f"{name} holds NaN or infinity"
+        if name in NEVER_NEGATIVE and tensor.numel() and tensor.min().item() < 0:
+            return f"{name} holds numbers below zero"
+    return None
 
 
 def _stage_of(path: Path) -> int | None:

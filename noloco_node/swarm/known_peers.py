@@ -31,6 +31,8 @@ LAST_LOOK_SECONDS = 3.0
 ASKED_AT_ONCE = 4
 MAX_FILE_BYTES = 256 * 1024
 
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,128}$")]
+"""A peer id as the file has it: it is shown to a person."""
 Addresses = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=MOST_ADDRESSES)]
 
 
@@ -55,9 +57,9 @@ class Held(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     stage: Annotated[int, Field(ge=0, le=255)]
-    clock: Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+    clock: Annotated[float, Field(ge=0.0, le=1e18, allow_inf_nan=False)]
     """In swarm tokens, as the peer said."""
-    seen: Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+    seen: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
     """Seconds since 1970."""
 
 
@@ -67,8 +69,8 @@ class _File(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     run: Annotated[str, Field(max_length=128)]
-    peers: Annotated[dict[str, Addresses], Field(max_length=MOST_PEERS)]
-    held: Annotated[dict[str, Held], Field(max_length=MOST_PEERS)] = {}
+    peers: Annotated[dict[Name, Addresses], Field(max_length=MOST_PEERS)]
+    held: Annotated[dict[Name, Held], Field(max_length=MOST_PEERS)] = {}
 
 
 class KnownPeers:

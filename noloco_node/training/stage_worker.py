@@ -383,6 +383,8 @@ class StageWorker:
             raise ValueError("its tensors are not those of this stage")
         if len(state.progress.marks) != len(self.progress.marks):
             raise ValueError("it was taken with another number of fragments")
+        if abs(state.credit) > (batch := self._spec.inner.global_batch_tokens):
+            raise ValueError(f"its credit is {state.credit:,.0f} tokens, and a batch has {batch:,}")
 
         def work() -> None:
             tensors = state.tensors

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from noloco_node.data.walk import WalkPosition
-from noloco_node.storage.checkpoint import STATE, CheckpointFolder, HeldSample, Standing
-from noloco_node.storage.weights import MANIFEST
+from noloco_node.storage import checkpoint
+from noloco_node.storage.checkpoint import STATE, CheckpointFailed, CheckpointFolder, HeldSample, Standing
+from noloco_node.storage.weights import MANIFEST, file_sha256
 from noloco_node.training.progress import Mark, Progress
 
 RUN = "f00d" * 8
@@ -143,6 +147,66 @@ def test_a_damaged_one_is_refused_with_the_reason_and_the_one_before_it_is_used(
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert str(folder.path / "00000002") in line
     assert reason in line
+
+
+def sealed(folder: CheckpointFolder, content: dict[str, torch.Tensor], **changes: object) -> None:
+    """One more checkpoint whose seal and hashes hold, whatever it says."""
+    number = len(list(folder.path.iterdir())) + 1
+    path = folder.path / f"{number:08d}"
+    path.mkdir()
+    save_file(content, path / STATE)
+    at = standing(float(number))
+    at = at.model_copy(update={"progress": replace(at.progress, **changes.pop("progress", {})), **changes})  # type: ignore[arg-type]
+    manifest = checkpoint._sealed(at, {STATE: file_sha256(path / STATE)})
+    (path / MANIFEST).write_text(json.dumps(manifest.model_dump(mode="json")))
+
+
+ABSURD: list[tuple[dict[str, torch.Tensor], dict[str, object], str]] = [
+    ({"fast": torch.tensor([1.0, math.nan])}, {}, "fast holds NaN or infinity"),
+    ({"slow": torch.tensor([-math.inf, math.inf])}, {}, "slow holds NaN or infinity"),
+    ({"exp_avg_sq": torch.tensor([1.0, -1.0])}, {}, "exp_avg_sq holds numbers below zero"),
+    ({"optimizer_steps": torch.tensor(-5)}, {}, "optimizer_steps holds numbers below zero"),
+    ({}, {"progress": {"clock": -1.0}}, "clock is -1"),
+    ({}, {"progress": {"clock": 1e300}}, "clock is 1e+300"),
+    ({}, {"progress": {"steps": 10**40}}, "steps is 1e+40"),
+    ({}, {"progress": {"tokens": -1}}, "tokens is -1"),
+    ({}, {"progress": {"outer_rounds": 1 << 70}}, "outer_rounds is"),
+    ({}, {"progress": {"marks": (Mark(8, 0), Mark(0, 0))}}, "marks is 8"),
+    ({}, {"progress": {"marks": (Mark(0, 10**9), Mark(0, 0))}}, "marks is"),
+    ({}, {"credit": 1e200}, "credit is"),
+    ({}, {"ledger": {"drawn": -1}}, "ledger.drawn is -1"),
+    ({}, {"tokens_accumulated": 1 << 60}, "ValidationError"),
+    ({}, {"stage": 1 << 60}, "ValidationError"),
+]
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "reason"), ABSURD, ids=[f"{number} {row[2]}" for number, row in enumerate(ABSURD)]
+)
+def test_one_that_nobody_could_go_on_from_is_refused_whoever_sealed_it(
+    folder: CheckpointFolder,
+    content: dict[str, torch.Tensor],
+    changes: dict[str, object],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With the reason, and the one before it is used."""
+    sealed(folder, {**tensors(3.0), **content}, **changes)
+    found = folder.newest(RUN, 1)
+    assert found is not None
+    assert found.standing == standing(2.0)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert reason.split(" holds")[0] in line
+
+
+def test_a_state_that_is_no_number_any_more_pushes_no_sound_one_out(folder: CheckpointFolder) -> None:
+    """A node whose weights are lost would else write over all that it could go on from."""
+    for _ in range(5):
+        with pytest.raises(CheckpointFailed, match="fast holds NaN"):
+            folder.write(standing(9.0), {**tensors(9.0), "fast": torch.full((10,), math.nan)})
+    found = folder.newest(RUN, 1)
+    assert found is not None
+    assert found.standing == standing(2.0)
 
 
 @pytest.mark.parametrize(

@@ -262,3 +262,16 @@ def test_a_host_of_another_machine_is_named_before_p2pd_is_started(port: int) ->
     assert "--host 0.0.0.0" in caught.value.remedy
     assert "--announce 8.8.8.8" in caught.value.remedy
     check_port_free("0.0.0.0", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("\x1b[2J" * 3, {}), ("a" * 5000, {}), (ID, {"clock": 1e308}), (ID, {"seen": 1e308}), (ID, {"stage": -1})],
+    ids=["escape", "long", "clock", "seen", "stage"],
+)
+def test_what_a_hostile_file_says_of_holders_is_not_shown(tmp_path: Path, name: str, changes: dict[str, float]) -> None:
+    """Their names and clocks go to the screen where a stage's state is elsewhere."""
+    path = tmp_path / "peers.json"
+    held = {"stage": 1, "clock": 5.0, "seen": 1.0, **changes}
+    path.write_text(json.dumps({"run": "r", "peers": {}, "held": {name: held}}))
+    assert KnownPeers(path).holders("r", 1) == []
