@@ -6,7 +6,6 @@ After a deliberate change: `python -m tests.test_public_surface > tests/public_s
 from __future__ import annotations
 
 import argparse
-import asyncio
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,7 @@ from noloco_node.cli import parser
 from noloco_node.config.load import setting_names
 from noloco_node.errors import EXIT_MEANINGS, ExitCode
 from noloco_node.telemetry.events import AnyEvent
-from noloco_node.telemetry.memory_limit import memory_use
-from noloco_node.telemetry.metrics import Metrics
+from noloco_node.telemetry.metric_table import TABLE
 from noloco_node.telemetry.summary import Summary
 
 LIST = Path(__file__).parent / "public_surface.txt"
@@ -36,14 +34,9 @@ def flags(command: argparse.ArgumentParser) -> Iterator[str]:
 
 def metrics() -> Iterator[str]:
     """Every metric with its type and labels."""
-    every, loop = Metrics(), asyncio.new_event_loop()
-    every.watch_process(loop, memory_use)
-    loop.close()
-    for collector in every.registry._collector_to_names:
-        labels = ", ".join(getattr(collector, "_labelnames", ()))
-        for family in getattr(collector, "describe", collector.collect)():
-            suffix = "_total" if family.type == "counter" else ""
-            yield f"{family.name}{suffix} ({family.type}){f' by {labels}' if labels else ''}"
+    for metric in TABLE.values():
+        labels = ", ".join(metric.labels)
+        yield f"{metric.name} ({metric.kind}){f' by {labels}' if labels else ''}"
 
 
 def events() -> Iterator[str]:

@@ -47,8 +47,8 @@ class NodeSettings(Settings):
     metrics_host: str = "127.0.0.1"
     """Address of `metrics_port`; 0.0.0.0 shows this node to everybody who reaches that."""
     metrics_port: Port | None = None
-    """Port of the pages of this node, read only: `/metrics`, `/healthz`, `/readyz`, `/api/state`; 0 lets the system
-    choose, not set serves none."""
+    """Port of the pages of this node, read only: `/` for a browser, `/metrics`, `/healthz`, `/readyz`, `/api/state`; 0
+    lets the system choose, not set serves none."""
     device: str = "auto"
     """Torch device of the stage: cpu, cuda, cuda:1; `auto` is CUDA where there is one, else the processor."""
     torch_threads: Annotated[int, Field(gt=0, le=1024)] = 1

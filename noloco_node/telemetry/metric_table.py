@@ -145,7 +145,7 @@ def _lines() -> Iterator[str]:
     yield "This page is made from `telemetry/metric_table.py`; after a change there: `make metrics`."
     yield ""
     yield "Labels are bounded: none is a peer, an address or a free text. Counters begin at 0 with the process."
-    yield "What has labels appears with its first value. Most change with the node's account, every two seconds."
+    yield "Gauges, and what has labels, appear with their first value; most change every two seconds."
     for title, metrics in GROUPS.items():
         yield from ("", f"## {title}", "", "| name | type | unit | labels | meaning |", "|---|---|---|---|---|")
         for metric in metrics:

@@ -56,12 +56,16 @@ class Metrics:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
+        self._shown: set[str] = set()
         self._identity: dict[str, str] = {}
         self._hops = _Told(TABLE["noloco_hop_duration_seconds"])
         for metric in TABLE.values():
             self._make(metric)
-        waiting = self._gauges["noloco_waiting_seconds"]
-        waiting.set_function(lambda: 0.0 if self._waiting_since is None else time.time() - self._waiting_since)
+        self._ask(
+            "noloco_waiting_seconds",
+            lambda: 0.0 if self._waiting_since is None else time.time() - self._waiting_since,
+        )
+        self._set("noloco_up", 0)
 
     def _make(self, metric: Metric) -> None:
         name, text, labels, registry = metric.name, metric.help, metric.labels, self.registry
@@ -69,7 +73,7 @@ class Metrics:
             case "counter":
                 self._counters[name] = Counter(name, text, labels, registry=registry)
             case "gauge":
-                self._gauges[name] = Gauge(name, text, labels, registry=registry)
+                self._gauges[name] = Gauge(name, text, labels, registry=registry if labels else None)
             case "histogram" if name == self._hops.metric.name:
                 registry.register(self._hops)
             case "histogram":
@@ -79,7 +83,19 @@ class Metrics:
 
     def _set(self, name: str, value: float, *labels: str) -> None:
         gauge = self._gauges[name]
+        self._show(name)
         (gauge.labels(*labels) if labels else gauge).set(value)
+
+    def _ask(self, name: str, value: Callable[[], float]) -> None:
+        """Its value is found out whenever it is scraped."""
+        self._gauges[name].set_function(value)
+        self._show(name)
+
+    def _show(self, name: str) -> None:
+        """What is not known yet is not scraped as 0."""
+        if not TABLE[name].labels and name not in self._shown:
+            self._shown.add(name)
+            self.registry.register(self._gauges[name])
 
     def _add(self, name: str, rise: float, *labels: str) -> None:
         counter = self._counters[name]
@@ -125,10 +141,10 @@ class Metrics:
         """Count, whenever asked, the tasks of this loop, and threads, memory and open files of this process: what leaks
         shows there; and what is left of its memory. Once."""
         ProcessCollector(registry=self.registry)
-        self._gauges["noloco_tasks"].set_function(lambda: len(asyncio.all_tasks(loop)))
-        self._gauges["noloco_threads"].set_function(active_count)
-        self._gauges["noloco_memory_limit_bytes"].set_function(lambda: memory().limit)
-        self._gauges["noloco_memory_used_bytes"].set_function(lambda: memory().used)
+        self._ask("noloco_tasks", lambda: len(asyncio.all_tasks(loop)))
+        self._ask("noloco_threads", active_count)
+        self._ask("noloco_memory_limit_bytes", lambda: memory().limit)
+        self._ask("noloco_memory_used_bytes", lambda: memory().used)
 
     def _started(self, event: NodeStarted) -> None:
         self._set("noloco_up", 1)

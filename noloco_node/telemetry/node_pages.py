@@ -1,4 +1,4 @@
-"""The pages of one node, read only: metrics, liveness, readiness, and its state as JSON."""
+"""The pages of one node, read only: one for a browser, metrics, liveness, readiness, and its state as JSON."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from http import HTTPStatus
 
 from noloco_node.aio import Heartbeat
 from noloco_node.telemetry.metrics import Metrics
+from noloco_node.telemetry.page import node_page
 from noloco_node.telemetry.state import NodeState, Surroundings
 from noloco_node.telemetry.web import Answer, Page
 
@@ -41,7 +42,9 @@ class NodePages:
 
     def answers(self) -> dict[str, Answer]:
         """By path."""
+        page = node_page()
         return {
+            "/": lambda _: page,
             "/metrics": self._metrics.page,
             "/healthz": self._health,
             "/readyz": self._readiness,

@@ -28,7 +28,7 @@ from noloco_node.telemetry.events import (
 )
 from noloco_node.telemetry.node_view import NodeFigures, NodeView
 
-POINTS = 240
+POINTS = 200
 """Of each curve, however long the node has lived."""
 EXCHANGES = 16
 LOG_LINES = 60
@@ -109,7 +109,7 @@ class Curve:
     def points(self) -> list[tuple[float, float]]:
         """From the oldest to the newest."""
         last = [self._last] if self._last and self._points[-1] != self._last else []
-        return [(round(when, 2), value) for when, value in (*self._points, *last)]
+        return [(round(when, 1), float(f"{value:.5g}")) for when, value in (*self._points, *last)]
 
 
 class LogTail(logging.Handler):

@@ -1,0 +1,34 @@
+"""The page of a node: one file, with a policy under which a browser runs exactly its own script and loads nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from importlib.resources import files
+
+from noloco_node.telemetry.web import Page
+
+HTML = "text/html; charset=utf-8"
+
+
+def node_page() -> Page:
+    """What a browser shows; the rest it asks the node for (`/api/state`)."""
+    html = files("noloco_node.telemetry").joinpath("page.html").read_text(encoding="utf-8")
+    return Page(html.encode(), HTML, policy=policy_of(html))
+
+
+def policy_of(html: str) -> str:
+    """The Content-Security-Policy of a page with scripts and styles of its own, by their hashes."""
+    kinds = {kind: " ".join(map(_hashed, re.findall(f"<{kind}>(.*?)</{kind}>", html, re.DOTALL))) for kind in _OWN}
+    return (
+        f"default-src 'none'; script-src {kinds['script']}; style-src {kinds['style']}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+_OWN = ("script", "style")
+
+
+def _hashed(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
