@@ -61,6 +61,9 @@ class FirstState:
             joined=joined,
             entrances=self._entrances,
             finished=self._said_to_be_over(),
+            entrance_finished=any(
+                r.finished and r.peer_id in self._entrances for r in self._membership.others(*PeerState)
+            ),
             unrecorded=bool(self._membership.unrecorded()),
         )
         if begin.source == "nowhere":

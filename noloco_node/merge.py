@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ from noloco_node.data.tokenizers import load_tokenizer
 from noloco_node.data.windows import Windows, load_windows
 from noloco_node.model.cut import build_config
 from noloco_node.model.export import evaluate_model, export_model, generate_sample, load_exported, merge_replicas
-from noloco_node.storage.weights import load_stage
+from noloco_node.storage.weights import SavedStage, load_stage
+
+logger = logging.getLogger(__name__)
 
 SAMPLES = 3
 PROMPT_SHARE = 4
@@ -35,12 +38,13 @@ class MergedModel:
 def merge_run(run: RunSpec, saved: Mapping[int, Sequence[Path]], folder: Path) -> MergedModel:
     """Average the slow weights of each stage's replicas, and put the stages together to one model in `folder`.
 
-    `saved` names the folders that `save_stage` wrote, by stage; every stage needs one. Raises UserError: RUN_FOLDER
-    for damaged weights, DATA where the text of the run cannot be read.
+    `saved` names the folders that `save_stage` wrote, by stage; every stage needs one, and those `in_time` count.
+    Raises UserError: RUN_FOLDER for damaged weights, DATA where the text of the run cannot be read.
     """
     state: dict[str, Tensor] = {}
     for stage in range(run.stages):
-        state |= merge_replicas([load_stage(path).slow for path in saved[stage]])
+        replicas = [load_stage(path) for path in saved[stage]]
+        state |= merge_replicas([replica.slow for replica in in_time(replicas, run.max_lag_tokens)])
     model = folder / "model"
     export_model(run.model, state, model, run.data.tokenizer)
     windows = load_windows(run.data, build_config(run.model).vocab_size)
@@ -51,6 +55,22 @@ def merge_run(run: RunSpec, saved: Mapping[int, Sequence[Path]], folder: Path) -
     sample = folder / "sample.txt"
     sample.write_text(_samples(run, windows, model, held_out[:SAMPLES]), encoding="utf-8")
     return MergedModel(model, sample, loss)
+
+
+def in_time(replicas: Sequence[SavedStage], max_lag: float) -> list[SavedStage]:
+    """Those of a stage's replicas that are at most `max_lag` tokens behind the furthest, as fellows average: one that
+    left early, or came when the others had gone, would pull the model back."""
+    furthest = max(replica.manifest.clock for replica in replicas)
+    kept = [replica for replica in replicas if furthest - replica.manifest.clock <= max_lag]
+    if len(kept) < len(replicas):
+        logger.warning(
+            "%d of %d replicas of stage %d are more than %s tokens behind the others, and no part of the model",
+            len(replicas) - len(kept),
+            len(replicas),
+            replicas[0].manifest.stage,
+            f"{max_lag:,.0f}",
+        )
+    return kept
 
 
 def _samples(run: RunSpec, windows: Windows, model: Path, indices: Sequence[int]) -> str:

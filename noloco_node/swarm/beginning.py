@@ -48,6 +48,7 @@ def where_to_begin(
     joined: bool = True,
     entrances: Collection[str] = (),
     finished: bool = False,
+    entrance_finished: bool = False,
     unrecorded: bool = False,
 ) -> Beginning:
     """The precedence: the own checkpoint unless the swarm is more than `max_lag` tokens beyond it; else a fellow's
@@ -57,14 +58,17 @@ def where_to_begin(
     those that answer this node. `joined`: it was let in by others; where it was not the run begins with it, and nobody
     can tell it that it is over. `entrances`: the peers that it was told to join; whether the run has just begun is for
     those of them to say that serve a stage, since anybody else may answer under as many keys as it likes. `finished`: a
-    record says that the run has come to its end, and nobody answers for it; `unrecorded`: somebody answers who serves
-    the run, and no record of it was found: then no record's word ends it.
+    record says that the run has come to its end, and nobody answers for it; `entrance_finished`: that of an entrance
+    does, and where no entrance answers, others that came as late as this node are no beginning; `unrecorded`: somebody
+    answers who serves the run, and no record of it was found: then no record's word ends it.
     How far the swarm is, is the median of the fellows' recorded clocks, or of everyone's where no fellow lives.
     """
     others = [record for record in others if record.state in HEARD]
     serving = [record for record in others if record.state in SERVING]
     if not any(record.outer_rounds > 0 for record in serving):
-        return _before_the_first_round(own_clock, others, ended=joined and finished and not unrecorded)
+        left = entrance_finished and not any(record.peer_id in entrances for record in others)
+        ended = joined and not unrecorded and (left or (finished and not others))
+        return _before_the_first_round(own_clock, others, ended=ended)
     asked = [record for record in serving if record.peer_id in entrances] or serving
     doubtful = not joined or 2 * sum(record.outer_rounds > 0 for record in asked) <= len(asked)
     fellows = [record.clock for record in serving if record.stage == stage]
@@ -85,8 +89,8 @@ def _before_the_first_round(own_clock: float | None, others: Sequence[PeerRecord
     nobody = "nobody else answers" if not others else "nobody else that answers is past the first outer round"
     if own_clock is not None:
         return Beginning("checkpoint", nobody)
-    if ended and not others:
-        return Beginning("nowhere", "records say that the run has come to its end, and nobody answers")
+    if ended:
+        return Beginning("nowhere", f"records say that the run has come to its end, and {nobody}")
     return Beginning("seed", f"there is no checkpoint here, and {nobody}")
 
 

@@ -76,6 +76,31 @@ def test_where_to_begin_beside_records_that_say_finished_and_do_not_answer(
     assert where_to_begin(own, others, 0, MAX_LAG, joined=joined, finished=True).source == source
 
 
+LATE = record(0, 0.0, J, rounds=0, name="late-joiner")
+DOOR = record(1, 0.0, rounds=0, name="entrance-1")
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "joined", "source"),
+    [
+        (None, [LATE], True, "nowhere"),
+        (None, [LATE, record(1, 0.0, rounds=0)], True, "nowhere"),
+        (None, [LATE, DOOR], True, "seed"),
+        (None, [LATE], False, "seed"),
+        (5000.0, [LATE], True, "checkpoint"),
+        (None, [LATE, record(0, 5000.0)], True, "peer"),
+    ],
+)
+def test_where_to_begin_when_those_whom_one_was_told_to_join_have_finished_and_left(
+    own: float | None, others: list[PeerRecord], joined: bool, source: str
+) -> None:
+    """Others that came as late as this node are no beginning; who is past the first round is, and so is an entrance."""
+    found = where_to_begin(
+        own, others, 0, MAX_LAG, joined=joined, entrances=[DOOR.peer_id], finished=True, entrance_finished=True
+    )
+    assert found.source == source
+
+
 def test_one_of_several_that_claims_to_be_ahead_is_doubted() -> None:
     """Its state is asked for all the same; but where it gives none the run has only just begun. Nor does who has joined
     nobody depend on anyone."""

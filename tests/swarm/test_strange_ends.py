@@ -24,6 +24,7 @@ from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.swarm.memory_directory import MemoryDirectory
 from noloco_node.swarm.memory_transport import Fault, FaultKind
 from noloco_node.swarm.p2p_daemon import running_p2p
+from noloco_node.swarm.peer_addresses import parse_address
 from noloco_node.swarm.transport import Refusal, Refused
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import NAMED, Swarm, World, libp2p_world, micro_spec, peer_name, run_to_the_end, world
@@ -168,6 +169,20 @@ async def test_who_comes_after_the_end_is_told_so(stage: int, monkeypatch: pytes
         assert raised.value.exit_code is ExitCode.NO_DONOR
         assert "end" in raised.value.message
         assert "initial peers" in raised.value.remedy
+
+
+async def test_two_that_come_after_the_end_are_no_run_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answers the other, and both were told to join who has finished and left."""
+    monkeypatch.setattr(first_state, "ASK_SECONDS", 0.05)
+    async with world(short_run(), replicas=2, settings=JOINS) as made:
+        await haunt(made, PeerState.GONE, name=parse_address(NAMED).peer, finished=True)
+        late = made.replicas[:2]
+        for replica in late:
+            await replica.membership.announce(PeerState.JOINING)
+        for replica in late:
+            with pytest.raises(UserError) as raised:
+                await replica.become_current()
+            assert raised.value.exit_code is ExitCode.NO_DONOR
 
 
 @pytest.mark.parametrize("lost", range(1, 5))

@@ -1,0 +1,28 @@
+"""Which saved replicas become the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from noloco_node.merge import in_time
+from noloco_node.model.cut import StageCut
+from noloco_node.storage.weights import SavedStage, load_stage, save_stage
+
+CUT = StageCut(index=1, stages=2, first_layer=2, end_layer=4)
+
+
+def saved(folder: Path, clock: float) -> SavedStage:
+    """A replica as it left its weights."""
+    weights = {"model.norm.weight": torch.full((3,), clock)}
+    save_stage(folder, run_id="ab" * 16, cut=CUT, clock=clock, outer_rounds=1, slow=weights, fast=weights)
+    return load_stage(folder)
+
+
+def test_a_replica_that_left_early_or_came_too_late_is_no_part_of_the_model(tmp_path: Path) -> None:
+    """Fellows further apart than max_lag do not average either; the furthest is always there."""
+    clocks = (1000.0, 901.0, 899.0, 0.0)
+    replicas = [saved(tmp_path / str(clock), clock) for clock in clocks]
+    assert [replica.manifest.clock for replica in in_time(replicas, 100)] == [1000.0, 901.0]
+    assert in_time(replicas[3:], 100) == replicas[3:]
