@@ -27,14 +27,18 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 swarm: $(STAMP)
 	$(BIN)/noloco-node swarm configs/tiny.yaml
 
-lint: $(STAMP)
+lint: style types
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/pyright
 
-# Daemons mostly wait for each other, so they run beside the tests that compute.
-test: lint
-	@$(MAKE) --no-print-directory -j2 test-daemons test-the-rest
+# Daemons mostly wait for each other, so they run beside the tests that compute, and so do the types.
+test: style
+	@$(MAKE) --no-print-directory -j3 types test-daemons test-the-rest
 
 test-daemons: $(STAMP)
 	$(BIN)/pytest tests/chaos tests/daemons
