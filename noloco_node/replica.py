@@ -113,6 +113,7 @@ class Replica:
             own=lambda: self.worker.progress.clock,
             estimated=self.membership.fellow_clocks,
             recorded=self.membership.recorded_clocks,
+            origins_lead=self._origins_lead,
         )
         self.exchanger = self._make_exchanger()
         self.donor = StateDonor(spec, self.stage, transport, self.worker, places=settings.donor_places, relayed=relayed)
@@ -462,6 +463,11 @@ class Replica:
         progress, speed = self.worker.progress, self._pace.tokens_per_second
         return OwnFigures(progress.clock, speed, progress.outer_rounds, self.capacity, self._guards(), progress.steps)
 
+    def _origins_lead(self) -> float | None:
+        """As of now: what was heard before the clock was last shifted would add the shift to it."""
+        lead = self.server.origins_seen.lead(self.worker.shifted_at)
+        return self.worker.origins_lead if lead is None else lead
+
     def _directory_read(self) -> None:
         """Take over who is there: routes, the share of the batch, and everyone's waits."""
         self._roll.look()
@@ -478,8 +484,7 @@ class Replica:
         self._loop.call_soon_threadsafe(self._report_inner_step, report)
 
     def _report_inner_step(self, report: InnerReport) -> None:
-        if self.stage > 0:
-            self.worker.origins_lead = self.server.origins_seen.lead(self.worker.copied_at)
+        self.worker.origins_lead = self.server.origins_seen.lead(self.worker.copied_at)
         self._pace.step(report.result.tokens, time.monotonic())
         self.standing.loss.add(report.result.loss, report.result.tokens)
         self.standing.met(None, report.progress.steps)

@@ -8,6 +8,14 @@ from typing import Literal
 
 from noloco_node.swarm.pairing import believed_clock, laggard, lags
 
+FROM_ORIGINS = 0.5
+"""Share of the lag that is allowed by which a partner's clock may differ from the origins' to be believed: a replica
+ten times as fast as its fellows keeps within it, as its clock is tied to theirs."""
+
+
+def _unknown() -> None:
+    return None
+
 
 @dataclass(frozen=True, slots=True)
 class FellowClocks:
@@ -19,14 +27,24 @@ class FellowClocks:
     """Present clocks of the live fellows as estimated from their records."""
     recorded: Callable[[], Sequence[float]]
     """Clocks of the same fellows as they stand in their records."""
+    origins_lead: Callable[[], float | None] = _unknown
+    """How far ahead of this clock those origins are whose microbatches are trained here; None on stage 0 and where it
+    is not known."""
 
     def met(self, claimed: float) -> float:
         """The clock of a partner to meet half-way, within bounds; where the directory knows no fellow, around the own
-        clock."""
-        around = (self.own(),)
-        return believed_clock(
-            claimed, estimated=self.estimated() or around, recorded=self.recorded() or around, max_lag=self.max_lag
-        )
+        clock.
+
+        The directory's clocks run away with the own one where one partner lies to everybody, again and again. Those of
+        the origins do not: work stands behind them.
+        """
+        own, lead = self.own(), self.origins_lead()
+        estimated, recorded = self.estimated() or (own,), self.recorded() or (own,)
+        believed = believed_clock(claimed, estimated=estimated, recorded=recorded, max_lag=self.max_lag)
+        if lead is None:
+            return believed
+        bound = FROM_ORIGINS * self.max_lag
+        return min(own + lead + bound, max(own + lead - bound, believed))
 
     def not_beyond(self, claimed: float) -> float:
         """A donor's clock, unless it is far ahead of what the directory says: it could end this replica's run. Where

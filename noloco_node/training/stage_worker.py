@@ -160,6 +160,8 @@ class StageWorker:
         on stage 0 and where it is not known. Set from the event loop like `live_replicas`."""
         self.copied_at = -math.inf
         """Monotonic seconds at which it became a copy of a fellow: what is known of others' leads is void by then."""
+        self.shifted_at = -math.inf
+        """The same of when its clock last moved otherwise than by counting."""
         self.last_trained = LastTrained(0, 0.0)
         """As of the last gradient that was added, with the inner step where one was due. One value, since others read
         it while the device's thread works."""
@@ -304,6 +306,7 @@ class StageWorker:
         self._trainer.add_to_weights(correction, self.part(snapshot.fragment).slice)
         self.outer.adopt()
         self.progress = self.progress.after_outer_step(snapshot.fragment, snapshot.progress, clock_shift)
+        self.shifted_at = time.monotonic()
         return Commit(self.progress, time.monotonic() - started, self.progress.steps - snapshot.progress.steps)
 
     async def full_state(self) -> tuple[Progress, dict[str, Tensor]]:
@@ -349,6 +352,7 @@ class StageWorker:
             self.outer.load(state["slow"], state["momentum"], state.get(TRAIL))
             self.progress = self.progress.as_copy_of(clock, outer_rounds, self._spec.outer.inner_steps)
             self.origins_lead, self.copied_at = None, time.monotonic()
+            self.shifted_at = self.copied_at
 
         await self._thread.run(Priority.STEP, work)
 

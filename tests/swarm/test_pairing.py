@@ -244,6 +244,17 @@ def test_clocks_believed_with_fellows_and_without() -> None:
     assert clocks.laggard(-31.0) == "other"
 
 
+def test_a_later_stage_believes_a_partner_around_its_origins_also_where_the_directory_has_run_away() -> None:
+    """To half of the lag that is allowed on either side; where the directory is nearer, it decides."""
+    known: list[float] = [1e6]
+    clocks = FellowClocks(
+        50.0, own=lambda: 100.0, estimated=lambda: known, recorded=lambda: known, origins_lead=lambda: -10.0
+    )
+    assert [clocks.met(claim) for claim in (1e15, 0.0, 80.0)] == [115.0, 115.0, 115.0]
+    known[:] = [100.0]
+    assert [clocks.met(claim) for claim in (1e15, 0.0, 80.0)] == [115.0, 65.0, 80.0]
+
+
 def test_retries_are_jittered_and_bounded() -> None:
     """Never below 20 ms, never above 5 s, and not all the same."""
     rng = random.Random(2)
