@@ -57,14 +57,18 @@ def allowed_in_words(details: ErrorDetails) -> str:
 
 
 def did_you_mean(setting: str, siblings: Sequence[str], known: Iterable[str]) -> str:
-    """The nearest names to one that does not exist: the same one in another group, else those in its own group that
-    are spelt nearly so, else those anywhere; else what its group has. `known` are all dotted names, of groups too."""
+    """The nearest names to one that does not exist: a slip of the pen in its own group, the same one in another, what
+    is spelt roughly so, else a slip of the pen anywhere; else what its group has. `known` are all dotted names, of
+    groups too."""
     group, _, leaf = setting.rpartition(".")
     names = list(known)
     same = [name for name in names if name == setting or name.endswith(f".{setting}")]
     same += [name for name in names if name.rpartition(".")[2] == leaf and name not in same]
-    close = [f"{group}.{name}" if group else name for name in difflib.get_close_matches(leaf, siblings, n=2)]
-    meant = same + close
+    slips, close = (
+        [f"{group}.{name}" if group else name for name in difflib.get_close_matches(leaf, siblings, n=2, cutoff=cutoff)]
+        for cutoff in (0.8, 0.6)
+    )
+    meant = slips + same + close
     if not meant:
         leaves = {name.rpartition(".")[2]: name for name in reversed(names)}
         meant = [leaves[near] for near in difflib.get_close_matches(leaf, leaves, n=2, cutoff=0.75)]

@@ -27,7 +27,15 @@ class Panel(Axes, Protocol):
     yaxis: Any
 
     def fill_between(
-        self, x: Sequence[float], y1: Sequence[float], y2: Sequence[float], *, color: str, alpha: float, lw: float
+        self,
+        x: Sequence[float],
+        y1: Sequence[float],
+        y2: Sequence[float],
+        *,
+        color: str,
+        alpha: float,
+        lw: float,
+        label: str = "",
     ) -> object: ...
     def errorbar(
         self,

@@ -43,6 +43,11 @@ class Line:
     results: tuple[Result, ...]
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The settings in which the variant differs from the file's, the swept ones among them."""
+        return self.results[0].options
+
+    @property
     def diverged(self) -> int:
         """Seeds on which training diverged."""
         return sum(result.diverged or result.validation_loss is None for result in self.results)

@@ -26,6 +26,9 @@ from noloco_node.virtual.expansion import GAMMA
 from noloco_node.virtual.figures import Line, Spot, best, best_of, lines, setting, spread_follows_rate
 from noloco_node.virtual.result import Results
 
+BAND_LABEL = "range of the seeds"
+LAST_LABEL = "after the last step"
+"""Of the marks: the outer step that ends a training leads from the last loss on the way to the loss of the table."""
 LOSS_LABEL = "validation loss (nats per token)"
 SPREAD_LABEL = "√spread across replicas"
 
@@ -64,24 +67,32 @@ def convergence(record: Results) -> Sheet:
     sheet = Sheet(1, len(counts), title=f"{record.run['name']}: convergence")
     for panel, count in zip(sheet.panels[0], counts, strict=True):
         for line in _best_of_each(row for row in rows if row.replicas == count):
-            _loss_curve(panel, line, _look(record, line)[0])
+            _loss_curve(panel, line, *_look(record, line))
         _leave_out_the_start(panel, rows)
         caption(panel, f"{count} replicas")
         tokens_axis(panel)
-    sheet.panels[0][0].set_ylabel(LOSS_LABEL)
+    first = sheet.panels[0][0]
+    first.set_ylabel(LOSS_LABEL)
+    if any(len(line.results) > 1 for line in rows):
+        first.fill_between([], [], [], color=REFERENCE_COLOUR, alpha=0.35, lw=0, label=BAND_LABEL)
+    first.plot([], [], color=REFERENCE_COLOUR, marker="o", ms=5.5, ls="none", label=LAST_LABEL)
     return sheet
 
 
-def _loss_curve(panel: Panel, line: Line, colour: str) -> None:
+def _loss_curve(panel: Panel, line: Line, colour: str, marker: str) -> None:
+    """The losses on the way, and where the last outer step led from the last of them: to the loss of the table."""
     spots = _over_seeds([[(p.tokens, p.validation_loss) for p in result.curve] for result in line.results])
     tokens = list(spots)
     panel.plot(tokens, [spots[t].mean for t in tokens], color=colour, lw=1.6, label=_name(line))
     if len(line.results) > 1:
         low, high = [spots[t].low for t in tokens], [spots[t].high for t in tokens]
         panel.fill_between(tokens, low, high, color=colour, alpha=0.18, lw=0)
+    if tokens and line.loss is not None:
+        panel.plot([tokens[-1]] * 2, [spots[tokens[-1]].mean, line.loss.mean], color=colour, lw=1.0, ls=":")
+        panel.plot([tokens[-1]], [line.loss.mean], color=colour, marker=marker, ms=5.5, ls="none")
 
 
-def _leave_out_the_start(panel: Panel, shown: Iterable[Line]) -> None:
+def _leave_out_the_start(panel: Panel, shown: Sequence[Line]) -> None:
     """The first steep losses would press all differences into one line."""
     late = [
         point.validation_loss
@@ -90,6 +101,7 @@ def _leave_out_the_start(panel: Panel, shown: Iterable[Line]) -> None:
         for point in result.curve
         if point.validation_loss is not None and point.tokens >= EARLY_SHARE * line.tokens
     ]
+    late += [line.loss.mean for line in shown if line.loss is not None]
     if late:
         margin = 0.05 * (max(late) - min(late)) or 0.05
         cast("Any", panel).set_ylim(min(late) - margin, max(late) + margin)

@@ -51,9 +51,10 @@ def _header(record: Results) -> Iterator[str]:
         + ".\n"
     )
     yield (
-        "Losses are in nats per token, mean ± sample standard deviation over the seeds (as many as n says), after the "
-        "last outer step; *merged* is the mean of the replicas' weights. *Gap* is loss / loss of "
-        f"`{lab['reference']}` − 1, *gap in perplexity* exp(difference of the losses) − 1"
+        "*Settings* are those in which a variant differs from the file's. Losses are in nats per token, mean ± sample "
+        "standard deviation over the seeds (as many as n says), after the last outer step; *merged* is the mean of the "
+        f"replicas' weights. *Gap* is loss / loss of `{lab['reference']}` − 1, *gap in perplexity* exp(difference of "
+        "the losses) − 1"
         + (f", *gap closed* the share of the gap of `{lab['baseline']}`" if lab.get("baseline") else "")
         + ". Bytes are sent by one "
         "replica of each stage together. *Alone* is the share of outer steps without a partner, *clipped* the share of "
@@ -64,11 +65,14 @@ def _header(record: Results) -> Iterator[str]:
 
 def _blocks(record: Results) -> Iterator[str]:
     rows = lines(record)
+    hidden = {"gap closed"} if not record.lab.get("baseline") else set[str]()
+    if not any(line.options for line in rows):
+        hidden.add("settings")
     for tokens in dict.fromkeys(line.tokens for line in rows):
         for replicas in dict.fromkeys(line.replicas for line in rows if line.tokens == tokens):
             block = [line for line in rows if (line.tokens, line.replicas) == (tokens, replicas)]
             yield f"## {tokens:,} tokens, {replicas} replicas\n"
-            shown = [name != "gap closed" or bool(record.lab.get("baseline")) for name in COLUMNS]
+            shown = [name not in hidden for name in COLUMNS]
             columns, *cells = (
                 [cell for cell, visible in zip(row, shown, strict=True) if visible]
                 for row in (COLUMNS, *(_row(record, rows, line) for line in block))
@@ -82,7 +86,7 @@ def _row(record: Results, rows: Sequence[Line], line: Line) -> list[str]:
     gap, perplexity = _gaps(line, against)
     return [
         line.variant,
-        _options(line.swept),
+        _options(line.options),
         _loss(line),
         _number(line.figure(lambda result: result.validation_loss_merged), "{:.4f}"),
         gap,

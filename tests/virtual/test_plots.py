@@ -77,14 +77,27 @@ def test_convergence_has_a_panel_for_each_number_of_replicas_and_a_line_for_each
     sheet = plots.convergence(comparison(lengths=[24_576, 49_152]))
     assert [title(sheet, 0, column) for column in (0, 1)] == ["4 replicas", "8 replicas"]
     drawn = labels(sheet)
-    assert list(drawn) == ["noloco", "diloco", "data parallel", "gossip", "no exchange"]
+    variants = ["noloco", "diloco", "data parallel", "gossip", "no exchange"]
+    assert set(drawn) == {*variants, plots.BAND_LABEL, plots.LAST_LABEL}
     x, y = drawn["noloco"].get_data()
     assert x[-1] == 49_152
     assert y[-1] == pytest.approx(1.6 + 0.02 * 2 + 0.1 / 4, abs=1e-3)
     panel: Any = sheet.panels[0][0]
-    assert len(panel.collections) == 5
+    assert len([band for band in panel.collections if len(band.get_paths())]) == 5
     band = panel.collections[0].get_paths()[0].vertices
     assert band[band[:, 0] == x[-1], 1].max() - band[band[:, 0] == x[-1], 1].min() == pytest.approx(0.04)
+
+
+def test_the_curve_ends_at_the_loss_of_the_table() -> None:
+    """The last outer step comes after the last loss on the way: where it led is marked, inside the panel."""
+    record = comparison(replicas=[4])
+    after = [result.model_copy(update={"validation_loss": 1.0}) for result in record.results]
+    sheet = plots.convergence(record.model_copy(update={"results": after}))
+    panel: Any = sheet.panels[0][0]
+    ends = [line.get_data() for line in panel.get_lines() if line.get_marker() != "None" and len(line.get_xdata())]
+    assert len(ends) == 5
+    assert all((x[-1], y[-1]) == (49_152, 1.0) for x, y in ends)
+    assert panel.get_ylim()[0] < 1.0
 
 
 def test_the_spread_stands_beside_the_learning_rate_with_its_correlation() -> None:

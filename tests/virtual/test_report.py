@@ -89,6 +89,15 @@ def test_a_variant_that_diverged_on_a_seed_has_no_loss_and_no_gap() -> None:
     assert rows["49,152 tokens, 4 replicas", "noloco", "outer.gamma 0.4"]["gap"] != "–"
 
 
+def test_the_settings_of_a_variant_are_shown_whether_swept_or_not() -> None:
+    """What it sets for itself tells it from the others as well; where nobody sets anything there is no such column."""
+    variants = [{"name": "a", "algorithm": "noloco", "set": {"outer.alpha": 0.5}}, {"name": "b", "algorithm": "local"}]
+    rows = table(record({"variants": variants, "replicas": [4], "reference": "b"}))
+    assert {(variant, settings) for _, variant, settings in rows} == {("a", "outer.alpha 0.5"), ("b", "–")}
+    plain = markdown(record({"variants": [variants[1]], "replicas": [4], "reference": "b"}))
+    assert "| variant | validation loss |" in plain
+
+
 def test_the_tuning_is_listed_apart_and_the_block_names_what_was_chosen() -> None:
     """Tune seeds do not enter the reported means."""
     config = made.config({"variants": VARIANTS, "tune_seeds": [1], "seeds": [4, 5]})
