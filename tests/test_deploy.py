@@ -66,7 +66,7 @@ def commands() -> Iterator[tuple[str, list[str], Mapping[str, str]]]:
     for each in documents():
         if each["kind"] in ("Deployment", "StatefulSet"):
             (container,) = each["spec"]["template"]["spec"]["containers"]
-            plain = {row["name"]: row.get("value", "") for row in container["env"]}
+            plain = {row["name"]: row.get("value", "") for row in container.get("env", ())}
             yield each["metadata"]["name"], container["args"], plain
     unit = (DEPLOY / "systemd/noloco-node.service").read_text(encoding="utf-8")
     settings = (DEPLOY / "systemd/noloco-node.env").read_text(encoding="utf-8")
@@ -74,7 +74,7 @@ def commands() -> Iterator[tuple[str, list[str], Mapping[str, str]]]:
     (start,) = re.findall(r"^ExecStart=\S*noloco-node (.*)$", unit, flags=re.MULTILINE)
     yield "systemd", start.split(), {key: text for key, text in pairs}
     slurm = (DEPLOY / "slurm/volunteer.sbatch").read_text(encoding="utf-8")
-    (start,) = re.findall(r"^srun .*noloco-node (\w+)", slurm, flags=re.MULTILINE)
+    (start,) = re.findall(r"^noloco-node (\w+)", slurm, flags=re.MULTILINE)
     yield "slurm", [start, "--devices", "all"], {}
 
 
