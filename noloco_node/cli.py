@@ -43,6 +43,7 @@ from noloco_node.help_texts import (
     SHOW_HELP,
     STATUS_HELP,
     SWARM_HELP,
+    TOP_HELP,
     VALIDATE_HELP,
 )
 from noloco_node.node_options import (
@@ -55,7 +56,14 @@ from noloco_node.node_options import (
     set_argument,
 )
 from noloco_node.printing import print_finished, print_lab_plan, print_plan, print_result, print_run, print_seed
-from noloco_node.small_commands import completed, completion_arguments, health_arguments, init_arguments, list_arguments
+from noloco_node.small_commands import (
+    completed,
+    completion_arguments,
+    health_address,
+    health_arguments,
+    init_arguments,
+    list_arguments,
+)
 
 if TYPE_CHECKING:
     from noloco_node.config.node_settings import NodeSettings
@@ -86,10 +94,11 @@ def entry() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Never lets a traceback out, but for `--debug`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    commands = completed(parser())  # a shell that asks how the line goes on gives no arguments
     if not given:
-        parser().print_help(sys.stderr)
+        commands.print_help(sys.stderr)
         return int(ExitCode.USAGE)
-    options = completed(parser()).parse_args(given)
+    options = commands.parse_args(given)
     options.arguments = given
     try:
         return int(options.call(options))
@@ -147,6 +156,10 @@ def parser() -> argparse.ArgumentParser:
     status.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, nargs="?", help="run folder of the node")
     status.set_defaults(call=_status)
     health_arguments(_command(commands, "health", "ask this machine's node whether it is alive", HEALTH_HELP))
+    top_of_node = _command(commands, "top", "watch one node in this terminal", TOP_HELP)
+    health_arguments(top_of_node)
+    top_of_node.add_argument("--once", action="store_true", help="print the node as it is now, and end")
+    top_of_node.set_defaults(call=_top)
     seed = _command(commands, "seed", "hold a run's directory together, without a stage", SEED_HELP)
     seed_arguments(seed)
     seed.set_defaults(call=_seed)
@@ -293,6 +306,15 @@ def _seed(options: argparse.Namespace) -> int:
 
     uvloop.run(run_seed(run, settings, print_seed))
     return int(ExitCode.INTERRUPTED)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from noloco_node.top import follow
+
+    follow(*health_address(options, os.environ), Console(), once=options.once)
+    return int(ExitCode.OK)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -142,6 +142,15 @@ Ask the node on this machine whether it is alive: its event loop has beaten with
 example:
   noloco-node health --metrics-port 9100"""
 
+TOP_HELP = """\
+Watch one node in this terminal: how far it is, its losses, whom it sees with load and lag, what it waits for, and its
+last log lines. It asks the port of the node's pages (node.metrics_port), which must be on; the node itself may run
+anywhere that this machine reaches. Ctrl-C ends the view, not the node.
+
+examples:
+  noloco-node top --metrics-port 9100
+  noloco-node top --metrics-host 192.168.1.7 --metrics-port 9100 --once"""
+
 INIT_HELP = """\
 Write a configuration that comes with noloco-node to a new file, comments and all, as an example to start from.
 `noloco-node config list` names them; any of them can be used by its name as well, without a file.

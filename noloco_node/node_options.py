@@ -41,6 +41,7 @@ def network_arguments(command: argparse.ArgumentParser) -> None:
     relaying = "carry connections of nodes that nobody can dial, at this one's expense"
     add("--relay-for-others", action=argparse.BooleanOptionalAction, help=relaying)
     add("--identity", metavar="FILE", help="private key of this node, made when missing")
+    add("--log-format", metavar="text|json", help="log lines for a person, or each as one JSON object")
     add("--invitation", metavar="TEXT|FILE", help="invitation by the run's owner; no other run is accepted with it")
 
 
@@ -93,6 +94,7 @@ NODE_OPTIONS = (
     "relay_for_others",
     "metrics_port",
     "metrics_host",
+    "log_format",
     "identity",
     "invitation",
 )

@@ -42,7 +42,7 @@ async def run_seed(spec: RunSpec | None, settings: NodeSettings, tell: Tell) -> 
 
 
 async def _run(spec: RunSpec | None, settings: NodeSettings, folder: RunFolder, tell: Tell) -> None:
-    configure_logging(settings.log_level, NodeLog())
+    configure_logging(settings.log_level, NodeLog(), style=settings.log_format)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -75,6 +75,8 @@ class NodeSettings(Settings):
     seed: int = 0
     """Seed of this node's random choices (routes, partners), mixed with its peer id."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    log_format: Literal["text", "json"] = "text"
+    """How log lines are written: for a person, or each as one JSON object, for who collects them."""
 
     @model_validator(mode="after")
     def _metrics_have_a_port(self) -> NodeSettings:

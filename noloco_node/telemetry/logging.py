@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Literal
 
 from noloco_node.telemetry.events import (
     Account,
@@ -152,16 +155,20 @@ def progress_words(figures: NodeFigures) -> str:
 
 
 def configure_logging(
-    level: str, log: NodeLog, write: Callable[[str], None] | None = None, *others: logging.Handler
+    level: str,
+    log: NodeLog,
+    write: Callable[[str], None] | None = None,
+    *others: logging.Handler,
+    style: Literal["text", "json"] = "text",
 ) -> None:
     """Send the log to stderr, each line with the identity that `log` knows, or to `write`, where somebody draws there;
-    and to the `others`.
+    and to the `others`. `style` says whether a line is for a person or a JSON object.
 
     Call it after hivemind is imported: hivemind puts a handler of its own on its logger, which is removed here, and
     its lines pass from WARNING up only, since its everyday failures are ours to count.
     """
     handler = logging.StreamHandler(sys.stderr) if write is None else _Written(write)
-    handler.setFormatter(_Formatter(log))
+    handler.setFormatter(_Formatter(log) if style == "text" else _JsonFormatter(log))
     root = logging.getLogger()
     root.handlers[:] = [handler, *others]
     root.setLevel(logging.WARNING)
@@ -195,6 +202,28 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         record.who = self._log.label
         return super().format(record)
+
+
+class _JsonFormatter(logging.Formatter):
+    """Each record as one line: `time` in UTC (ISO 8601), level, logger, message, and who speaks, if that is known."""
+
+    def __init__(self, log: NodeLog) -> None:
+        super().__init__()
+        self._log = log
+
+    def format(self, record: logging.LogRecord) -> str:
+        log, when = self._log, datetime.fromtimestamp(record.created, UTC)
+        told: dict[str, object] = {
+            "time": when.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if log.stage is not None:
+            told |= {"peer_id": log.peer_id, "stage": log.stage, "outer_round": log.round}
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return json.dumps(told)
 
 
 def _started(event: NodeStarted) -> str:

@@ -30,7 +30,7 @@ class Telemetry:
         loop, tail = asyncio.get_running_loop(), LogTail()
         self._log = NodeLog()
         self._events = EventFile(events)
-        terminal = own_terminal()
+        terminal = own_terminal() if settings.log_format == "text" else None
         self._display = None if terminal is None else NodeDisplay(self._log.view, terminal)
         self._metrics = Metrics()
         self._metrics.watch_process(loop, memory_use)
@@ -42,7 +42,7 @@ class Telemetry:
         self.address: str | None = None
         """`host:port` of the pages; None where they are not served."""
         write = None if self._display is None else self._display.line
-        configure_logging(settings.log_level, self._log, write, tail)
+        configure_logging(settings.log_level, self._log, write, tail, style=settings.log_format)
 
     def serve(self, host: str, port: int) -> None:
         """Show the pages. UserError as `WebServer.start`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -39,6 +41,30 @@ def test_each_line_carries_short_peer_id_stage_and_round(capsys: pytest.CaptureF
     assert any("others join with: noloco-node join /ip4/127.0.0.1/tcp/4001/p2p/" in line for line in lines)
     assert any("[…-s1-r0 s1 r3] still there" in line for line in lines)
     assert not any("inner step 4:" in line for line in lines)
+
+
+@pytest.mark.usefixtures("untouched_logging")
+def test_a_collector_gets_each_record_as_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one of several lines, with what is no text, or with a traceback; who speaks as soon as it is known."""
+    log = NodeLog()
+    configure_logging("INFO", log, style="json")
+    speaker = logging.getLogger("noloco_node.swarm")
+    speaker.info("looking for %s", "peers")
+    log.observe(made.started("s1-r0"))
+    log.observe(made.outer_step(3, "s1-r1"))
+    try:
+        raise ValueError("\x1b[2J\u2028")
+    except ValueError:
+        speaker.exception("odd \n words")
+    rows = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    first, odd = rows[0], rows[-1]
+    assert (first["level"], first["logger"], first["message"]) == ("INFO", "noloco_node.swarm", "looking for peers")
+    assert "stage" not in first
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first["time"])
+    assert "others join with" in rows[1]["message"]
+    assert (odd["peer_id"], odd["stage"], odd["outer_round"]) == (made.peer_of("s1-r0"), 1, 3)
+    assert odd["message"] == "odd \n words"
+    assert "ValueError: \x1b[2J" in odd["exception"]
 
 
 @pytest.mark.usefixtures("untouched_logging")

@@ -1,0 +1,103 @@
+"""A node's state as another process reads it from `/api/state`: bounded, and tolerant of what other versions say."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+ANSWER_SECONDS = 4.0
+MOST_BYTES = 4 << 20
+
+
+class _Told(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class ToldRun(_Told):
+    """The run."""
+
+    id: str = ""
+    name: str = ""
+
+
+class ToldPeer(_Told):
+    """See `PeerSeen`."""
+
+    peer_id: str
+    stage: int
+    state: str = ""
+    answers: bool = False
+    lag: float | None = None
+    tokens_per_second: float | None = None
+    tokens: int = 0
+    under_way: int = 0
+    load: int | None = None
+
+
+class ToldLine(_Told):
+    """Of the log, or a warning."""
+
+    time: float
+    text: str
+    level: str = ""
+
+
+class ToldState(_Told):
+    """See `NodeState.document`. Times are wall times of the node, speeds tokens per second."""
+
+    time: float
+    state: str
+    detail: str
+    since: float
+    version: str = ""
+    peer_id: str | None = None
+    run: ToldRun | None = None
+    stage: int | None = None
+    stages: int | None = None
+    clock: float | None = None
+    target: int | None = None
+    seconds_left: float | None = None
+    tokens_per_second: float | None = None
+    swarm_tokens_per_second: float | None = None
+    training_loss: float | None = None
+    validation_loss: float | None = None
+    spread: float | None = None
+    learning_rate: float | None = None
+    inner_steps: int | None = None
+    outer_rounds: int | None = None
+    in_hand: int = 0
+    nodes_per_stage: tuple[int, ...] = ()
+    missing_stages: tuple[int, ...] = ()
+    peers: tuple[ToldPeer, ...] = ()
+    warnings: tuple[ToldLine, ...] = ()
+    log: tuple[ToldLine, ...] = ()
+
+
+class NoState(Exception):
+    """Nobody told a node's state; the text says why."""
+
+
+def ask_state(host: str, port: int) -> ToldState:
+    """Of the node whose pages are there. Raises NoState."""
+    try:
+        connection = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
+    except http.client.HTTPException as error:
+        raise NoState(str(error)) from None
+    try:
+        connection.request("GET", "/api/state")
+        answer = connection.getresponse()
+        body = answer.read(MOST_BYTES)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        timed_out = isinstance(error, socket.timeout)
+        raise NoState("no answer in time" if timed_out else str(error) or type(error).__name__) from None
+    finally:
+        connection.close()
+    if answer.status != http.client.OK:
+        raise NoState(f"what answers there is no page of a node: status {answer.status}")
+    try:
+        return ToldState.model_validate(json.loads(body))
+    except (ValidationError, ValueError, RecursionError):
+        raise NoState("what answers there is no state of a node") from None

@@ -1,0 +1,128 @@
+"""`noloco-node top`: a node on a terminal, from its own pages over a real socket; rude words and nobody there."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from noloco_node import cli
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.telemetry.state import Surroundings
+from noloco_node.telemetry.told_state import NoState, ToldState, ask_state
+from noloco_node.telemetry.web import Page, WebServer
+from noloco_node.top import Follower, follow, screen
+from tests.telemetry.test_node_pages import RUDE, seen, shown
+from tests.telemetry.test_page import whole_life
+
+
+@contextmanager
+def answering(body: bytes) -> Iterator[int]:
+    """Something that gives this answer for a node's state; its port."""
+    server = WebServer({"/api/state": lambda _: Page(body)})
+    try:
+        yield int(server.start("127.0.0.1", 0).rpartition(":")[2])
+    finally:
+        server.stop()
+
+
+def told(**changes: object) -> ToldState:
+    """What a node of which little is known says."""
+    return ToldState.model_validate({"time": 10.0, "state": "starting", "detail": "no stage", "since": 5.0} | changes)
+
+
+def drawn(follower: Follower, height: int = 50) -> str:
+    """As text, 120 columns wide."""
+    console = Console(file=io.StringIO(), width=120, height=height)
+    console.print(screen(follower, height))
+    return str(console.file.getvalue())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+async def test_a_node_is_seen_in_a_terminal_with_its_peers_and_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that a real node's pages say, once, where there is no terminal; words of strangers do not speak to it."""
+    import asyncio
+
+    peers = (seen(), seen(peer_id=f"peer-{RUDE}", version=RUDE, answers=False))
+    async with shown(tmp_path) as (telemetry, address):
+        for event in whole_life():
+            telemetry.emit(event)
+        host, _, port = address.rpartition(":")
+        with telemetry.showing(lambda: Surroundings(peers, 2, 2, 0)):
+            line = ["top", "--metrics-host", host, "--metrics-port", port]
+            assert await asyncio.to_thread(cli.main, line) == ExitCode.OK
+    text = capsys.readouterr().out
+    for words in ("made-up", "stage 0 of 2", "30,720 of 30,720", "training loss", "1.5", "2e-06", "silent", "100"):
+        assert words in text.replace("61,440 of 61,440", "30,720 of 30,720").replace("2.00e-06", "2e-06"), words
+    assert "final validation loss" in text
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+
+
+def test_what_is_not_known_yet_is_a_dash_and_a_small_screen_holds_it() -> None:
+    """A node that starts."""
+    text = drawn(Follower(told, "here", told()), height=20)
+    assert "no stage, for 0:05 min" in text
+    assert "–" in text
+    many = tuple({"peer_id": f"peer-{n:04}", "stage": n % 3, "answers": True} for n in range(200))
+    follower = Follower(told, "here", told(peers=many, stage=1, stages=3, peer_id="p" * 20))
+    assert "and 197 more" in drawn(follower, height=20)
+    assert len(drawn(follower, height=20).splitlines()) < 26
+
+
+def test_a_node_that_falls_silent_is_shown_as_it_was() -> None:
+    """With since when; one that nobody has ever heard of is an error with a remedy."""
+    answers = iter([told(), NoState("connection refused")])
+
+    def ask() -> ToldState:
+        answer = next(answers)
+        if isinstance(answer, NoState):
+            raise answer
+        return answer
+
+    follower = Follower(ask, "here")
+    follower.look()
+    follower.look()
+    assert "no answer since" in drawn(follower)
+    assert "no stage" in drawn(follower)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{}",
+        b"[1]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        json.dumps({"time": "x", "state": 1, "detail": None, "since": 2}).encode(),
+        b'{"time":1,"state":"a","detail":"b","since":1,"peers":[{"peer_id":1}]}',
+    ],
+    ids=["empty", "no fields", "a list", "no text", "deep", "wrong types", "a bad peer"],
+)
+def test_what_is_no_state_is_refused_in_one_line(body: bytes) -> None:
+    """Whatever answers at that port."""
+    with answering(body) as port, pytest.raises(UserError, match="no state of a node") as caught:
+        follow("127.0.0.1", port, Console(file=io.StringIO()), once=True)
+    assert caught.value.exit_code is ExitCode.CHECK_FAILED
+    assert "--metrics-port" in caught.value.remedy
+
+
+def test_what_another_version_says_besides_is_passed_over() -> None:
+    """Unknown fields, and fields that are missing."""
+    body = {"time": 1.0, "state": "training", "detail": "training", "since": 0.5, "new": {"a": [1]}, "peers": []}
+    with answering(json.dumps(body).encode()) as port:
+        assert ask_state("127.0.0.1", port).state == "training"
+
+
+def test_a_port_where_nobody_listens_is_named() -> None:
+    """And an address that is none."""
+    for host, port in (("127.0.0.1", 1), ("no-such-host.invalid", 1), ("a b", 1)):
+        with pytest.raises(UserError, match=f"no node shows itself at {host} port {port}"):
+            follow(host, port, Console(file=io.StringIO()), once=True)
