@@ -1,8 +1,8 @@
 """The signed records that a node holds, for itself and for others: bounded, and hard to fill with strangers' keys.
 
 Records cost their signers nothing, so where places are short it counts what this node knows of the signer: that it
-works, that it answers, that it brought its record itself. Among equals chance decides who goes; whoever has a place
-cannot keep it by filling the others, and who renews its record comes back.
+works, that it answers, that it brought its record itself. Among equals chance decides who goes, in the half that came
+last: those that were there first keep their places, and in the other half no crowd keeps a newcomer out.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class Held:
     last_direct: float = 0.0
     since: float = -math.inf
     """When this record, with this expiry, came here: monotonic seconds."""
+    placed: float = -math.inf
+    """When its signer took its place: monotonic seconds."""
 
 
 class RecordStore:
@@ -175,7 +177,7 @@ class RecordStore:
         self.touch(row, signer, row.storer, now)
         if not self._make_room(key, signer, row, now):
             return False
-        row.since = self._clock()
+        row.since = row.placed = self._clock()
         self._rows.setdefault(key, {})[signer] = row
         self._count += 1
         self._keys_of[signer] += 1
@@ -216,14 +218,18 @@ class RecordStore:
     def _give_up_place(self, key: bytes, esteem: Esteem, now: float) -> bool:
         """Whoever is not hearsay gets a place in any case, or newcomers would be shut out of a full stage; but only a
         small share of the places falls to those of whom least is known, since all others are left alone while one of
-        theirs is among those looked at."""
+        theirs is among those looked at. Of equals the half stays that has been there for longer: a crowd that comes
+        later and answers like everybody else takes no place from those."""
         rows = self._rows[key]
         among = self._sampled(signer for signer in rows if signer != self._own)
         if not among:
             return False
-        victim = min(among, key=lambda signer: self.esteem_of(signer, rows[signer], now))
-        if esteem <= Esteem.HEARSAY and self.esteem_of(victim, rows[victim], now) > esteem:
+        of = {signer: self.esteem_of(signer, rows[signer], now) for signer in among}
+        least = min(of.values())
+        if esteem <= Esteem.HEARSAY and least > esteem:
             return False
+        equals = sorted((signer for signer in among if of[signer] is least), key=lambda signer: rows[signer].placed)
+        victim = self._rng.choice(equals[len(equals) // 2 :])
         self._drop(key, victim)
         return True
 

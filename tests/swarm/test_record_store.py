@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from noloco_node.swarm import record_store
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.record_intake import CHECKS_A_SECOND, CHECKS_AT_ONCE, POOLS, SKEW_SECONDS, Intake
 from noloco_node.swarm.record_store import (
@@ -38,9 +39,22 @@ def held(storer: str, expires: float = 1e9, sequence: int = 0) -> Held:
     return Held(record, b"signed", expires, PeerId(storer))
 
 
-def store_of(known: dict[str, Esteem] | None = None, **bounds: int) -> RecordStore:
+def store_of(
+    known: dict[str, Esteem] | None = None,
+    *,
+    most_records: int = record_store.MOST_RECORDS,
+    most_keys: int = record_store.MOST_KEYS,
+    most_in_all: int = record_store.MOST_IN_ALL,
+) -> RecordStore:
     """An empty store whose owner knows these peers."""
-    return RecordStore(OWN, lambda peer: (known or {}).get(peer, Esteem.HEARSAY), random.Random(7), **bounds)
+    return RecordStore(
+        OWN,
+        lambda peer: (known or {}).get(peer, Esteem.HEARSAY),
+        random.Random(7),
+        most_records=most_records,
+        most_keys=most_keys,
+        most_in_all=most_in_all,
+    )
 
 
 def fill(store: RecordStore, count: int, storer: Callable[[int], str], now: float = 0.0, first: int = 0) -> None:
@@ -131,6 +145,24 @@ def test_a_newcomer_gets_a_place_in_a_full_stage_and_few_of_its_members_lose_the
     fill(store, 2000, lambda number: f"ghost-{number}")
     assert len(known.keys() & names(store)) > 128 * 0.8
     assert not store.put(KEY, PeerId("hearsay"), held("stranger"), 0.0) or "hearsay" in names(store)
+
+
+def test_a_crowd_that_answers_like_everybody_takes_no_place_from_those_that_were_there_before() -> None:
+    """Five times as many keys as there are places, each known by a hello and storing its record again and again."""
+    friends = [f"friend-{number}" for number in range(12)]
+    crowd = [f"crowd-{number}" for number in range(640)]
+    store = store_of(dict.fromkeys((*friends, *crowd), Esteem.KNOWN), most_records=128)
+    for friend in friends:
+        store.put(KEY, PeerId(friend), held(friend), 0.0)
+    missed = 0
+    for second in range(6):
+        for name in crowd:
+            store.put(KEY, PeerId(name), held(name, 1e9 + second), float(second))
+        missed += len(set(friends) - names(store))
+        for friend in friends:
+            store.put(KEY, PeerId(friend), held(friend, 1e9 + second), float(second))
+    assert len(store) == 128
+    assert missed == 0
 
 
 def test_a_newcomer_that_renews_is_seen_most_of_the_time_beside_a_flood_of_new_keys() -> None:
