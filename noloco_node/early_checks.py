@@ -6,13 +6,16 @@ from noloco_node.collector import loading
 from noloco_node.config.load import Config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.storage.run_folder import RunFolder
+from noloco_node.swarm.p2pd_arguments import check_port_free, listen_address
 from noloco_node.swarm.peer_addresses import check_addresses, no_address
 
 
 def check_peers(settings: NodeSettings, *, joins: bool = False) -> None:
-    """Raise UserError: CONFIG where no initial peer is an address, PEERS_UNREACHABLE where a node that `joins` has none
-    and knows none from before."""
+    """Raise UserError: CONFIG where no initial peer is an address, or the host is none of this machine's;
+    PEERS_UNREACHABLE where a node that `joins` has no initial peer and knows none from before."""
     check_addresses(settings.initial_peers)
+    listen_address(settings.host, settings.port)
+    check_port_free(settings.host, 0)  # of the port itself the node speaks, once it has its run folder
     if joins and not settings.initial_peers and not RunFolder(settings.run_folder).peers.exists():
         raise no_address()
 

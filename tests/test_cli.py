@@ -38,13 +38,20 @@ def test_help_and_settings_need_no_heavy_library() -> None:
         "assert main([]) == 2\n"
         "assert main(['join', '/ip4/10.0.0.5/tcp/31337']) == 3\n"
         "assert main(['join', '--run-folder', '/nowhere']) == 4\n"
+        f"assert main(['run', {str(MICRO)!r}, '--host', '8.8.8.8']) == 3\n"
+        "assert main(['seed', '--host', 'localhost']) == 3\n"
         "heavy = {'torch', 'transformers', 'hivemind', 'matplotlib', 'rich', 'datasets'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 0, answer.stderr
     assert "run id" in answer.stdout
-    for words in ("train on a swarm of nodes on this machine", "this is no address of a peer", "no address was given"):
+    for words in (
+        "train on a swarm of nodes on this machine",
+        "this is no address of a peer",
+        "no address was given",
+        "no address of this machine",
+    ):
         assert answer.stderr.count(words) == 1
     assert "firewall" not in answer.stderr
 
