@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help swarm test test-daemons test-the-rest metrics chaos lint clean
+.PHONY: help swarm test test-daemons test-the-rest metrics monitoring chaos lint clean
 
 help:
 	@echo "make swarm   train a 3 M parameter model on a local swarm of 8 nodes (configs/tiny.yaml), about 10 minutes"
@@ -12,6 +12,7 @@ help:
 	@echo "make chaos   real daemons under kills, frozen nodes, bad links, a partition, a hostile peer, half an hour of faults, a stranger (an hour and a half)"
 	@echo "make lint    ruff and pyright only"
 	@echo "make metrics write docs/metrics.md anew"
+	@echo "make monitoring writes what Prometheus and Grafana are given in deploy/ anew"
 	@echo "make clean   remove the environment and caches; runs/ stays"
 	@echo "CHAOS='kills --seed 3' chooses scenarios and the seed of make chaos; its report goes to runs/chaos-TIME"
 	@echo "PYTHON=/path/to/python3.11 chooses the interpreter that the environment is made with"
@@ -48,6 +49,9 @@ test-the-rest: $(STAMP)
 
 metrics: $(STAMP)
 	$(BIN)/python -m tests.telemetry.test_metric_table > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
+
+monitoring: $(STAMP)
+	$(BIN)/python -m deploy.monitoring.files
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos $(CHAOS)

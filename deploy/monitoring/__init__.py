@@ -1,0 +1,1 @@
+"""What Prometheus, Alertmanager and Grafana are given, described once: expressions, alerts, panels, and their files."""
