@@ -258,7 +258,7 @@ def last_accounts(made: World) -> list[Account]:
     return [last_account(events) for events in made.events]
 
 
-async def run_to_the_end(made: Swarm, within: float = 60.0) -> None:
+async def run_to_the_end(made: Swarm, within: float = 110.0) -> None:
     """Run every replica until the run's end."""
     async with asyncio.timeout(within), asyncio.TaskGroup() as group:
         for replica in made.replicas:

@@ -40,7 +40,7 @@ def printed(folder: Path) -> str:
 async def leaves(process: Process) -> None:
     """Ctrl-C, to the end."""
     process.send_signal(signal.SIGINT)
-    assert await asyncio.wait_for(process.wait(), 60) == ExitCode.INTERRUPTED
+    assert await asyncio.wait_for(process.wait(), 120) == ExitCode.INTERRUPTED
 
 
 def damage(folder: Path) -> None:
@@ -60,13 +60,13 @@ async def test_a_stage_whose_only_holder_leaves_is_waited_for_and_a_node_with_da
     for folder in (head, holder, newcomer):
         folder.mkdir()
     async with daemon(*node(head, 0), folder=head) as (entry, first):
-        entrance = (await eventually(lambda: of(NodeStarted, first), 60, "the first node"))[0].addresses[0]
+        entrance = (await eventually(lambda: of(NodeStarted, first), 120, "the first node"))[0].addresses[0]
         joining = node(holder, 1, "--initial-peers", entrance)
         coming = node(newcomer, 1, "--initial-peers", entrance)
         async with daemon(*joining, folder=holder) as (process, events):
-            name = (await eventually(lambda: of(NodeStarted, events), 60, "the holder"))[0].peer_id
-            await eventually(lambda: len(of(InnerStep, events)) > 10, 60, "it trains")
-            await eventually(lambda: name in holders(head), 60, "the first node has written down what it holds")
+            name = (await eventually(lambda: of(NodeStarted, events), 120, "the holder"))[0].peer_id
+            await eventually(lambda: len(of(InnerStep, events)) > 10, 120, "it trains")
+            await eventually(lambda: name in holders(head), 120, "the first node has written down what it holds")
             await leaves(process)
             left = of(CheckpointTaken, events)[-1].clock
         assert left > 0.0
@@ -81,12 +81,12 @@ async def test_a_stage_whose_only_holder_leaves_is_waited_for_and_a_node_with_da
                 assert [event.origin for event in of(NodeStarted, back)] == ["checkpoint"]
                 assert [event.origin for event in of(NodeStarted, events)] == ["peer"]
                 assert of(InnerStep, events)[0].clock > left
-                await eventually(lambda: any(not e.error for e in of(CheckpointTaken, events)), 60, "a checkpoint")
+                await eventually(lambda: any(not e.error for e in of(CheckpointTaken, events)), 120, "a checkpoint")
                 await leaves(process)
                 assert "LAST REPLICA" not in printed(newcomer)
                 damage(newcomer)
                 async with daemon(*coming, folder=newcomer) as (healed, again):
-                    started = await eventually(lambda: of(NodeStarted, again), 60, "it is back")
+                    started = await eventually(lambda: of(NodeStarted, again), 120, "it is back")
                     assert started[0].origin == "peer"
                     assert "CHECKPOINTS ARE DAMAGED" in printed(newcomer)
                     await leaves(healed)

@@ -343,17 +343,17 @@ async def test_bodies_that_do_not_fit_are_refused(tensors: tuple[torch.Tensor, .
         assert made.replicas[1].worker.progress.tokens == 0
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-async def test_activations_in_half_precision_learn_the_same(precision: str) -> None:
+async def test_activations_in_half_precision_learn_the_same() -> None:
     """The last validation loss differs from fp32 on the wire by less than 2 %."""
     losses: dict[str, float] = {}
-    for wire in ("fp32", precision):
+    for wire in ("fp32", "fp16", "bf16"):
         spec = micro_spec(steps=60, pipeline=PipelineSpec.model_validate({"activations": wire}))
         async with world(spec) as made:
             await run_to_the_end(made)
             losses[wire] = next(e.loss for e in made.events[0] if isinstance(e, Evaluation) and e.final)
     assert losses["fp32"] < 3.7, "it must have learnt something"
-    assert losses[precision] == pytest.approx(losses["fp32"], rel=0.02)
+    for precision in ("fp16", "bf16"):
+        assert losses[precision] == pytest.approx(losses["fp32"], rel=0.02)
 
 
 async def test_the_whole_swarm_averages_and_its_spread_falls_with_the_learning_rate() -> None:
@@ -362,14 +362,14 @@ async def test_the_whole_swarm_averages_and_its_spread_falls_with_the_learning_r
     How many inner steps an exchange spans depends on the machine's load, so the counts are bounded loosely.
     """
     outer = OuterSpec(inner_steps=10)
-    spec = micro_spec(steps=240, microbatches_a_step=4, outer=outer)
+    spec = micro_spec(steps=160, microbatches_a_step=4, outer=outer)
     async with world(spec, replicas=4, settings=NodeSettings(in_flight=2)) as made:
         await run_to_the_end(made)
         partners = [len(replica.outer_steps.partners) for replica in made.replicas]
         steps = [event for events in made.events for event in events if isinstance(event, OuterStep)]
     paired = [event for event in steps if event.kind == "paired"]
     assert min(partners) >= 2
-    assert len(paired) > 40
+    assert len(paired) > 25
     assert len([event for event in steps if event.kind == "alone"]) < 0.2 * len(paired)
     spreads = [event.spread for event in paired if event.spread is not None]
     assert sum(spreads[-8:]) / 8 < 0.5 * max(spreads)
@@ -379,7 +379,7 @@ async def test_a_swarm_that_exchanges_fragments_by_four_bits_comes_to_its_end() 
     """Both fragments are exchanged about equally often, each once in H inner steps; everyone takes a last step of the
     whole; the spread falls."""
     outer = OuterSpec(inner_steps=10, codec="int4", fragments=2)
-    spec = micro_spec(steps=240, microbatches_a_step=4, outer=outer)
+    spec = micro_spec(steps=160, microbatches_a_step=4, outer=outer)
     async with world(spec, replicas=4, settings=NodeSettings(in_flight=2)) as made:
         await run_to_the_end(made)
         each = [[event for event in events if isinstance(event, OuterStep)] for events in made.events]
@@ -392,7 +392,7 @@ async def test_a_swarm_that_exchanges_fragments_by_four_bits_comes_to_its_end() 
         assert counts[2] >= 1
         assert [event.round for event in committed] == list(range(1, len(committed) + 1))
     paired = sorted((e for events in each for e in events if e.kind == "paired"), key=lambda event: event.time)
-    assert len(paired) > 80
+    assert len(paired) > 50
     assert sum(event.kind == "alone" for events in each for event in events) < 0.2 * len(paired)
     spreads = [event.spread for event in paired if event.spread is not None]
     assert sum(spreads[-8:]) / 8 < 0.5 * max(spreads)
