@@ -19,8 +19,9 @@ from noloco_node.outer.codec import CODECS, CodecName
 
 DEVICE_BYTES = 24
 """Bytes a parameter on the device: fp32 masters, AdamW's two moments, gradient, and two published versions."""
-HOST_BYTES = 16
-"""Bytes a parameter in the host's memory: slow weights, outer momentum, snapshot, and the difference to a partner."""
+HOST_BYTES = 20
+"""Bytes a parameter in the host's memory: slow weights, outer momentum, snapshot, the difference to a partner, and the
+way that the replica has been learning."""
 TRAIL_BYTES = 4
 """As many more where the codec trails: `OuterReplica.trail`."""
 

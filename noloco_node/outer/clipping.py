@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
-from statistics import median_low
+from dataclasses import dataclass
+from statistics import median, median_low
 from typing import TypeVar
+
+from noloco_node.outer.replica import OuterReplica
 
 T = TypeVar("T")
 
@@ -14,6 +18,15 @@ _MOTIONS_REMEMBERED = 8
 _TRUST = 4.0
 _GROSS = 10.0
 """Honest differences after a partition are some times the bound; so many times it, they are none."""
+_TALLEST = 4.0
+"""Times the usual root mean square that one value of a difference may be."""
+_TAKEN = 0.5
+"""Share of what this replica has learnt since its last outer step that anybody may take back: it is what averaging with
+one who has learnt nothing does."""
+_LIKE_OTHERS = 1.5
+_CHANCE = 0.25
+"""Share of the own motion that may be taken back by chance: where little is learnt between two exchanges, what an
+honest partner lacks of a replica's own noise looks as if it took something back."""
 
 
 class DifferenceBound:
@@ -41,12 +54,16 @@ class DifferenceBound:
         `own_motion` is the norm of what this replica itself has learnt since its last outer step
         (`OuterReplica.own_motion`). It must hold nothing that came from partners, or they would raise their own bound.
         """
+        return self._multiple * self.usual(own_motion)
+
+    def usual(self, own_motion: float) -> float:
+        """What `bound` is a multiple of."""
         motions = [*self._motions, own_motion] if own_motion > 0.0 else list(self._motions)
         if not motions:
             return 0.0
         own = median_low(motions)
         peers = [norm for norm in self._latest.values() if norm > 0.0]
-        return self._multiple * min(max(median_low([own, *peers]), own / _TRUST), own * _TRUST)
+        return min(max(median_low([own, *peers]), own / _TRUST), own * _TRUST)
 
     def scale(self, peer: str, difference: float, own_motion: float) -> float:
         """Factor in [0, 1] for a difference to `peer` of that norm: 1 within the bound, at most bound / difference
@@ -64,6 +81,76 @@ class DifferenceBound:
         if difference <= bound:
             _remember(self._near, peer, None, _NEAR_REMEMBERED)
         _remember(self._latest, peer, min(difference, bound), _PEERS_REMEMBERED)
+
+
+class Regress:
+    """How much of what a replica learns one partner may take back in an outer step: half of what it has learnt since
+    the last one (the low median over its last steps), along the way that it has been learning lately, or a quarter of
+    its motion, if that is more.
+
+    Half is what averaging with one who has learnt nothing takes. Where most of the *other* partners took more when they
+    were last met (after a partition, or where this replica is the one that is off), so may this one: half as much again
+    as their median. What was not granted is no voice. Who has met only a single fellow, and knows of no other, has
+    nobody to measure it by.
+    """
+
+    def __init__(self) -> None:
+        self._latest: OrderedDict[str, float] = OrderedDict()
+        self._learnt: deque[float] = deque(maxlen=_MOTIONS_REMEMBERED)
+
+    def scale(self, peer: str, taken: float, learnt: float, own_motion: float, *, fellows: int) -> float:
+        """Factor in (0, 1] for a difference to `peer` that takes `taken` back where `learnt` was learnt
+        (`OuterReplica.taken_back`) of a motion of that norm. `fellows` live beside this replica. Once for each step
+        with a partner: it is remembered."""
+        if learnt > 0.0:  # as in `DifferenceBound.scale`
+            self._learnt.append(learnt)
+        others = [norm for other, norm in self._latest.items() if other != peer]
+        most = math.inf
+        if self._learnt and (others or fellows > 1):
+            like_others = _LIKE_OTHERS * median(others) if others else 0.0
+            most = max(_TAKEN * median_low(self._learnt), like_others, _CHANCE * own_motion)
+        _remember(self._latest, peer, min(max(0.0, taken), most), _PEERS_REMEMBERED)
+        return min(1.0, most / taken) if taken > 0.0 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """How an exchange is taken."""
+
+    norm: float
+    """Of the difference to the partner, as it came."""
+    bound: float
+    """Largest norm that would have been taken whole."""
+    scale: float
+    """In [0, 1]: what the difference is multiplied by."""
+
+
+class PartnerBound:
+    """All bounds on what one partner may do in an outer step, for one part of the weights: on the norm of the
+    difference, on its single values, and on what it takes back of what this replica has learnt.
+
+    By the norm alone a partner could always push where it hurts most: three times what is learnt between two exchanges
+    takes back all of it, and put into a few values it ruins a model (decision 182).
+    """
+
+    def __init__(self, multiple: float) -> None:
+        self.difference = DifferenceBound(multiple)
+        self._regress = Regress()
+
+    def judge(self, replica: OuterReplica, peer: str, *, fellows: int) -> Judgement:
+        """How the open step of `replica` takes the difference to `peer`, whose single values are brought within their
+        bound here. `fellows` live beside this replica. Once for each step with a partner."""
+        norm, motion = replica.difference_norm(), replica.own_motion()
+        bound, usual = self.difference.bound(motion), self.difference.usual(motion)
+        scale = self.difference.scale(peer, norm, motion)
+        if scale > 0.0 and not replica.codec.decoupled:  # these carry whole blocks now and then, and little else
+            replica.limit_values(_TALLEST * usual / math.sqrt(replica.part.size) / scale)
+        taken, learnt = replica.taken_back()
+        return Judgement(norm, bound, scale * self._regress.scale(peer, scale * taken, learnt, motion, fellows=fellows))
+
+    def accept(self, peer: str, judgement: Judgement) -> None:
+        """The exchange that was judged so is committed."""
+        self.difference.accept(peer, judgement.norm, judgement.bound)
 
 
 def _remember(table: OrderedDict[str, T], peer: str, value: T, most: int) -> None:

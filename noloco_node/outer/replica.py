@@ -18,6 +18,9 @@ _IN_CACHE = 1 << 16
 """Values that are looked at together, so that what is made of them stays in a processor's cache."""
 TRAIL_STEPS = 16
 """Outer steps over which a trail averages (decision 157)."""
+LEARNT_STEPS = 16
+"""Outer steps over which what a replica itself has learnt is averaged. Over fewer, honest partners seem to take back
+what it learnt in the last ones, for these are all that they do not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,9 @@ class OuterReplica:
     has moved lately is motion too, and crosses with δ and Δ. Where a block crosses whole the trail is moved along by
     what the difference moves s. Partners' trails need not agree for the mean to be kept, but who takes over a φ takes
     its trail too, or the two would be moved apart by what only one of them offers.
+
+    Which way this replica itself has been learning is a moving average of its own Δ, with no part in it that came from
+    partners; by it they are measured (`PartnerBound`). It is nobody else's business and is given to nobody.
     """
 
     def __init__(self, rule: OuterRule, slow: Tensor, *, codec: Codec, chunk_bytes: int, fragments: int = 1) -> None:
@@ -79,6 +85,7 @@ class OuterReplica:
         self.fragments = fragments_of(slow.numel(), fragments)
         self.trail = slow.clone() if codec.trails else None
         self._led: list[tuple[slice, Tensor, Tensor]] = []
+        self._learnt = torch.zeros_like(slow)
         self._difference = torch.empty_like(slow)
         self._chunk = codec.values_within(chunk_bytes)
         self._part = self.whole
@@ -108,8 +115,9 @@ class OuterReplica:
         return math.ceil(self._part.size / self._chunk)
 
     def load(self, slow: Tensor, momentum: Tensor, trail: Tensor | None = None) -> None:
-        """Go on from this φ and δ; without a trail it begins anew."""
+        """Go on from this φ and δ; without a trail it begins anew, as does the way that was learnt."""
         self.settle()
+        self._learnt.zero_()
         self.slow.copy_(slow)
         self.momentum.copy_(momentum)
         if self.trail is not None:
@@ -198,6 +206,32 @@ class OuterReplica:
             total += _squares(self.snapshot[part] - self.slow[part])
         return self.rule.beta * math.sqrt(total)
 
+    def taken_back(self) -> tuple[float, float]:
+        """How far the difference leads back along the way that this replica itself has been learning over the last
+        outer steps (negative: onwards), and how far along it βΔ has come. Over the open part; before the first outer
+        step the way is that of Δ, and without any both are 0."""
+        back, made, length = self._along(self._learnt)
+        if length == 0.0:
+            back, made, length = self._along(None)
+        return (back / math.sqrt(length), self.rule.beta * made / math.sqrt(length)) if length > 0.0 else (0.0, 0.0)
+
+    def _along(self, way: Tensor | None) -> tuple[float, float, float]:
+        """Products over the open part of `way` (None: Δ) with minus the difference, with Δ and with itself."""
+        back, made, length = 0.0, 0.0, 0.0
+        for start in range(self._part.start, self._part.end, _IN_CACHE):
+            part = slice(start, min(start + _IN_CACHE, self._part.end))
+            delta = (self.snapshot[part] - self.slow[part]).double()
+            piece = delta if way is None else way[part].double()
+            back -= float(self._difference[part].double().dot(piece))
+            made += float(delta.dot(piece))
+            length += float(piece.dot(piece))
+        return back, made, length
+
+    def limit_values(self, most: float) -> None:
+        """Bring each value of the difference over the open part to within ± `most`."""
+        most = min(most, torch.finfo(self._difference.dtype).max)
+        self._difference[self._part.slice].clamp_(-most, most)
+
     def commit(self, scale: float = 1.0) -> Tensor:
         """Take the step: φ and δ of the open part are replaced. Returns what `prepare` does."""
         correction = self.prepare(scale)
@@ -238,6 +272,10 @@ class OuterReplica:
         with self._settling:
             if self._adopted:
                 part = self._part.slice
+                # φ_new − φ is in the difference's place, φ_new − θ in the snapshot's: Δ is what they differ by.
+                learnt = self._learnt[part].mul_(1 - 1 / LEARNT_STEPS)
+                learnt.add_(self._difference[part], alpha=1 / LEARNT_STEPS)
+                learnt.sub_(self.snapshot[part], alpha=1 / LEARNT_STEPS)
                 self.slow[part].add_(self._difference[part])
                 self.momentum[part].copy_(self._difference[part])
                 if self.trail is not None:

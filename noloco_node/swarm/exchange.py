@@ -19,7 +19,7 @@ from torch import Tensor
 
 from noloco_node.aio import Pulse
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.outer.clipping import DifferenceBound
+from noloco_node.outer.clipping import Judgement, PartnerBound
 from noloco_node.outer.replica import NotFinite, Part
 from noloco_node.outer.update import token_weights
 from noloco_node.swarm.exchange_arithmetic import Arithmetic
@@ -38,18 +38,20 @@ from noloco_node.swarm.exchange_messages import (
 from noloco_node.swarm.exchange_session import (
     Session,
     abort_event,
+    account_of,
     begin,
     commit_event,
     opening_of,
     opening_specs,
     overdue,
+    remember,
     say_goodbye,
     streams_for,
 )
 from noloco_node.swarm.fellow_clocks import FellowClocks
 from noloco_node.swarm.finite import all_finite
 from noloco_node.swarm.pairing import Window, answer_proposal
-from noloco_node.swarm.patience import STRANGERS, Patience
+from noloco_node.swarm.patience import Patience, Visits
 from noloco_node.swarm.probation import Meeting, Standing
 from noloco_node.swarm.transport import (
     DTYPE_NAMES,
@@ -101,7 +103,7 @@ class Exchanger:
         self._standing = standing
         self._on_outer_step = on_outer_step
         parts = (*worker.outer.fragments, worker.outer.whole)
-        self._bounds = {part: DifferenceBound(spec.outer.clip_multiple) for part in parts}
+        self._bounds = {part: PartnerBound(spec.outer.clip_multiple) for part in parts}
         self._contract = worker.contract
         self._arithmetic = Arithmetic(transport, worker)
         self._session: Session | None = None
@@ -109,6 +111,7 @@ class Exchanger:
         self._applying: asyncio.Task[Commit] | None = None
         self._ready_to_commit: asyncio.Queue[Session] = asyncio.Queue()
         self.patience = Patience()
+        self._visits = Visits()
         self.window = Window(spec.outer.inner_steps, spec.outer.effective_min_inner_steps)
         self.accepting = False
         self.last_round = False
@@ -269,13 +272,15 @@ class Exchanger:
         if self._session is not None or self.catching_up:
             raise Refused(Refusal.BUSY)
         now = time.monotonic()
-        if self.patience.resting(peer, now) or self.patience.dials_too_soon(self._account(peer), now):
+        if self.patience.resting(peer, now) or self.patience.dials_too_soon(account_of(peer, self._transport), now):
             raise Refused(Refusal.BUSY, "the last exchanges with you came to nothing")
         self._refuse_laggards(peer, proposal.clock, newcomer=proposal.newcomer)
         progress = self._worker.progress
         weightless = self._weightless(peer, proposal, progress.steps)
         if not weightless and self.patience.stays_far(peer, time.monotonic()):
             raise Refused(Refusal.BUSY, "your weights stay far from mine")
+        if not (weightless or self.last_round) and self._visits.too_many(peer, self._fellows):
+            raise Refused(Refusal.TOO_EARLY, "others have their part too")
         refusal = answer_proposal(
             own=self._transport.peer_id,
             dialler=peer,
@@ -341,7 +346,7 @@ class Exchanger:
             own = self._begin(session)
             self._worker.outer.agree(message.tensors[1:])
             if session.gives_only:
-                session.bound = self._bounds[session.part].bound(self._worker.outer.own_motion())
+                session.bound = self._bounds[session.part].difference.bound(self._worker.outer.own_motion())
             return own
 
         try:
@@ -406,26 +411,26 @@ class Exchanger:
         snapshot = session.snapshot
         assert snapshot is not None
         outer, bound = self._worker.outer, self._bounds[session.part]
-        norm, motion = await self._arithmetic.do(lambda: (outer.difference_norm(), outer.own_motion()))
-        paired = bool(session.partner)
-        largest = bound.bound(motion)
-        scale = bound.scale(session.partner, norm, motion) if paired else 1.0
+        # Of itself a newcomer knows that it may be the one that is far; of two, nobody knows which one is.
+        fellows = 0 if self._standing.newcomer else self._fellows
+        judgement = Judgement(0.0, 0.0, 1.0)
+        if paired := bool(session.partner):
+            judgement = await self._arithmetic.do(lambda: bound.judge(outer, session.partner, fellows=fellows))
         # A newcomer's clock is that of its copy, however long that was on its way; what time it is, the fellow knows.
         share = 1.0 if self._standing.newcomer else 0.5
         shift = share * (session.partner_clock - snapshot.progress.clock) if paired else 0.0
         self._applying = asyncio.ensure_future(
-            self._worker.commit(snapshot, scale=scale, clock_shift=shift, on_host=self._arithmetic.do)
+            self._worker.commit(snapshot, scale=judgement.scale, clock_shift=shift, on_host=self._arithmetic.do)
         )
         commit = await asyncio.shield(self._applying)
         if paired:
-            bound.accept(session.partner, norm, largest)
-            # Of itself a newcomer knows that it may be the one that is far; of two, nobody knows which one is.
-            if not self._standing.newcomer and self._worker.live_replicas > 2:
-                self.patience.met(session.partner, session.fragment, norm, largest, time.monotonic())
-            largest = largest if session.bound is None else min(largest, session.bound)
-            meeting = Meeting(norm, largest, self._standing.loss.mean, session.fellow_loss)
+            bound.accept(session.partner, judgement)
+            if fellows > 1:
+                self.patience.met(session.partner, session.fragment, judgement.norm, judgement.bound, time.monotonic())
+            largest = judgement.bound if session.bound is None else min(judgement.bound, session.bound)
+            meeting = Meeting(judgement.norm, largest, self._standing.loss.mean, session.fellow_loss)
             self._standing.met(meeting, commit.progress.steps)
-        self._on_outer_step(commit_event(session, snapshot, commit, norm=norm, clipped=scale < 1.0))
+        self._on_outer_step(commit_event(session, snapshot, commit, judgement))
 
     async def _measure(self, session: Session) -> None:
         """The end of a weightless exchange on the side that gave: it only looks how far the newcomer is away."""
@@ -465,24 +470,14 @@ class Exchanger:
     def _close(self, session: Session) -> None:
         if self._session is session:
             self._session = None
+            remember(session, self._transport, self.patience, self._visits, self._fellows)
             if session.partner:
-                self._remember(session)
                 self.free_since_step = self._worker.progress.steps
             self._moved.fire()
 
-    def _remember(self, session: Session) -> None:
-        now = time.monotonic()
-        if session.committing:
-            self.patience.committed(session.partner)
-            self._transport.acquaintances.worked(session.partner)
-        else:
-            if session.role == "dialled":
-                self.patience.abandoned(self._account(session.partner), now - session.started, now)
-            self.patience.lost(session.partner, now - session.started, now)
-            self._transport.acquaintances.idle(session.partner)
-
-    def _account(self, dialler: PeerId) -> PeerId:
-        return dialler if self._transport.acquaintances.has_worked(dialler) else STRANGERS
+    @property
+    def _fellows(self) -> int:
+        return self._worker.live_replicas - 1
 
     def _session_of(self, peer: PeerId, exchange: str) -> Session:
         session = self._session

@@ -10,10 +10,12 @@ from typing import Literal
 
 from torch import Tensor
 
+from noloco_node.outer.clipping import Judgement
 from noloco_node.outer.codec import Codec
 from noloco_node.outer.gauge import gauge_coordinates, spread
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.swarm.exchange_messages import LEAVE, Leave, Opening
+from noloco_node.swarm.patience import STRANGERS, Patience, Visits
 from noloco_node.swarm.state_messages import StateManifest
 from noloco_node.swarm.transport import PeerId, Refused, TensorSpec, Transport, TransportError
 from noloco_node.swarm.typed_calls import Nothing, ask
@@ -115,8 +117,32 @@ async def say_goodbye(transport: Transport, session: Session) -> None:
         logger.debug("%s was not told that the exchange is over: %r", session.partner, error)
 
 
-def commit_event(session: Session, snapshot: Snapshot, commit: Commit, *, norm: float, clipped: bool) -> OuterStep:
-    """What is reported of a committed step; `norm` is that of the difference to the partner, if there was one."""
+def account_of(dialler: PeerId, transport: Transport) -> PeerId:
+    """Under whose name the exchanges that `dialler` abandons are booked."""
+    return dialler if transport.acquaintances.has_worked(dialler) else STRANGERS
+
+
+def remember(session: Session, transport: Transport, patience: Patience, visits: Visits, fellows: int) -> None:
+    """What the end of an exchange or of a step alone says of the partner; `fellows` live beside this replica."""
+    now, dialled = time.monotonic(), session.role == "dialled"
+    if not session.partner:
+        visits.stepped()
+    elif session.committing:
+        patience.committed(session.partner)
+        transport.acquaintances.worked(session.partner)
+        if not session.gives_only:
+            if dialled:
+                visits.made(session.partner, fellows)
+            visits.stepped()
+    else:
+        if dialled:
+            patience.abandoned(account_of(session.partner, transport), now - session.started, now)
+        patience.lost(session.partner, now - session.started, now)
+        transport.acquaintances.idle(session.partner)
+
+
+def commit_event(session: Session, snapshot: Snapshot, commit: Commit, judgement: Judgement) -> OuterStep:
+    """What is reported of a committed step; `judgement` is on the difference to the partner, if there was one."""
     paired = bool(session.partner)
     return OuterStep(
         kind="paired" if paired else "alone",
@@ -129,8 +155,8 @@ def commit_event(session: Session, snapshot: Snapshot, commit: Commit, *, norm: 
         role=session.role if paired else "none",
         reason="",
         spread=session.spread,
-        difference_norm=norm if paired else None,
-        clipped=clipped,
+        difference_norm=judgement.norm if paired else None,
+        clipped=judgement.scale < 1.0,
         bytes_sent=session.sent,
         bytes_received=session.received,
         seconds=time.monotonic() - session.started,

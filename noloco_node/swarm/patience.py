@@ -1,5 +1,5 @@
 """How long a fellow is left alone: one whose exchanges come to nothing must not keep a replica engaged for ever, one
-whose weights stay far away must not pull at it for ever.
+whose weights stay far away must not pull at it for ever, and one that dials without end must not keep others away.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ LONGEST_REST_SECONDS = 120.0
 FAR = 2.0
 """Times the bound on differences from which a fellow's weights are far away."""
 FELLOWS_REMEMBERED = 1024
+VISITS_SAVED = 2.0
+"""Visits that a fellow may make one after the other: who meets whom is chance."""
 STRANGERS = PeerId("")
 """The account of all that this replica has seen no work of: their keys cost nothing."""
 
@@ -68,6 +70,36 @@ def after_meeting(distance: Distance, norm: float, bound: float, now: float) -> 
         return Distance(norm, distance.rests, distance.until)
     seconds, rests = ban_seconds(distance.rests, distance.until, now)
     return Distance(norm, rests, now + seconds)
+
+
+class Visits:
+    """How often each fellow may dial: in the long run no more often than its part of this replica's outer steps, one of
+    as many as there are fellows. Honest ones come half as often, for they are dialled as often as they dial. Whom this
+    replica dials is its own affair and does not count."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._saved: OrderedDict[PeerId, tuple[float, int]] = OrderedDict()
+        """Visits that a fellow might still make, after that many outer steps."""
+
+    def stepped(self) -> None:
+        """This replica has taken an outer step, with whomever or alone."""
+        self._steps += 1
+
+    def made(self, dialler: PeerId, fellows: int) -> None:
+        """An exchange that `dialler` had dialled was committed; `fellows` live beside this replica."""
+        self._saved[dialler] = self._left(dialler, fellows) - 1.0, self._steps
+        self._saved.move_to_end(dialler)
+        if len(self._saved) > FELLOWS_REMEMBERED:
+            self._saved.popitem(last=False)
+
+    def too_many(self, dialler: PeerId, fellows: int) -> bool:
+        """Whether `dialler` has had its part for now."""
+        return self._left(dialler, fellows) < 1.0
+
+    def _left(self, dialler: PeerId, fellows: int) -> float:
+        left, since = self._saved.get(dialler, (VISITS_SAVED, self._steps))
+        return min(VISITS_SAVED, left + (self._steps - since) / max(1, fellows))
 
 
 class Patience:

@@ -14,12 +14,13 @@ import torch
 
 from noloco_node.config.lab_spec import Algorithm, WorldSpec
 from noloco_node.config.run_spec import OuterSpec, RunSpec
-from noloco_node.outer.clipping import DifferenceBound
+from noloco_node.outer.clipping import PartnerBound
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.gauge import gauge_coordinates
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.outer.update import OuterRule, token_weights
 from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, Window, answer_proposal, decide
+from noloco_node.swarm.patience import Visits
 from noloco_node.swarm.transport import PeerId
 from noloco_node.training.progress import Progress
 from noloco_node.virtual.stacked import StackedStage
@@ -105,7 +106,8 @@ class Fellowship:
             OuterReplica(rule, row.clone(), codec=codec, chunk_bytes=run.limits.chunk_bytes, fragments=fragments)
             for row in stage.fast
         ]
-        self._bounds = [[DifferenceBound(run.outer.clip_multiple) for _ in range(fragments + 1)] for _ in self.replicas]
+        self._bounds = [[PartnerBound(run.outer.clip_multiple) for _ in range(fragments + 1)] for _ in self.replicas]
+        self._visits = [Visits() for _ in self.replicas]
 
     def bytes_of(self, part: Part, partners: int) -> int:
         """What one member sends in an exchange of this part: payload, sketch and gauge to each partner."""
@@ -187,11 +189,16 @@ class Fellowship:
                 window=self._window,
                 last_round=False,
             )
-            if refusal is None and not self._caught_up(dialler, other):
+            too_many = self._visits[other].too_many(self._peers[dialler], self._fellows())
+            if refusal is None and not too_many and not self._caught_up(dialler, other):
                 members.append(other)
             if len(members) == self._world.group_size or (len(members) == 1 and self._world.group_size == 2):
                 break
         return tuple(members)
+
+    def _fellows(self) -> int:
+        """How many live beside each replica."""
+        return sum(account.present for account in self._accounts) - 1
 
     def _caught_up(self, left: int, right: int) -> bool:
         """Whether one of two was too far behind and took the other's state instead of averaging."""
@@ -252,6 +259,9 @@ class Fellowship:
                 meeting.fragment, snapshot, mean_clock - snapshot.clock
             )
             account.engaged = False
+            if place > 0:
+                self._visits[index].made(self._peers[meeting.members[0]], self._fellows())
+            self._visits[index].stepped()
             if paired:
                 account.free_since = account.progress.steps
         if paired:
@@ -281,12 +291,11 @@ class Fellowship:
             return 1.0
         replica = self.replicas[index]
         bound = self._bounds[index][-1 if meeting.fragment is None else meeting.fragment]
-        norm, motion = replica.difference_norm(), replica.own_motion()
         others = "+".join(self._peers[member] for member in meeting.members if member != index)
-        largest, scale = bound.bound(motion), bound.scale(others, norm, motion)
-        bound.accept(others, norm, largest)
-        self.tally.clipped += scale < 1.0
-        return scale
+        judgement = bound.judge(replica, others, fellows=self._fellows())
+        bound.accept(others, judgement)
+        self.tally.clipped += judgement.scale < 1.0
+        return judgement.scale
 
 
 def disturb(replicas: Sequence[OuterReplica], stage: StackedStage, deviation: float, seed: int) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from noloco_node.outer.clipping import DifferenceBound
+from noloco_node.outer.clipping import Judgement, PartnerBound
 from noloco_node.outer.codec import BLOCK, CODECS, CodecName
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.outer.update import OuterRule
@@ -102,24 +101,15 @@ def learn(replica: OuterReplica, generator: torch.Generator, speed: float = 0.02
     replica.snapshot.copy_(replica.slow + speed * moved)
 
 
-class Met(NamedTuple):
-    """What one side saw of an exchange: the difference, what it would have taken whole, what it scaled it by."""
-
-    norm: float
-    bound: float
-    scale: float
-
-
 def average(
-    group: Sequence[OuterReplica], bounds: Sequence[DifferenceBound], a: int, b: int, exchange: str
-) -> list[Met]:
+    group: Sequence[OuterReplica], bounds: Sequence[PartnerBound], a: int, b: int, exchange: str
+) -> list[Judgement]:
     """An honest pair's outer step under both bounds, as first `a` and then `b` saw it."""
     meet([group[a], group[b]], exchange=f"{exchange}/{a}")
-    seen: list[Met] = []
+    seen: list[Judgement] = []
     for own, other in ((a, b), (b, a)):
-        norm, motion = group[own].difference_norm(), group[own].own_motion()
-        largest, scale = bounds[own].bound(motion), bounds[own].scale(str(other), norm, motion)
-        group[own].commit(scale)
-        bounds[own].accept(str(other), norm, largest)
-        seen.append(Met(norm, largest, scale))
+        judgement = bounds[own].judge(group[own], str(other), fellows=len(group) - 1)
+        group[own].commit(judgement.scale)
+        bounds[own].accept(str(other), judgement)
+        seen.append(judgement)
     return seen

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from noloco_node.outer import clipping
-from noloco_node.outer.clipping import DifferenceBound
+from noloco_node.outer.clipping import DifferenceBound, Judgement, PartnerBound
 from noloco_node.outer.codec import BLOCK, CodecName
 from noloco_node.outer.replica import NotFinite, OuterReplica
 from noloco_node.outer.update import OuterRule
@@ -196,7 +196,7 @@ def test_honest_partners_pull_an_attacked_replica_back(momentum: str, attack: st
     """Every other round hostile: no further from the fellows than a few bounds, after 200 rounds as after 50."""
     generator = torch.Generator().manual_seed(5)
     group = [replica_of(rule_of(momentum), torch.ones(BLOCK)) for _ in range(6)]
-    bounds = [DifferenceBound(MULTIPLE) for _ in group]
+    bounds = [PartnerBound(MULTIPLE) for _ in group]
     away: list[float] = []
     spent: list[float] = []
     for number in range(200):
@@ -206,7 +206,7 @@ def test_honest_partners_pull_an_attacked_replica_back(momentum: str, attack: st
         hostile = number % 2 == 1
         if hostile:
             order = [0, *(place for place in order if place != 0)]
-            spent.append(receive(group[0], PAYLOADS[attack], bounds[0], f"evil {number % identities}"))
+            spent.append(receive(group[0], PAYLOADS[attack], bounds[0].difference, f"evil {number % identities}"))
         for a, b in zip(order[2 * hostile :: 2], order[2 * hostile + 1 :: 2], strict=True):
             average(group, bounds, a, b, str(number))
         away.append(float((group[0].slow - torch.stack([r.slow for r in group[1:]]).mean(0)).norm()))
@@ -219,12 +219,13 @@ def test_honest_partners_pull_an_attacked_replica_back(momentum: str, attack: st
 @pytest.mark.parametrize("speeds", ["equal", "uneven"])
 @pytest.mark.parametrize("alone", [0.0, 0.5])
 def test_honest_partners_are_not_clipped(momentum: str, speeds: str, alone: float) -> None:
-    """In 100 rounds of 8 noisy replicas from one start, also when half of the steps find no partner: never. Where one
-    moves up to eight times as far as another, the slow ones are overwhelmed now and then: in fewer than 1 of 10."""
+    """In 100 rounds of 8 noisy replicas from one start, also when half of the steps find no partner: never by the norm.
+    Where one moves up to eight times as far as another, the slow ones are overwhelmed now and then: in fewer than 1 of
+    10. What they seem to take back leaves 98 % of the differences on average, there 80 %: who is slow lacks much."""
     generator = torch.Generator().manual_seed(6)
     group = [replica_of(rule_of(momentum), torch.ones(BLOCK)) for _ in range(8)]
-    bounds = [DifferenceBound(MULTIPLE) for _ in group]
-    clipped = total = 0
+    bounds = [PartnerBound(MULTIPLE) for _ in group]
+    seen: list[Judgement] = []
     for number in range(100):
         for place, replica in enumerate(group):
             learn(replica, generator, 0.02 * (1 if speeds == "equal" else (1 + place) / 8))
@@ -234,6 +235,7 @@ def test_honest_partners_are_not_clipped(momentum: str, speeds: str, alone: floa
                 step_alone(group[a])
                 step_alone(group[b])
                 continue
-            clipped += sum(met.scale < 1.0 for met in average(group, bounds, a, b, str(number)))
-            total += 2
-    assert clipped == 0 if speeds == "equal" else clipped < 0.1 * total
+            seen += average(group, bounds, a, b, str(number))
+    clipped = sum(judgement.norm > judgement.bound for judgement in seen)
+    assert clipped == 0 if speeds == "equal" else clipped < 0.1 * len(seen)
+    assert sum(judgement.scale for judgement in seen) > (0.98 if speeds == "equal" else 0.8) * len(seen)

@@ -312,6 +312,29 @@ async def test_a_hostile_sketch_is_refused_or_its_step_is_bounded(
         assert float((after["slow"] - before["slow"]).norm()) <= (3.0 + 1.0) * own_motion * 1.001
 
 
+async def test_who_dials_without_end_is_told_that_others_have_their_part_too() -> None:
+    """After two visits in a row; then others may come as ever, and it may be dialled. In the last round it may come."""
+    async with trained_replicas(RULE, (4, 4, 4)) as made:
+        eager, dialled, other = made.replicas
+        for replica in made.replicas:
+            replica.worker.live_replicas = 6
+
+        async def visit(dialler: Replica, target: int) -> bool:
+            for replica in made.replicas:
+                assert replica.origin is not None
+                await replica.origin.train_one()
+            done = await dialler.exchanger.dial(peer_name(0, target))
+            await eventually(lambda: not any(replica.exchanger.engaged for replica in made.replicas))
+            return done
+
+        assert [await visit(eager, 1) for _ in range(4)] == [True, True, False, False]
+        assert await visit(other, 1)
+        assert await visit(dialled, 0)
+        assert not await visit(eager, 1)
+        dialled.exchanger.last_round = True
+        assert await visit(eager, 1)
+
+
 async def test_poison_is_refused_and_changes_nothing() -> None:
     """A dialler that sends NaN is told `not_finite`; the dialled replica's weights stay bitwise as they were."""
     async with two_replicas() as (made, left, right):

@@ -244,8 +244,9 @@ class Target:
         assert self.replica.worker.live_versions == 1
         assert len(exchanger._bounds) == FRAGMENTS + 1
         for bound in exchanger._bounds.values():
-            assert len(bound._latest) <= 64
-            assert all(math.isfinite(norm) for norm in bound._latest.values())
+            for remembered in (bound.difference._latest, bound._regress._latest):
+                assert len(remembered) <= 64
+                assert all(math.isfinite(norm) for norm in remembered.values())
         assert exchanger._ready_to_commit.empty()
         assert self.replica.worker._thread.waiting == 0
         assert set(self.transport.traffic.received) <= {*METHODS, "unknown"}

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from noloco_node.outer.clipping import DifferenceBound
+from noloco_node.outer.clipping import PartnerBound
 from noloco_node.outer.codec import BLOCK
 from noloco_node.outer.update import OuterRule
 from noloco_node.swarm.conduct import FIRST_BAN_SECONDS, LONGEST_BAN_SECONDS
@@ -17,6 +17,7 @@ from noloco_node.swarm.patience import (
     Distance,
     Patience,
     Rest,
+    Visits,
     after_lost_exchange,
     after_meeting,
 )
@@ -114,7 +115,7 @@ def test_two_halves_that_were_apart_come_together_and_nobody_is_left_alone(size:
     learning that way: averaging at random brings them together against it."""
     generator, rng = torch.Generator().manual_seed(size), random.Random(size)
     group = [replica_of(RULE, torch.ones(BLOCK)) for _ in range(2 * size)]
-    bounds = [DifferenceBound(3.0) for _ in group]
+    bounds = [PartnerBound(3.0) for _ in group]
     patience = [Patience() for _ in group]
     ways = torch.randn(2, BLOCK, generator=generator) * 0.55 * 0.02
 
@@ -137,7 +138,7 @@ def test_two_halves_that_were_apart_come_together_and_nobody_is_left_alone(size:
 
     assert rounds(30)[0] < 1.0, "nobody is far away"
     way = torch.randn(BLOCK, generator=generator)
-    bound = bounds[0].bound(0.0)
+    bound = bounds[0].difference.bound(0.0)
     for place, replica in enumerate(group):
         replica.slow.add_(way, alpha=(place % 2) * 4.0 * apart * bound / float(way.norm()))
     parted, rests = rounds(1)
@@ -147,9 +148,40 @@ def test_two_halves_that_were_apart_come_together_and_nobody_is_left_alone(size:
     assert rests == later == 0
 
 
+def test_nobody_dials_more_often_than_its_part_of_the_outer_steps() -> None:
+    """One that comes whenever it may has a fifth of them among five fellows; of the others, who come at random and half
+    as often, fewer than a tenth are refused."""
+    rng, visits = random.Random(2), Visits()
+    others = [PeerId(name) for name in "abcd"]
+    came, refused, tries = 0, 0, 0
+    for _ in range(1000):
+        honest = rng.choice([*others, None, None, None, None])
+        if not visits.too_many(ONE, 5):
+            visits.made(ONE, 5)
+            came += 1
+        elif honest is not None:
+            tries += 1
+            refused += (no := visits.too_many(honest, 5))
+            if not no:
+                visits.made(honest, 5)
+        visits.stepped()
+    assert came <= 1000 / 5 + 2
+    assert refused < 0.1 * tries
+
+
+def test_a_single_fellow_may_always_come() -> None:
+    """Its part is every step."""
+    visits = Visits()
+    for _ in range(9):
+        assert not visits.too_many(ONE, 1)
+        visits.made(ONE, 1)
+        visits.stepped()
+
+
 def test_the_book_does_not_grow_with_new_fellows() -> None:
     """Those met last are remembered."""
-    patience = Patience()
+    patience, visits = Patience(), Visits()
     for number in range(FELLOWS_REMEMBERED + 9):
         patience.met(PeerId(str(number)), None, 30.0, 10.0, now=0.0)
-    assert len(patience._distances) == FELLOWS_REMEMBERED
+        visits.made(PeerId(str(number)), 9)
+    assert len(patience._distances) == len(visits._saved) == FELLOWS_REMEMBERED

@@ -10,7 +10,7 @@ import pytest
 from noloco_node.config.lab_spec import Algorithm, WorldSpec
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.outer.clipping import DifferenceBound
+from noloco_node.outer.clipping import Judgement, PartnerBound
 from noloco_node.outer.stability import contraction_factor
 from noloco_node.virtual.result import Measured
 from noloco_node.virtual.training import Training, simulate
@@ -74,7 +74,7 @@ def test_the_spread_falls_as_the_theory_says_and_the_mean_stays(
 ) -> None:
     """32 replicas, hardly any learning, a disturbed start: the variance falls by the predicted factor a round."""
     # A replica that does not move of its own takes every partner for an outlier.
-    monkeypatch.setattr(DifferenceBound, "scale", lambda *_: 1.0)
+    monkeypatch.setattr(PartnerBound, "judge", lambda *_, **__: Judgement(0.0, 0.0, 1.0))
     run = spec(
         "run.inner.learning_rate=1e-12",
         f"run.outer.inner_steps={max(2, fragments)}",
