@@ -252,40 +252,47 @@ def _run(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_config
     from noloco_node.early_checks import check_peers, check_trainable
     from noloco_node.swarm.private_folder import leave_shared_folder
+    from noloco_node.telemetry.early_pages import early_pages
 
     config = load_config(options.config, node_overrides(options), os.environ)
     check_peers(config.node)
-    if not options.end_with_stdin:  # whoever started it has looked already
-        check_trainable(config)
+    looked = bool(options.end_with_stdin)  # whoever started it has looked already
     if options.devices:
+        if not looked:
+            check_trainable(config)
         return _on_devices(options, config.node)
-    with loading():
-        import uvloop
+    with early_pages(config.node) as web:
+        if not looked:
+            check_trainable(config)
+        with loading():
+            import uvloop
 
-        from noloco_node.node import run_node
+            from noloco_node.node import run_node
 
-    try:
-        return _exit_code(uvloop.run(run_node(config.run, config.node)))
-    finally:
-        if options.end_with_stdin:
-            leave_shared_folder()
+        try:
+            return _exit_code(uvloop.run(run_node(config.run, config.node, web)))
+        finally:
+            if options.end_with_stdin:
+                leave_shared_folder()
 
 
 def _join(options: argparse.Namespace) -> int:
     _tie_to_launcher(options)
     from noloco_node.config.load import load_join
     from noloco_node.early_checks import check_peers
+    from noloco_node.telemetry.early_pages import early_pages
 
     config = load_join(node_overrides(options), os.environ)
     check_peers(config.node, joins=not options.devices)
     if options.devices:
         return _on_devices(options, config.node)
-    with loading():
-        import uvloop
+    with early_pages(config.node) as web:
+        with loading():
+            import uvloop
 
-        from noloco_node.node import join_node
+            from noloco_node.node import join_node
 
-    return _exit_code(uvloop.run(join_node(config.run.data, config.node, print_run)))
+        return _exit_code(uvloop.run(join_node(config.run.data, config.node, print_run, web)))
 
 
 def _on_devices(options: argparse.Namespace, settings: NodeSettings) -> int:

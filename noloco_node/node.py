@@ -42,6 +42,7 @@ from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.swarm.transport import PeerId
 from noloco_node.telemetry.events import AnyEvent, NodeStarted, NodeStopped, P2pdRestarted
 from noloco_node.telemetry.of_node import Telemetry, telemetry_of
+from noloco_node.telemetry.web import WebServer
 from noloco_node.training.compute_thread import ComputeThread
 
 logger = logging.getLogger(__name__)
@@ -53,8 +54,9 @@ Show = Callable[[RunSpec, Outlook], None]
 """Shows a run and its swarm to a person; called on a thread of its own, before anything is built."""
 
 
-async def run_node(spec: RunSpec, settings: NodeSettings) -> NodeStopped:
-    """Run one daemon to the run's end, or until SIGINT or SIGTERM. Leaves no process, socket or thread behind.
+async def run_node(spec: RunSpec, settings: NodeSettings, web: WebServer | None = None) -> NodeStopped:
+    """Run one daemon to the run's end, or until SIGINT or SIGTERM. Leaves no process, socket or thread behind. It shows
+    itself on `web`, where that is given (`early_pages`), or opens its own.
 
     Raises UserError for everything that the person who started it can change.
     """
@@ -64,20 +66,22 @@ async def run_node(spec: RunSpec, settings: NodeSettings) -> NodeStopped:
         return spec
 
     await asyncio.to_thread(_check_folder, RunFolder(settings.run_folder), spec, settings)  # before anything is written
-    return await _run(agree, settings, None, spec.run_id)
+    return await _run(agree, settings, None, spec.run_id, web)
 
 
-async def join_node(own: OwnData, settings: NodeSettings, show: Show) -> NodeStopped:
+async def join_node(own: OwnData, settings: NodeSettings, show: Show, web: WebServer | None = None) -> NodeStopped:
     """`run_node` for the run that the initial peers serve: its RunSpec comes from one of them, and is shown."""
 
     async def agree(door: Entrance) -> RunSpec:
         joined, reads_text = door.daemon.joined_peers, settings.stage in ("auto", 0)
         return await fetch_run_spec(door.transport, joined, own, reads_text=reads_text, met_in=door.known.run)
 
-    return await _run(agree, settings, show, None)
+    return await _run(agree, settings, show, None, web)
 
 
-async def _run(agree: Agree, settings: NodeSettings, show: Show | None, run: str | None) -> NodeStopped:
+async def _run(
+    agree: Agree, settings: NodeSettings, show: Show | None, run: str | None, web: WebServer | None
+) -> NodeStopped:
     started = time.monotonic()
     folder, opened = RunFolder.create(settings.run_folder), asyncio.Event()
 
@@ -86,7 +90,7 @@ async def _run(agree: Agree, settings: NodeSettings, show: Show | None, run: str
         if opened.is_set() or folder.may_be_of(run):
             emit(stopped)
 
-    with folder.lock(), telemetry_of(folder.events, settings) as telemetry, interruptible() as interrupts:
+    with folder.lock(), telemetry_of(folder.events, settings, web) as telemetry, interruptible() as interrupts:
         emit, interrupts.told = telemetry.emit, telemetry.ends
         try:
             stopped = await _live(agree, settings, folder, telemetry, interrupts, started, show, run, opened)

@@ -13,7 +13,7 @@ from noloco_node.aio import Heartbeat
 from noloco_node.telemetry.metrics import Metrics
 from noloco_node.telemetry.page import node_page
 from noloco_node.telemetry.state import NodeState, Surroundings
-from noloco_node.telemetry.web import Answer, Page
+from noloco_node.telemetry.web import JSON, Answer, Page
 
 BEATEN_WITHIN_SECONDS = 10.0
 """An event loop that has not come round for longer is stuck."""
@@ -21,7 +21,6 @@ CACHED_SECONDS = 1.0
 """However many look at the state, it is made once in this time."""
 LOOK_SECONDS = 0.2
 """How long the event loop has to say whom the node sees; else what it said last stands."""
-JSON = "application/json"
 
 Headers = Mapping[str, str]
 

@@ -26,7 +26,7 @@ MEMORY_BEATS = 5
 class Telemetry:
     """`emit` takes every event of the node. Made by `telemetry_of`."""
 
-    def __init__(self, events: Path, settings: NodeSettings) -> None:
+    def __init__(self, events: Path, settings: NodeSettings, web: WebServer | None) -> None:
         loop, tail = asyncio.get_running_loop(), LogTail()
         self._log = NodeLog()
         self._events = EventFile(events)
@@ -38,15 +38,22 @@ class Telemetry:
         self._heartbeat = Heartbeat(loop, self._look_at_memory)
         self._state = NodeState(__version__, self._log.view, tail)
         self._pages = NodePages(self._metrics, self._state, self._heartbeat)
-        self._web = WebServer(self._pages.answers())
-        self.address: str | None = None
-        """`host:port` of the pages; None where they are not served."""
+        self._own_web = WebServer(self._pages.answers())
+        self._web = web or self._own_web
         write = None if self._display is None else self._display.line
         configure_logging(settings.log_level, self._log, write, tail, style=settings.log_format)
 
+    @property
+    def address(self) -> str | None:
+        """`host:port` of the pages; None where they are not served."""
+        return self._web.address
+
     def serve(self, host: str, port: int) -> None:
         """Show the pages. UserError as `WebServer.start`."""
-        self.address = self._web.start(host, port)
+        if self._web is self._own_web:
+            self._web.start(host, port)
+        else:
+            self._web.show(self._pages.answers())
 
     def ends(self) -> None:
         """The node was told to end."""
@@ -75,19 +82,20 @@ class Telemetry:
             self._memory.look()
 
     def close(self) -> None:
-        """Take the pages down and close the file."""
+        """Close the file, and take the pages down; on another's server they stand until that is stopped."""
         if self._display is not None:
             self._display.close()
-        self._web.stop()
+        self._own_web.stop()
         self._heartbeat.stop()
         self._events.close()
 
 
 @contextlib.contextmanager
-def telemetry_of(events: Path, settings: NodeSettings) -> Generator[Telemetry]:
+def telemetry_of(events: Path, settings: NodeSettings, web: WebServer | None = None) -> Generator[Telemetry]:
     """The telemetry of a node with this event file, as long as the block lasts: from before the node has done anything,
-    so that whoever looks meanwhile learns that it starts. UserError where its pages cannot be served."""
-    telemetry = Telemetry(events, settings)
+    so that whoever looks meanwhile learns that it starts. Its pages are shown on `web` where that is given. UserError
+    where they cannot be served."""
+    telemetry = Telemetry(events, settings, web)
     try:
         if settings.metrics_port is not None:
             telemetry.serve(settings.metrics_host, settings.metrics_port)

@@ -32,6 +32,7 @@ MAX_HEAD_BYTES = 8192
 """Request line and headers; a longer request is closed without an answer."""
 
 TEXT = "text/plain; charset=utf-8"
+JSON = "application/json"
 NOTHING_LOADED = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 """What a browser may load for a page: nothing."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -88,6 +89,8 @@ class WebServer:
         self._open: dict[_Connection, None] = {}
         self._fewer = Pulse()
         self._loopback = False
+        self.address: str | None = None
+        """`host:port` while it listens."""
         self._running: tuple[threading.Thread, asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def start(self, host: str, port: int) -> str:
@@ -101,14 +104,19 @@ class WebServer:
         thread = threading.Thread(target=self._run, args=(loop, listener, stop), name="web server", daemon=True)
         self._running = thread, loop, stop
         thread.start()
-        return f"{host}:{listener.getsockname()[1]}"
+        self.address = f"{host}:{listener.getsockname()[1]}"
+        return self.address
+
+    def show(self, pages: Mapping[str, Answer]) -> None:
+        """Answer with these pages from now on."""
+        self._pages = dict(pages)
 
     def stop(self) -> None:
         """Close the port and all connections, and end the thread; nothing where it was not started."""
         if self._running is None:
             return
         thread, loop, stop = self._running
-        self._running = None
+        self._running = self.address = None
         loop.call_soon_threadsafe(stop.set)
         thread.join()
 

@@ -20,6 +20,7 @@ import pytest
 from noloco_node.aio import Heartbeat
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.telemetry.early_pages import early_pages
 from noloco_node.telemetry.events import Doing, Warned
 from noloco_node.telemetry.metrics import Metrics
 from noloco_node.telemetry.node_pages import BEATEN_WITHIN_SECONDS, NodePages
@@ -76,13 +77,13 @@ async def ask(address: str, path: str) -> tuple[int, bytes]:
 
 
 @contextlib.asynccontextmanager
-async def shown(tmp_path: Path) -> AsyncIterator[tuple[Telemetry, str]]:
-    """A node's telemetry with its pages on some port; the log is as before afterwards."""
+async def shown(tmp_path: Path, web: WebServer | None = None) -> AsyncIterator[tuple[Telemetry, str]]:
+    """A node's telemetry with its pages on some port, or on `web`; the log is as before afterwards."""
     root = logging.getLogger()
     ours, handlers, level = logging.getLogger("noloco_node"), list(root.handlers), root.level
     before = ours.level
     try:
-        with telemetry_of(tmp_path / "events.jsonl", NodeSettings(metrics_port=0)) as telemetry:
+        with telemetry_of(tmp_path / "events.jsonl", NodeSettings(metrics_port=0), web) as telemetry:
             assert telemetry.address is not None
             yield telemetry, telemetry.address
     finally:
@@ -115,6 +116,28 @@ async def test_readiness_follows_a_node_from_its_start_to_its_end(tmp_path: Path
         assert await state() == (503, "leaving: finishing what is under way, and saving", "ending")
         telemetry.emit(made.stopped("s0-r0"))
         assert await state() == (503, "ended: target reached", "ended")
+
+
+async def test_who_asks_while_libraries_are_loaded_or_after_the_last_word_is_answered(tmp_path: Path) -> None:
+    """On one port from the command's first second to its last; the page of a browser has all that it reads."""
+    with early_pages(NodeSettings(metrics_port=0)) as web:
+        assert web is not None
+        assert web.address is not None
+        address = web.address
+        assert await ask(address, "/healthz") == (200, b"ok\n")
+        assert await ask(address, "/readyz") == (503, b"starting: not in the swarm yet\n")
+        assert await ask(address, "/metrics") == (200, b"# TYPE noloco_up gauge\nnoloco_up 0.0\n")
+        early = json.loads((await ask(address, "/api/state"))[1])
+        async with shown(tmp_path, web) as (telemetry, same):
+            assert same == address
+            assert json.loads((await ask(address, "/api/state"))[1]).keys() == early.keys()
+            telemetry.emit(made.stopped("s0-r0"))
+        assert await ask(address, "/readyz") == (503, b"ended: target reached\n")
+        assert (await ask(address, "/metrics"))[0] == 200
+    with pytest.raises(OSError, match="refused"):
+        get(address, "/healthz")
+    with early_pages(NodeSettings()) as web:
+        assert web is None
 
 
 async def test_a_node_whose_loop_hangs_is_told_apart_from_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
