@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help swarm test test-daemons test-the-rest metrics monitoring chaos lint clean
+.PHONY: help swarm test test-daemons test-the-rest metrics monitoring dashboards chaos lint clean
 
 help:
 	@echo "make swarm   train a 3 M parameter model on a local swarm of 8 nodes (configs/tiny.yaml), about 10 minutes"
@@ -13,6 +13,7 @@ help:
 	@echo "make lint    ruff and pyright only"
 	@echo "make metrics write docs/metrics.md anew"
 	@echo "make monitoring writes what Prometheus and Grafana are given in deploy/ anew"
+	@echo "make dashboards a real swarm under a real Prometheus and Alertmanager: rules, panels, an alert that fires (10 minutes)"
 	@echo "make clean   remove the environment and caches; runs/ stays"
 	@echo "CHAOS='kills --seed 3' chooses scenarios and the seed of make chaos; its report goes to runs/chaos-TIME"
 	@echo "PYTHON=/path/to/python3.11 chooses the interpreter that the environment is made with"
@@ -52,6 +53,9 @@ metrics: $(STAMP)
 
 monitoring: $(STAMP)
 	$(BIN)/python -m deploy.monitoring.files
+
+dashboards: $(STAMP)
+	$(BIN)/python -m deploy.monitoring.verify
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos $(CHAOS)

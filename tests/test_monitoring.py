@@ -12,7 +12,7 @@ import yaml
 
 from deploy.monitoring.alerts import ALERTS
 from deploy.monitoring.expressions import EXPRESSIONS, QUIET, RECORDED
-from deploy.monitoring.files import files
+from deploy.monitoring.files import PAGE, files
 from deploy.monitoring.panels import DASHBOARDS
 from deploy.monitoring.promql import grouping_labels, labels_of_result, narrowed, selectors
 from noloco_node.telemetry.metric_table import TABLE, Metric
@@ -161,3 +161,11 @@ def test_alertmanager_silences_only_alerts_that_exist() -> None:
     text = (DEPLOY / "prometheus/alertmanager.yml").read_text(encoding="utf-8")
     assert set(re.findall(r"Noloco\w+", text)) <= {alert.name for alert in ALERTS}
     assert set(re.findall(r'severity="(\w+)"', text)) <= {alert.severity for alert in ALERTS}
+
+
+def test_each_alert_has_its_section() -> None:
+    """At the place that the alert's own description names, and none of an alert that is gone."""
+    page = (ROOT / PAGE).read_text(encoding="utf-8")
+    assert re.findall(r"^### (\w+)$", page, flags=re.MULTILINE) == [alert.name for alert in ALERTS]
+    links = set(re.findall(r"\(#(\w+)\)", page))
+    assert links <= {alert.name.lower() for alert in ALERTS}

@@ -11,6 +11,8 @@ Kind = Literal["counter", "gauge", "histogram", "info"]
 HOP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Bounds of the buckets of `noloco_hop_duration_seconds`."""
 EXCHANGE_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+WARNINGS = ("checkpoints_unusable", "stage_lost", "state_elsewhere", "last_of_stage", "memory_short")
+ROUNDS = ("paired", "alone", "caught_up")
 PAYLOAD_BYTES = (1e4, 1e5, 1e6, 1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10)
 
 
@@ -26,14 +28,16 @@ class Metric:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     """Upper bounds, of a histogram."""
+    known: tuple[str, ...] = ()
+    """Values of its one label that are there from the start, at 0, so that the first rise is one."""
 
 
 def _info(name: str, text: str, *labels: str) -> Metric:
     return Metric(name, "info", "", text, labels)
 
 
-def _counter(name: str, unit: str, text: str, *labels: str) -> Metric:
-    return Metric(name, "counter", unit, text, labels)
+def _counter(name: str, unit: str, text: str, *labels: str, known: tuple[str, ...] = ()) -> Metric:
+    return Metric(name, "counter", unit, text, labels, known=known)
 
 
 def _gauge(name: str, unit: str, text: str, *labels: str) -> Metric:
@@ -52,8 +56,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge("noloco_doing", "1 or 0", "1 for what the node does now, 0 for what it did before", "what"),
         _gauge("noloco_waiting_seconds", "seconds", "How long the node has waited; 0: it does not"),
         _gauge("noloco_state_download_ratio", "ratio", "Share of a fellow's state that has come"),
-        _counter("noloco_moves_total", "moves", "Moves of this node to another stage", "why"),
-        _counter("noloco_warnings_total", "warnings", "Warnings to whoever runs the node", "what"),
+        _counter("noloco_moves_total", "moves", "Moves of this node to another stage", "why", known=("poor", "lost")),
+        _counter("noloco_warnings_total", "warnings", "Warnings to whoever runs the node", "what", known=WARNINGS),
     ),
     "Training": (
         _counter("noloco_inner_steps_total", "inner steps", "Inner steps taken"),
@@ -76,7 +80,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _counter("noloco_refusals_total", "refusals", "Refusals given", "reason"),
     ),
     "Outer steps": (
-        _counter("noloco_outer_rounds_total", "outer steps", "Outer steps by kind: paired, alone, caught_up", "kind"),
+        _counter("noloco_outer_rounds_total", "outer steps", "Outer steps by kind", "kind", known=ROUNDS),
         _counter("noloco_outer_aborts_total", "outer steps", "Outer steps that came to nothing", "reason"),
         _gauge("noloco_outer_last_timestamp_seconds", "seconds since 1970", "When the last one was committed"),
         _gauge("noloco_spread", "1", "Estimated variance of the weights across replicas, per weight"),
@@ -107,7 +111,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _counter("noloco_audits_total", "microbatches", "Microbatches that several peers trained", "finding"),
         _gauge("noloco_set_aside_peers", "peers", "Next-stage peers that audits have gone against"),
         _counter("noloco_bounded_total", "microbatches", "What went beyond a bound on norms", "what"),
-        _counter("noloco_p2pd_restarts_total", "restarts", "Restarts of p2pd by cause", "cause"),
+        _counter(
+            "noloco_p2pd_restarts_total", "restarts", "Restarts of p2pd by cause", "cause", known=("died", "frozen")
+        ),
     ),
     "Device and machine": (
         _counter("noloco_device_busy_seconds_total", "seconds", "Time the compute thread has worked", "work"),
@@ -124,7 +130,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge("noloco_threads", "threads", "Python threads of this process"),
     ),
     "Checkpoints": (
-        _counter("noloco_checkpoints_total", "checkpoints", "Checkpoints by outcome: written, failed", "outcome"),
+        _counter(
+            "noloco_checkpoints_total", "checkpoints", "Checkpoints by outcome", "outcome", known=("written", "failed")
+        ),
         _counter("noloco_checkpoint_held_seconds_total", "seconds", "Time checkpoints held the device"),
         _gauge("noloco_checkpoint_last_timestamp_seconds", "seconds since 1970", "When the last one was written"),
     ),
@@ -144,14 +152,17 @@ def _lines() -> Iterator[str]:
     yield "`--metrics-port N` serves them at `/metrics`, in the formats of Prometheus and OpenMetrics."
     yield "This page is made from `telemetry/metric_table.py`; after a change there: `make metrics`."
     yield ""
-    yield "Labels are bounded: none is a peer, an address or a free text. Counters begin at 0 with the process."
-    yield "Gauges, and what has labels, appear with their first value; most change every two seconds."
+    yield "Labels are bounded: none is a peer, an address or a free text. Counters begin at 0 with the process,"
+    yield "also by those values of a label that are named here. All else that has labels, and gauges, appear with their"
+    yield "first value; most change every two seconds."
     for title, metrics in GROUPS.items():
         yield from ("", f"## {title}", "", "| name | type | unit | labels | meaning |", "|---|---|---|---|---|")
         for metric in metrics:
             labels = ", ".join(f"`{label}`" for label in metric.labels) or "–"
             bounds = f"; buckets up to {', '.join(f'{b:g}' for b in metric.buckets)}" if metric.buckets else ""
-            yield f"| `{metric.name}` | {metric.kind} | {metric.unit or '–'} | {labels} | {metric.help}{bounds} |"
+            known = f": {', '.join(metric.known)}" if metric.known else ""
+            meaning = metric.help + known + bounds
+            yield f"| `{metric.name}` | {metric.kind} | {metric.unit or '–'} | {labels} | {meaning} |"
     yield from ("", "## Of the process", "")
     yield "`process_cpu_seconds_total`, `process_resident_memory_bytes`, `process_virtual_memory_bytes`,"
     yield "`process_open_fds`, `process_max_fds`, `process_start_time_seconds`, as other clients have them."

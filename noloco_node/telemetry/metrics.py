@@ -71,7 +71,9 @@ class Metrics:
         name, text, labels, registry = metric.name, metric.help, metric.labels, self.registry
         match metric.kind:
             case "counter":
-                self._counters[name] = Counter(name, text, labels, registry=registry)
+                counter = self._counters[name] = Counter(name, text, labels, registry=registry)
+                for value in metric.known:
+                    counter.labels(value)
             case "gauge":
                 self._gauges[name] = Gauge(name, text, labels, registry=registry if labels else None)
             case "histogram" if name == self._hops.metric.name:

@@ -54,6 +54,7 @@ OF_BAD_DAYS = {
     "noloco_microbatches_held",
     "noloco_microbatches_in_flight",
     "noloco_device_queue",
+    "noloco_event_loop_lag_seconds",
     "noloco_device_memory_bytes",
 }
 """At 0 or absent where nothing goes wrong, nothing is under way at the last look, and no GPU is there."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import get_args
 
 import pytest
 
 from noloco_node.compute_device import peak_of
-from noloco_node.telemetry.events import Doing, Evaluation, P2pdRestarted
+from noloco_node.telemetry.events import Doing, Evaluation, NodeMoved, OuterStep, P2pdRestarted, Warned
 from noloco_node.telemetry.memory_limit import MemoryUse
 from noloco_node.telemetry.meters import Meter
-from noloco_node.telemetry.metric_table import HOP_SECONDS
+from noloco_node.telemetry.metric_table import HOP_SECONDS, TABLE
 from noloco_node.telemetry.metrics import Metrics
 from tests.telemetry import made_events as made
 
@@ -198,3 +200,20 @@ def test_the_page_is_in_the_format_that_is_asked_for() -> None:
     assert b"noloco_inner_steps_total 1.0" in plain.body
     assert plain.content_type.startswith("text/plain")
     assert metrics.page({"accept": "application/openmetrics-text; version=1.0.0"}).body.endswith(b"# EOF\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("noloco_checkpoints_total", ("written", "failed")),
+        ("noloco_outer_rounds_total", get_args(OuterStep.model_fields["kind"].annotation)),
+        ("noloco_moves_total", get_args(NodeMoved.model_fields["why"].annotation)),
+        ("noloco_p2pd_restarts_total", get_args(P2pdRestarted.model_fields["cause"].annotation)),
+        ("noloco_warnings_total", get_args(Warned.model_fields["what"].annotation)),
+    ],
+)
+def test_the_first_rise_of_a_counter_is_a_rise(name: str, said: Sequence[str]) -> None:
+    """What can only be one of a few things is there at 0 from the start: Prometheus sees no rise in what appears."""
+    metric = TABLE[name]
+    assert {*metric.known, "aborted"} == {*said, "aborted"}
+    assert {value(Metrics(), name, **{metric.labels[0]: each}) for each in metric.known} == {0.0}
