@@ -15,6 +15,7 @@ from deploy.monitoring.expressions import EXPRESSIONS, QUIET, RECORDED
 from deploy.monitoring.files import PAGE, files
 from deploy.monitoring.panels import DASHBOARDS
 from deploy.monitoring.promql import grouping_labels, labels_of_result, narrowed, selectors
+from deploy.monitoring.trials import HEALTHY, TRIALS, Trial
 from noloco_node.telemetry.metric_table import TABLE, Metric
 
 ROOT = Path(__file__).parent.parent
@@ -169,3 +170,12 @@ def test_each_alert_has_its_section() -> None:
     assert re.findall(r"^### (\w+)$", page, flags=re.MULTILINE) == [alert.name for alert in ALERTS]
     links = set(re.findall(r"\(#(\w+)\)", page))
     assert links <= {alert.name.lower() for alert in ALERTS}
+
+
+def test_each_alert_is_tried_on_series_that_nodes_have() -> None:
+    """`make dashboards` has promtool run the trials; one of them has no fault at all."""
+    assert {name for trial in TRIALS for name in trial.fires} == {alert.name for alert in ALERTS}
+    assert TRIALS[0] == Trial({})
+    for trial in TRIALS:
+        assert trial.other.keys() <= HEALTHY.keys()
+    assert [name for name in HEALTHY if faults(name)] == []

@@ -59,7 +59,7 @@ OF_SWARM: Mapping[str, str] = {
     "learning_rate": "noloco:learning_rate:avg",
     "spread_growth": "deriv(noloco:spread:avg[10m]) / (noloco:spread:avg > 0)",
     "rate_change": "deriv(noloco:learning_rate:avg[10m])",
-    "clock_lag": "noloco:clock_tokens:max - on (run) group_right () noloco_clock_tokens",
+    "clock_lag": "-(noloco_clock_tokens - on (run) group_left () max by (run) (noloco_clock_tokens))",
     "outer_steps": "noloco:outer_steps:rate5m",
     "outer_aborts": "noloco:outer_aborts:rate5m",
     "alone_share": (
@@ -93,7 +93,7 @@ OF_NODE: Mapping[str, str] = {
     "doing": "noloco_doing > 0",
     "waiting": "noloco_waiting_seconds",
     "download": "noloco_state_download_ratio",
-    "node_speed": "noloco_tokens_per_second",
+    "node_speed": "rate(noloco_tokens_total[2m])",
     "node_loss": "noloco_training_loss",
     "gradient_norm": "noloco_gradient_norm",
     "skipped_share": "rate(noloco_inner_steps_skipped_total[10m]) / (rate(noloco_inner_steps_total[10m]) > 0)",

@@ -24,6 +24,8 @@ PAGE = "docs/operations.md"
 WIDTH = 24
 """Of Grafana's grid."""
 HEIGHTS = {"stat": 5, "timeseries": 8}
+UNITS = {"short": "", "sci": "", "percentunit": "of 1", "Bps": "bytes/s"}
+"""Grafana's names in words; the others are words."""
 SOURCE = {"type": "prometheus", "uid": "prometheus"}
 """As deploy/grafana/provisioning names it."""
 
@@ -169,7 +171,7 @@ def _console(dashboard: Dashboard) -> str:
     for row, panels in dashboard.rows:
         parts.append(f"<h2>{html.escape(row)}</h2><section>")
         for panel in panels:
-            unit = panel.unit.removeprefix("suffix: ")
+            unit = UNITS.get(panel.unit, panel.unit.removeprefix("suffix: "))
             parts.append(f"<div><h3>{html.escape(panel.title)} <small>{html.escape(unit)}</small></h3><table>")
             for line in panel.lines:
                 legend = re.sub(r"{{(\w+)}}", r"{{ .Labels.\1 }}", html.escape(line.legend))

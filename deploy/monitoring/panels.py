@@ -134,7 +134,13 @@ NODES = Dashboard(
         (
             "Now",
             (
-                _panel("Answers Prometheus", "short", ("reachable", NODE), ("gone", f"missed {NODE}"), kind="stat"),
+                _panel(
+                    "Answers Prometheus",
+                    "short",
+                    ("reachable", NODE),
+                    ("gone", f"while the run goes on {NODE}"),
+                    kind="stat",
+                ),
                 _panel("Does", "short", ("doing", "{{what}} " + NODE), kind="stat"),
                 _panel("Has waited", "s", ("waiting", NODE), kind="stat"),
                 _panel("Of a fellow's state", "percentunit", ("download", NODE), kind="stat"),

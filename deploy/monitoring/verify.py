@@ -43,10 +43,10 @@ SMALL = (
     "run.model.config.num_key_value_heads=2",
     "run.data.sequence_length=32",
     "run.inner.global_batch_tokens=1024",
-    "run.inner.target_tokens=2_000_000",
+    "run.inner.target_tokens=50_000_000",
     "run.inner.warmup_tokens=50_000",
     "run.outer.inner_steps=6",
-    "run.outer.max_lag_tokens=2_000_000",
+    "run.outer.max_lag_tokens=50_000_000",
     "run.evaluation.every_tokens=20_000",
     "run.evaluation.windows=16",
     "node.checkpoint_rounds=1",
@@ -84,9 +84,9 @@ STEADY: Mapping[str, str] = {
 """Expressions that need not move in this swarm, and why."""
 
 
-def rate_of_events(swarm: Sequence[SwarmNode], stage: int, end: float) -> float:
-    """Tokens per second that the nodes of a stage wrote down in the window before `end`."""
-    steps = (event for node in swarm if node.serves == stage for event in node.events if isinstance(event, InnerStep))
+def rate_of_events(nodes: Sequence[SwarmNode], end: float) -> float:
+    """Tokens per second that these nodes wrote down in the window before `end`."""
+    steps = (event for node in nodes for event in node.events if isinstance(event, InnerStep))
     return sum(step.tokens for step in steps if end - WINDOW_SECONDS < step.time <= end) / WINDOW_SECONDS
 
 
@@ -154,19 +154,25 @@ class Proof:
         end = time.time()
         start = end - COMPARED_SECONDS
         for stage in range(self.swarm.config.run.stages):
-            chosen = f'{{stage="{stage}"}}'
+            chosen, nodes = f'{{stage="{stage}"}}', [node for node in self.nodes if node.serves == stage]
             (points,) = self.watched.range(f"noloco:stage_tokens:rate2m{chosen}", start, end).values()
-            seen = fmean(value for _, value in points)
-            written = fmean(rate_of_events(self.nodes, stage, at) for at, _ in points)
-            self.say(f"stage {stage}, tokens/s: Prometheus", round(seen, 1))
-            self.say(f"stage {stage}, tokens/s: event files", round(written, 1))
-            self.hold(abs(seen - written) <= TOLERANCE * written, f"stage {stage}: {seen:.1f} against {written:.1f}")
+            self.same_speed(f"stage {stage}", nodes, points)
             (points,) = self.watched.range(f"noloco:stage_replicas:count{chosen}", end, end).values()
-            running = sum(node.running and node.serves == stage for node in self.nodes)
+            running = sum(node.running for node in nodes)
             self.say(f"stage {stage}, replicas: Prometheus, event files", (points[-1][1], running))
             self.hold(points[-1][1] == running, f"stage {stage}: replicas")
+        for labels, points in self.watched.range(EXPRESSIONS["node_speed"], start, end).items():
+            name = dict(labels)["node"]
+            self.same_speed(name, [node for node in self.nodes if node.name == name], points)
         (points,) = self.watched.range("noloco:clock_tokens:rate2m", start, end).values()
         self.say("swarm's clock, tokens/s", round(fmean(value for _, value in points), 1))
+
+    def same_speed(self, whose: str, nodes: Sequence[SwarmNode], points: Sequence[tuple[float, float]]) -> None:
+        """Prometheus' tokens per second against those of the event files, in the mean."""
+        seen = fmean(value for _, value in points)
+        written = fmean(rate_of_events(nodes, at) for at, _ in points)
+        self.say(f"{whose}, tokens/s: Prometheus, event files", (round(seen, 1), round(written, 1)))
+        self.hold(abs(seen - written) <= TOLERANCE * written, f"{whose}: {seen:.1f} against {written:.1f} tokens/s")
 
     def expressions(self) -> None:
         """Every one, from the beginning until now."""
