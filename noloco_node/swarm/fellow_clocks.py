@@ -36,7 +36,8 @@ class FellowClocks:
         clock.
 
         The directory's clocks run away with the own one where one partner lies to everybody, again and again. Those of
-        the origins do not: work stands behind them.
+        the origins do not: work stands behind them. They only hold a partner back, and never move a clock by
+        themselves, since whoever has most of the work for a while may say what it likes.
         """
         own, lead = self.own(), self.origins_lead()
         estimated, recorded = self.estimated() or (own,), self.recorded() or (own,)
@@ -44,7 +45,7 @@ class FellowClocks:
         if lead is None:
             return believed
         bound = FROM_ORIGINS * self.max_lag
-        return min(own + lead + bound, max(own + lead - bound, believed))
+        return min(own + max(0.0, lead + bound), max(own + min(0.0, lead - bound), believed))
 
     def not_beyond(self, claimed: float) -> float:
         """A donor's clock, unless it is far ahead of what the directory says: it could end this replica's run. Where

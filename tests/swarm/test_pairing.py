@@ -262,3 +262,15 @@ def test_retries_are_jittered_and_bounded() -> None:
     assert min(delays) >= 0.02
     assert max(delays) <= 5.0
     assert len(set(delays)) > 50
+
+
+@pytest.mark.parametrize("lead", [1e17, -1e17, 0.0, None])
+def test_what_the_origins_are_said_to_be_holds_partners_back_and_moves_no_clock(lead: float | None) -> None:
+    """Whoever has most of a stage's work for a while may say where the origins are: an honest partner is met where it
+    is all the same, or at least no further away than before."""
+    own, known = 1_000.0, [990.0, 1_000.0, 1_020.0]
+    clocks = FellowClocks(
+        100.0, own=lambda: own, estimated=lambda: known, recorded=lambda: known, origins_lead=lambda: lead
+    )
+    for claimed in (950.0, 1_000.0, 1_040.0):
+        assert min(own, claimed) <= clocks.met(claimed) <= max(own, claimed)
