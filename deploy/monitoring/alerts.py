@@ -81,7 +81,7 @@ ALERTS = (
     Alert(
         "NolocoOuterStepsMissing",
         "rounds_overdue",
-        "> 5",
+        "> 5 and on (run, node, job, instance) time() - noloco_outer_last_timestamp_seconds > 60",
         "1m",
         "ticket",
         "{{ $labels.node }} ({{ $labels.instance }}) has taken no outer step for {{ $value | humanize }} rounds",

@@ -73,6 +73,12 @@ TRIALS = (
     Trial({"noloco_waiting_seconds": _then("0", "0+15")}, {"NolocoNodeWaits": 2}),
     Trial({"noloco_spread": _then("1-0.003", "0.5+0.1")}, {"NolocoSpreadRising": 1}),
     Trial({"noloco_spread": _then("1-0.003", "0.5+0.1"), "noloco_learning_rate": "0+0.003" + STEADY}),
+    Trial(  # rounds much shorter than the time from scrape to scrape
+        {
+            'noloco_outer_rounds_total{kind="paired"}': "0+150" + STEADY,
+            "noloco_outer_last_timestamp_seconds": f"-12+{SCRAPE_SECONDS}" + STEADY,
+        }
+    ),
     Trial({"noloco_outer_last_timestamp_seconds": _then("0+15", "2700")}, {"NolocoOuterStepsMissing": 2}),
     Trial(
         {

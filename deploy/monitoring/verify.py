@@ -58,11 +58,15 @@ SMALL = (
 
 LOST_STAGE = 1
 ALERT = "NolocoStageWithoutReplicas"
+OF_THE_MACHINE = {"NolocoLoopLag", "NolocoMemoryShort"}
+"""Alerts that may fire in a healthy swarm: this machine may be busy with others."""
 START_SECONDS, TRAINING_SECONDS, QUIET_SECONDS = 240.0, 240.0, 200.0
 ALERT_SECONDS, RESOLVED_SECONDS = 120.0, 240.0
 WINDOW_SECONDS, COMPARED_SECONDS = 120.0, 60.0
 TOLERANCE = 0.05
 POLL_SECONDS = 1.0
+SCRAPE_SECONDS = 5.0
+"""As deploy/prometheus/prometheus.yml says."""
 
 STEADY: Mapping[str, str] = {
     "reachable": "the dead leave the list of targets only when one is back",
@@ -218,8 +222,9 @@ class Proof:
         def among(found: list[dict[str, str]]) -> bool:
             return any(lost.items() <= labels.items() for labels in found)
 
-        self.say("alerts that fire while it trains", sorted(each["alertname"] for each in self.watched.firing()))
-        self.hold(not among(self.watched.firing()), f"{ALERT} fires with all stages served")
+        false = {each["alertname"] for each in self.watched.firing()}
+        self.say("alerts that fire while it trains", sorted(false))
+        self.hold(false <= OF_THE_MACHINE, "an alert fires although all is well")
         for node in self.nodes:
             if node.serves == LOST_STAGE:
                 self.swarm.kill(node)
@@ -240,6 +245,7 @@ class Proof:
         self.say("up until Alertmanager resolves, s", round(time.monotonic() - back, 1))
         steps = sum(isinstance(event, InnerStep) for event in node.events)
         await self.until(lambda: sum(isinstance(e, InnerStep) for e in node.events) > steps, 60.0, "it trains again")
+        await self.follow(4 * SCRAPE_SECONDS)
 
     async def comes_back(self) -> SwarmNode:
         """The first node of the lost stage, started again where it was."""
