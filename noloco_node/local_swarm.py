@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -211,7 +212,8 @@ class LocalSwarm:
                 f"{', '.join(node.name for node in missing)} not up within local_swarm.start_seconds ({seconds:g})",
                 f"raise it if this machine is slow; what they said is in {missing[0].log}",
             ) from None
-        atomic.write_json(self.run_folder / TARGETS, scrape_targets(self.nodes, self.config.run.name))
+        with contextlib.suppress(OSError):  # a full disk has the screen to name it, and ends no swarm that trains
+            atomic.write_json(self.run_folder / TARGETS, scrape_targets(self.nodes, self.config.run.name))
 
     def _in_order_of_start(self) -> list[SwarmNode]:
         """First one that brings the run's state with it: one with damaged checkpoints would start the run from the

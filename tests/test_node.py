@@ -85,7 +85,8 @@ def test_a_node_that_only_its_own_machine_reaches_is_warned_where_it_joins_other
 def test_a_microbatch_that_no_peer_would_accept_is_refused_before_the_start() -> None:
     """Validation and the node's start use the same bound; the remedy's number fits, one more does not."""
     long = ["run.data.sequence_length=65536", "run.inner.global_batch_tokens=1e9", "run.inner.target_tokens=1e10"]
-    with pytest.raises(UserError, match=r"inner\.microbatch_windows is 4096") as caught:
+    long.append("run.model.config.max_position_embeddings=65536")
+    with pytest.raises(UserError, match=r"run\.inner\.microbatch_windows is 4096") as caught:
         plan(load_config(MICRO, [*long, "run.inner.microbatch_windows=4096"]))
     assert caught.value.exit_code is ExitCode.CONFIG
     fitting = int(caught.value.remedy.split()[3])

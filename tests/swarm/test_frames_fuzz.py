@@ -51,7 +51,7 @@ from noloco_node.swarm.transport import MAX_TENSORS, WIRE_DTYPES, Message, Refus
 from tests.support import eventually, nothing_left_behind
 
 MAX_BODY = 1 << 20
-MUTATED, RANDOM, ENVELOPES, REFUSALS = 2000, 600, 1000, 300
+MUTATED, RANDOM, ENVELOPES, REFUSALS = 5000, 1500, 2500, 500
 LIVE_BATCHES, LIVE_BATCH = 15, 40
 
 QUICK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}

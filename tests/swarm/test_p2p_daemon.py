@@ -268,7 +268,7 @@ async def test_a_wrong_address_setting_is_named(tmp_path: Path, settings: NodeSe
     """Host and announced addresses."""
     error = await failure(settings, tmp_path)
     assert error.exit_code is ExitCode.CONFIG
-    assert error.message.startswith(word)
+    assert error.message.startswith(f"node.{word}")
 
 
 def test_the_last_daemon_of_a_killed_launcher_takes_their_temporary_folder_away(

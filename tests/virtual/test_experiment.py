@@ -183,7 +183,7 @@ async def test_workers_end_with_the_command_however_it_ends(tmp_path: Path, sent
         os.killpg(process.pid, sent)
     else:
         process.send_signal(sent)
-    _, errors = await asyncio.wait_for(process.communicate(), 20)
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == (ExitCode.INTERRUPTED if sent == signal.SIGINT else -sent)
     assert b"Traceback" not in errors
     await eventually(lambda: not any(worker.is_running() for worker in workers), 10, "the workers' end")
