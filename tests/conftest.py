@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -12,6 +13,10 @@ from tests.support import nothing_left_behind
 
 # Two cores, tiny tensors: more threads only wait for each other (an order of magnitude on a busy machine).
 torch.set_num_threads(1)
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 
 @pytest.fixture
