@@ -177,7 +177,12 @@ def parser() -> argparse.ArgumentParser:
     invite.add_argument("--peer", metavar="ID", help="the only node that may use it (default: whoever holds it)")
     invite.add_argument("--hours", metavar="N", type=float, default=168.0, help="how long it holds (default: a week)")
     invite.set_defaults(call=_invite)
-    config = _command(commands, "config", "look at a configuration file, or write one", CONFIG_HELP)
+    _config_commands(_command(commands, "config", "look at a configuration file, or write one", CONFIG_HELP))
+    completion_arguments(_command(commands, "completion", "complete commands in your shell", COMPLETION_HELP))
+    return top
+
+
+def _config_commands(config: argparse.ArgumentParser) -> None:
     actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
     show = _command(actions, "show", "print every setting with its value and meaning", SHOW_HELP)
     _config_arguments(show)
@@ -187,8 +192,6 @@ def parser() -> argparse.ArgumentParser:
     validate.set_defaults(call=_validate)
     init_arguments(_command(actions, "init", "write an example with comments", INIT_HELP))
     list_arguments(_command(actions, "list", "name the configurations that come with noloco-node", LIST_HELP))
-    completion_arguments(_command(commands, "completion", "complete commands in your shell", COMPLETION_HELP))
-    return top
 
 
 def _identity_commands(identity: argparse.ArgumentParser) -> None:

@@ -98,11 +98,6 @@ class Libp2pTransport(CommonTransport):
         """Streams that peers hold open to this node."""
         return self._incoming.total()
 
-    @property
-    def idle_streams(self) -> int:
-        """Own streams that wait in the pool."""
-        return self._pool.idle_count
-
     def sign(self, statement: bytes) -> bytes:
         """See `Transport.sign`."""
         assert self._identity is not None, "a transport that signs needs an identity"

@@ -114,12 +114,6 @@ class RecordValidator(RecordValidatorBase):
         """Like `read`, for what is at hand unpacked."""
         return self.read(key, pack_one(signer), pack_one(signed), expires)
 
-    def read_found(self, key: str, subkey: object, value: object, expires: float) -> PeerRecord | None:
-        """Like `read`, for what hivemind's `get` hands out."""
-        if not isinstance(subkey, str) or not isinstance(value, bytes):
-            return None
-        return self.read(_digest(key), pack_one(subkey), pack_one(value), expires)
-
 
 def _parse(
     stage: int | None, key: bytes, packed_subkey: bytes, packed_value: bytes, expires: float

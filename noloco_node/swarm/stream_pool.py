@@ -73,11 +73,6 @@ class StreamPool:
         self._nothing_lent = asyncio.Event()
         self._nothing_lent.set()
 
-    @property
-    def idle_count(self) -> int:
-        """Streams that wait for a request."""
-        return sum(len(streams.idle) for streams in self._peers.values())
-
     @contextlib.asynccontextmanager
     async def lend(self, peer: PeerId, open_until: float, fresh: bool) -> AsyncGenerator[Lease]:
         """A stream to `peer` for one request, open by loop time `open_until`. PeerUnreachable if there is none."""

@@ -49,6 +49,15 @@ async def haunt(made: World, state: PeerState, *, stage: int = 0, name: str = "g
     await MemoryDirectory(made.hub).publish(record, 3600.0)
 
 
+async def past_the_first_round(origin: Replica) -> None:
+    """It has trained, has taken an outer step and gives its state to who comes."""
+    assert origin.origin is not None
+    for _ in range(3):
+        await origin.origin.train_one()
+    await origin.exchanger.step_alone()
+    origin.donor.accepting = True
+
+
 @asynccontextmanager
 async def lives(*replicas: Replica) -> AsyncIterator[list[asyncio.Task[None]]]:
     """They run; whoever still does is cancelled at the end of the block."""
@@ -191,11 +200,7 @@ async def test_a_joiner_on_a_link_that_loses_requests_asks_again(lost: int) -> N
     limits = LIMITS.model_copy(update={"record_seconds": 20.0})
     async with world(short_run(stages=1, limits=limits), replicas=2, settings=JOINS) as made:
         veteran, joiner = made.replicas
-        assert veteran.origin is not None
-        for _ in range(3):
-            await veteran.origin.train_one()
-        await veteran.exchanger.step_alone()
-        veteran.donor.accepting = True
+        await past_the_first_round(veteran)
         await veteran.membership.announce(PeerState.TRAINING)
         made.network.inject(Fault(FaultKind.LOSE_REQUEST, source=peer_name(0, 1), times=lost))
         assert await joiner.become_current() == peer_name(0, 0)
@@ -209,11 +214,7 @@ async def test_a_ghosts_word_that_the_run_is_over_waits_for_those_that_are_slow_
     limits = LIMITS.model_copy(update={"record_seconds": 20.0})
     async with world(short_run(stages=1, limits=limits), replicas=2, settings=JOINS) as made:
         veteran, joiner = made.replicas
-        assert veteran.origin is not None
-        for _ in range(3):
-            await veteran.origin.train_one()
-        await veteran.exchanger.step_alone()
-        veteran.donor.accepting = True
+        await past_the_first_round(veteran)
         await haunt(made, PeerState.FINISHING, finished=True)
         await veteran.membership.announce(PeerState.TRAINING)
         made.network.inject(Fault(FaultKind.LOSE_REQUEST, source=peer_name(0, 1), method="records", times=6))

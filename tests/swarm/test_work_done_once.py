@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hivemind.dht.routing import DHTID
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.config import run_spec
@@ -55,10 +56,10 @@ def test_hardly_more_records_than_verdicts_are_kept_cost_hardly_more(
 
     monkeypatch.setattr(record_validator, "verify", verified)
     validator = RecordValidator("run", 1)
-    looks = 20
+    key, looks = DHTID.generate(source=stage_key("run", 0)).to_bytes(), 20
     for _ in range(looks):
         for number, value in enumerate(signed):
-            assert validator.read_found(stage_key("run", 0), identity.peer_id, value, 1000.0 + number) == record
+            assert validator.read_at(key, identity.peer_id, value, 1000.0 + number) == record
     again = (judged["signatures"] - len(signed)) / (looks - 1)
     assert 5 <= again < 0.4 * len(signed)
     assert len(validator._verdicts) == 100
