@@ -1,0 +1,189 @@
+"""Audits in swarms of real replicas: a liar is set aside, honest replicas never, and no account suffers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import OuterSpec, PipelineSpec, RunSpec
+from noloco_node.replica import Replica
+from noloco_node.swarm import conduct
+from noloco_node.swarm.audit import Finding
+from noloco_node.swarm.memory_transport import Fault, FaultKind
+from noloco_node.swarm.microbatch import METHOD
+from noloco_node.swarm.pipeline import PipelineServer
+from noloco_node.swarm.repute import SET_ASIDE_AT, Trust
+from noloco_node.swarm.transport import Message, PeerId
+from noloco_node.telemetry.events import Account, OuterStep
+from noloco_node.training.stage_trainer import LossResult
+from tests.support import eventually
+from tests.worlds import World, last_accounts, micro_spec, peer_name, run_to_the_end, run_with_faults, world
+
+ALWAYS = PipelineSpec(routing="uniform", audit_share=1.0, budget_seconds=10.0, progress_seconds=5.0)
+
+
+def near_spec(*, steps: int, stages: int = 2) -> RunSpec:
+    """A run in which honest fellows stay near each other, as audits take for granted, however unequally chance and the
+    machine share the work out: they average often, and learn slowly."""
+    outer = OuterSpec(inner_steps=3, codec="fp32", max_lag_tokens=1_000_000)
+    inner: dict[str, object] = {"learning_rate": 3e-4}
+    return micro_spec(stages=stages, steps=steps, microbatches_a_step=3, pipeline=ALWAYS, inner=inner, outer=outer)
+
+
+def lying(replica: Replica, lie: Callable[[Tensor], Tensor]) -> None:
+    """What it gives back is a lie; it trains as ever."""
+    loss = replica.worker.loss
+
+    async def answer(*arguments: Any, **options: Any) -> LossResult:
+        result = await loss(*arguments, **options)
+        assert result.input_gradient is not None
+        return dataclasses.replace(result, input_gradient=lie(result.input_gradient))
+
+    replica.worker.loss = answer  # type: ignore[method-assign]
+
+
+def check_books(made: World, heads: list[Account], tails: list[Account]) -> None:
+    """Each sample is trained once for its origin; what the later stage trained beyond that are audits, no repeats."""
+    for account in heads:
+        assert account.drawn == account.trained + account.dropped + account.held_at_end
+        assert account.dropped == account.held_at_end == account.repeated == 0
+    trained, served = sum(a.trained for a in heads), sum(a.served for a in tails)
+    again = {Finding.AGREED: 1, Finding.CONTRADICTED: 2, Finding.UNDECIDED: 2}
+    audited = sum(a.strangers.audits.get(finding, 0) * more for a in heads for finding, more in again.items())
+    assert 0 <= served - trained - audited <= 2 * len(heads), "an audit that failed, or that the end cut off"
+
+
+LIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sign turned": torch.neg,
+    "another's": lambda gradient: gradient.flip(-1),
+    "much too small": lambda gradient: 0.1 * gradient,
+    "zeros": torch.zeros_like,
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_a_liar_among_three_is_set_aside_by_every_origin_and_nobody_else(lie: str) -> None:
+    """After its third contradiction it gets no microbatch while the others live; samples and accounts do not notice."""
+    async with world(near_spec(steps=60), replicas=3) as made:
+        lying(made.of_stage(1)[0], LIES[lie])
+        await run_to_the_end(made)
+        books = [replica._book for replica in made.of_stage(0)]
+        accounts = last_accounts(made)
+    heads, tails = accounts[:3], accounts[3:]
+    check_books(made, heads, tails)
+    for book, account in zip(books, heads, strict=True):
+        asides = {peer: repute.set_asides for peer, repute in book._reputes.items() if repute.set_asides}
+        assert asides == {peer_name(1, 0): 1}
+        assert account.strangers.audits[Finding.CONTRADICTED] == SET_ASIDE_AT
+    assert tails[0].served <= 3 * SET_ASIDE_AT + 6
+    assert min(tails[1].served, tails[2].served) > 30
+
+
+async def test_honest_replicas_agree_through_a_whole_run() -> None:
+    """Every microbatch is looked at, beside three stages that average and move, and nobody is ever contradicted."""
+    async with world(near_spec(stages=3, steps=30), replicas=3, settings=NodeSettings(in_flight=2)) as made:
+        await run_to_the_end(made)
+        accounts = last_accounts(made)
+    findings = {name for account in accounts[:6] for name in account.strangers.audits}
+    assert Finding.AGREED in findings
+    assert not findings & {Finding.CONTRADICTED, Finding.UNDECIDED}
+    assert sum(account.strangers.audits[Finding.AGREED] for account in accounts[:3]) > 20
+
+
+async def test_a_stage_of_two_is_not_audited() -> None:
+    """Nobody could decide between them, so the work is saved."""
+    async with world(micro_spec(steps=6, pipeline=ALWAYS), replicas=2) as made:
+        await run_to_the_end(made)
+        accounts = last_accounts(made)
+    assert not any(account.strangers.audits for account in accounts)
+    assert sum(a.served for a in accounts[2:]) == sum(a.trained for a in accounts[:2])
+
+
+async def test_an_audit_that_fails_costs_no_sample_and_counts_against_nobody() -> None:
+    """Streams that break in an audit or before it: the books close as ever."""
+    async with world(near_spec(steps=30), replicas=3) as made:
+        kinds = (FaultKind.LOSE_ANSWER, FaultKind.LOSE_REQUEST, FaultKind.REFUSE)
+        await run_with_faults(made, *(Fault(kind, method=METHOD, times=8) for kind in kinds))
+        accounts = last_accounts(made)
+        assert all(made.network.fired[kind] == 8 for kind in kinds)
+    heads = accounts[:3]
+    assert sum(a.drawn for a in heads) == sum(a.trained for a in heads)
+    assert sum(a.strangers.audits[Finding.AGREED] for a in heads) > 9
+    assert not any(a.strangers.audits.get(Finding.CONTRADICTED, 0) or a.strangers.set_aside_now for a in heads)
+
+
+@pytest.mark.timeout(240)
+async def test_a_replica_that_has_lost_its_weights_is_set_aside_copies_a_fellow_and_is_cleared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Honest, but useless until it has a good state again: it gets no work, lags, copies, and works as before."""
+    monkeypatch.setattr(conduct, "FIRST_BAN_SECONDS", 4.0)
+    monkeypatch.setattr(conduct, "LONGEST_BAN_SECONDS", 4.0)
+    outer = OuterSpec(inner_steps=5, codec="fp32", max_lag_tokens=4_000)
+    async with world(micro_spec(steps=2000, microbatches_a_step=3, pipeline=ALWAYS, outer=outer), replicas=3) as made:
+        lost, fellow = made.of_stage(1)[:2]
+
+        def master(replica: Replica) -> Tensor:
+            return replica.worker._trainer.master
+
+        async def lose_the_weights() -> int:
+            """The outer steps that it had taken by then."""
+            await eventually(lambda: lost.worker.progress.steps > 20, 60)
+            progress, state = await lost.worker.full_state()
+            noise = torch.randn(state["fast"].numel(), generator=torch.Generator().manual_seed(0))
+            await lost.worker.load_full_state(
+                progress.clock, progress.outer_rounds, {**state, "fast": noise, "slow": noise}
+            )
+            return len(outer_steps(made, 3))
+
+        async def is_cleared(before: int) -> None:
+            books = [replica._book for replica in made.of_stage(0)]
+            await eventually(lambda: any(book.trust(peer_name(1, 0)) is Trust.SET_ASIDE for book in books), 60)
+            await eventually(lambda: any(e.kind == "caught_up" for e in outer_steps(made, 3)[before:]), 60)
+            served = lost.ledger.served
+            await eventually(lambda: lost.ledger.served > served + 20, 60, "it works again")
+            apart = float((master(lost) - master(fellow)).norm())
+            assert apart < 0.3 * float(master(fellow).norm()), (
+                "fellows drift by a tenth at most, the noise was far larger"
+            )
+            for replica in made.replicas:
+                replica.stop.set()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(run_to_the_end(made, within=230))
+            await is_cleared(await lose_the_weights())
+
+
+def outer_steps(made: World, number: int) -> list[OuterStep]:
+    """Of one replica so far."""
+    return [event for event in made.events[number] if isinstance(event, OuterStep)]
+
+
+async def test_what_an_audited_peer_gets_is_a_microbatch_like_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Header for header: but for its id nothing tells it from an ordinary one, the budget included."""
+    seen: list[dict[str, object]] = []
+    handle = PipelineServer.handle
+
+    async def noted(server: PipelineServer, peer: PeerId, message: Message) -> Message:
+        if message.header["mode"] == "train":
+            seen.append({**message.header, "sum": float(message.tensors[0].double().sum())})
+        return await handle(server, peer, message)
+
+    monkeypatch.setattr(PipelineServer, "handle", noted)
+    async with world(near_spec(steps=30), replicas=3) as made:
+        await run_to_the_end(made)
+    by_body: dict[float, list[dict[str, object]]] = {}
+    for header in seen:
+        by_body.setdefault(float(str(header.pop("sum"))), []).append(header)
+    audited = [headers for headers in by_body.values() if len(headers) > 1]
+    assert len(audited) > 20
+    for headers in audited:
+        assert len({str(header.pop("id")) for header in headers}) == len(headers)
+        assert all(header == headers[0] for header in headers), headers
