@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +15,19 @@ from tests.support import nothing_left_behind
 # Two cores, tiny tensors: more threads only wait for each other (an order of magnitude on a busy machine).
 torch.set_num_threads(1)
 
-# How long an example takes says how busy the machine is.
-hypothesis.settings.register_profile("suite", deadline=None)
+# How long examples take, to run or to make, says how busy the machine is. Two runs of the same code have the same
+# examples, so that a change fails for what it changes; `--hypothesis-profile=explore` looks for others.
+UNHURRIED = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=UNHURRIED, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None, suppress_health_check=UNHURRIED)
 hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def the_same_chances() -> None:
+    """What a test draws from the generators of the process is the same in every run, alone or among others."""
+    torch.manual_seed(0)
+    random.seed(0)
 
 
 @pytest.fixture
