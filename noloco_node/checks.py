@@ -15,7 +15,7 @@ from statistics import median
 import psutil
 
 from noloco_node.address_space import address_space_left
-from noloco_node.errors import ExitCode, UserError
+from noloco_node.errors import ExitCode, UserError, version_remedy
 from noloco_node.telemetry.words import as_bytes
 
 MEMORY_BYTES_PER_PARAMETER = 40
@@ -112,7 +112,7 @@ def check_versions(own: tuple[int, str], others: Mapping[str, tuple[int, str]]) 
     if others and len(foreign) == len(others):
         their_protocol, their_package = next(iter(foreign.values()))
         found = f"peers speak protocol {their_protocol} (noloco-node {their_package}), this node {protocol} ({package})"
-        return Check("versions", Outcome.FAIL, found, "install the same version of noloco-node on both sides")
+        return Check("versions", Outcome.FAIL, found, version_remedy(protocol, their_protocol, their_package))
     different = sorted({theirs[1] for theirs in others.values()} - {package})
     if different:
         found = f"noloco-node {package} here, {', '.join(different)} elsewhere"

@@ -60,3 +60,11 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n  remedy: {self.remedy}"
+
+
+def version_remedy(protocol: int, others: int, their_release: str) -> str:
+    """What to do where this node speaks one protocol version and its peers, who run `their_release`, another."""
+    install = f"install noloco-node {their_release} here"
+    if others > protocol:
+        return f"the peers are newer: {install}, or a newer one that speaks protocol version {others}"
+    return f"the peers are older: {install}, or have all nodes of the run upgraded to this node's version"

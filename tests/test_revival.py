@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from noloco_node import revival
+from noloco_node import PROTOCOL_VERSION, revival
 from noloco_node.checkpointing import CheckpointKeeper
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
@@ -240,7 +240,7 @@ async def test_a_copy_is_taken_from_who_is_there_however_many_records_say_that_t
     async with trained_world(guards=1) as (made, replicas, copies):
         for number in range(200):
             say = {"peer_id": f"ghost-{number:08d}", "stage": 1, "state": PeerState.TRAINING, "sequence": 1}
-            record = PeerRecord.model_validate(say | {"protocol": 1, "version": "0"})
+            record = PeerRecord.model_validate(say | {"protocol": PROTOCOL_VERSION, "version": "0"})
             await MemoryDirectory(made.hub).publish(record, 3600.0)
         giving = asyncio.create_task(copies[2].keep(replicas[2].membership, replicas[2].worker))
         await replicas[2].membership.announce(PeerState.TRAINING)
@@ -286,7 +286,7 @@ def record_of(keeper: PeerId, *, guards: int, clock: float = 0.0) -> PeerRecord:
         clock=clock,
         tokens_per_second=1.0,
         outer_rounds=1,
-        protocol=1,
+        protocol=PROTOCOL_VERSION,
         version="0",
         sequence=1,
         guards=guards,

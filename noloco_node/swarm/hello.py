@@ -13,7 +13,7 @@ from pydantic import Field
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.errors import ExitCode, UserError
+from noloco_node.errors import ExitCode, UserError, version_remedy
 from noloco_node.swarm.peer_addresses import parse_address
 from noloco_node.swarm.transport import Message, PeerId, Refused, Transport, TransportError
 from noloco_node.swarm.typed_calls import ask
@@ -88,7 +88,8 @@ async def measure_hello(transport: Transport, peer: PeerId) -> Measured | None:
 
 
 async def check_same_run(transport: Transport, spec: RunSpec, joined: Sequence[str]) -> None:
-    """Ask the peers at these addresses which run they serve; UserError (WRONG_RUN) where all that answer serve another.
+    """Ask the peers at these addresses which run they serve; UserError (WRONG_RUN) where all that answer serve another
+    or speak another protocol version.
 
     A peer that does not answer is passed over: the directory finds the others.
     """
@@ -99,10 +100,12 @@ async def check_same_run(transport: Transport, spec: RunSpec, joined: Sequence[s
     other = answers[0]
     if other.protocol != PROTOCOL_VERSION:
         raise other_protocol(other)
+    release = f", and noloco-node {other.version} as the peer (here {__version__})"
     raise UserError(
         ExitCode.WRONG_RUN,
         f"the peer serves run '{other.name}' ({other.run}), this configuration is run '{spec.name}' ({spec.run_id})",
-        "use the configuration file of the run that you want to join: every value under `run:` must be the same",
+        "use the configuration file of the run that you want to join: every value under `run:` must be the same"
+        + (release if other.version != __version__ else ""),
     )
 
 
@@ -112,7 +115,7 @@ def other_protocol(hello: Hello) -> UserError:
         ExitCode.WRONG_RUN,
         f"the peer speaks protocol version {hello.protocol} (noloco-node {hello.version}), this node speaks "
         f"{PROTOCOL_VERSION} ({__version__})",
-        "install the same version of noloco-node on both sides",
+        version_remedy(PROTOCOL_VERSION, hello.protocol, hello.version),
     )
 
 

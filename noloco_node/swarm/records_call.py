@@ -14,11 +14,12 @@ from typing import Annotated
 
 from pydantic import Field
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.directory import Directory, SignedRecord
 from noloco_node.swarm.record_validator import MAX_SIGNED_BYTES
 from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, Transport, TransportError
 from noloco_node.swarm.typed_calls import ask
-from noloco_node.swarm.wire import RunName, StageIndex, WireModel, no_tensors, parse
+from noloco_node.swarm.wire import ProtocolVersion, RunName, StageIndex, WireModel, check_run, no_tensors, parse
 
 METHOD = "records"
 TIMEOUT_SECONDS = 5.0
@@ -42,6 +43,7 @@ class RecordsMessage(WireModel):
     """Request and answer alike: the sender's own record first, if it has published one, then others that it knows."""
 
     run: RunName
+    protocol: ProtocolVersion = PROTOCOL_VERSION
     stage: StageIndex | None = None
     """The one that the sender serves."""
     records: Annotated[list[ToldRecord], Field(max_length=MOST_TOLD, default_factory=list)]
@@ -54,7 +56,7 @@ class Told:
     answered: bool
     """A refusal is an answer."""
     stage: int | None = None
-    """The stage of the run that it serves, as it says; None where it serves another run, or refused."""
+    """The stage of the run that it serves, as it says; None where it serves another run or version, or refused."""
     named: tuple[PeerId, ...] = ()
     """Whose records it told."""
 
@@ -67,8 +69,7 @@ def serve_records(
 
     async def handle(peer: PeerId, message: Message) -> Message:
         told = parse(RecordsMessage, message.header)
-        if told.run != run_id:
-            raise Refused(Refusal.WRONG_RUN, f"this node serves run {run_id[:8]}")
+        check_run(told.run, run_id, told.protocol)
         transport.acquaintances.said(peer, told.stage)
         directory.told(peer, _unpacked(told.records))
         return Message(_packed(run_id, stage(), directory.to_tell(MOST_TOLD)).model_dump(mode="json"))
@@ -91,15 +92,16 @@ async def tell(
     try:
         answer = await ask(transport, peer, METHOD, request, RecordsMessage, timeout=timeout, progress=timeout)
     except Refused as refused:
-        if refused.reason in (Refusal.WRONG_RUN, Refusal.UNKNOWN_METHOD):
+        if refused.reason in (Refusal.WRONG_RUN, Refusal.WRONG_PROTOCOL, Refusal.UNKNOWN_METHOD):
             transport.acquaintances.said(peer, None)
         return Told(answered=True)
     except TransportError:
         return Told(answered=False)
     told = answer.header
-    serves = told.stage if told.run == run_id else None
+    ours = told.run == run_id and told.protocol == PROTOCOL_VERSION
+    serves = told.stage if ours else None
     transport.acquaintances.said(peer, serves)
-    if told.run == run_id:
+    if ours:
         directory.told(peer, _unpacked(told.records))
     return Told(answered=True, stage=serves, named=tuple(PeerId(record.peer) for record in told.records))
 

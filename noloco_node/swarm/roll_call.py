@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.aio import Pulse
 from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
@@ -302,5 +303,6 @@ class RollCall:
         except TransportError as error:
             self._transport.conduct.judge(peer, error)
             return False
-        self._known.said(peer, hello.stage if hello.run == self._run else None)
+        ours = hello.run == self._run and hello.protocol == PROTOCOL_VERSION
+        self._known.said(peer, hello.stage if ours else None)
         return True

@@ -1,13 +1,18 @@
-"""The directory without those whom this node does not deal with: peers it has banned, and outsiders of the run."""
+"""The directory without those whom this node does not deal with: banned peers, outsiders of the run, nodes of another
+protocol version."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.directory import Directory, DirectoryView, LiveRecord, PeerRecord, SignedRecord
 from noloco_node.swarm.invitation import Proof
 from noloco_node.swarm.transport import PeerId
+
+logger = logging.getLogger(__name__)
 
 
 class Screen(Protocol):
@@ -24,7 +29,8 @@ class Screen(Protocol):
 
 
 class ScreenedDirectory:
-    """Implements `Directory`: another one, in whose view only records appear that pass `screen`.
+    """Implements `Directory`: another one, in whose view only records of this protocol version appear that pass
+    `screen`.
 
     Who is left out is neither routed to, nor averaged or counted with, nor asked for its state, and its clock is heard
     by nobody here. A view is screened once, and again when the screen has changed: every microbatch may ask for it.
@@ -36,6 +42,7 @@ class ScreenedDirectory:
         self._proof = proof
         self._from: tuple[DirectoryView, int] | None = None
         self._view = DirectoryView(())
+        self._another_seen = False
 
     @property
     def view(self) -> DirectoryView:
@@ -66,9 +73,23 @@ class ScreenedDirectory:
     def _screened(self, view: DirectoryView) -> DirectoryView:
         changes = self._screen.changes
         if self._from is None or self._from[0] is not view or self._from[1] != changes:
-            deals = self._screen.deals
+            deals = self._passes
             self._view = DirectoryView(
                 tuple({peer: row for peer, row in rows.items() if deals(peer, row)} for rows in view.stages)
             )
             self._from = (view, changes)
         return self._view
+
+    def _passes(self, peer: PeerId, row: LiveRecord) -> bool:
+        theirs = row.record.protocol
+        if theirs == PROTOCOL_VERSION:
+            return self._screen.deals(peer, row)
+        if not self._another_seen:
+            self._another_seen = True
+            logger.warning(
+                "somebody announces itself in this run with protocol version %d, this node speaks %d: "
+                "such nodes cannot train together, and are not counted here",
+                theirs,
+                PROTOCOL_VERSION,
+            )
+        return False

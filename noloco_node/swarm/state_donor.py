@@ -112,7 +112,13 @@ class StateDonor:
         no_tensors(peer, header, specs)
         if not self.accepting:
             raise Refused(Refusal.DRAINING)
-        check_addressed(run=request.run, stage=request.stage, own_run=self._spec.run_id, own_stage=self._stage)
+        check_addressed(
+            run=request.run,
+            stage=request.stage,
+            own_run=self._spec.run_id,
+            own_stage=self._stage,
+            protocol=request.protocol,
+        )
         if request.contract != self._worker.contract:
             raise Refused(Refusal.WRONG_CONTRACT)
 

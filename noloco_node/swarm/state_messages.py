@@ -12,10 +12,11 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.canonical import canonical_json
 from noloco_node.swarm.transport import Message, PeerId, Transport
 from noloco_node.swarm.typed_calls import Answer, BadAnswer
-from noloco_node.swarm.wire import ClockValue, RunName, StageIndex, WireModel
+from noloco_node.swarm.wire import ClockValue, ProtocolVersion, RunName, StageIndex, WireModel
 
 OFFER = "state.offer"
 OPEN = "state.open"
@@ -33,6 +34,7 @@ class StateRequest(WireModel):
     """Asks what a donor can give, for a manifest (of the snapshot named, if it is still held), or for a chunk of it."""
 
     run: RunName
+    protocol: ProtocolVersion = PROTOCOL_VERSION
     stage: StageIndex
     contract: Annotated[str, Field(max_length=64)]
     snapshot: Annotated[str, Field(max_length=32)] = ""

@@ -33,14 +33,19 @@ def parse(kind: type[H], header: JsonObject) -> H:
         raise Refused(Refusal.MALFORMED, first_problem(error)) from None
 
 
-def check_addressed(*, run: str, stage: int, own_run: str, own_stage: int, protocol: int = PROTOCOL_VERSION) -> None:
+def check_addressed(*, run: str, stage: int, own_run: str, own_stage: int, protocol: int) -> None:
     """Refuse a message that is meant for another run, stage or protocol version than this node's own."""
+    check_run(run, own_run, protocol)
+    if stage != own_stage:
+        raise Refused(Refusal.WRONG_STAGE, f"this node serves stage {own_stage}, not {stage}")
+
+
+def check_run(run: str, own_run: str, protocol: int) -> None:
+    """Refuse a message that is meant for another run or protocol version than this node's own."""
     if protocol != PROTOCOL_VERSION:
         raise Refused(Refusal.WRONG_PROTOCOL, f"this node speaks version {PROTOCOL_VERSION}, not {protocol}")
     if run != own_run:
         raise Refused(Refusal.WRONG_RUN, f"this node serves run {own_run[:8]}")
-    if stage != own_stage:
-        raise Refused(Refusal.WRONG_STAGE, f"this node serves stage {own_stage}, not {stage}")
 
 
 def first_problem(error: ValidationError) -> str:

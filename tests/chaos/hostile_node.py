@@ -22,7 +22,7 @@ import torch
 from hivemind.dht.routing import DHTID
 from torch import Tensor
 
-from noloco_node import node
+from noloco_node import PROTOCOL_VERSION, node
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.replica import Replica
 from noloco_node.swarm import microbatch
@@ -214,7 +214,12 @@ class Attacker:
             directory = directory._directory
         key, expires = stage_key(self._replica.spec.run_id, stage), directory.now() + 300
         record = PeerRecord(
-            peer_id=self._transport.peer_id, stage=stage, state=PeerState.TRAINING, clock=1e17, protocol=1, version="x"
+            peer_id=self._transport.peer_id,
+            stage=stage,
+            state=PeerState.TRAINING,
+            clock=1e17,
+            protocol=PROTOCOL_VERSION,
+            version="x",
         )
         other = record.model_copy(update={"peer_id": peer, "state": PeerState.GONE})
         identity = directory._identity

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.run_spec import AccessSpec, RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.invite_commands import make_invitation
@@ -232,7 +233,7 @@ async def test_forged_and_expired_proofs_are_refused_and_forging_is_an_offence(o
 
 def record_of(peer: PeerId) -> PeerRecord:
     """A record of stage 0."""
-    return PeerRecord(peer_id=peer, stage=0, state=PeerState.TRAINING, protocol=1, version="1")
+    return PeerRecord(peer_id=peer, stage=0, state=PeerState.TRAINING, protocol=PROTOCOL_VERSION, version="1")
 
 
 async def test_records_of_outsiders_are_ignored_and_members_carry_their_proof(owner: Identity) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.arrival import Arrival
 from noloco_node.swarm.balancing import Server, supply_of, worth_moving
 from noloco_node.swarm.directory import PeerRecord, PeerState
@@ -81,7 +82,13 @@ async def test_of_movers_that_decide_at_the_same_time_no_more_go_than_are_needed
     places = {f"node-{i:08d}": int(i == 3) for i in range(4)}
     for peer, stage in places.items():
         record = PeerRecord(
-            peer_id=peer, stage=stage, state=PeerState.TRAINING, capacity=1.0, protocol=1, version="1", sequence=1
+            peer_id=peer,
+            stage=stage,
+            state=PeerState.TRAINING,
+            capacity=1.0,
+            protocol=PROTOCOL_VERSION,
+            version="1",
+            sequence=1,
         )
         await MemoryDirectory(hub).publish(record, 60.0)
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.acquaintance import IDLES_ALLOWED, Acquaintances
 from noloco_node.swarm.balancing import (
     CREDIBLE_STRENGTH,
@@ -41,7 +42,7 @@ def peers(stage: int, *strengths: float, present: bool = True) -> list[Server]:
 
 def record(peer: str, stage: int, state: PeerState, capacity: float = 0.0) -> PeerRecord:
     """A node's entry in the directory."""
-    return PeerRecord(peer_id=peer, stage=stage, state=state, capacity=capacity, protocol=1, version="0")
+    return PeerRecord(peer_id=peer, stage=stage, state=state, capacity=capacity, protocol=PROTOCOL_VERSION, version="0")
 
 
 def view_of(*records: PeerRecord) -> DirectoryView:

@@ -6,6 +6,7 @@ from unittest.mock import ANY
 
 import pytest
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.beginning import BEGINNINGS, Beginning, where_to_begin
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.swarm.transport import PeerId
@@ -22,7 +23,7 @@ def record(stage: int, clock: float, state: PeerState = T, rounds: int = 5, name
         state=state,
         clock=clock,
         outer_rounds=rounds,
-        protocol=1,
+        protocol=PROTOCOL_VERSION,
         version="0",
     )
 

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node import stays as stays_module
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec
@@ -103,7 +104,9 @@ async def fill(made: World, stage: int, many: int) -> list[MemoryTransport]:
             raise Refused(Refusal.BUSY, "always")
 
         transport.serve(microbatch.METHOD, no_tensors, busy, max_concurrent_per_peer=8)
-        record = PeerRecord(peer_id=peer, stage=stage, state=PeerState.TRAINING, clock=1e6, protocol=1, version="0")
+        record = PeerRecord(
+            peer_id=peer, stage=stage, state=PeerState.TRAINING, clock=1e6, protocol=PROTOCOL_VERSION, version="0"
+        )
         made.hub.rows[stage][peer] = LiveRecord(record, made.hub.now() + 3600.0)
         made_up.append(transport)
     return made_up

@@ -19,6 +19,7 @@ from hivemind.utils import MSGPackSerializer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.swarm.dht_directory import join_directory
 from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
@@ -36,7 +37,9 @@ STAGES = 2
 
 def record_of(peer: str, stage: int = 0, state: PeerState = PeerState.TRAINING, sequence: int = 0) -> PeerRecord:
     """A plausible record."""
-    return PeerRecord(peer_id=peer, stage=stage, state=state, sequence=sequence, protocol=1, version="0.1.0")
+    return PeerRecord(
+        peer_id=peer, stage=stage, state=state, sequence=sequence, protocol=PROTOCOL_VERSION, version="0.1.0"
+    )
 
 
 @dataclass

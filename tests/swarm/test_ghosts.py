@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.swarm.directory import LiveRecord, PeerRecord, PeerState
@@ -29,7 +30,7 @@ def haunt(made: World, stage: int, count: int, state: PeerState = PeerState.TRAI
             tokens_per_second=1e9,
             capacity=1e12,
             outer_rounds=1,
-            protocol=1,
+            protocol=PROTOCOL_VERSION,
             version="0",
         )
         made.hub.rows[stage][peer] = LiveRecord(record, made.hub.now() + 3600.0)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node import stays as stays_module
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec, RunSpec
@@ -50,7 +51,7 @@ def claim(spec: RunSpec, ghost: Identity, stage: int, sequence: int) -> PeerReco
         tokens_per_second=1e9,
         capacity=1e12,
         outer_rounds=1,
-        protocol=1,
+        protocol=PROTOCOL_VERSION,
         version="0",
         sequence=sequence,
     )

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.acquaintance import ASKS_ALLOWED, IDLES_ALLOWED, Acquaintances
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.headcount import SAMPLE, STILL_STEPS, Headcount, count, sampled_share, welcome_share
@@ -33,7 +34,9 @@ class Stage:
         self.now += seconds
         self.steps += steps
         records = [
-            PeerRecord(peer_id=peer, stage=0, state=PeerState.TRAINING, clock=clock, protocol=1, version="0")
+            PeerRecord(
+                peer_id=peer, stage=0, state=PeerState.TRAINING, clock=clock, protocol=PROTOCOL_VERSION, version="0"
+            )
             for peer, clock in self.clocks.items()
         ]
         self.heads.look(records, self.steps, LIFE)

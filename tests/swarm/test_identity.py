@@ -21,6 +21,7 @@ from hivemind.proto import crypto_pb2
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm import identity
@@ -274,7 +275,7 @@ async def test_a_crashed_node_comes_straight_back_while_its_old_record_lives(
             stage=0,
             state=PeerState.TRAINING,
             sequence=sequence,
-            protocol=1,
+            protocol=PROTOCOL_VERSION,
             version="0",
         )
         assert await directory.publish(record, life)

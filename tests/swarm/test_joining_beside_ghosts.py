@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.directory import PeerRecord, PeerState, SignedRecord
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryNetwork, MemoryTransport
@@ -31,7 +32,7 @@ class Telling(MemoryDirectory):
 
 def record(peer: str, stage: int = 0) -> PeerRecord:
     """An introduction of a replica that trains."""
-    return PeerRecord(peer_id=peer, stage=stage, state=PeerState.TRAINING, protocol=1, version="0")
+    return PeerRecord(peer_id=peer, stage=stage, state=PeerState.TRAINING, protocol=PROTOCOL_VERSION, version="0")
 
 
 async def found_after(clock: Callable[[], float], ghosts: int, entrances: Sequence[PeerId], seed: int) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.network import seen_before
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
@@ -160,7 +161,8 @@ def test_live_peers_are_all_but_this_one_and_the_dead() -> None:
 
     def row(peer: str, stage: int, expires: float) -> LiveRecord:
         return LiveRecord(
-            PeerRecord(peer_id=peer, stage=stage, state=PeerState.TRAINING, protocol=1, version="1"), expires
+            PeerRecord(peer_id=peer, stage=stage, state=PeerState.TRAINING, protocol=PROTOCOL_VERSION, version="1"),
+            expires,
         )
 
     own, one, two, dead = (PeerId(f"{ID[:-1]}{n}") for n in range(4))

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.swarm.lost_peers import (
     FIRST_PAUSE_SECONDS,
@@ -23,7 +24,9 @@ OWN = PeerId("own-peer-id")
 def view(*peers: str, state: PeerState = PeerState.TRAINING) -> DirectoryView:
     """A directory of one stage with these peers in it."""
     records = {
-        PeerId(peer): LiveRecord(PeerRecord(peer_id=peer, stage=0, state=state, protocol=1, version="0"), expires=1e9)
+        PeerId(peer): LiveRecord(
+            PeerRecord(peer_id=peer, stage=0, state=state, protocol=PROTOCOL_VERSION, version="0"), expires=1e9
+        )
         for peer in peers
     }
     return DirectoryView((records,))

@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
@@ -22,7 +23,7 @@ OWN = PeerId("caller-of-rolls")
 
 def record(peer: str, stage: int = 0, state: PeerState = PeerState.TRAINING) -> PeerRecord:
     """An introduction."""
-    return PeerRecord(peer_id=peer, stage=stage, state=state, protocol=1, version="0")
+    return PeerRecord(peer_id=peer, stage=stage, state=state, protocol=PROTOCOL_VERSION, version="0")
 
 
 @dataclass

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node import first_state
+from noloco_node import PROTOCOL_VERSION, first_state
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec, PipelineSpec, RunSpec
 from noloco_node.errors import ExitCode, UserError
@@ -44,7 +44,13 @@ def short_run(**changes: object) -> RunSpec:
 
 async def haunt(made: World, state: PeerState, *, stage: int = 0, name: str = "ghost-gggg", **says: object) -> None:
     """Put a ghost's record into the directory."""
-    figures: dict[str, object] = {"clock": 320.0, "outer_rounds": 1, "sequence": 1, "protocol": 1, "version": "0"}
+    figures: dict[str, object] = {
+        "clock": 320.0,
+        "outer_rounds": 1,
+        "sequence": 1,
+        "protocol": PROTOCOL_VERSION,
+        "version": "0",
+    }
     record = PeerRecord.model_validate({"peer_id": name, "stage": stage, "state": state, **figures, **says})
     await MemoryDirectory(made.hub).publish(record, 3600.0)
 
@@ -276,7 +282,14 @@ async def publish_ghosts(made: Swarm, folder: Path) -> None:
         async with running_p2p(settings, identity) as daemon:
             directory = await join_directory(daemon, identity, spec.run_id, spec.stages)
             figures: dict[str, object] = {"clock": 320.0, "outer_rounds": 1, "finished": state is PeerState.FINISHING}
-            record = {"peer_id": identity.peer_id, "stage": 0, "state": state, "protocol": 1, "version": "0", **figures}
+            record = {
+                "peer_id": identity.peer_id,
+                "stage": 0,
+                "state": state,
+                "protocol": PROTOCOL_VERSION,
+                "version": "0",
+                **figures,
+            }
             assert await directory.publish(PeerRecord.model_validate(record), 120.0)
             await directory.close()
 

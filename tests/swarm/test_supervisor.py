@@ -14,6 +14,7 @@ from typing import cast
 import psutil
 import pytest
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.dht_directory import join_directory
@@ -67,7 +68,7 @@ async def ask(caller: Libp2pTransport, peer: PeerId) -> bool:
 
 def record(peer: PeerId, stage: int) -> PeerRecord:
     """A directory entry."""
-    return PeerRecord(peer_id=peer, stage=stage, state=PeerState.TRAINING, protocol=1, version="1")
+    return PeerRecord(peer_id=peer, stage=stage, state=PeerState.TRAINING, protocol=PROTOCOL_VERSION, version="1")
 
 
 @pytest.mark.daemons

@@ -1,0 +1,174 @@
+"""A run outlives a release: nodes of one protocol version train together, those of another are told what to install."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import tests.worlds as worlds
+from noloco_node import PROTOCOL_VERSION, __version__
+from noloco_node.aio import cancel_and_wait
+from noloco_node.checks import Outcome, check_versions
+from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, ModelSpec, OuterSpec, RunSpec
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.swarm import records_call
+from noloco_node.swarm.conduct import Conduct
+from noloco_node.swarm.directory import PeerRecord, PeerState, SignedRecord
+from noloco_node.swarm.hello import Hello, check_same_run
+from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
+from noloco_node.swarm.records_call import serve_records, tell
+from noloco_node.swarm.screened_directory import ScreenedDirectory
+from noloco_node.swarm.transport import Admit, Handle, Message, PeerId, Refusal, Refused
+from noloco_node.telemetry.events import AnyEvent, OuterStep
+from tests.support import eventually
+from tests.swarm.test_spec_fetch import OTHER, SPEC, Swarm, claim, swarm
+from tests.worlds import micro_spec, world
+
+ONE, TWO = PeerId("peer-number-one"), PeerId("peer-number-two")
+ADJACENT = (PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1)
+
+FIXED = RunSpec(
+    name="fixed",
+    model=ModelSpec(config={"model_type": "llama"}),
+    inner=InnerSpec(target_tokens=1_000_000, global_batch_tokens=65_536),
+    evaluation=EvaluationSpec(every_tokens=100_000),
+)
+RUN_ID_OF_FIXED = {3: "9ea9bb0e1f12cc1e6e8468221d56bdba"}
+"""By protocol version. A setting of `run:` that comes, goes, or gets another default makes another run out of the same
+file: then raise PROTOCOL_VERSION, unless this one was not released yet, and put the new id here."""
+
+
+def other_version(made: Swarm, protocol: int, run: str = SPEC.run_id) -> None:
+    """One more peer, of a release that speaks `protocol`."""
+    claim(made.peer(), Hello(run=run, name="micro", protocol=protocol, version="9.9", stage=0))
+
+
+@pytest.mark.parametrize("theirs", ADJACENT)
+async def test_who_joins_another_protocol_version_is_told_both_and_what_to_install(theirs: int) -> None:
+    """With nothing but an address, with the run's file, and by `doctor`: the same three facts."""
+    async with swarm() as made:
+        other_version(made, theirs)
+        errors = [await made.refusal()]
+        with pytest.raises(UserError) as caught:
+            await check_same_run(made.joiner, SPEC, made.addresses)
+        errors.append(caught.value)
+    check = check_versions((PROTOCOL_VERSION, __version__), {"peer": (theirs, "9.9")})
+    assert check.outcome is Outcome.FAIL
+    assert all(error.exit_code is ExitCode.WRONG_RUN for error in errors)
+    side = "newer" if theirs > PROTOCOL_VERSION else "older"
+    for found, remedy in [(check.found, check.remedy), *((error.message, error.remedy) for error in errors)]:
+        assert {str(theirs), str(PROTOCOL_VERSION)} <= set(found.replace(",", " ").split())
+        assert "(noloco-node 9.9)" in found
+        assert f"({__version__})" in found
+        assert f"the peers are {side}: install noloco-node 9.9 here, or" in remedy
+
+
+@pytest.mark.parametrize("release", ["9.9", __version__])
+async def test_another_run_under_another_release_may_be_the_same_file(release: str) -> None:
+    """Then the remedy names both releases; under the same one it blames the file alone."""
+    async with swarm() as made:
+        claim(made.peer(), Hello(run=OTHER.run_id, name="x", protocol=PROTOCOL_VERSION, version=release, stage=0))
+        with pytest.raises(UserError) as caught:
+            await check_same_run(made.joiner, SPEC, made.addresses)
+    assert caught.value.exit_code is ExitCode.WRONG_RUN
+    assert (f"noloco-node 9.9 as the peer (here {__version__})" in caught.value.remedy) == (release != __version__)
+
+
+def record(peer: PeerId, protocol: int) -> PeerRecord:
+    """What a node of a release that speaks `protocol` publishes."""
+    return PeerRecord(peer_id=peer, stage=0, state=PeerState.TRAINING, protocol=protocol, version="9.9")
+
+
+async def test_records_of_another_protocol_version_are_dealt_with_by_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """They lie under the same key, since the run is the same; whoever had no peer to ask would be routed to. It is said
+    once, however many there are."""
+    hub = MemoryDirectoryHub(1)
+    directory = ScreenedDirectory(MemoryDirectory(hub), Conduct())
+    await directory.publish(record(ONE, PROTOCOL_VERSION), 60.0)
+    for theirs in ADJACENT:
+        await MemoryDirectory(hub).publish(record(PeerId(f"speaks-version-{theirs}"), theirs), 60.0)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert set((await directory.refresh()).stages[0]) == {ONE}
+    assert len(caplog.records) == 1
+    assert f"this node speaks {PROTOCOL_VERSION}" in caplog.text
+
+
+@pytest.mark.parametrize("theirs", ADJACENT)
+async def test_whoever_speaks_another_version_serves_no_stage_of_this_run(theirs: int) -> None:
+    """Called, and calling: it answers, it is there, and none of its records is taken."""
+    network = MemoryNetwork()
+    ours, other = MemoryTransport(network, ONE), MemoryTransport(network, TWO)
+    said: dict[str, Any] = {"run": "run", "stage": 0, "protocol": theirs, "records": []}
+
+    class Book(MemoryDirectory):
+        def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
+            raise AssertionError("a record of another version was taken")
+
+    async def answer(_peer: PeerId, _message: Message) -> Message:
+        return Message(said)
+
+    book = Book(MemoryDirectoryHub(1))
+    serve_records(ours, "run", book)
+    other.serve(records_call.METHOD, lambda *_: None, answer, max_concurrent_per_peer=1)
+    with pytest.raises(Refused) as refused:
+        await other.call(ONE, records_call.METHOD, Message(said), timeout=5, progress=5, max_answer_bytes=0)
+    assert refused.value.reason is Refusal.WRONG_PROTOCOL
+    told = await tell(ours, TWO, "run", book)
+    assert told.answered
+    assert told.stage is None
+    assert not ours.acquaintances.takes_part(TWO)
+
+
+class NewerTransport(MemoryTransport):
+    """What a later release with the same protocol version sends: each header has a field that is not known here."""
+
+    async def _call(
+        self, peer: PeerId, method: str, request: Message, timeout: float, progress: float, max_answer_bytes: int
+    ) -> Message:
+        return await super()._call(peer, method, _newer(request), timeout, progress, max_answer_bytes)
+
+    def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> None:
+        async def newer(peer: PeerId, message: Message) -> Message:
+            return _newer(await handle(peer, message))
+
+        super().serve(method, admit, newer, max_concurrent_per_peer=max_concurrent_per_peer)
+
+
+def _newer(message: Message) -> Message:
+    return Message({**message.header, "added_later": {"of": [1, 2.5, None]}}, message.tensors)
+
+
+def averaged(event: AnyEvent) -> bool:
+    """Whether it tells of an outer step with a partner."""
+    return isinstance(event, OuterStep) and event.partner is not None
+
+
+async def test_two_releases_of_one_protocol_version_train_in_one_swarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replica of each stage is of the later release: each averages with its fellow of the other, microbatches go
+    between all, and nobody is blamed for what is not known here."""
+
+    def transport(network: MemoryNetwork, peer: PeerId) -> MemoryTransport:
+        return (NewerTransport if peer.endswith("-1") else MemoryTransport)(network, peer)
+
+    monkeypatch.setattr(worlds, "MemoryTransport", transport)
+    quick = LimitsSpec(record_seconds=0.5, grace_seconds=0.2, chunk_bytes=4096)
+    outer = OuterSpec(inner_steps=2, alpha=0.5, beta=0.7)
+    async with world(micro_spec(steps=10_000, outer=outer, limits=quick), replicas=2) as made:
+        running = [asyncio.create_task(replica.run()) for replica in made.replicas]
+        try:
+            await eventually(lambda: all(any(map(averaged, events)) for events in made.events))
+        finally:
+            await cancel_and_wait(running)
+        for replica in made.replicas:
+            assert replica._transport.conduct.offences.total() == 0
+
+
+def test_one_protocol_version_makes_one_run_of_one_file() -> None:
+    """Who upgrades must find its run again, and its folder."""
+    assert RUN_ID_OF_FIXED.get(PROTOCOL_VERSION) == FIXED.run_id
