@@ -38,6 +38,7 @@ from noloco_node.help_texts import (
     JOIN_HELP,
     LAB_HELP,
     LIST_HELP,
+    REPORT_HELP,
     RUN_HELP,
     SEED_HELP,
     SHOW_HELP,
@@ -55,7 +56,15 @@ from noloco_node.node_options import (
     seed_settings,
     set_argument,
 )
-from noloco_node.printing import print_finished, print_lab_plan, print_plan, print_result, print_run, print_seed
+from noloco_node.printing import (
+    print_finished,
+    print_lab_plan,
+    print_plan,
+    print_report,
+    print_result,
+    print_run,
+    print_seed,
+)
 from noloco_node.small_commands import (
     completed,
     completion_arguments,
@@ -155,6 +164,10 @@ def parser() -> argparse.ArgumentParser:
     status = _command(commands, "status", "show what a node does and what it has contributed", STATUS_HELP)
     status.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, nargs="?", help="run folder of the node")
     status.set_defaults(call=_status)
+    report = _command(commands, "report", "make a page and pictures out of a run folder", REPORT_HELP)
+    report.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="of a node, or of several nodes")
+    report.add_argument("--out", metavar="DIR", type=Path, help="where they go (default: RUN_FOLDER/report)")
+    report.set_defaults(call=_report)
     health_arguments(_command(commands, "health", "ask this machine's node whether it is alive", HEALTH_HELP))
     top_of_node = _command(commands, "top", "watch one node in this terminal", TOP_HELP)
     health_arguments(top_of_node)
@@ -363,6 +376,13 @@ def _status(options: argparse.Namespace) -> int:
 
     print("\n".join(status_lines(options.run_folder or DEFAULT_FOLDER)))
     return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from noloco_node.report.make import make_report
+
+    print_report(make_report(options.run_folder, options.out))
+    return int(ExitCode.OK)
 
 
 def _invite(options: argparse.Namespace) -> int:

@@ -43,6 +43,16 @@ given: the one that `run` and `join` use without --run-folder. The node may be r
 example:
   noloco-node status runs/node"""
 
+REPORT_HELP = """\
+Make a report of what lies in a run folder: one page for a browser, which loads nothing and can be sent to somebody, and
+its pictures as PNG files. Losses, spread beside the learning rate, throughput, who averaged with whom, what went wrong
+and was dealt with, and where the time went. RUN_FOLDER is that of a node, of a local swarm, or of a machine's devices;
+the training may go on meanwhile.
+
+example:
+  noloco-node report runs/node
+  noloco-node report runs/tiny-20260101-120000 --out /tmp/tiny"""
+
 LAB_HELP = """\
 Compare algorithms on many replicas simulated in this process: NoLoCo, DiLoCo, data parallel, plain gossip, none. The
 `lab:` part of CONFIG says which variants, on how many replicas, for how long, with which seeds; without it the five are

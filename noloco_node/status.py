@@ -31,7 +31,7 @@ from noloco_node.telemetry.events import (
     StateDownload,
     parse_event,
 )
-from noloco_node.telemetry.words import as_long, as_nodes
+from noloco_node.telemetry.words import as_long, as_nodes, printable
 
 DEFAULT_FOLDER = Path("runs/node")
 SHOWN_PEERS = 8
@@ -77,19 +77,11 @@ def _parsed(line: bytes) -> AnyEvent | None:
 def status_lines(path: Path, now: float | None = None) -> list[str]:
     """What `noloco-node status` prints: of a node, or of all nodes whose folders lie in that one, a line each.
     UserError (RUN_FOLDER) where no node has ever run there."""
+    now, members = time.time() if now is None else now, node_folders(path)
+    if members != [path]:
+        return [printable(line) for line in _swarm(path, members, now)]
     folder = RunFolder(path)
-    if not folder.events.is_file():
-        members = sorted(
-            file.parent for place in ("*", "nodes/*") for file in path.glob(f"{place}/{folder.events.name}")
-        )
-        if members:
-            return [_printable(line) for line in _swarm(path, members, time.time() if now is None else now)]
-        raise UserError(
-            ExitCode.RUN_FOLDER,
-            f"node.run_folder is '{path}', and no node has run there: it has no {folder.events.name}",
-            "name the run folder of a node (--run-folder of `run` and `join`; runs/node where it was not given)",
-        )
-    events, now = Events(folder.events), time.time() if now is None else now
+    events = Events(folder.events)
     started = events.last(NodeStarted)
     lines = [
         *_node(path, folder, started),
@@ -97,7 +89,33 @@ def status_lines(path: Path, now: float | None = None) -> list[str]:
         *_training(events, started),
         *_ledger(folder, started),
     ]
-    return [_printable(line) for line in lines]
+    return [printable(line) for line in lines]
+
+
+def node_folders(path: Path) -> list[Path]:
+    """The folders of the nodes that ran in this one: itself, or those of a local swarm or of a machine's devices.
+    UserError (RUN_FOLDER) where no node has ever run there."""
+    events = RunFolder(path).events.name
+    if (path / events).is_file():
+        return [path]
+    members = sorted(file.parent for place in ("*", "nodes/*") for file in path.glob(f"{place}/{events}"))
+    if not members:
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"node.run_folder is '{path}', and no node has run there: it has no {events}",
+            "name the run folder of a node (--run-folder of `run` and `join`; runs/node where it was not given)",
+        )
+    return members
+
+
+def said_now(folder: RunFolder, now: float) -> str:
+    """Whether the node of this folder runs, and what it does or waits for, in one line."""
+    events = Events(folder.events)
+    return printable(_said(folder, events, events.last(NodeStarted), now))
+
+
+def _said(folder: RunFolder, events: Events, started: NodeStarted | None, now: float) -> str:
+    return next(_now(folder, events, started, now)).removeprefix("now").strip()
 
 
 def _swarm(path: Path, members: Sequence[Path], now: float) -> Iterator[str]:
@@ -115,14 +133,8 @@ def _swarm(path: Path, members: Sequence[Path], now: float) -> Iterator[str]:
         share = "" if account is None else f", {100.0 * min(1.0, account.clock / max(1, account.target)):.0f} %"
         loss = events.last(InnerStep)
         trained = "" if loss is None else f", training loss {loss.loss:.4f}"
-        said = next(_now(folder, events, started, now)).removeprefix("now").strip()
-        yield f"  {member.name:<16}  {where}{share}{trained}; {said}"
+        yield f"  {member.name:<16}  {where}{share}{trained}; {_said(folder, events, started, now)}"
     yield f"  more of each with: noloco-node status {members[0]}"
-
-
-def _printable(line: str) -> str:
-    """A run folder may come from a stranger: nothing in it may speak to the terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 def _node(path: Path, folder: RunFolder, started: NodeStarted | None) -> Iterator[str]:

@@ -29,7 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "node",
         "device_group doctor early_checks help_texts identity_commands invite_commands local_swarm node_options seed"
         " small_commands status top",
-        "local_run",
+        "local_run report",
         "printing",
         "cli",
         "__main__",

@@ -398,7 +398,8 @@ class EventReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._told = False
+        self.passed_over = 0
+        """Lines so far that are no events of this version."""
 
     def new_events(self) -> Iterator[AnyEvent]:
         """Yield the events appended since the last call; none while the file does not exist."""
@@ -418,9 +419,9 @@ class EventReader:
         try:
             return _ADAPTER.validate_json(line)
         except ValidationError:
-            if not self._told:
+            if not self.passed_over:
                 logger.warning("%s holds lines that are no events of this version: passed over", self._path)
-            self._told = True
+            self.passed_over += 1
             return None
 
 

@@ -12,8 +12,8 @@ from matplotlib.ticker import EngFormatter
 
 from noloco_node.telemetry.summary import (
     NodeHistory,
-    first_stage,
     spread_curve,
+    token_counters,
     training_curve,
     validation_curve,
 )
@@ -75,7 +75,7 @@ def plot_run(
 
 
 def _losses(axes: Axes, histories: Sequence[NodeHistory], merged_loss: float | None) -> None:
-    training = training_curve(first_stage(histories))
+    training = training_curve(token_counters(histories))
     validation = validation_curve(histories)
     if training:
         axes.plot([p.clock for p in training], [p.loss for p in training], color=BLUE, lw=1.1, label="training")
@@ -100,7 +100,9 @@ def _spread(axes: Axes, histories: Sequence[NodeHistory]) -> None:
     axes.plot([p.clock for p in curve], [p.spread for p in curve], color=GREEN, lw=1.6, marker=".", ms=5)
     _tidy(axes)
     rate = axes.twinx()
-    steps = sorted((step for history in first_stage(histories) for step in history.inner), key=lambda step: step.clock)
+    steps = sorted(
+        (step for history in token_counters(histories) for step in history.inner), key=lambda step: step.clock
+    )
     rate.plot([s.clock for s in steps], [s.learning_rate for s in steps], color=GREY, lw=1.2, ls="--")
     rate.set_ylabel("learning rate (dashed)", color=GREY)
     rate.set_ylim(bottom=0.0)

@@ -28,6 +28,10 @@ TRAINING_LOSS_SHARE = 0.05
 """The reported training loss is the mean over this last share of the clock: one step alone is noise."""
 
 
+STEPS_A_POINT = 5
+"""Of the curve of speed, at least: a single step says how long it took, not how fast the swarm is."""
+
+
 @dataclass(slots=True)
 class NodeHistory:
     """What one node wrote so far, sorted by kind; grows by `observe`."""
@@ -134,6 +138,16 @@ class SpreadPoint(Frozen):
     """Nodes behind the mean."""
 
 
+class RatePoint(Frozen):
+    """Tokens per second of the swarm in a stretch of wall time (seconds since 1970, seconds)."""
+
+    time: float
+    """Its middle."""
+    seconds: float
+    """Of it, those in which training was counted."""
+    tokens_per_second: float
+
+
 class LossPoint(Frozen):
     """A loss (nats per token) at a time of the clock (swarm tokens)."""
 
@@ -172,9 +186,9 @@ class Summary(Frozen):
     died: list[str]
     """Nodes that wrote no last event."""
     tokens: int
-    """Tokens trained, summed over stage-0 replicas."""
+    """Tokens trained, summed over stage-0 replicas; where there is none, over those of the earliest stage."""
     seconds: float
-    """From the first to the last inner step of stage 0."""
+    """From the first to the last of their inner steps."""
     tokens_per_second: float
     training_loss: float | None
     """Mean over the last 5 % of the clock, weighted by tokens."""
@@ -207,7 +221,7 @@ def summarize(events: Mapping[str, Sequence[AnyEvent]], merged_loss: float | Non
 def summarize_histories(histories: Sequence[NodeHistory], merged_loss: float | None = None) -> Summary:
     """The figures of a run from its nodes' histories. Nodes that died count with what they wrote."""
     started = next((history.started for history in histories if history.started), None)
-    heads = first_stage(histories)
+    heads = token_counters(histories)
     tokens = sum(step.tokens for history in heads for step in history.inner)
     seconds, rate = _speed(heads)
     names = {history.started.peer_id: history.name for history in histories if history.started}
@@ -236,6 +250,12 @@ def summarize_histories(histories: Sequence[NodeHistory], merged_loss: float | N
 def first_stage(histories: Iterable[NodeHistory]) -> list[NodeHistory]:
     """The replicas of stage 0: the ones that draw samples, so the ones that count tokens."""
     return [history for history in histories if history.stage == 0]
+
+
+def token_counters(histories: Sequence[NodeHistory]) -> list[NodeHistory]:
+    """The replicas whose tokens are the swarm's: of stage 0, or of the earliest stage of which there is one here."""
+    stages = [history.stage for history in histories if history.stage is not None]
+    return [history for history in histories if history.stage == min(stages, default=0)]
 
 
 def training_loss(heads: Sequence[NodeHistory]) -> float | None:
@@ -311,14 +331,50 @@ def _after_training(steps: Iterable[OuterStep]) -> Iterator[OuterStep]:
         last[step.fragment] = step.step
 
 
+def throughput_curve(heads: Sequence[NodeHistory], points: int = 120) -> list[RatePoint]:
+    """Tokens per second along wall time, within equal stretches, `points` at most and of a few steps each; their mean
+    by `seconds` is the run's."""
+    pairs = _counted(heads)
+    points = max(1, min(points, len(pairs) // STEPS_A_POINT))
+    if not pairs:
+        return []
+    begin, end = pairs[0][0].time, pairs[-1][1].time
+    width = max((end - begin) / points, 1e-9)
+    tokens, seconds = [0.0] * points, [0.0] * points
+    for a, b in pairs:
+        for index, share in _parts(a.time - begin, b.time - begin, width, points):
+            tokens[index] += share * b.tokens
+            seconds[index] += share * (b.time - a.time)
+    return [
+        RatePoint(time=begin + (index + 0.5) * width, seconds=each, tokens_per_second=tokens[index] / each)
+        for index, each in enumerate(seconds)
+        if each > 0.0
+    ]
+
+
+def _parts(begin: float, end: float, width: float, count: int) -> Iterator[tuple[int, float]]:
+    """Which of `count` stretches from 0 on a time lies in, and which share of it in each."""
+    first, last = (min(int(time / width), count - 1) for time in (begin, end))
+    if first == last:
+        yield first, 1.0
+        return
+    edges = [begin, *(index * width for index in range(first + 1, last + 1)), end]
+    yield from ((first + at, (b - a) / (end - begin)) for at, (a, b) in enumerate(pairwise(edges)))
+
+
 def _speed(heads: Sequence[NodeHistory]) -> tuple[float, float]:
-    """Seconds of training and tokens per second; the first step's tokens were made before its time stamp. Times in
-    which the whole swarm was down, gaps between steps in which a first-stage node started anew, do not count."""
-    steps = sorted((step for history in heads for step in history.inner), key=lambda step: step.time)
-    starts = [start for history in heads for start in history.starts[1:]]
-    pairs = [(a, b) for a, b in pairwise(steps) if not any(a.time < start <= b.time for start in starts)]
+    """Seconds of training and tokens per second."""
+    pairs = _counted(heads)
     seconds = sum(b.time - a.time for a, b in pairs)
     return (seconds, sum(b.tokens for _, b in pairs) / seconds) if seconds > 0.0 else (0.0, 0.0)
+
+
+def _counted(heads: Sequence[NodeHistory]) -> list[tuple[InnerStep, InnerStep]]:
+    """Each inner step after the one before it: the first one's tokens were made before its time stamp. Times in which
+    the whole swarm was down, gaps between steps in which a first-stage node started anew, do not count."""
+    steps = sorted((step for history in heads for step in history.inner), key=lambda step: step.time)
+    starts = [start for history in heads for start in history.starts[1:]]
+    return [(a, b) for a, b in pairwise(steps) if not any(a.time < start <= b.time for start in starts)]
 
 
 def _totals(histories: Sequence[NodeHistory]) -> Microbatches:

@@ -55,3 +55,8 @@ def as_nodes(per_stage: Sequence[int]) -> str:
         return f"{total} ({listed})"
     without = f"none at stage {', '.join(empty)}" if empty else "each has some"
     return f"{total} at {len(per_stage)} stages, {without}"
+
+
+def printable(text: str) -> str:
+    """A run folder may come from a stranger: nothing in it may speak to the terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,0 +1,94 @@
+"""What is to be drawn, before anybody says how: the page and the pictures are drawn from the same charts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A curve. `colour` is a name that the page and the pictures know: first, second, third, quiet."""
+
+    label: str
+    colour: str
+    points: tuple[Point, ...]
+    dashed: bool = False
+    dots: bool = False
+    right: bool = False
+    """Belongs to the axis on the right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Curves over one axis."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: tuple[Line, ...]
+    right_label: str = ""
+    logarithmic: bool = False
+    """The axis on the left, where all is above 0."""
+    from_zero: bool = False
+    """The axis on the left begins at 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """A bar a row, put together of parts with the same names everywhere."""
+
+    title: str
+    unit: str
+    parts: tuple[str, ...]
+    rows: tuple[tuple[str, Mapping[str, float]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Two that met, and how often."""
+
+    one: str
+    other: str
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Who met whom among the replicas of one stage."""
+
+    title: str
+    nodes: tuple[str, ...]
+    edges: tuple[Edge, ...]
+    left_out: int = 0
+    """Nodes for which there is no room: those that met least often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that happened at one time."""
+
+    time: float
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A node's lives along the time, with what happened in them."""
+
+    label: str
+    spans: tuple[tuple[float, float], ...]
+    marks: tuple[Mark, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Rows along one time, which begins at 0 and ends at `end`."""
+
+    title: str
+    unit: str
+    end: float
+    rows: tuple[Row, ...]

@@ -1,0 +1,241 @@
+"""One node's whole story from its events: its history, and what the run's figures leave out of it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from noloco_node.telemetry.events import (
+    Account,
+    AnyEvent,
+    CheckpointTaken,
+    Doing,
+    DonorFailed,
+    InnerStep,
+    NodeMoved,
+    NodeStarted,
+    NodeStopped,
+    OuterStep,
+    P2pdRestarted,
+    Warned,
+)
+from noloco_node.telemetry.summary import NodeHistory
+from noloco_node.telemetry.utilization import Utilization
+from noloco_node.telemetry.words import printable
+
+MOMENTS = 500
+"""Remembered of one node: the last ones, when it had more."""
+NEAR_THE_END = 0.95
+"""Of the target: from there on nodes leave because the run is over."""
+REASON_LETTERS = 60
+BEGINNING = ("joining", "downloading")
+"""What a process does before it is up."""
+LEAVING = ("finishing", "draining")
+
+Kind = Literal["start", "end", "death", "fault", "warning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Something notable at a wall time, seconds since 1970."""
+
+    time: float
+    kind: Kind
+    text: str
+
+
+@dataclass(slots=True)
+class Life:
+    """One process of the node, from its start to its last event: wall times, seconds since 1970."""
+
+    began: float
+    last: float
+
+
+@dataclass(slots=True)
+class TimeSpent:
+    """Seconds of a node's lives, by what they went into."""
+
+    busy: dict[str, float] = field(default_factory=dict[str, float])
+    """Of the compute thread, by what it worked on."""
+    idle: dict[str, float] = field(default_factory=dict[str, float])
+    """Of the compute thread, by what was waited for (`Idle.reason`)."""
+    doing: dict[str, float] = field(default_factory=dict[str, float])
+    """Of the node, by what it did or waited for (`Doing.what`)."""
+    data_wait: float = 0.0
+    """For windows of the text; part of the idle time."""
+
+
+class Chronicle:
+    """Follows one node's events, of all its lives."""
+
+    def __init__(self, name: str) -> None:
+        self.history = NodeHistory(name)
+        self.lives: list[Life] = []
+        self.aborted: Counter[str] = Counter()
+        """Outer steps that came to nothing, by the reason without its figures."""
+        self.counts: Counter[str] = Counter()
+        """Faults that no book of the node counts."""
+        self.seen_leaving = 0
+        """Live nodes of the swarm that were not there any more at the next account, while the run was under way."""
+        self.nodes: list[tuple[float, int]] = []
+        """Live nodes as this one saw them: wall time and count, at each change."""
+        self.moments: deque[Moment] = deque(maxlen=MOMENTS)
+        self.spent = TimeSpent()
+        self.versions: set[str] = set()
+        self._meter = _Meter(self.spent)
+        self._per_stage: list[int] = []
+
+    @classmethod
+    def of(cls, name: str, events: Iterable[AnyEvent]) -> Chronicle:
+        """What these events tell."""
+        made = cls(name)
+        for event in events:
+            made.observe(event)
+        return made
+
+    @property
+    def name(self) -> str:
+        """Of the node: that of its folder."""
+        return self.history.name
+
+    def observe(self, event: AnyEvent) -> None:
+        """Take one more event in."""
+        if isinstance(event, NodeStarted):
+            self._begin(event)
+        self.history.observe(event)
+        if self.lives:
+            self.lives[-1].last = max(self.lives[-1].last, event.time)
+        self._meter.observe(event)
+        self._note(event)
+
+    def _begin(self, event: NodeStarted) -> None:
+        if self.history.started is not None and self.history.stopped is None:
+            self._say(self.lives[-1].last, "death", "gone without a last word")
+            self.counts["ended without a last word"] += 1
+        self.lives.append(Life(event.time, event.time))
+        self.versions.add(event.version)
+        self._per_stage = []
+        self._say(event.time, "start", f"up at stage {event.stage}, its state from: {event.origin}")
+
+    def _note(self, event: AnyEvent) -> None:
+        match event:
+            case NodeMoved():
+                self._say(event.time, "start", f"moved from stage {event.from_stage} to stage {event.stage}")
+            case InnerStep(skipped=True):
+                self._fault(
+                    event.time, "inner steps left out (gradient not finite)", f"inner step {event.step} skipped"
+                )
+            case OuterStep(kind="aborted"):
+                self.aborted[_kind_of(event.reason)] += 1
+                self._say(event.time, "fault", f"an outer step came to nothing: {event.reason}")
+            case OuterStep(kind="caught_up"):
+                self._say(event.time, "fault", "lagged, and took a fellow's state over")
+            case Account():
+                self._see(event)
+            case CheckpointTaken() if event.error:
+                self._fault(event.time, "checkpoints not written", f"no checkpoint: {event.error}")
+            case DonorFailed():
+                self._fault(event.time, "fellows that gave no state", f"a fellow gave no state: {event.reason}")
+            case P2pdRestarted():
+                self._fault(event.time, "p2pd started again", f"p2pd was started again: it {event.cause}")
+            case Warned():
+                self.counts["warnings"] += 1
+                self._say(event.time, "warning", event.detail)
+            case NodeStopped():
+                why = event.reason.replace("_", " ")
+                self._say(event.time, "end", f"ended: {why}" + (f", {event.detail}" if event.detail else ""))
+            case _:
+                pass
+
+    def _see(self, event: Account) -> None:
+        now = sum(event.nodes_per_stage)
+        if not self.nodes or self.nodes[-1][1] != now:
+            self.nodes.append((event.time, now))
+        going_on = self._meter.doing not in LEAVING and event.clock < NEAR_THE_END * event.target
+        if going_on and len(self._per_stage) == len(event.nodes_per_stage):
+            falls = zip(self._per_stage, event.nodes_per_stage, strict=True)
+            self.seen_leaving += sum(max(0, before - after) for before, after in falls)
+        self._per_stage = event.nodes_per_stage
+
+    def _fault(self, when: float, what: str, text: str) -> None:
+        self.counts[what] += 1
+        self._say(when, "fault", text)
+
+    def _say(self, when: float, kind: Kind, text: str) -> None:
+        self.moments.append(Moment(when, kind, text))
+
+
+class _Meter:
+    """Where the time of a node goes, from account to account and from one activity to the next."""
+
+    def __init__(self, spent: TimeSpent) -> None:
+        self._spent = spent
+        self._device = Utilization()
+        self._told: dict[str, float] = {}
+        self._doing: tuple[str, float] | None = None
+        self._last = 0.0
+
+    @property
+    def doing(self) -> str:
+        """What the node does now."""
+        return self._device.doing
+
+    def observe(self, event: AnyEvent) -> None:
+        """Take one more event in."""
+        before, self._last = self._last, event.time
+        match event:
+            case NodeStarted():  # another process: its device's clock begins at 0
+                self._device, self._told = _fresh(self._device.doing), {}
+                if self._doing is not None and self._doing[0] not in BEGINNING:
+                    self._doing = None
+            case Doing():
+                # A process begins with it: the time before, in which there was none, is nobody's.
+                self._goes_on(min(event.since, before) if event.what == "joining" else event.since)
+                self._doing = event.what, event.since
+                self._device.doing = event.what
+            case Account():
+                self._goes_on(event.time)
+                self._account(event)
+            case NodeStopped():
+                self._goes_on(event.time)
+                self._doing = None
+            case _:
+                pass
+
+    def _goes_on(self, now: float) -> None:
+        if self._doing is not None:
+            what, since = self._doing
+            _add(self._spent.doing, what, max(0.0, now - since))
+            self._doing = what, now
+
+    def _account(self, event: Account) -> None:
+        for work, seconds in event.busy_by_work.items():
+            _add(self._spent.busy, work, self._rise(f"busy {work}", seconds))
+        self._spent.data_wait += self._rise("data", event.data_wait_seconds)
+        idle = self._device.account(event)
+        if idle is not None:
+            _add(self._spent.idle, idle.reason, idle.seconds)
+
+    def _rise(self, what: str, total: float) -> float:
+        before = self._told.get(what, 0.0)
+        self._told[what] = total
+        return max(0.0, total - before)
+
+
+def _fresh(doing: str) -> Utilization:
+    made = Utilization()
+    made.doing = doing
+    return made
+
+
+def _kind_of(reason: str) -> str:
+    """The same for reasons that differ in a number or in a name behind a colon."""
+    return re.sub(r"[\d.,]*\d", "…", printable(reason.partition(":")[0]))[:REASON_LETTERS] or "no reason given"
+
+
+def _add(totals: dict[str, float], what: str, seconds: float) -> None:
+    totals[what] = totals.get(what, 0.0) + seconds

@@ -1,0 +1,297 @@
+"""From what a folder tells to charts and tables: pure functions. A figure is the summary's, or a count of events."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from noloco_node.report.charts import Bars, Curves, Edge, Graph, Line, Mark, Row, Timeline
+from noloco_node.report.chronicle import Chronicle, Moment
+from noloco_node.report.folder import Told
+from noloco_node.telemetry.events import Account
+from noloco_node.telemetry.summary import (
+    Microbatches,
+    spread_curve,
+    throughput_curve,
+    token_counters,
+    training_curve,
+    validation_curve,
+)
+from noloco_node.telemetry.words import printable
+
+NODES_DRAWN = 24
+"""Of a stage, in the graph of who met whom."""
+NAMED = 4
+"""Nodes named behind a count."""
+RATES_DRAWN = 300
+GOOD_FINDINGS = ("agreed",)
+LETTERS = 300
+"""Of a text that a peer may have written."""
+UNITS = ((3 * 86400.0, 86400.0, "days"), (3 * 3600.0, 3600.0, "hours"), (300.0, 60.0, "minutes"))
+BUSY = ("forward", "backward", "step", "draw")
+IDLE = {
+    "answers": "idle: its microbatches were with others",
+    "microbatches": "idle: there was no microbatch",
+    "no_replica": "idle: a stage had no replica",
+    "joining": "idle: joining",
+    "ending": "idle: ending",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How often something went wrong, and where most of all."""
+
+    what: str
+    times: int
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimeAxis:
+    """Wall time as it is shown: since `since`, in `unit`s of `seconds`."""
+
+    since: float
+    until: float
+    seconds: float
+    unit: str
+
+    @classmethod
+    def of(cls, chronicles: Iterable[Chronicle]) -> TimeAxis:
+        """From the first start to the last event."""
+        lives = [life for chronicle in chronicles for life in chronicle.lives]
+        since, until = min(life.began for life in lives), max(life.last for life in lives)
+        seconds, unit = next(((size, name) for least, size, name in UNITS if until - since >= least), (1.0, "seconds"))
+        return cls(since, until, seconds, unit)
+
+    def at(self, when: float) -> float:
+        """Where a wall time lies."""
+        return max(0.0, when - self.since) / self.seconds
+
+    @property
+    def end(self) -> float:
+        """Where the last event lies."""
+        return max(self.at(self.until), 1e-9)
+
+
+def losses(told: Told) -> Curves:
+    """Losses by tokens."""
+    histories = [chronicle.history for chronicle in told.chronicles]
+    training = tuple((p.clock, p.loss) for p in training_curve(token_counters(histories)))
+    held_out = tuple((p.clock, p.loss) for p in validation_curve(histories))
+    lines = [Line("training", "first", training), Line("validation, through the swarm", "second", held_out, dots=True)]
+    merged = told.summary.validation_loss_merged
+    if merged is not None and held_out:
+        lines.append(Line("validation, merged", "third", ((held_out[-1][0], merged),), dots=True))
+    return Curves("Loss", "tokens trained by the swarm", "nats per token", _drawn(lines))
+
+
+def spread(told: Told) -> Curves:
+    """The spread of the weights beside the learning rate, which it must follow."""
+    histories = [chronicle.history for chronicle in told.chronicles]
+    curve = sorted(spread_curve(histories), key=lambda point: point.clock)
+    # A replica of a later stage has the learning rate of the same clock.
+    steps = sorted((s for h in token_counters(histories) for s in h.inner), key=lambda s: s.clock)
+    steps = steps[:: max(1, len(steps) // RATES_DRAWN)]
+    lines = (
+        Line("spread of the weights", "third", tuple((p.clock, p.spread) for p in curve if p.spread > 0.0), dots=True),
+        Line("learning rate", "quiet", tuple((s.clock, s.learning_rate) for s in steps), dashed=True, right=True),
+    )
+    title = "Spread across replicas, and learning rate"
+    return Curves(title, "tokens trained by the swarm", "variance per weight", _drawn(lines), "learning rate", True)
+
+
+def throughput(told: Told) -> Curves:
+    """Tokens per second of all first-stage replicas in this folder, and the nodes that were there."""
+    axis = TimeAxis.of(told.chronicles)
+    curve = throughput_curve(token_counters([chronicle.history for chronicle in told.chronicles]))
+    lines = (
+        Line("tokens per second", "first", tuple((axis.at(p.time), p.tokens_per_second) for p in curve)),
+        Line("live nodes, as one of them saw it", "quiet", _nodes_seen(told, axis), dashed=True, right=True),
+    )
+    return Curves(
+        "Throughput", f"{axis.unit} since the start", "tokens per second", _drawn(lines), "nodes", from_zero=True
+    )
+
+
+def _nodes_seen(told: Told, axis: TimeAxis) -> tuple[tuple[float, float], ...]:
+    """By the node that looked for longest."""
+    longest = max(told.chronicles, key=lambda c: sum(life.last - life.began for life in c.lives))
+    points: list[tuple[float, float]] = []
+    for when, count in longest.nodes:
+        if points:
+            points.append((axis.at(when), points[-1][1]))
+        points.append((axis.at(when), float(count)))
+    if points:
+        points.append((axis.at(longest.lives[-1].last), points[-1][1]))
+    return tuple(points)
+
+
+def _drawn(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """Those with something to draw."""
+    finite = (
+        Line(
+            n.label,
+            n.colour,
+            tuple(p for p in n.points if isfinite(p[0]) and isfinite(p[1])),
+            n.dashed,
+            n.dots,
+            n.right,
+        )
+        for n in lines
+    )
+    return tuple(line for line in finite if line.points)
+
+
+def lives(told: Told) -> Timeline:
+    """When each node was there, and what went wrong meanwhile."""
+    axis = TimeAxis.of(told.chronicles)
+    rows = tuple(
+        Row(
+            chronicle.name,
+            tuple((axis.at(life.began), axis.at(life.last)) for life in chronicle.lives),
+            tuple(
+                Mark(axis.at(m.time), m.kind, f"{chronicle.name}: {words(m.text)}")
+                for m in _all_moments(told, chronicle)
+            ),
+        )
+        for chronicle in told.chronicles
+    )
+    return Timeline("Lives of the nodes", axis.unit, axis.end, rows)
+
+
+def _all_moments(told: Told, chronicle: Chronicle) -> Iterator[Moment]:
+    yield from chronicle.moments
+    if _died(told, chronicle):
+        yield Moment(chronicle.lives[-1].last, "death", "gone without a last word")
+
+
+def _died(told: Told, chronicle: Chronicle) -> bool:
+    return bool(chronicle.lives) and chronicle.history.stopped is None and chronicle.name not in told.running
+
+
+def moments(told: Told) -> list[tuple[str, Moment]]:
+    """What happened, of all nodes, in its order; node and moment."""
+    rows = [(chronicle.name, moment) for chronicle in told.chronicles for moment in _all_moments(told, chronicle)]
+    return sorted(rows, key=lambda row: row[1].time)
+
+
+def time_spent(told: Told) -> Bars:
+    """What the device of each node did, in seconds."""
+    rows: list[tuple[str, dict[str, float]]] = []
+    for chronicle in told.chronicles:
+        spent = chronicle.spent
+        busy = {name: spent.busy.get(name, 0.0) for name in BUSY}
+        other = sum(spent.busy.values()) - sum(busy.values())
+        row = {**busy, "other work": max(0.0, other)} | {text: spent.idle.get(name, 0.0) for name, text in IDLE.items()}
+        rows.append((chronicle.name, row))
+    parts = tuple(
+        part for part in (*BUSY, "other work", *IDLE.values()) if any(row.get(part, 0.0) > 0.0 for _, row in rows)
+    )
+    return Bars("Where the time of the devices went", "seconds", parts, tuple(rows))
+
+
+def activities(told: Told) -> Bars:
+    """What each node did or waited for, in seconds."""
+    rows = tuple((chronicle.name, dict(chronicle.spent.doing)) for chronicle in told.chronicles)
+    found = dict.fromkeys(what for _, row in rows for what in row)
+    known = ("training", "waiting_for_work", "waiting_for_peers", "downloading", "joining", "finishing", "draining")
+    return Bars("What the nodes did", "seconds", tuple(what for what in known if what in found), rows)
+
+
+def meetings(told: Told) -> list[Graph]:
+    """Who averaged with whom, a graph for each stage of which there is a node here."""
+    stages = sorted({c.history.stage for c in told.chronicles if c.history.stage is not None})
+    return [graph for stage in stages if (graph := _graph(told, stage)).edges or len(graph.nodes) > 1]
+
+
+def _graph(told: Told, stage: int) -> Graph:
+    own = [chronicle.name for chronicle in told.chronicles if chronicle.history.stage == stage]
+    times: dict[tuple[str, str], int] = {}
+    for name in own:
+        for partner, count in told.summary.per_node[name].partners.items():
+            one, other = sorted((name, short(partner)))
+            times[one, other] = max(count, times.get((one, other), 0))  # each side has counted it
+    met = Counter[str](dict.fromkeys(own, 0))
+    for (one, other), count in times.items():
+        met[one] += count
+        met[other] += count
+    kept = sorted(name for name, _ in met.most_common(NODES_DRAWN))
+    edges = tuple(Edge(one, other, count) for (one, other), count in sorted(times.items()) if {one, other} <= set(kept))
+    return Graph(f"Stage {stage}", tuple(kept), edges, len(met) - len(kept))
+
+
+def faults(told: Told) -> list[Count]:
+    """What went wrong and was dealt with, the most frequent first; nothing that never happened."""
+    rows: dict[str, Counter[str]] = {}
+
+    def add(what: str, name: str, count: int) -> None:
+        rows.setdefault(what, Counter())[name] += count
+
+    for chronicle in told.chronicles:
+        name, books = chronicle.name, chronicle.history.account
+        part = told.summary.per_node[name]
+        for what, count in _of_books(part.microbatches):
+            add(what, name, count)
+        for reason, count in part.refused.items():
+            add(f"refusals given: {words(named(reason))}", name, count)
+        for reason, count in chronicle.aborted.items():
+            add(f"outer steps that came to nothing: {named(reason)}", name, count)
+        add("outer steps taken alone", name, part.outer_steps.get("alone", 0))
+        add("states taken over from a fellow", name, part.outer_steps.get("caught_up", 0))
+        for what, count in chronicle.counts.items():
+            add(what, name, count)
+        add("ended without a last word", name, _died(told, chronicle))
+        add("nodes seen leaving", name, chronicle.seen_leaving)
+        for what, count in _of_strangers(books):
+            add(words(named(what)), name, count)
+    counts = [Count(what, sum(by.values()), _where(by)) for what, by in rows.items() if sum(by.values())]
+    return sorted(counts, key=lambda row: (-row.times, row.what))
+
+
+def _of_books(books: Microbatches) -> Iterator[tuple[str, int]]:
+    yield "microbatches tried again", books.retried
+    yield "microbatches put back", books.put_back
+    yield "microbatches sent to a second replica", books.repeated
+    yield "microbatches dropped", books.dropped
+
+
+def _of_strangers(books: Account | None) -> Iterator[tuple[str, int]]:
+    if books is None:
+        return
+    peers = books.strangers
+    yield from ((f"offences of peers: {kind}", count) for kind, count in peers.offences.items())
+    yield from ((f"bans of peers: {kind}", count) for kind, count in peers.bans.items())
+    yield from ((f"audits: {kind}", count) for kind, count in peers.audits.items() if kind not in GOOD_FINDINGS)
+    yield from ((f"beyond a bound on norms: {kind}", count) for kind, count in peers.bounded.items())
+    yield "peers banned at the last look", peers.banned_now
+    yield "next-stage peers set aside at the last look", peers.set_aside_now
+
+
+def _where(by: Counter[str]) -> str:
+    first = [f"{name} {count:,}" for name, count in by.most_common(NAMED) if count]
+    rest = sum(1 for count in by.values() if count) - len(first)
+    return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
+
+
+def short(name: str) -> str:
+    """A node's name, or the end of a peer id."""
+    return words(name) if len(name) < 32 else f"…{words(name)[-6:]}"
+
+
+def named(part: str) -> str:
+    """A kind of ours, `waiting_for_work`, for a person."""
+    return part.replace("_", " ")
+
+
+def words(text: str) -> str:
+    """A text that may be a stranger's, as it can be shown."""
+    return printable(text)[:LETTERS]
+
+
+def shares(row: Mapping[str, float], parts: Sequence[str]) -> list[float]:
+    """Of each part in the row's sum; zeros for an empty row."""
+    whole = sum(row.get(part, 0.0) for part in parts)
+    return [row.get(part, 0.0) / whole if whole else 0.0 for part in parts]

@@ -1,0 +1,112 @@
+"""Reads what the nodes in a run folder wrote, whatever kind of folder it is, and also while they write on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from noloco_node import __version__
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.report.chronicle import Chronicle
+from noloco_node.status import node_folders, said_now
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.telemetry.events import MAX_LINE_BYTES, EventReader
+from noloco_node.telemetry.summary import Summary, summarize_histories
+from noloco_node.telemetry.words import printable
+
+_VERSION = re.compile(rb'"version": ?"([0-9A-Za-z.+-]{1,32})"')
+
+
+class _Merged(BaseModel):
+    """Of `summary.json`, what no event tells."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    validation_loss_merged: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a run folder tells at one moment."""
+
+    path: Path
+    chronicles: tuple[Chronicle, ...]
+    summary: Summary
+    now: dict[str, str]
+    """By node: what it does, or how it ended, as `noloco-node status` says it."""
+    running: frozenset[str]
+    """Nodes whose process holds their folder."""
+    passed_over: int
+    """Lines that are no events of this version."""
+    read_at: float
+    """Wall time, seconds since 1970."""
+
+
+def read_folder(path: Path, now: float) -> Told:
+    """Read the folder of a node, of a local swarm or of a machine's devices at wall time `now`.
+
+    Raises UserError (RUN_FOLDER) where no node has run there, where none has been up yet, where another version wrote
+    what lies there, and where it cannot be read.
+    """
+    chronicles: list[Chronicle] = []
+    said: dict[str, str] = {}
+    running: set[str] = set()
+    passed_over = 0
+    try:
+        for member in node_folders(path):
+            folder = RunFolder(member)
+            reader, chronicle = EventReader(folder.events), Chronicle(printable(member.resolve().name)[:40])
+            for event in reader.new_events():
+                chronicle.observe(event)
+            passed_over += reader.passed_over
+            chronicles.append(chronicle)
+            said[chronicle.name] = said_now(folder, now)
+            if folder.in_use:
+                running.add(chronicle.name)
+    except OSError as error:
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"'{error.filename or path}' cannot be read: {error.strerror or error}",
+            "read it as the user whose node wrote it, or copy the folder",
+        ) from None
+    if not any(chronicle.history.started for chronicle in chronicles):
+        raise _nothing_to_tell(path, passed_over)
+    histories = [chronicle.history for chronicle in chronicles]
+    summary = summarize_histories(histories, _merged_loss(path))
+    return Told(path, tuple(chronicles), summary, said, frozenset(running), passed_over, now)
+
+
+def _merged_loss(path: Path) -> float | None:
+    try:
+        return _Merged.model_validate_json((path / "summary.json").read_bytes()).validation_loss_merged
+    except (OSError, ValidationError):  # there is none yet, or another version's
+        return None
+
+
+def _nothing_to_tell(path: Path, passed_over: int) -> UserError:
+    if not passed_over:
+        return UserError(
+            ExitCode.RUN_FOLDER,
+            f"there is nothing to report of '{path}' yet: no node has been up there",
+            f"try again when one is; noloco-node status {path} says what it does",
+        )
+    written = _version_of(path)
+    return UserError(
+        ExitCode.RUN_FOLDER,
+        f"the events in '{path}' are of {f'noloco-node {written}' if written else 'another version of noloco-node'}: "
+        f"this one ({__version__}) cannot read them",
+        f"make the report with that version: pip install noloco-node=={written or 'VERSION'}",
+    )
+
+
+def _version_of(path: Path) -> str:
+    for member in node_folders(path):
+        with RunFolder(member).events.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                found = _VERSION.search(line)
+                if found and found.group(1).decode() != __version__:
+                    return found.group(1).decode()
+    return ""

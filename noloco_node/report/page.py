@@ -1,0 +1,169 @@
+"""The report as one HTML page that loads nothing and runs nothing: style, charts and tables lie in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from importlib.resources import files
+
+from noloco_node import __version__
+from noloco_node.report import drawing, figures
+from noloco_node.report.chronicle import Chronicle
+from noloco_node.report.figures import words
+from noloco_node.report.folder import Told
+from noloco_node.telemetry.words import as_bytes, as_long, as_loss
+
+MOMENTS_SHOWN = 200
+NOBODY = '<p class="dim">nobody yet</p>'
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def page(told: Told) -> str:
+    """The whole page."""
+    style = files("noloco_node.report").joinpath("style.css").read_text(encoding="utf-8")
+    title = f"{told.summary.run_name or 'a run'}: report"
+    head = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        f"<title>{escape(words(title))}</title><style>{style}</style></head>"
+    )
+    return head + f"<body><main>{''.join(_sections(told))}</main></body></html>\n"
+
+
+def _sections(told: Told) -> Iterator[str]:
+    yield f"<section>{''.join(_header(told))}</section>"
+    for chart in (figures.losses(told), figures.spread(told), figures.throughput(told)):
+        yield _section(chart.title, drawing.curves(chart), "third")
+    yield _section(
+        "The nodes",
+        _table(("node", "stage", "done", "training loss", "validation loss", *_COUNTS, "now"), _nodes(told), "even"),
+    )
+    yield _section("Lives of the nodes, and what went wrong in them", drawing.timeline(figures.lives(told)))
+    graphs = "".join(f"<div><h2>{graph.title}</h2>{drawing.graph(graph)}</div>" for graph in figures.meetings(told))
+    yield _section("Who averaged with whom, and how often", f'<div class="graphs">{graphs or NOBODY}</div>')
+    yield _section("Where the time of the devices went", drawing.bars(figures.time_spent(told)), "half")
+    yield _section("What the nodes did, or waited for", drawing.bars(figures.activities(told)), "half")
+    yield _section("What went wrong and was dealt with", _faults(told), "half")
+    yield _section(
+        "What it took",
+        _table(("node", "device busy", "waited for text", "sent", "received"), _costs(told), "even"),
+        "half",
+    )
+    yield _section("What happened", _moments(told))
+
+
+def _section(title: str, inside: str, kind: str = "") -> str:
+    return f'<section class="{kind}"><h2>{escape(title)}</h2>{inside}</section>'
+
+
+def _header(told: Told) -> Iterator[str]:
+    s = told.summary
+    axis = figures.TimeAxis.of(told.chronicles)
+    versions = sorted({version for chronicle in told.chronicles for version in chronicle.versions})
+    yield f"<h1>{escape(words(s.run_name) or 'a run')}</h1>"
+    nodes = f"{s.nodes} nodes" if s.nodes != 1 else "one node"
+    yield (
+        f'<p class="dim">run {escape(words(s.run_id))} · {s.stages} stages · {nodes} in this folder · noloco-node '
+        f"{escape(', '.join(map(words, versions)))} · {_day(axis.since)} to {_day(axis.until)}, "
+        f"{as_long(axis.until - axis.since)}</p>"
+    )
+    if told.running:
+        yield f'<p class="going">The training goes on: as of {_day(told.read_at)}, {len(told.running)} of them run.</p>'
+    yield '<div class="tiles">'
+    for label, value in _tiles(told):
+        yield f"<div><b>{value}</b><span>{label}</span></div>"
+    yield "</div>"
+    if told.passed_over:
+        yield f'<p class="dim">{told.passed_over:,} lines are no events of this version, and were passed over.</p>'
+    yield (
+        f'<p class="dim">Made by noloco-node {__version__} from the event files of {escape(words(str(told.path)))}. '
+        "Tokens and their speed are those of the replicas in this folder that serve its earliest stage.</p>"
+    )
+
+
+def _tiles(told: Told) -> Iterator[tuple[str, str]]:
+    s = told.summary
+    yield "tokens trained", f"{s.tokens:,}"
+    yield "tokens per second", f"{s.tokens_per_second:,.0f}"
+    yield "training loss", as_loss(s.training_loss)
+    yield "validation loss", as_loss(s.validation_loss)
+    if s.validation_loss_merged is not None:
+        yield "validation loss, merged", as_loss(s.validation_loss_merged)
+    yield "outer rounds, of all nodes", f"{sum(s.outer_rounds.values()):,}"
+    yield "of them alone", f"{sum(part.outer_steps.get('alone', 0) for part in s.per_node.values()):,}"
+    yield "came to nothing", f"{sum(part.outer_steps['aborted'] for part in s.per_node.values()):,}"
+
+
+_COUNTS = ("inner steps", "outer rounds", "fellows met")
+
+
+def _nodes(told: Told) -> Iterator[Sequence[str]]:
+    for chronicle in told.chronicles:
+        part, account = told.summary.per_node[chronicle.name], chronicle.history.account
+        loss, held_out = _last_losses(chronicle)
+        share = "–" if account is None else f"{100.0 * min(1.0, account.clock / max(1, account.target)):.0f} %"
+        yield (
+            chronicle.name,
+            "–" if part.stage is None else str(part.stage),
+            share,
+            as_loss(loss),
+            as_loss(held_out),
+            f"{part.inner_steps:,}",
+            f"{told.summary.outer_rounds[chronicle.name]:,}",
+            f"{told.summary.distinct_partners[chronicle.name]:,}",
+            told.now[chronicle.name],
+        )
+
+
+def _last_losses(chronicle: Chronicle) -> tuple[float | None, float | None]:
+    """As `noloco-node status` has them: of the last inner step and the last evaluation."""
+    inner, evaluations = chronicle.history.inner, chronicle.history.evaluations
+    return inner[-1].loss if inner else None, evaluations[-1].loss if evaluations else None
+
+
+def _costs(told: Told) -> Iterator[Sequence[str]]:
+    for chronicle in told.chronicles:
+        account = chronicle.history.account
+        busy, waited = sum(chronicle.spent.busy.values()), chronicle.spent.data_wait
+        sent, received = (account.bytes_sent, account.bytes_received) if account else ({}, {})
+        yield (
+            chronicle.name,
+            as_long(busy),
+            as_long(waited),
+            as_bytes(sum(sent.values())),
+            as_bytes(sum(received.values())),
+        )
+
+
+def _faults(told: Told) -> str:
+    rows = [(count.what, f"{count.times:,}", count.where) for count in figures.faults(told)]
+    return _table(("what", "times", "where most"), rows) if rows else '<p class="dim">nothing</p>'
+
+
+def _moments(told: Told) -> str:
+    rows = figures.moments(told)
+    shown = rows[-MOMENTS_SHOWN:]
+    lines = "".join(
+        f'<li class="{m.kind}"><time>{_day(m.time)}</time> <b>{escape(name)}</b> {escape(words(m.text))}</li>'
+        for name, m in shown
+    )
+    earlier = (
+        f'<p class="dim">{len(rows) - len(shown):,} earlier ones are left out</p>' if len(rows) > len(shown) else ""
+    )
+    return f"{earlier}<ol>{lines}</ol>"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _day(when: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+    except (OverflowError, ValueError, OSError):  # an event file may hold any number
+        return "an unknown time"

@@ -1,0 +1,255 @@
+"""A report tells what the event files tell: the summary's figures, `status`' words, and no stranger's markup."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import fmean
+
+import matplotlib.image
+import pytest
+
+from noloco_node import cli
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.report import figures
+from noloco_node.report.chronicle import Chronicle
+from noloco_node.report.drawing import figure
+from noloco_node.report.folder import read_folder
+from noloco_node.report.make import make_report
+from noloco_node.report.page import page
+from noloco_node.status import status_lines
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.telemetry.events import AnyEvent, Doing, DonorFailed, EventFile, P2pdRestarted, Warned
+from noloco_node.telemetry.summary import NodeHistory, summarize, throughput_curve, token_counters
+from tests.telemetry import made_events as made
+
+NOW = 1121.0
+RUDE = "<script>alert(1)</script><img src=x onerror=alert(2)> \x1b[31m$\\frac{1}{2}$ \"'&"
+TAGS = {
+    *("html", "head", "meta", "link", "title", "style", "body", "main", "section", "h1", "h2", "p", "div", "span"),
+    *("b", "i", "svg", "text", "line", "polyline", "circle", "table", "thead", "tbody", "tr", "th", "td", "ol", "li"),
+    "time",
+}
+
+
+def write(folder: Path, events: Sequence[AnyEvent]) -> Path:
+    """A node's folder with these events."""
+    folder.mkdir(parents=True, exist_ok=True)
+    diary = EventFile(RunFolder(folder).events)
+    for event in events:
+        diary.write(event)
+    diary.close()
+    return folder
+
+
+def swarm_in(folder: Path) -> Path:
+    """The made-up run, whose four nodes lie in this folder."""
+    for name, events in made.whole_run().items():
+        write(folder / name, events)
+    return folder
+
+
+def row_of(shown: str, node: str) -> list[str]:
+    """A node's cells in the table of nodes."""
+    rows = re.findall(r"<tr>(.*?)</tr>", shown, re.DOTALL)
+    cells = [[unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row, re.DOTALL)] for row in rows]
+    return next(row for row in cells if row and row[0] == node)
+
+
+def counted(counts: Sequence[figures.Count]) -> dict[str, int]:
+    """Faults by name."""
+    return {count.what: count.times for count in counts}
+
+
+@pytest.mark.parametrize("below", ["nodes", "."])
+def test_the_figures_are_the_summarys_and_those_of_status(below: str, tmp_path: Path) -> None:
+    """A local swarm's nodes lie in `nodes`, those of a machine's devices side by side."""
+    swarm_in(tmp_path / below)
+    told = read_folder(tmp_path, NOW)
+    assert told.summary == summarize(made.whole_run())
+    shown, lines = page(told), status_lines(tmp_path, NOW)
+    for tile in (f"{told.summary.tokens:,}", f"{told.summary.tokens_per_second:,.0f}"):
+        assert f"<b>{tile}</b>" in shown
+    for node in made.NAMES:
+        name, stage, share, loss, held_out, steps, rounds, fellows, now = row_of(shown, node)
+        (line,) = (line for line in lines if line.split()[0] == name)
+        assert f"stage {stage}, {share}, training loss {loss}; {now}" in line
+        own = "\n".join(status_lines(tmp_path / below / node, NOW))
+        assert held_out == "–" if stage == "1" else f"validation loss   {held_out} nats/token" in own
+        part = told.summary.per_node[node]
+        assert (steps, rounds) == (str(part.inner_steps), str(told.summary.outer_rounds[node]))
+        assert fellows == str(told.summary.distinct_partners[node])
+    graph = figures.meetings(told)[1]
+    assert [(edge.one, edge.other, edge.times) for edge in graph.edges] == [("s1-r0", "s1-r1", 6)]
+    assert counted(figures.faults(told)) == {
+        "refusals given: busy": 20,
+        "microbatches tried again": 16,
+        "microbatches put back": 12,
+        "microbatches sent to a second replica": 4,
+    }
+
+
+def test_the_merged_loss_of_a_finished_run_is_that_of_its_summary(tmp_path: Path) -> None:
+    """No event tells it; a summary that is torn or another's tells nothing."""
+    swarm_in(tmp_path / "nodes")
+    (tmp_path / "summary.json").write_text(json.dumps(summarize(made.whole_run(), 1.6).as_json()), encoding="utf-8")
+    told = read_folder(tmp_path, NOW)
+    assert told.summary.as_json() == json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    assert "1.6000" in page(told)
+    (tmp_path / "summary.json").write_text("{", encoding="utf-8")
+    assert read_folder(tmp_path, NOW).summary.validation_loss_merged is None
+
+
+def test_speeds_along_the_time_have_the_mean_of_the_summary() -> None:
+    """Whatever the width of the stretches; a time in which the whole swarm was down is no part of any."""
+    events = made.whole_run()
+    later = [made.started("s0-r0").model_copy(update={"time": 1700.0})]
+    later += [made.inner_step(step, time=1700.0 + 1.5 * step) for step in range(1, 30)]
+    events["s0-r0"] = [*events["s0-r0"][:-1], *later]
+    histories = [NodeHistory.of(name, rows) for name, rows in events.items()]
+    summary = summarize(events)
+    for points in (1, 7, 120):
+        curve = throughput_curve(token_counters(histories), points)
+        assert sum(point.seconds for point in curve) == pytest.approx(summary.seconds)
+        tokens = sum(point.seconds * point.tokens_per_second for point in curve)
+        assert tokens / summary.seconds == pytest.approx(summary.tokens_per_second)
+    assert throughput_curve([]) == []
+
+
+def test_a_node_of_a_later_stage_counts_its_own_tokens(tmp_path: Path) -> None:
+    """A volunteer's folder holds one node, seldom of stage 0."""
+    write(tmp_path, list(made.node_events("s1-r0")))
+    told = read_folder(tmp_path, NOW)
+    assert told.summary.tokens == made.STEPS * made.TOKENS
+    assert figures.losses(told).lines[0].points
+    assert figures.spread(told).lines[1].label == "learning rate"
+    (graph,) = figures.meetings(told)
+    assert len(graph.nodes) == 2
+    assert sum(edge.times for edge in graph.edges) == 6
+
+
+def test_a_folder_in_which_training_goes_on(tmp_path: Path) -> None:
+    """One node runs, one died, one's last line is half written, one is not up yet: each is told as it is."""
+    for name in made.NAMES[:3]:
+        write(tmp_path / "nodes" / name, list(made.node_events(name))[:30])
+    with RunFolder(tmp_path / "nodes" / "s0-r1").events.open("ab") as file:
+        file.write(b'{"time":1090.0,"event":"inner_st')
+    write(tmp_path / "nodes" / "s1-r1", [Doing(what="joining", detail="joining", since=1000.0, time=1000.0)])
+    with RunFolder(tmp_path / "nodes" / "s0-r0").lock():
+        told = read_folder(tmp_path, NOW)
+    assert told.running == {"s0-r0"}
+    assert told.passed_over == 0
+    shown = page(told)
+    assert "The training goes on" in shown
+    assert row_of(shown, "s1-r1")[1:3] == ["–", "–"]
+    assert "gone without a last word" in row_of(shown, "s0-r1")[-1]
+    assert counted(figures.faults(told))["ended without a last word"] == 2
+
+
+def test_folders_of_which_nothing_can_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with its reason, and a remedy; nothing is written."""
+
+    def refusal(path: Path) -> str:
+        with pytest.raises(UserError) as caught:
+            make_report(path)
+        assert caught.value.exit_code is ExitCode.RUN_FOLDER
+        assert not (path / "report").exists()
+        return str(caught.value)
+
+    assert "no node has run there" in refusal(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "events.jsonl").touch()
+    assert "no node has been up there" in refusal(tmp_path / "empty")
+    other = write(tmp_path / "other", [made.started("s0-r0")]) / "events.jsonl"
+    line = json.loads(other.read_text(encoding="utf-8")) | {"version": "7.1.0"}
+    del line["stage"]
+    other.write_text(json.dumps(line, separators=(",", ":")) + "\n", encoding="utf-8")
+    assert "are of noloco-node 7.1.0" in refusal(tmp_path / "other")
+    good = write(tmp_path / "good", [made.started("s0-r0")])
+    (good / "taken").touch()
+    with pytest.raises(UserError, match="the report cannot be written to"):
+        make_report(good, good / "taken")
+    assert cli.main(["report", str(tmp_path / "empty")]) == ExitCode.RUN_FOLDER
+    assert "remedy: try again when one is" in capsys.readouterr().err
+
+
+class Tags(HTMLParser):
+    """Collects what a browser would take for markup."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self.attributes: set[str] = set()
+        self.loads: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """One more."""
+        self.found.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.loads |= {value or "" for name, value in attrs if name in ("href", "src", "action", "xlink:href")}
+
+
+def test_words_of_strangers_are_words_on_the_page_and_in_the_pictures(tmp_path: Path) -> None:
+    """Run names, partners, reasons, details; also what matplotlib would take for a formula. The page loads nothing."""
+    name = "s0-$x$<b>"
+    started = made.started("s0-r0").model_copy(update={"run_name": RUDE, "run_id": RUDE, "version": RUDE})
+    events: list[AnyEvent] = [
+        started,
+        *(made.inner_step(step) for step in range(1, 21)),
+        made.outer_step(1, "s0-r1").model_copy(update={"partner": RUDE[:31]}),
+        made.outer_step(2, None, kind="aborted", reason=RUDE),
+        Warned(what="stage_lost", detail=RUDE, time=1005.0),
+        DonorFailed(donor=RUDE, reason=RUDE, time=1006.0),
+        made.account(refused={RUDE: 3}),
+        made.stopped("s0-r0").model_copy(update={"detail": RUDE}),
+    ]
+    report = make_report(write(tmp_path / name, events), tmp_path / "out", NOW)
+    text = report.page.read_text(encoding="utf-8")
+    tags = Tags()
+    tags.feed(text)
+    assert tags.found <= TAGS
+    assert not {name for name in tags.attributes if name.startswith("on")}
+    assert tags.loads == {"data:,"}
+    assert text.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 7
+    assert "\x1b" not in text
+    assert "<title" in text
+    assert "http" not in text.replace("http-equiv", "")
+    names = ("losses", "throughput", "nodes", "time", "meetings")
+    assert [path.stem for path in report.pictures] == [*names]
+    for path in report.pictures:
+        assert matplotlib.image.imread(path).shape[0] > 200
+
+
+def test_the_time_of_a_node_adds_up_over_its_lives() -> None:
+    """Idle time goes to what was waited for; a new process counts from 0, and the time between two is nobody's."""
+
+    def life(begin: float) -> list[AnyEvent]:
+        return [
+            made.started("s0-r0").model_copy(update={"time": begin}),
+            Doing(what="training", detail="training", since=begin, time=begin),
+            made.account(time=begin, busy_seconds=1.0, busy_by_work={"forward": 1.0}, in_hand=1),
+            made.account(time=begin + 10.0, busy_seconds=5.0, busy_by_work={"forward": 5.0}, in_hand=1),
+            Doing(what="waiting_for_peers", detail="a replica of stage 1", since=begin + 10.0, time=begin + 10.0),
+            made.account(time=begin + 20.0, busy_seconds=5.0, busy_by_work={"forward": 5.0}, nodes_per_stage=[2, 1]),
+        ]
+
+    told = Chronicle.of("s0-r0", [*life(1000.0), *life(2000.0), P2pdRestarted(cause="died", restarts=1, time=2021.0)])
+    assert told.spent.busy == {"forward": 10.0}
+    assert told.spent.idle == {"answers": 12.0, "no_replica": 20.0}
+    assert told.spent.doing == {"training": 20.0, "waiting_for_peers": 20.0}
+    assert told.counts == {"ended without a last word": 1, "p2pd started again": 1}
+    assert [moment.kind for moment in told.moments] == ["start", "death", "start", "fault"]
+    assert fmean(life.last - life.began for life in told.lives) == 20.5
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (2.5, "2.5"), (250_000.0, "250k"), (1.5e6, "1.5M"), (4e-7, "4e-7"), (-3.0, "-3"), (9000.0, "9000")],
+)
+def test_values_on_an_axis_are_short(value: float, text: str) -> None:
+    """As a person writes them."""
+    assert figure(value) == text
