@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from tests.support import nothing_left_behind
 
 # Two cores, tiny tensors: more threads only wait for each other (an order of magnitude on a busy machine).
 torch.set_num_threads(1)
+
+# A shell without job control starts what runs beside it with Ctrl-C ignored, and what a test starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long examples take, to run or to make, says how busy the machine is. Two runs of the same code have the same
 # examples, so that a change fails for what it changes; `--hypothesis-profile=explore` looks for others.
