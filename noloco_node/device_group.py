@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -15,8 +16,10 @@ import torch
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
+from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import EventReader, NodeStarted
+from noloco_node.telemetry.scrape_targets import TARGETS, scrape_targets
 
 POLL_SECONDS = 0.2
 """Interval at which the first daemon's event file, which cannot be awaited, is read until it is up."""
@@ -82,19 +85,32 @@ def members_of(devices: Sequence[str], settings: NodeSettings) -> list[Member]:
     return [member(index, device) for index, device in enumerate(devices)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """One daemon's process, and its first word."""
+
+    ended: asyncio.Task[int]
+    up: asyncio.Task[NodeStarted | None]
+
+
 class DeviceGroup:
     """The daemons of one machine's devices. `command` starts one of them; what they print goes to this terminal.
 
+    Where Prometheus finds them is written to `TARGETS` in `folder` as they come up, if they show their metrics.
     A daemon that dies is not started again: the others go on, and its exit code becomes the group's. They end by
     themselves should this process vanish: their standard input is a pipe whose only writer is here.
     """
 
-    def __init__(self, command: Sequence[str], members: Sequence[Member], *, founds: bool, say: Say) -> None:
+    def __init__(
+        self, command: Sequence[str], members: Sequence[Member], folder: Path, *, founds: bool, say: Say
+    ) -> None:
         self._command = tuple(command)
+        self._folder = folder
         self._members = tuple(members)
         self._founds = founds
         self._say = say
         self._processes: dict[str, Process] = {}
+        self._up: dict[str, NodeStarted] = {}
         self._ending = False
 
     async def run(self) -> int:
@@ -117,13 +133,22 @@ class DeviceGroup:
 
     async def _run_all(self, stdin: int) -> int:
         first, *others = self._members
-        waiting = [asyncio.create_task(self._live(first, stdin, []))]
-        addresses = await self._address_of(first, waiting[0]) if self._founds and others else []
-        if not waiting[0].done() and not self._ending:
-            waiting += [asyncio.create_task(self._live(member, stdin, addresses)) for member in others]
-        codes = await asyncio.gather(*waiting)
+        lives = [self._begin(first, stdin, [])]
+        founder = await lives[0].up if self._founds and others else None
+        addresses = [] if founder is None else founder.addresses[:1]
+        if not lives[0].ended.done() and not self._ending:
+            lives += [self._begin(member, stdin, addresses) for member in others]
+        codes = await asyncio.gather(*(life.ended for life in lives))
+        await asyncio.gather(*(life.up for life in lives))
         bad = [code for code in codes if code not in (ExitCode.OK, ExitCode.INTERRUPTED)]
         return bad[0] if bad else codes[0]
+
+    def _begin(self, member: Member, stdin: int, addresses: Sequence[str]) -> _Life:
+        reader = EventReader(RunFolder(member.folder).events)
+        for _ in reader.new_events():  # of its former lives
+            pass
+        ended = asyncio.create_task(self._live(member, stdin, addresses))
+        return _Life(ended, asyncio.create_task(self._until_up(member, reader, ended)))
 
     async def _live(self, member: Member, stdin: int, addresses: Sequence[str]) -> int:
         """One daemon from its start to its end; its exit code."""
@@ -139,17 +164,22 @@ class DeviceGroup:
         self._say(f"{member.device}: ended, {_meaning(code)}")
         return code if code >= 0 else int(ExitCode.NODE_DIED)
 
-    async def _address_of(self, member: Member, living: asyncio.Task[int]) -> list[str]:
-        """The address of a daemon for others on this machine, once it is up; none where it ended before."""
-        reader = EventReader(RunFolder(member.folder).events)
-        for _ in reader.new_events():  # of its former lives
-            pass
+    async def _until_up(self, member: Member, reader: EventReader, living: asyncio.Task[int]) -> NodeStarted | None:
+        """A daemon's first word once it is up; None where it ended before."""
         while not living.done():
-            for event in reader.new_events():
-                if isinstance(event, NodeStarted):
-                    return event.addresses[:1]
+            started = next((event for event in reader.new_events() if isinstance(event, NodeStarted)), None)
+            if started is not None:
+                self._up[member.name] = started
+                self._write_targets()
+                return started
             await asyncio.wait((living,), timeout=POLL_SECONDS)
-        return []
+        return None
+
+    def _write_targets(self) -> None:
+        targets = scrape_targets(self._up)
+        if targets:
+            with contextlib.suppress(OSError):  # a full disk ends nobody who trains
+                atomic.write_json(self._folder / TARGETS, targets)
 
     def _on_signal(self) -> None:
         number = signal.SIGKILL if self._ending else signal.SIGTERM
@@ -163,7 +193,8 @@ def run_devices(arguments: Sequence[str], devices: str, settings: NodeSettings, 
     """`noloco-node` with these arguments on each of the devices; `settings` are what the arguments come to."""
     members = members_of(devices_of(devices), settings)
     command = (sys.executable, "-m", "noloco_node", *arguments)
-    return asyncio.run(DeviceGroup(command, members, founds=not settings.initial_peers, say=say).run())
+    group = DeviceGroup(command, members, settings.run_folder, founds=not settings.initial_peers, say=say)
+    return asyncio.run(group.run())
 
 
 def _end_children(group: int) -> None:

@@ -21,6 +21,7 @@ from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.private_folder import SHARED_PREFIX
 from noloco_node.telemetry.events import AnyEvent, EventReader, NodeMoved, NodeStarted, NodeStopped
+from noloco_node.telemetry.scrape_targets import TARGETS, scrape_targets
 
 DAEMON = (sys.executable, "-m", "noloco_node", "run")
 """Command of a daemon; configuration file and options follow."""
@@ -29,8 +30,6 @@ DRAIN_SECONDS = 2.0
 """When all daemons stop at once, nobody is left to finish the others' work: draining longer is waiting for nothing."""
 STOP_SECONDS = 6.0
 """From SIGTERM to SIGKILL; a daemon's own drain ends before."""
-TARGETS = "targets.json"
-"""In the run folder of a local swarm: where Prometheus finds its nodes."""
 POLL_SECONDS = 0.2
 """Interval at which event files, which cannot be awaited, are read."""
 LOG_LINES_SHOWN = 8
@@ -213,7 +212,8 @@ class LocalSwarm:
                 f"raise it if this machine is slow; what they said is in {missing[0].log}",
             ) from None
         with contextlib.suppress(OSError):  # a full disk has the screen to name it, and ends no swarm that trains
-            atomic.write_json(self.run_folder / TARGETS, scrape_targets(self.nodes, self.config.run.name))
+            up = {node.name: node.started for node in self.nodes if node.started is not None}
+            atomic.write_json(self.run_folder / TARGETS, scrape_targets(up))
 
     def _in_order_of_start(self) -> list[SwarmNode]:
         """First one that brings the run's state with it: one with damaged checkpoints would start the run from the
@@ -337,13 +337,6 @@ class LocalSwarm:
                 if any_node.exit_code is not None and any_node.started is None:
                     raise _failed_start(any_node)
         return node.started
-
-
-def scrape_targets(nodes: Sequence[SwarmNode], run: str) -> list[dict[str, object]]:
-    """Where the nodes that are up show their metrics, in the form of Prometheus' file service discovery. Which stage
-    a node serves is no label of its address: it may move."""
-    up = [(node.name, node.started.metrics_address) for node in nodes if node.started is not None]
-    return [{"targets": [address], "labels": {"node": name, "run": run}} for name, address in up if address is not None]
 
 
 def layout(config: Config) -> dict[str, int]:

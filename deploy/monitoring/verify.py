@@ -30,9 +30,10 @@ from deploy.monitoring.servers import Watchers, check_files, watchers
 from deploy.monitoring.trials import try_rules
 from noloco_node.config.load import load_config
 from noloco_node.config.shipped import shipped_config
-from noloco_node.local_swarm import TARGETS, LocalSwarm, Observer, SwarmNode, scrape_targets
+from noloco_node.local_swarm import LocalSwarm, Observer, SwarmNode
 from noloco_node.storage import atomic
 from noloco_node.telemetry.events import CheckpointTaken, Evaluation, InnerStep, OuterStep
+from noloco_node.telemetry.scrape_targets import TARGETS, scrape_targets
 
 SMALL = (
     "run.name=dashboards",
@@ -263,7 +264,7 @@ class Proof:
             )
         self.nodes = [each for each in self.nodes if each.serves != LOST_STAGE] + [node]
         await self.until(lambda: node.started is not None, START_SECONDS, f"{node.name} is up again")
-        targets = scrape_targets([each for each in self.nodes if each.running], self.swarm.config.run.name)
+        targets = scrape_targets({each.name: each.started for each in self.nodes if each.running and each.started})
         atomic.write_json(self.swarm.run_folder / TARGETS, targets)
         return node
 

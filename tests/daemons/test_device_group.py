@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -15,10 +16,12 @@ import pytest
 import torch
 
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.device_group import devices_of, members_of
+from noloco_node.device_group import DeviceGroup, devices_of, members_of
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.telemetry.events import InnerStep, NodeStarted, NodeStopped, read_events
+from noloco_node.telemetry.scrape_targets import TARGETS
 from tests.support import eventually
+from tests.telemetry import made_events as made
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 
@@ -50,6 +53,40 @@ def test_no_two_daemons_share_a_folder_an_identity_or_a_port() -> None:
     assert [(m.port, m.metrics_port) for m in free] == [(0, None), (0, None)]
 
 
+DAEMON = """
+import sys, time
+from pathlib import Path
+folder = Path(sys.argv[sys.argv.index("--run-folder") + 1])
+folder.mkdir(parents=True)
+(folder / "events.jsonl").write_text((Path(sys.argv[1]) / folder.name).read_text())
+sys.stdin.read()
+"""
+"""Writes what it finds under its name, and ends when its launcher wants it to."""
+
+
+async def test_prometheus_finds_the_daemons_of_a_group_as_they_come_up(tmp_path: Path) -> None:
+    """Those that show their metrics; one that listens everywhere is found on this machine."""
+    words, folder = tmp_path / "words", tmp_path / "run"
+    words.mkdir()
+    for name, address in (("0-cpu", "0.0.0.0:9100"), ("1-cpu", "127.0.0.1:9101"), ("2-cpu", None)):
+        event = made.started("s0-r0").model_copy(update={"metrics_address": address})
+        (words / name).write_text(event.model_dump_json() + "\n", encoding="utf-8")
+    members = members_of(["cpu"] * 3, NodeSettings(run_folder=folder))
+    group = DeviceGroup([sys.executable, "-S", "-c", DAEMON, str(words)], members, folder, founds=True, say=print)
+    running = asyncio.create_task(group.run())
+
+    def all_there() -> bool:
+        return (folder / TARGETS).exists() and len(json.loads((folder / TARGETS).read_text())) == 2
+
+    await eventually(all_there, within=60, what="both have a target")
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await running == ExitCode.NODE_DIED, "this daemon knows no drain"
+    assert json.loads((folder / TARGETS).read_text()) == [
+        {"targets": ["127.0.0.1:9100"], "labels": {"node": "0-cpu", "run": "made-up"}},
+        {"targets": ["127.0.0.1:9101"], "labels": {"node": "1-cpu", "run": "made-up"}},
+    ]
+
+
 @pytest.mark.daemons
 @pytest.mark.timeout(240)
 async def test_one_command_trains_on_two_devices_and_ctrl_c_ends_both_in_order(tmp_path: Path, temporary: Path) -> None:
@@ -57,7 +94,15 @@ async def test_one_command_trains_on_two_devices_and_ctrl_c_ends_both_in_order(t
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "noloco_node", "run", str(MICRO), "--devices", "cpu,cpu"]
     process = await asyncio.create_subprocess_exec(
-        *(*command, "--run-folder", str(folder), "--set", "run.inner.target_tokens=1_000_000_000"),
+        *(
+            *command,
+            "--run-folder",
+            str(folder),
+            "--metrics-port",
+            "0",
+            "--set",
+            "run.inner.target_tokens=1_000_000_000",
+        ),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -83,6 +128,11 @@ async def test_one_command_trains_on_two_devices_and_ctrl_c_ends_both_in_order(t
     started = [next(e for e in read_events(f) if isinstance(e, NodeStarted)) for f in files]
     assert started[0].peer_id != started[1].peer_id
     assert {e.stage for e in started} == {0, 1}
+    targets = json.loads((folder / TARGETS).read_text(encoding="utf-8"))
+    assert [(t["targets"], t["labels"]["node"]) for t in targets] == [
+        ([started[0].metrics_address], "0-cpu"),
+        ([started[1].metrics_address], "1-cpu"),
+    ]
     for file in files:
         stopped = [e for e in read_events(file) if isinstance(e, NodeStopped)]
         assert [(e.reason, e.final_weights) for e in stopped] == [("interrupted", "final")]
