@@ -329,15 +329,21 @@ class PipelineServer:
         finally:
             del self._under_way[name]
             self._handed_back.discard(name)
-        self._places.answered(peer)
         if header.mode == "train":
             self._repeats.keep(name, answer)
-            tokens = int(answer.header["tokens"])
-            self._ledger.note_served(peer, tokens)
-            self._acquaintances.worked(peer, tokens)
-            own_clock = self._worker.progress.clock
-            self.origins_seen.saw(header.drawn, peer, tokens=tokens, own_clock=own_clock)
+        else:
+            self._places.answered(peer)
         return answer
+
+    def _note_work(self, name: MicrobatchName, header: MicrobatchHeader, tokens: int, taken_in: bool) -> None:
+        """A microbatch was trained and is about to be answered. What taught nothing shows no work of its sender's."""
+        self._ledger.note_served(name.sender, tokens)
+        if not taken_in:
+            return
+        self._places.answered(name.sender)
+        self._acquaintances.worked(name.sender, tokens)
+        own_clock = self._worker.progress.clock
+        self.origins_seen.saw(header.drawn, name.sender, tokens=tokens, own_clock=own_clock)
 
     def hand_back(self) -> None:
         """Refuse what is under way here and not trained yet, as `draining`: its senders try others at once, and count
@@ -376,6 +382,7 @@ class PipelineServer:
             self._mark_trained(name)
             turn = _turn(name.sender, header, labels)
             result = await self._worker.loss(activations, labels, source=name.sender, turn=turn)
+            self._note_work(name, header, result.tokens, result.taken_in)
             return self._answer(Trained(result.loss_sum, result.tokens, result.input_gradient))
         passage = Passage(source=name.sender)
         try:
@@ -386,6 +393,7 @@ class PipelineServer:
             gradient = await self._worker.backward(
                 passage, trained.gradient, trained.loss_sum, trained.tokens, source=trained.peer
             )
+            self._note_work(name, header, trained.tokens, passage.taken_in)
             return self._answer(Trained(trained.loss_sum, trained.tokens, gradient))
         except BaseException:
             await run_to_end(self._worker.discard(passage))

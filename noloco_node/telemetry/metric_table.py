@@ -110,7 +110,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge("noloco_banned_peers", "peers", "Peers that are banned here now"),
         _counter("noloco_audits_total", "microbatches", "Microbatches that several peers trained", "finding"),
         _gauge("noloco_set_aside_peers", "peers", "Next-stage peers that audits have gone against"),
-        _counter("noloco_bounded_total", "microbatches", "What went beyond a bound on norms", "what"),
+        _counter("noloco_bounded_total", "microbatches", "What went beyond a bound on norms or losses", "what"),
         _counter(
             "noloco_p2pd_restarts_total", "restarts", "Restarts of p2pd by cause", "cause", known=("died", "frozen")
         ),

@@ -8,7 +8,7 @@ its backward uses that same copy. (Assigning to `p.data` instead gives silently 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsa
 from noloco_node.config.run_spec import InnerSpec
 from noloco_node.model.stage import Stage
 from noloco_node.training.layout import FlatLayout
+from noloco_node.training.loss_bound import LossBound
 from noloco_node.training.norm_bound import NormBound
 from noloco_node.training.versions import Version, VersionStore
 
@@ -41,6 +42,8 @@ class Passage:
 
     source: str = ""
     """Who sent the inputs; empty for this node's own."""
+    taken_in: bool = True
+    """Whether its gradient was accumulated (`LossBound`); set by `backward`."""
     version: Version | None = None
     inputs: Tensor | None = None
     outputs: Tensor | None = field(default=None, repr=False)
@@ -54,6 +57,8 @@ class LossResult:
     loss_sum: float
     tokens: int
     input_gradient: Tensor | None
+    taken_in: bool = True
+    """Whether the stage's own gradient was accumulated (`LossBound`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,8 @@ class StageTrainer:
         """On the gradients that the next stage gives back."""
         self.caused_bound = NormBound(GRADIENT_MULTIPLE)
         """On this stage's own gradient of each microbatch that others had a hand in."""
+        self.loss_bound = LossBound(stage.vocab_size)
+        """On the loss of each microbatch that others drew."""
         self._gradient = torch.zeros_like(self.master)
         self._gradient_views = list(self.layout.views(self._gradient).values())
         self._tokens = 0
@@ -128,8 +135,8 @@ class StageTrainer:
         """Accumulate the gradient of a microbatch; returns that of its inputs (host, wire precision; None on stage 0).
 
         `output_gradient` [B, T, hidden] is that of the loss summed over the microbatch's `tokens`, as the peer `source`
-        gave it back; its norm, and that of the stage's own gradient, are held to what is usual (`NormBound`). Raises
-        MicrobatchNotFinite; the passage stays for `discard` then.
+        gave it back; its norm, and that of the stage's own gradient, are held to what is usual (`NormBound`), and so is
+        the loss (`LossBound`). Raises MicrobatchNotFinite; the passage stays for `discard` then.
         """
         assert passage.version is not None, "backward needs a forward"
         assert passage.inputs is not None
@@ -140,15 +147,17 @@ class StageTrainer:
         cause = passage.source or source
         if source and (factor := _factor(gradient, source, tokens, self.returned_bound)) < 1.0:
             gradient, cause = gradient * factor, ""  # what is scaled down is no measure of what is usual here
-        input_gradient = self._accumulate(passage.version, inputs, outputs, gradient, cause, tokens)
+        passage.taken_in = self._takes_in(passage.source, loss_sum, tokens)
+        input_gradient = self._differentiate(passage, inputs, outputs, gradient, cause, tokens)
         self.discard(passage)
-        self._count(loss_sum, tokens)
+        if passage.taken_in:
+            self._count(loss_sum, tokens)
         return input_gradient
 
     def loss(self, inputs: Tensor, labels: Tensor, *, source: str = "") -> LossResult:
         """Last stage: forward, loss and backward in one. `inputs` [B, T, hidden] (ids [B, T] where P = 1) of the peer
         `source`, `labels` int [B, T]. Raises MicrobatchNotFinite."""
-        passage = Passage(source, self._versions.acquire())
+        passage = Passage(source, version=self._versions.acquire())
         assert passage.version is not None
         try:
             leaf, logits = self._forward_with_graph(passage.version, self._to_device(inputs))
@@ -156,12 +165,13 @@ class StageTrainer:
             loss_sum = float(loss.detach())
             if not math.isfinite(loss_sum):
                 raise MicrobatchNotFinite("the loss of this microbatch is not finite")
-            input_gradient = self._accumulate(passage.version, leaf, loss, None, source, labels.numel())
+            passage.taken_in = self._takes_in(source, loss_sum, labels.numel())
+            input_gradient = self._differentiate(passage, leaf, loss, None, source, labels.numel())
         finally:
             self.discard(passage)
-        result = LossResult(loss_sum, labels.numel(), input_gradient)
-        self._count(result.loss_sum, result.tokens)
-        return result
+        if passage.taken_in:
+            self._count(loss_sum, labels.numel())
+        return LossResult(loss_sum, labels.numel(), input_gradient, passage.taken_in)
 
     def evaluate(self, inputs: Tensor) -> Tensor:
         """Forward only: activations on the host in the wire precision. Raises MicrobatchNotFinite."""
@@ -280,10 +290,15 @@ class StageTrainer:
     def _run(self, version: Version, inputs: Tensor) -> Tensor:
         return cast(Tensor, functional_call(self._stage, version.parameters, (inputs,)))
 
-    def _accumulate(
-        self, version: Version, inputs: Tensor, outputs: Tensor, gradient: Tensor | None, source: str, tokens: int
+    def _takes_in(self, source: str, loss_sum: float, tokens: int) -> bool:
+        return not source or self.loss_bound.takes_in(loss_sum / tokens, tokens)
+
+    def _differentiate(
+        self, passage: Passage, inputs: Tensor, outputs: Tensor, gradient: Tensor | None, source: str, tokens: int
     ) -> Tensor | None:
-        parameters = list(version.parameters.values())
+        """The gradient of the inputs; the stage's own is accumulated, if it is taken in."""
+        assert passage.version is not None
+        parameters = list(passage.version.parameters.values()) if passage.taken_in else []
         wanted = parameters if self._is_first else [*parameters, inputs]
         gradients = torch.autograd.grad(outputs, wanted, gradient)
         own = gradients[: len(parameters)]
@@ -292,16 +307,19 @@ class StageTrainer:
         if not math.isfinite(norm + rest):  # one sender must not spoil the others' work
             raise MicrobatchNotFinite("a gradient of this microbatch is not finite")
         returned = None if self._is_first else self._for_the_wire(gradients[-1])
-        factor = self.caused_bound.factor(source, norm / tokens) if source else 1.0
+        if passage.taken_in:
+            self._accumulate(own, self.caused_bound.factor(source, norm / tokens) if source else 1.0)
+        return returned
+
+    def _accumulate(self, own: Sequence[Tensor], factor: float) -> None:
         with torch.no_grad():
             if factor < 1.0:
                 torch._foreach_mul_(own, factor)  # pyright: ignore
             if self._compute_dtype == torch.float32:
-                torch._foreach_add_(self._gradient_views, list(gradients[: len(parameters)]))  # pyright: ignore
+                torch._foreach_add_(self._gradient_views, list(own))  # pyright: ignore
             else:
-                for total, part in zip(self._gradient_views, gradients, strict=False):
+                for total, part in zip(self._gradient_views, own, strict=True):
                     total.add_(part)
-        return returned
 
     def _for_the_wire(self, tensor: Tensor) -> Tensor:
         """On the host in the wire precision. What that cannot hold stays here: whoever got it would have to take this

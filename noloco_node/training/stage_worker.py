@@ -220,8 +220,11 @@ class StageWorker:
 
     @property
     def bounded(self) -> dict[str, int]:
-        """Gradients scaled down so far: those that the next stage `returned`, and those that microbatches `caused`."""
-        return {"returned": self._trainer.returned_bound.exceeded, "caused": self._trainer.caused_bound.exceeded}
+        """Gradients scaled down so far: those that the next stage `returned`, and those that microbatches `caused`; and
+        microbatches answered and not taken in, since their `losses` are a guesser's."""
+        trainer = self._trainer
+        bounds = {"returned": trainer.returned_bound.exceeded, "caused": trainer.caused_bound.exceeded}
+        return {**bounds, "losses": trainer.loss_bound.left_out}
 
     def current_learning_rate(self) -> float:
         """The schedule at this replica's clock."""
@@ -434,6 +437,7 @@ class StageWorker:
         self._credit = credit
         pace = tied_pace(self.origins_lead, self._spec.max_lag_tokens)
         self.progress = self.progress.after_inner_step(gathered, live, pace)
+        self._trainer.loss_bound.holds = self.progress.clock >= self._spec.inner.warmup_tokens
         rate = self.current_learning_rate()  # of the clock after these tokens, so that the first step moves
         result = self._trainer.step(rate)
         self._on_inner_step(InnerReport(result, self.progress, rate, live))
