@@ -109,8 +109,8 @@ def test_a_stream_that_is_half_random_labels_ends_where_the_text_alone_does() ->
     def trained(*, noise: bool, bounded: bool) -> float:
         trainer, generator = make_trainer(micro_spec(stages=2), 1), torch.Generator().manual_seed(5)
         embedding = torch.randn(VOCABULARY, 32, generator=generator)
-        for step in range(400):
-            trainer.loss_bound.holds = bounded and step >= 40
+        for step in range(500):
+            trainer.loss_bound.holds = bounded and step >= 100
             inputs, labels = window_batch(range(step * WINDOWS, (step + 1) * WINDOWS))
             trainer.loss(embedding[inputs], labels, source="honest")
             if noise:
@@ -122,4 +122,4 @@ def test_a_stream_that_is_half_random_labels_ends_where_the_text_alone_does() ->
 
     clean = trained(noise=False, bounded=True)
     assert trained(noise=True, bounded=True) < 1.03 * clean
-    assert trained(noise=True, bounded=False) > 1.06 * clean
+    assert trained(noise=True, bounded=False) > 1.15 * clean
