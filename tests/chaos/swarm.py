@@ -174,7 +174,8 @@ class Swarm:
                 node.signal_group(signal.SIGCONT)
                 with contextlib.suppress(LookupError, psutil.NoSuchProcess):
                     node.p2pd().resume()
-                os.kill(node.pid, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):  # it has ended, and that is not noted yet
+                    os.kill(node.pid, signal.SIGTERM)
         if self._exits:
             await asyncio.wait(self._exits, timeout=STOP_SECONDS)
             for node in self.nodes:
