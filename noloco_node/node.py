@@ -74,7 +74,14 @@ async def join_node(own: OwnData, settings: NodeSettings, show: Show, web: WebSe
 
     async def agree(door: Entrance) -> RunSpec:
         joined, reads_text = door.daemon.joined_peers, settings.stage in ("auto", 0)
-        return await fetch_run_spec(door.transport, joined, own, reads_text=reads_text, met_in=door.known.run)
+        return await fetch_run_spec(
+            door.transport,
+            joined,
+            own,
+            reads_text=reads_text,
+            met_in=door.known.run,
+            brings_state=RunFolder(settings.run_folder).checkpoints.is_dir(),
+        )
 
     return await _run(agree, settings, show, None, web)
 

@@ -6,16 +6,20 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any
 
 from noloco_node.aio import Heartbeat
 from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.errors import UserError
 from noloco_node.network import Entrance, entrance, supervisor
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
+from noloco_node.swarm.directory import Directory
 from noloco_node.swarm.hello import check_same_run, serve_hello
+from noloco_node.swarm.last_words import LastWords
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.node_pages import liveness
@@ -56,11 +60,12 @@ async def _run(spec: RunSpec | None, settings: NodeSettings, folder: RunFolder, 
         async with entrance(settings, folder, run=run, may_found=not settings.initial_peers) as door:
             agreed = await _agree(spec, door)
             async with _directory(door, agreed) as directory:
-                serve_hello(door.transport, agreed, lambda: None)
+                last = None if agreed is None else last_words(directory, folder, agreed)
+                serve_hello(door.transport, agreed, lambda: None, lambda: last is not None and last.over)
                 if agreed is not None:
                     serve_spec(door.transport, agreed)
                 tell(agreed, door.daemon.visible_addresses())
-                await _serve(door, directory, agreed, settings, stop)
+                await _serve(door, directory, agreed, settings, stop, last)
     finally:
         web.stop()
         heartbeat.stop()
@@ -90,8 +95,35 @@ async def _directory(door: Entrance, spec: RunSpec | None) -> AsyncGenerator[Dht
 
 
 async def _serve(
-    door: Entrance, directory: DhtDirectory, spec: RunSpec | None, settings: NodeSettings, stop: asyncio.Event
+    door: Entrance,
+    directory: DhtDirectory,
+    spec: RunSpec | None,
+    settings: NodeSettings,
+    stop: asyncio.Event,
+    last: LastWords | None,
 ) -> None:
     run = ANY_RUN if spec is None else spec.run_id
-    keeping = door.known.keep(door.daemon, run, directory.neighbours)
-    await supervisor(door.daemon, directory, door.known, settings).beside(stop.wait(), keeping)
+    companions: list[Coroutine[Any, Any, None]] = [door.known.keep(door.daemon, run, directory.neighbours)]
+    if spec is not None and last is not None:
+        companions.append(last.run(spec.limits.record_seconds))
+    await supervisor(door.daemon, directory, door.known, settings).beside(stop.wait(), *companions)
+
+
+def last_words(directory: Directory, folder: RunFolder, spec: RunSpec) -> LastWords:
+    """Follows whether the run is over, and keeps that in the seed's folder, for its next life."""
+
+    def changed(over: bool) -> None:
+        logger.info("run '%s' %s", spec.name, "has come to its end" if over else "goes on after all")
+        try:
+            folder.mark_ended(spec.run_id, spec.name, ended=over)
+        except UserError as error:
+            logger.warning("it is not written down that the run's end has come or gone: %s", error.message)
+
+    return LastWords(directory, _ended_before(folder, spec), changed)
+
+
+def _ended_before(folder: RunFolder, spec: RunSpec) -> bool:
+    try:
+        return folder.judge(spec.run_id, spec.name)
+    except UserError:  # it was another run's
+        return False

@@ -128,9 +128,9 @@ class RunFolder:
             )
         return former.ended
 
-    def mark_ended(self, run_id: str, run_name: str) -> None:
-        """Say that the run has come to its end here. Raises as `claim`."""
-        self._write_mark(RunMark(run_id=run_id, run_name=run_name, ended=True))
+    def mark_ended(self, run_id: str, run_name: str, *, ended: bool = True) -> None:
+        """Say that the run has come to its end here, or that it goes on after all. Raises as `claim`."""
+        self._write_mark(RunMark(run_id=run_id, run_name=run_name, ended=ended))
 
     def may_be_of(self, run_id: str | None) -> bool:
         """Whether it is no run's yet, or of this one and that has not ended. False where a run has it and `run_id` is

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -41,15 +41,30 @@ class Hello(WireModel):
     """None for a seed."""
     time: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)] | None = None
     """The peer's clock as it answers, seconds since 1970."""
+    over: bool = False
+    """The run has come to its end, as a seed remembers its records."""
 
 
-def serve_hello(transport: Transport, spec: RunSpec | None, stage: Callable[[], int | None]) -> None:
+def serve_hello(
+    transport: Transport,
+    spec: RunSpec | None,
+    stage: Callable[[], int | None],
+    over: Callable[[], bool] = lambda: False,
+) -> None:
     """Answer `hello` from now on; `stage` gives the one that this node serves when it is asked. A seed has no stage,
-    and need not know of any run."""
+    and need not know of any run; `over` says whether it remembers the run's end."""
     run, name = ("", "") if spec is None else (spec.run_id, spec.name)
 
     async def handle(_peer: PeerId, _message: Message) -> Message:
-        own = Hello(run=run, name=name, protocol=PROTOCOL_VERSION, version=__version__, stage=stage(), time=time.time())
+        own = Hello(
+            run=run,
+            name=name,
+            protocol=PROTOCOL_VERSION,
+            version=__version__,
+            stage=stage(),
+            time=time.time(),
+            over=over(),
+        )
         return Message(own.model_dump(mode="json"))
 
     transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=4)
@@ -95,7 +110,10 @@ async def check_same_run(transport: Transport, spec: RunSpec, joined: Sequence[s
     """
     asked = await asyncio.gather(*(_ask(transport, parse_address(address).peer) for address in joined))
     answers = [hello for hello in asked if hello is not None and hello.run]
-    if not answers or any(a.run == spec.run_id and a.protocol == PROTOCOL_VERSION for a in answers):
+    same = [a for a in answers if a.run == spec.run_id and a.protocol == PROTOCOL_VERSION]
+    if said_to_be_over(same):
+        logger.warning("the run has come to its end, say %d of %d peers that serve it", _overs(same), len(same))
+    if same or not answers:
         return
     other = answers[0]
     if other.protocol != PROTOCOL_VERSION:
@@ -107,6 +125,15 @@ async def check_same_run(transport: Transport, spec: RunSpec, joined: Sequence[s
         "use the configuration file of the run that you want to join: every value under `run:` must be the same"
         + (release if other.version != __version__ else ""),
     )
+
+
+def said_to_be_over(hellos: Collection[Hello]) -> bool:
+    """Whether most of these peers say that the run has come to its end."""
+    return 2 * _overs(hellos) > len(hellos)
+
+
+def _overs(hellos: Collection[Hello]) -> int:
+    return sum(hello.over for hello in hellos)
 
 
 def other_protocol(hello: Hello) -> UserError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,8 @@ from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.config.load import OwnData
 from noloco_node.config.run_spec import DataSpec, RunSpec
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm.hello import Hello, ask_hello, other_protocol
+from noloco_node.swarm.beginning import run_has_ended
+from noloco_node.swarm.hello import Hello, ask_hello, other_protocol, said_to_be_over
 from noloco_node.swarm.peer_addresses import log_passed_over, parse_address, peers_unreachable, shown
 from noloco_node.swarm.transport import (
     Message,
@@ -51,14 +52,22 @@ def serve_spec(transport: Transport, spec: RunSpec) -> None:
 
 
 async def fetch_run_spec(
-    transport: Transport, joined: Sequence[str], own: OwnData, *, reads_text: bool, met_in: str | None = None
+    transport: Transport,
+    joined: Sequence[str],
+    own: OwnData,
+    *,
+    reads_text: bool,
+    met_in: str | None = None,
+    brings_state: bool = True,
 ) -> RunSpec:
     """The RunSpec of the run that the peers at these addresses serve, from the first that gives a sound one.
 
     Where they serve several it is that of the run `met_in`, in which this node was before, else the run of most of
-    them. `own` is what the volunteer says of the run's text, which is read here where `reads_text`. Raises UserError:
-    PEERS_UNREACHABLE where no peer answers, WRONG_RUN where they serve several runs and none of these is most, speak
-    another protocol version, or give no RunSpec that stands up to its hash; CONFIG as `with_own_data` does.
+    them. `own` is what the volunteer says of the run's text, which is read here where `reads_text`; `brings_state`: it
+    has been in a run. Raises UserError: PEERS_UNREACHABLE where no peer answers; NO_DONOR where most of the peers say
+    that the run has come to its end, and this node brings nothing to go on from; WRONG_RUN where they serve several
+    runs and none of these is most, speak another protocol version, or give no RunSpec that stands up to its hash;
+    CONFIG as `with_own_data` does.
     """
     hellos = _of_one_run(await _hellos(transport, joined), met_in)
     failures: dict[str, str] = {}
@@ -69,6 +78,8 @@ async def fetch_run_spec(
             failures[address] = _reason(error, hello)
         else:
             log_passed_over(failures)
+            if not brings_state and said_to_be_over(hellos.values()):
+                raise run_has_ended(spec, f"so say the peers that were named, {_of_all(hellos.values())}")
             return with_own_data(spec, own, reads_text=reads_text)
     lines = "".join(f"\n  {address}: {shown(why)}" for address, why in failures.items())
     raise UserError(
@@ -117,6 +128,10 @@ def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
         if reads_text and named is None and value is not None and _is_local(value):
             raise _local(spec, name, value)
     return spec.model_copy(update={"data": data})
+
+
+def _of_all(hellos: Collection[Hello]) -> str:
+    return f"{sum(hello.over for hello in hellos)} of {len(hellos)}"
 
 
 def _words(value: object) -> Iterator[str]:

@@ -16,6 +16,7 @@ import pytest
 
 from noloco_node.errors import ExitCode
 from noloco_node.small_commands import ask_health
+from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import Account, NodeStarted, NodeStopped, OuterStep, read_events
 from tests.support import eventually, printed_file
 
@@ -56,7 +57,7 @@ async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
     tmp_path: Path, temporary: Path, knows_the_run: bool
 ) -> None:
     """Two stages of which no node was told of another; the seed serves no stage, and is still there at the end. One
-    that was given the run hands it to strangers, who join with its address and nothing else."""
+    that was given the run hands it to strangers, who join with its address alone, and says when it is over."""
     folders = [tmp_path / f"node{number}" for number in range(3)]
     given = [str(MICRO)] if knows_the_run else []
     async with command(tmp_path / "seed", "seed", *given) as seed, contextlib.AsyncExitStack() as stack:
@@ -68,6 +69,11 @@ async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
         ]
         assert [await asyncio.wait_for(node.wait(), 300) for node in nodes] == [ExitCode.OK] * 3
         assert seed.returncode is None
+        if knows_the_run:
+            await eventually(lambda: RunFolder(tmp_path / "seed").ended, 60, "the seed has seen the end")
+            late = await stack.enter_async_context(command(tmp_path / "late", "join", address))
+            assert await asyncio.wait_for(late.wait(), 120) == ExitCode.NO_DONOR
+            assert "has come to its end: so say the peers" in (tmp_path / "late" / "printed").read_text()
         seed.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(seed.wait(), 20) == ExitCode.INTERRUPTED
     events = [read_events(folder / "events.jsonl") for folder in folders]

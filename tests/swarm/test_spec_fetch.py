@@ -20,7 +20,7 @@ from noloco_node.config.load import OwnData, load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm import hello, spec_fetch
-from noloco_node.swarm.hello import Hello, serve_hello
+from noloco_node.swarm.hello import Hello, check_same_run, serve_hello
 from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.swarm.spec_fetch import MAX_SPEC_BYTES, NOT_READ, fetch_run_spec, read_agreed, serve_spec
 from noloco_node.swarm.transport import Message, PeerId
@@ -61,10 +61,10 @@ class Swarm:
         self.addresses.append(f"/ip4/127.0.0.1/tcp/{len(self.addresses) + 1}/p2p/{transport.peer_id}")
         return transport
 
-    def sound(self, spec: RunSpec = SPEC) -> MemoryTransport:
-        """One more peer of a run."""
+    def sound(self, spec: RunSpec = SPEC, *, over: bool = False) -> MemoryTransport:
+        """One more peer of a run, which may remember that it is `over`."""
         transport = self.peer()
-        serve_hello(transport, spec, lambda: 0)
+        serve_hello(transport, spec, lambda: 0, lambda: over)
         serve_spec(transport, spec)
         return transport
 
@@ -125,6 +125,26 @@ async def test_a_joiner_gets_the_run_that_its_peer_serves() -> None:
     async with swarm() as made:
         made.sound()
         assert await made.fetch() == SPEC
+
+
+async def test_who_comes_after_the_runs_end_is_told_before_it_waits() -> None:
+    """Where most of the peers that it named remember it; who has been in a run may have something to go on from."""
+    async with swarm() as made:
+        made.sound(over=True)
+        with pytest.raises(UserError, match=r"has come to its end: so say the peers that were named, 1 of 1") as caught:
+            await fetch_run_spec(made.joiner, made.addresses, OwnData(), reads_text=True, brings_state=False)
+        assert caught.value.exit_code is ExitCode.NO_DONOR
+        assert await made.fetch() == SPEC
+        made.sound()
+        assert await fetch_run_spec(made.joiner, made.addresses, OwnData(), reads_text=True, brings_state=False) == SPEC
+
+
+async def test_who_brings_the_runs_file_is_warned_that_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    """The owner may know better than a seed's memory."""
+    async with swarm() as made:
+        made.sound(over=True)
+        await check_same_run(made.joiner, SPEC, made.addresses)
+        assert "the run has come to its end, say 1 of 1 peers" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""What a seed remembers of a run's end: records say that it is over, work takes it back, silence changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from noloco_node import PROTOCOL_VERSION
+from noloco_node.config.load import load_config
+from noloco_node.seed import last_words
+from noloco_node.storage.run_folder import MARK, RunFolder
+from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.swarm.last_words import is_over
+from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.swarm.transport import PeerId
+
+SPEC = load_config(Path(__file__).parent.parent / "configs" / "micro.yaml").run
+LIFE = 60.0
+GONE, TRAINING, JOINING, FINISHING = PeerState.GONE, PeerState.TRAINING, PeerState.JOINING, PeerState.FINISHING
+
+
+def record(number: int, state: PeerState, *, stage: int = 0, finished: bool = False) -> PeerRecord:
+    """Of a made-up peer."""
+    return PeerRecord(
+        peer_id=f"12D3KooWpeer{number}",
+        stage=stage,
+        state=state,
+        finished=finished,
+        protocol=PROTOCOL_VERSION,
+        version="1",
+    )
+
+
+@pytest.mark.parametrize(
+    ("records", "before", "after"),
+    [
+        ((), False, False),
+        ((), True, True),
+        ((record(1, TRAINING),), True, False),
+        ((record(1, TRAINING, stage=1), record(2, GONE, finished=True)), True, False),
+        ((record(1, GONE, finished=True), record(2, GONE, finished=True, stage=1)), False, True),
+        ((record(1, FINISHING, finished=True), record(2, GONE, finished=True)), False, True),
+        ((record(1, FINISHING, finished=True), record(2, TRAINING)), False, False),
+        ((record(1, GONE), record(2, GONE), record(3, GONE, finished=True)), True, False),
+        ((record(1, GONE, finished=True, stage=1),), False, False),
+        ((record(1, JOINING),), True, True),
+        ((record(1, JOINING),), False, False),
+    ],
+)
+def test_the_last_words_of_the_first_stage_decide(records: tuple[PeerRecord, ...], before: bool, after: bool) -> None:
+    """As long as nobody says that it trains, at whatever stage; who joins says nothing."""
+    rows: tuple[dict[PeerId, LiveRecord], ...] = ({}, {})
+    for each in records:
+        rows[each.stage][PeerId(each.peer_id)] = LiveRecord(each, 100.0)
+    assert is_over(DirectoryView(rows), 50.0, before) is after
+
+
+async def test_a_seed_remembers_the_end_when_all_records_are_gone_and_when_it_comes_back(tmp_path: Path) -> None:
+    """The nodes have left, their records have died, the seed is another process: it knows, until somebody trains."""
+    now = 1000.0
+    hub = MemoryDirectoryHub(2, lambda: now)
+    nodes, folder = MemoryDirectory(hub), RunFolder.create(tmp_path)
+    last = last_words(MemoryDirectory(hub), folder, SPEC)
+    for stage in (0, 1):
+        await nodes.publish(record(stage, TRAINING, stage=stage), LIFE)
+    await last.look()
+    assert not last.over
+    assert not (tmp_path / MARK).exists()
+    for stage in (0, 1):
+        await nodes.publish(record(stage, GONE, stage=stage, finished=True), LIFE)
+    await last.look()
+    assert last.over
+    now += 2 * LIFE
+    await last.look()
+    assert last.over
+    again = last_words(MemoryDirectory(hub), folder, SPEC)
+    assert again.over
+    await nodes.publish(record(7, TRAINING), LIFE)
+    await again.look()
+    assert not again.over
+    assert not last_words(MemoryDirectory(hub), folder, SPEC).over
+    (tmp_path / MARK).write_text(json.dumps({"run_id": "another", "run_name": "x", "ended": True}), encoding="utf-8")
+    assert not last_words(MemoryDirectory(hub), folder, SPEC).over
