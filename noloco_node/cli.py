@@ -38,6 +38,7 @@ from noloco_node.help_texts import (
     JOIN_HELP,
     LAB_HELP,
     LIST_HELP,
+    MERGE_HELP,
     REPORT_HELP,
     RUN_HELP,
     SEED_HELP,
@@ -47,6 +48,7 @@ from noloco_node.help_texts import (
     TOP_HELP,
     VALIDATE_HELP,
 )
+from noloco_node.merge_commands import merge_arguments
 from noloco_node.node_options import (
     doctor_arguments,
     doctor_settings,
@@ -168,6 +170,9 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="of a node, or of several nodes")
     report.add_argument("--out", metavar="DIR", type=Path, help="where they go (default: RUN_FOLDER/report)")
     report.set_defaults(call=_report)
+    merge = _command(commands, "merge", "put the stages that several nodes saved together to one model", MERGE_HELP)
+    _config_arguments(merge)
+    merge_arguments(merge)
     health_arguments(_command(commands, "health", "ask this machine's node whether it is alive", HEALTH_HELP))
     top_of_node = _command(commands, "top", "watch one node in this terminal", TOP_HELP)
     health_arguments(top_of_node)

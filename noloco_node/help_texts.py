@@ -53,6 +53,14 @@ example:
   noloco-node report runs/node
   noloco-node report runs/tiny-20260101-120000 --out /tmp/tiny"""
 
+MERGE_HELP = """\
+Put the weights that nodes saved at the end of a run together to one model, an ordinary Hugging Face folder, with a
+sample of its text. CONFIG is the run's. Each RUN_FOLDER is a node's, brought here from whatever machine it ran on;
+every stage needs one, and several of one stage are averaged. `noloco-node swarm` does this by itself.
+
+example:
+  noloco-node merge my-run.yaml runs/stage-0 runs/stage-1 --to my-model"""
+
 LAB_HELP = """\
 Compare algorithms on many replicas simulated in this process: NoLoCo, DiLoCo, data parallel, plain gossip, none. The
 `lab:` part of CONFIG says which variants, on how many replicas, for how long, with which seeds; without it the five are

@@ -27,8 +27,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "interrupts network stays",
         "checkpointing",
         "node",
-        "device_group doctor early_checks help_texts identity_commands invite_commands local_swarm node_options seed"
-        " small_commands status top",
+        "device_group doctor early_checks help_texts identity_commands invite_commands local_swarm merge_commands"
+        " node_options seed small_commands status top",
         "local_run report",
         "printing",
         "cli",
