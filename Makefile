@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help swarm test test-daemons test-the-rest metrics monitoring dashboards chaos lint clean
+.PHONY: help swarm test test-daemons test-the-rest metrics reference site monitoring dashboards chaos lint clean
 
 help:
 	@echo "make swarm   train a 3 M parameter model on a local swarm of 8 nodes (configs/tiny.yaml), about 10 minutes"
@@ -12,6 +12,8 @@ help:
 	@echo "make chaos   real daemons under kills, frozen nodes, bad links, a partition, a hostile peer, half an hour of faults, a stranger (an hour and a half)"
 	@echo "make lint    ruff and pyright only"
 	@echo "make metrics write docs/metrics.md anew"
+	@echo "make reference writes docs/settings.md, docs/events.md and docs/exit-codes.md anew"
+	@echo "make site    docs/ as a site in site/, with every link checked"
 	@echo "make monitoring writes what Prometheus and Grafana are given in deploy/ anew"
 	@echo "make dashboards a real swarm under a real Prometheus and Alertmanager: rules, panels, an alert that fires (10 minutes)"
 	@echo "make clean   remove the environment and caches; runs/ stays"
@@ -51,6 +53,17 @@ test-the-rest: $(STAMP)
 metrics: $(STAMP)
 	$(BIN)/python -m tests.telemetry.test_metric_table > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 
+reference: $(STAMP)
+	$(BIN)/python -m deploy.reference
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+site: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 monitoring: $(STAMP)
 	$(BIN)/python -m deploy.monitoring.files
 
@@ -61,5 +74,5 @@ chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos $(CHAOS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

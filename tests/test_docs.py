@@ -10,13 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from deploy.reference import pages
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "noloco_node"
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MADE = {path.name for path in pages()}
+"""Pages made from the code name what is in it."""
+DOCUMENTS = [
+    ROOT / "README.md",
+    *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in MADE),
+]
 
-MADE_BY_A_RUN = frozenset({"nodes/", "model/", "runs/"})
+OF_THE_MODEL = "run.model.config."
+"""Settings that transformers names."""
+MADE_BY_A_RUN = frozenset({"nodes/", "model/", "table.md"})
 """Folders that a run leaves; they are not in the repository."""
-SETTINGS_FILES = ("config/run_spec.py", "config/node_settings.py", "config/load.py")
+SETTINGS_FILES = ("config/run_spec.py", "config/node_settings.py", "config/lab_spec.py", "config/load.py")
 
 _CODE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
@@ -126,6 +135,8 @@ def problem(span: str) -> str | None:
         return path_problem(span)
     call = re.fullmatch(r"([\w.]+)\(.*\)", span)
     name = call[1] if call else span
+    if name.startswith(OF_THE_MODEL):
+        return None
     if _DOTTED.fullmatch(name):
         return dotted_problem(name)
     if _TEST.fullmatch(name):
@@ -137,7 +148,7 @@ def problem(span: str) -> str | None:
 
 def path_problem(path: str) -> str | None:
     """A path must exist from the root, from the package, or in one of the package's rooms; `*` stands for anything."""
-    if path in MADE_BY_A_RUN or (path.endswith(".yaml") and "/" not in path):
+    if path in MADE_BY_A_RUN or path.startswith("runs/") or (path.endswith(".yaml") and "/" not in path):
         return None
     places = (ROOT, PACKAGE, *(folder for folder in PACKAGE.iterdir() if folder.is_dir()))
     return None if any(any(place.glob(path.rstrip("/"))) for place in places) else f"there is no {path}"

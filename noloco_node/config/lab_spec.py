@@ -45,7 +45,9 @@ class VariantSpec(Settings):
     """One line of the comparison: an algorithm and the settings in which it differs from the file's."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
+    """Of the line, in the table and the plots."""
     algorithm: Algorithm
+    """`local` exchanges nothing; `gossip` averages pairs without an outer step."""
     set: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Dotted settings of the run (`outer.beta`) or of the world (`world.lag`)."""
     sweep: dict[str, list[JsonValue]] = Field(default_factory=dict[str, list[JsonValue]])
@@ -65,6 +67,7 @@ class LabSpec(Settings):
     """An experiment: variants × replicas × lengths × seeds."""
 
     variants: Annotated[tuple[VariantSpec, ...], Field(min_length=1)] = ALL_ALGORITHMS
+    """The lines of the comparison."""
     replicas: Annotated[tuple[Positive, ...], Field(min_length=1)] = (4,)
     """Replicas of each stage."""
     lengths: tuple[Positive, ...] = ()

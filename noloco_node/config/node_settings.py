@@ -75,6 +75,7 @@ class NodeSettings(Settings):
     seed: int = 0
     """Seed of this node's random choices (routes, partners), mixed with its peer id."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Which lines the log takes: these and graver ones."""
     log_format: Literal["text", "json"] = "text"
     """How log lines are written: for a person, or each as one JSON object, for who collects them."""
 
@@ -91,7 +92,7 @@ class LocalSwarmSettings(Settings):
     """Layout of `noloco-node swarm`: all daemons on this machine."""
 
     replicas: Positive = 4
-    """Replicas of each stage."""
+    """Replicas of each stage; at most 64."""
     start_seconds: PositiveFloat = 180.0
     """Time for all daemons to be up."""
 

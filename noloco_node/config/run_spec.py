@@ -100,14 +100,19 @@ class InnerSpec(Settings):
     microbatch_windows: Annotated[int, Field(gt=0, le=4096)] = 8
     """Windows of `data.sequence_length` tokens in one microbatch."""
     learning_rate: PositiveFloat = 1e-3
+    """Of AdamW, at its highest: after the warm-up."""
     min_learning_rate_ratio: Fraction = 0.1
     """Share of `learning_rate` left at the end of the cosine."""
     warmup_tokens: Annotated[int, Field(ge=0)] = 0
+    """Clock (in swarm tokens) up to which the learning rate rises; then it falls along a cosine."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Applies to matrices; vectors (norms, biases) are not decayed."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """Of AdamW: share of the first moment that an inner step keeps."""
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """The same of the second moment."""
     eps: PositiveFloat = 1e-8
+    """Of AdamW: added to the root of the second moment."""
     clip_norm: PositiveFloat = 1.0
     """Gradient norm bound of each stage (a stage cannot know the norm of the others)."""
     backward: Literal["keep", "recompute"] = "keep"
@@ -233,7 +238,9 @@ class EvaluationSpec(Settings):
     """Held-out loss through the swarm: fixed windows, forward only, random routes."""
 
     every_tokens: Positive
+    """Clock (in swarm tokens) between two evaluations."""
     windows: Annotated[int, Field(gt=0, le=65536)] = 64
+    """Held-out windows that each evaluation takes, the same every time."""
 
 
 class LimitsSpec(Settings):
@@ -282,6 +289,7 @@ class RunSpec(Settings):
     """Everything that peers must agree on. Two nodes meet only if theirs are equal: the hash is the run id."""
 
     name: Annotated[str, Field(pattern=RUN_NAME)]
+    """What people call the run: small letters, digits, dots, hyphens, 64 at most."""
     model: ModelSpec
     data: DataSpec = DataSpec()
     inner: InnerSpec

@@ -1,0 +1,158 @@
+"""The pages of docs/: made ones are what the code makes, links lead somewhere, commands and messages are real ones."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.reference import pages
+from noloco_node.cli import parser
+from noloco_node.errors import ExitCode
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+DOCUMENTS = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+MADE = pages()
+TROUBLE = DOCS / "troubleshooting.md"
+WORDS_A_MINUTE = 200
+"""Of a careful reader of technical text."""
+
+_LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_COMMAND = re.compile(r"^(?: {4}|\s*`?)(?:env/bin/)?(?:[A-Z_]+=\S+ )?(noloco-node [^`\n]+)", re.MULTILINE)
+PLACES = {"ADDRESS": "/ip4/203.0.113.5/tcp/31337/p2p/12D3Koo", "RUN_FOLDER": "runs/node", "CONFIG": "tiny", "N": "1"}
+"""What stands for a value that only the reader knows."""
+
+
+@pytest.mark.parametrize("page", MADE, ids=lambda path: path.name)
+def test_a_made_page_is_what_the_code_makes(page: Path) -> None:
+    """To the letter."""
+    assert page.read_text(encoding="utf-8") == MADE[page], "run `make reference`"
+
+
+def test_every_setting_says_what_it_means() -> None:
+    """In its class, from where messages and `config show` have it, too."""
+    rows = [line for line in MADE[DOCS / "settings.md"].splitlines() if line.startswith("| `")]
+    assert len(rows) > 80
+    assert [row for row in rows if row.endswith("| – |")] == []
+
+
+def anchors(document: Path) -> set[str]:
+    """What a link into it may name."""
+    headings = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in _HEADING.findall(prose(document)))
+    return {re.sub(r"[-\s]+", "-", heading) for heading in headings}
+
+
+def prose(document: Path) -> str:
+    """Its text without fenced blocks, in which `#` begins a comment."""
+    return re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def dead_links(document: Path) -> Iterator[str]:
+    """Targets that are not there."""
+    for link in _LINK.findall(prose(document)):
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            yield link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    """To a file, and to a heading in it."""
+    assert list(dead_links(document)) == []
+
+
+def test_a_dead_link_is_seen(tmp_path: Path) -> None:
+    """A file that is not there, a heading that is not there, here and elsewhere."""
+    (tmp_path / "other.md").write_text("# One heading\n")
+    page = tmp_path / "page.md"
+    page.write_text("# Here\n[a](other.md#one-heading) [b](other.md#none) [c](none.md) [d](#here) [e](#none)\n")
+    assert list(dead_links(page)) == ["other.md#none", "none.md", "#none"]
+
+
+def test_the_site_shows_every_page() -> None:
+    """Each once."""
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    shown = list(leaves(site["nav"]))
+    assert sorted(shown) == sorted(path.name for path in DOCS.glob("*.md"))
+
+
+def leaves(node: object) -> Iterator[str]:
+    """File names in a tree of lists and titles."""
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, list | dict):
+        for inner in node.values() if isinstance(node, dict) else node:
+            yield from leaves(inner)
+
+
+@pytest.mark.parametrize(("page", "minutes"), [("volunteer", 5), ("owner", 10), ("researcher", 5)])
+def test_a_quick_start_is_quick_to_read(page: str, minutes: int) -> None:
+    """Commands and tables included."""
+    assert len((DOCS / f"{page}.md").read_text(encoding="utf-8").split()) <= minutes * WORDS_A_MINUTE
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Every command line of noloco-node in the documents that is meant to be typed."""
+    for document in DOCUMENTS:
+        for line in _COMMAND.findall(document.read_text(encoding="utf-8")):
+            if "COMMAND" not in line:
+                yield document.name, line.strip()
+
+
+@pytest.mark.parametrize(("document", "line"), sorted(set(commands())))
+def test_a_command_can_be_typed(document: str, line: str) -> None:
+    """The program knows the command and each of its options."""
+    text = line.partition(" > ")[0].partition("  #")[0]
+    words = [PLACES.get(word, word) for word in shlex.split(text)]
+    assert parser().parse_args(words[1:]).call
+
+
+def code_texts() -> list[str]:
+    """Every text in the package, `\\0` in the place of what it names."""
+    found: list[str] = []
+    for path in (ROOT / "noloco_node").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%(?:\.\d+)?[sdgrf]", "\0", node.value))
+            elif isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                found.append("".join(map(str, parts)))
+    return found
+
+
+TEXTS = code_texts()
+
+
+def stands_in_the_code(message: str) -> bool:
+    """Whether one text of the package reads so, `…` standing for whatever it names or goes on with."""
+    pattern = re.compile(".*".join(re.escape(part) for part in message.split("…")), re.DOTALL)
+    return any(pattern.search(text) for text in TEXTS)
+
+
+QUOTED = re.findall(r"^\| `([^`]+)` \|", TROUBLE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("message", QUOTED)
+def test_a_quoted_message_stands_in_the_code(message: str) -> None:
+    """Whoever searches for what the screen says finds the page, and the page never quotes what nothing says."""
+    assert stands_in_the_code(message)
+
+
+def test_what_nothing_says_is_seen() -> None:
+    """Also where only a word of a message has changed."""
+    assert len(QUOTED) > 40
+    assert not stands_in_the_code("node.identity: … is in use of …")
+
+
+def test_every_exit_code_has_its_section() -> None:
+    """In order, by number and name."""
+    sections = re.findall(r"^## (\d+ .+)$", TROUBLE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sections == [f"{code.value} {code.name}" for code in ExitCode]
