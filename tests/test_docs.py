@@ -1,4 +1,5 @@
-"""What the documents name exists: files, folders, modules, classes, members, functions, settings, tests."""
+"""What the documents name exists: files, folders, modules, classes, members, functions, settings, tests. Pages made from
+the code are what it makes, and quoted messages are what it says."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from deploy.reference import pages
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "noloco_node"
-MADE = {path.name for path in pages()}
+PAGES = pages()
+MADE = {path.name for path in PAGES}
 """Pages made from the code name what is in it."""
 DOCUMENTS = [
     ROOT / "README.md",
@@ -228,3 +230,48 @@ def test_what_does_not_exist_is_found(span: str) -> None:
 def test_what_exists_or_is_not_ours_passes(span: str) -> None:
     """A member inherited, a path from a room, a name on the wire, another project's function."""
     assert problem(span) is None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_a_made_page_is_what_the_code_makes(page: Path) -> None:
+    """To the letter."""
+    assert page.read_text(encoding="utf-8") == PAGES[page], "run `make reference`"
+
+
+def code_texts() -> list[str]:
+    """Every text in the package, `\\0` in the place of what it names."""
+    found: list[str] = []
+    for path in (ROOT / "noloco_node").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%(?:\.\d+)?[sdgrf]", "\0", node.value))
+            elif isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                found.append("".join(map(str, parts)))
+    return found
+
+
+TEXTS = code_texts()
+
+
+def stands_in_the_code(message: str) -> bool:
+    """Whether one text of the package reads so, `…` standing for whatever it names or goes on with."""
+    pattern = re.compile(".*".join(re.escape(part) for part in message.split("…")), re.DOTALL)
+    return any(pattern.search(text) for text in TEXTS)
+
+
+QUOTED = re.findall(
+    r"^\| `([^`]+)` \|", (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+)
+
+
+@pytest.mark.parametrize("message", QUOTED)
+def test_a_quoted_message_stands_in_the_code(message: str) -> None:
+    """Whoever searches for what the screen says finds the page, and the page never quotes what nothing says."""
+    assert stands_in_the_code(message)
+
+
+def test_what_nothing_says_is_seen() -> None:
+    """Also where only a word of a message has changed."""
+    assert len(QUOTED) > 40
+    assert not stands_in_the_code("node.identity: … is in use of …")
