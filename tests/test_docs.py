@@ -1,5 +1,5 @@
-"""What the documents name exists: files, folders, modules, classes, members, functions, settings, tests. Pages made from
-the code are what it makes, and quoted messages are what it says."""
+"""What the documents name exists: files, folders, modules, classes, members, functions, settings, tests. Made pages
+are what the code makes, and quoted messages are what it says."""
 
 from __future__ import annotations
 
