@@ -47,6 +47,7 @@ from noloco_node.help_texts import (
     SWARM_HELP,
     TOP_HELP,
     VALIDATE_HELP,
+    WATCH_HELP,
 )
 from noloco_node.merge_commands import merge_arguments
 from noloco_node.node_options import (
@@ -57,6 +58,8 @@ from noloco_node.node_options import (
     seed_arguments,
     seed_settings,
     set_argument,
+    watch_arguments,
+    watch_settings,
 )
 from noloco_node.printing import (
     print_finished,
@@ -178,6 +181,9 @@ def parser() -> argparse.ArgumentParser:
     health_arguments(top_of_node)
     top_of_node.add_argument("--once", action="store_true", help="print the node as it is now, and end")
     top_of_node.set_defaults(call=_top)
+    watch = _command(commands, "watch", "watch a whole swarm in this terminal, without joining it", WATCH_HELP)
+    watch_arguments(watch)
+    watch.set_defaults(call=_watch)
     seed = _command(commands, "seed", "hold a run's directory together, without a stage", SEED_HELP)
     seed_arguments(seed)
     seed.set_defaults(call=_seed)
@@ -342,6 +348,23 @@ def _top(options: argparse.Namespace) -> int:
     from noloco_node.top import follow
 
     follow(*health_address(options, os.environ), Console(), once=options.once)
+    return int(ExitCode.OK)
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from noloco_node.early_checks import check_peers
+
+    settings = watch_settings(options)
+    check_peers(settings)
+    with loading():
+        import uvloop
+        from rich.console import Console
+
+        from noloco_node.watch import watch
+
+    console = Console()
+    follows = options.follow if options.json else console.is_terminal and not options.once
+    uvloop.run(watch(settings, console, as_json=options.json, follows=follows))
     return int(ExitCode.OK)
 
 

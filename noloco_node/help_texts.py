@@ -121,11 +121,12 @@ SEED_HELP = """\
 Run a seed: a light node without a stage, which needs no GPU and little memory. It holds the directory together, so that
 the nodes of a run find each other by its address and keep to it when they come back. With CONFIG, or with the address
 of a node of the run, strangers can join that run by the seed's address alone; with neither it serves any run.
-Give it a fixed port and a machine that stays on. With --relay-for-others it carries the connections of nodes that
+Give it a fixed port and a machine that stays on. With --metrics-port it shows the run's whole swarm, strangers' nodes
+included, to a browser and to Prometheus. With --relay-for-others it carries the connections of nodes that
 nobody can dial. Ctrl-C ends it.
 
 example:
-  noloco-node seed tiny --host 0.0.0.0 --port 31337
+  noloco-node seed tiny --host 0.0.0.0 --port 31337 --metrics-port 9100
   noloco-node seed --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31338"""
 
 DOCTOR_HELP = """\
@@ -168,6 +169,17 @@ anywhere that this machine reaches. Ctrl-C ends the view, not the node.
 examples:
   noloco-node top --metrics-port 9100
   noloco-node top --metrics-host 192.168.1.7 --metrics-port 9100 --once"""
+
+WATCH_HELP = """\
+Watch a whole swarm in this terminal, from the address of any of its nodes or seeds: nodes by stage and what they do,
+speed, clocks and their lag, versions, who comes and goes, stages that nobody serves. It takes no part: it publishes
+nothing, nobody counts it as a node, and it needs no invitation. Who is counted has answered; what only a record claims
+is told apart. Without a terminal, or with --once or --json, it looks once; speed is then what nodes say, since clocks
+have to move to be measured. Ctrl-C ends the view.
+
+examples:
+  noloco-node watch /ip4/10.0.0.5/tcp/31337/p2p/Qm...
+  noloco-node watch /ip4/10.0.0.5/tcp/31337/p2p/Qm... --json"""
 
 INIT_HELP = """\
 Write a configuration that comes with noloco-node to a new file, comments and all, as an example to start from.

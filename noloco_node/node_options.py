@@ -50,8 +50,11 @@ def seed_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="the run that others join through it")
     set_argument(command, "node.log_level=DEBUG")
     command.add_argument("--initial-peers", metavar="ADDR", nargs="+", help="nodes or seeds to join")
+    add = command.add_argument
+    add("--metrics-port", metavar="N", help="show the swarm to a browser and to Prometheus on this port; 0: any")
+    add("--metrics-host", metavar="ADDR", help="address of that port; 0.0.0.0 shows it to other machines")
     network_arguments(command)
-    command.set_defaults(stage=None, metrics_port=None, metrics_host=None)
+    command.set_defaults(stage=None)
 
 
 def seed_settings(options: argparse.Namespace) -> tuple[RunSpec | None, NodeSettings]:
@@ -65,6 +68,22 @@ def seed_settings(options: argparse.Namespace) -> tuple[RunSpec | None, NodeSett
         return None, load_join(node_overrides(options), os.environ).node
     config = load_config(options.config, node_overrides(options), os.environ)
     return config.run, config.node
+
+
+def watch_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `watch`."""
+    command.add_argument("initial_peers", metavar="ADDRESS", nargs="+", help="address of a node or a seed of the run")
+    command.add_argument("--once", action="store_true", help="print the swarm as it is now, and end")
+    command.add_argument("--json", action="store_true", help="the same as one JSON object")
+    command.add_argument("--follow", action="store_true", help="with --json: one object a second, until Ctrl-C")
+
+
+def watch_settings(options: argparse.Namespace) -> NodeSettings:
+    """A node that listens on this machine only, at any port: nobody has to reach it. What variables say is the node's
+    on this machine, and not heard. UserError (CONFIG) where no address is one."""
+    from noloco_node.config.node_settings import NodeSettings
+
+    return NodeSettings(initial_peers=tuple(options.initial_peers))
 
 
 def doctor_arguments(command: argparse.ArgumentParser) -> None:

@@ -1,4 +1,5 @@
-"""A seed: a light node without a stage. It holds the directory together, and relays only where its owner says so."""
+"""A seed: a light node without a stage. It holds the directory together, shows the swarm to whoever watches it, and
+relays only where its owner says so."""
 
 from __future__ import annotations
 
@@ -20,15 +21,19 @@ from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
 from noloco_node.swarm.directory import Directory
 from noloco_node.swarm.hello import check_same_run, serve_hello
 from noloco_node.swarm.last_words import LastWords
+from noloco_node.swarm.onlooker import Onlooker
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.telemetry.logging import NodeLog, configure_logging
-from noloco_node.telemetry.node_pages import liveness
+from noloco_node.telemetry.swarm_pages import SwarmPages
 from noloco_node.telemetry.web import WebServer
 
 logger = logging.getLogger(__name__)
 
 ANY_RUN = "any"
 """Stands for the run in the file of peers seen before, where a seed serves no run of its own."""
+
+NO_RUN = "a seed of any run: it holds their records, and knows of none what its nodes do; name a run's CONFIG to see it"
+"""What its page says where it knows no run."""
 
 Tell = Callable[[RunSpec | None, list[str]], None]
 """Told the run, if there is one, and the addresses of the seed, once it is up."""
@@ -53,10 +58,11 @@ async def _run(spec: RunSpec | None, settings: NodeSettings, folder: RunFolder, 
         loop.add_signal_handler(number, stop.set)
     run = None if spec is None else spec.run_id
     heartbeat = Heartbeat(loop)
-    web = WebServer({"/healthz": liveness(heartbeat)})
+    pages = SwarmPages(heartbeat)
+    web = WebServer(pages.answers())
     try:
         if settings.metrics_port is not None:
-            web.start(settings.metrics_host, settings.metrics_port)
+            logger.info("the swarm is shown at http://%s", web.start(settings.metrics_host, settings.metrics_port))
         async with entrance(settings, folder, run=run, may_found=not settings.initial_peers) as door:
             agreed = await _agree(spec, door)
             async with _directory(door, agreed) as directory:
@@ -65,7 +71,8 @@ async def _run(spec: RunSpec | None, settings: NodeSettings, folder: RunFolder, 
                 if agreed is not None:
                     serve_spec(door.transport, agreed)
                 tell(agreed, door.daemon.visible_addresses())
-                await _serve(door, directory, agreed, settings, stop, last)
+                pages.records = lambda: directory.records_held
+                await _serve(door, directory, agreed, settings, stop, pages, last)
     finally:
         web.stop()
         heartbeat.stop()
@@ -85,9 +92,14 @@ async def _agree(spec: RunSpec | None, door: Entrance) -> RunSpec | None:
 
 @contextlib.asynccontextmanager
 async def _directory(door: Entrance, spec: RunSpec | None) -> AsyncGenerator[DhtDirectory]:
-    run, stages = (None, 0) if spec is None else (spec.run_id, spec.stages)
     met = door.transport.acquaintances
-    directory = await join_directory(door.daemon, door.identity, run, stages, acquaintances=met)
+    if spec is None:
+        directory = await join_directory(door.daemon, door.identity, None, 0, acquaintances=met)
+    else:
+        life = spec.limits.record_seconds
+        directory = await join_directory(
+            door.daemon, door.identity, spec.run_id, spec.stages, acquaintances=met, record_seconds=life
+        )
     try:
         yield directory
     finally:
@@ -100,12 +112,18 @@ async def _serve(
     spec: RunSpec | None,
     settings: NodeSettings,
     stop: asyncio.Event,
+    pages: SwarmPages,
     last: LastWords | None,
 ) -> None:
     run = ANY_RUN if spec is None else spec.run_id
     companions: list[Coroutine[Any, Any, None]] = [door.known.keep(door.daemon, run, directory.neighbours)]
-    if spec is not None and last is not None:
+    if spec is None or last is None:
+        pages.detail = NO_RUN
+    else:
         companions.append(last.run(spec.limits.record_seconds))
+        if settings.metrics_port is not None:
+            pages.detail = "looking for the nodes of the run"
+            companions.append(Onlooker(door.transport, directory, spec, over=last.over).run(pages.saw))
     await supervisor(door.daemon, directory, door.known, settings).beside(stop.wait(), *companions)
 
 

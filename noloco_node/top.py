@@ -16,7 +16,15 @@ from rich.text import Text
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.telemetry.told_state import NoState, ToldPeer, ToldState, ask_state
-from noloco_node.telemetry.words import as_duration, as_loss, as_nodes, as_rate, as_scientific
+from noloco_node.telemetry.words import (
+    as_clock_time,
+    as_duration,
+    as_loss,
+    as_nodes,
+    as_rate,
+    as_scientific,
+    printable,
+)
 
 LOOK_SECONDS = 1.0
 BAR_WIDTH = 40
@@ -47,7 +55,7 @@ class Follower:
                     "start the node with --metrics-port N, and name that port here; a node says where its pages are "
                     "when it is up",
                 ) from None
-            self.trouble = f"no answer since {_clock_time(self.state.time)}: {error}"
+            self.trouble = f"no answer since {as_clock_time(self.state.time)}: {error}"
 
 
 def follow(host: str, port: int, console: Console, *, once: bool) -> None:
@@ -76,7 +84,7 @@ def screen(follower: Follower, height: int) -> RenderableType:
     assert state is not None
     peers = [_peers(state, max(3, min(MOST_PEERS, height - OTHER_LINES - LOG_LINES)))] if state.peers else []
     parts: list[RenderableType] = [
-        *(Text(_plain(line), style="bold red") for line in _troubles(follower, state)),
+        *(Text(printable(line), style="bold red") for line in _troubles(follower, state)),
         _doing(state),
         *_progress(state),
         Text(),
@@ -85,8 +93,8 @@ def screen(follower: Follower, height: int) -> RenderableType:
         Text(),
         *(_log_line(line.time, line.level, line.text) for line in state.log[-LOG_LINES:]),
     ]
-    name = _plain(state.run.name) if state.run else "starting"
-    where = f" · stage {state.stage} of {state.stages} · node …{_plain(state.peer_id or '')[-6:]}"
+    name = printable(state.run.name) if state.run else "starting"
+    where = f" · stage {state.stage} of {state.stages} · node …{printable(state.peer_id or '')[-6:]}"
     title = Text(name + (where if state.stage is not None else ""))
     return Panel(Group(*parts), title=title, subtitle=Text(f"{follower.where} · Ctrl-C ends this view only"))
 
@@ -102,7 +110,7 @@ def _troubles(follower: Follower, state: ToldState) -> Iterator[str]:
 def _doing(state: ToldState) -> Text:
     style = "bold green" if state.state == "training" else "bold" if state.state == "ended" else "bold yellow"
     since = "" if state.state == "ended" else f", for {as_duration(max(0.0, state.time - state.since))}"
-    return Text(f"{_plain(state.detail)}{since}", style=style)
+    return Text(f"{printable(state.detail)}{since}", style=style)
 
 
 def _progress(state: ToldState) -> Iterator[RenderableType]:
@@ -146,7 +154,7 @@ def _peers(state: ToldState, most: int) -> RenderableType:
     near = sorted(state.peers, key=lambda peer: (not peer.answers, abs(peer.stage - own), peer.stage, peer.peer_id))
     for peer in near[:most]:
         style = "" if peer.answers else "dim"
-        table.add_row(*(Text(_plain(cell), style=style) for cell in _cells(peer)))
+        table.add_row(*(Text(printable(cell), style=style) for cell in _cells(peer)))
     more = [Text(f"and {len(near) - most} more", style="dim")] if len(near) > most else []
     return Group(table, *more)
 
@@ -166,16 +174,4 @@ def _cells(peer: ToldPeer) -> tuple[str, ...]:
 
 def _log_line(when: float, level: str, text: str) -> Text:
     style = "red" if level in ("ERROR", "CRITICAL") else "yellow" if level == "WARNING" else "dim"
-    return Text(f"{_clock_time(when)} {_plain(text)}", style=style, no_wrap=True, overflow="ellipsis")
-
-
-def _plain(text: str) -> str:
-    """What others say does not speak to the terminal."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
-
-
-def _clock_time(when: float) -> str:
-    try:
-        return time.strftime("%H:%M:%S", time.localtime(when))
-    except (OverflowError, ValueError, OSError):
-        return "??:??:??"
+    return Text(f"{as_clock_time(when)} {printable(text)}", style=style, no_wrap=True, overflow="ellipsis")

@@ -28,7 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "checkpointing",
         "node",
         "device_group doctor early_checks help_texts identity_commands invite_commands local_swarm merge_commands"
-        " node_options seed small_commands status top",
+        " node_options seed small_commands status top watch",
         "local_run report",
         "printing",
         "cli",

@@ -16,7 +16,7 @@ from deploy.monitoring.files import PAGE, files
 from deploy.monitoring.panels import DASHBOARDS
 from deploy.monitoring.promql import grouping_labels, labels_of_result, narrowed, selectors
 from deploy.monitoring.trials import HEALTHY, TRIALS, Trial
-from noloco_node.telemetry.metric_table import TABLE, Metric
+from noloco_node.telemetry.metric_table import SEED_TABLE, TABLE, Metric
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -28,7 +28,7 @@ EXPRESSIONS_AND_ALERTS = {**RECORDED, **EXPRESSIONS, **{alert.name: alert.expres
 
 def series() -> Iterator[tuple[str, frozenset[str]]]:
     """Every series that can be asked for, with its labels."""
-    for metric in TABLE.values():
+    for metric in (*TABLE.values(), *SEED_TABLE.values()):
         yield from ((name, labels | TARGET) for name, labels in scraped(metric))
     for name in re.findall(r"process_\w+", PROCESS):
         yield name, TARGET
@@ -147,13 +147,16 @@ def test_the_files_are_those_that_the_description_makes() -> None:
 
 
 def test_prometheus_reads_what_a_local_swarm_writes() -> None:
-    """Compose's run folder, and the rules; file discovery takes no asterisk in a folder's name."""
+    """Compose's run folder, files of other nodes and of seeds, and the rules; file discovery takes no asterisk in a
+    folder's name."""
     config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text(encoding="utf-8"))
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))["services"]["swarm"]["command"]
-    (job,) = config["scrape_configs"]
-    places = job["file_sd_configs"][0]["files"]
+    jobs = {job["job_name"]: job["file_sd_configs"][0]["files"] for job in config["scrape_configs"]}
+    assert jobs.keys() == {"noloco", "noloco-seeds"}
+    places = jobs["noloco"]
+    assert not {*places} & {*jobs["noloco-seeds"]}, "a seed is no node"
     assert places[0] == f"{compose[compose.index('--run-folder') + 1]}/targets.json"
-    assert [place for place in places if "*" in place.rpartition("/")[0]] == []
+    assert [place for place in (*places, *jobs["noloco-seeds"]) if "*" in place.rpartition("/")[0]] == []
     assert [(DEPLOY / "prometheus" / name).exists() for name in config["rule_files"]] == [True]
 
 

@@ -14,7 +14,7 @@ from noloco_node.cli import parser
 from noloco_node.config.load import setting_names
 from noloco_node.errors import EXIT_MEANINGS, ExitCode
 from noloco_node.telemetry.events import AnyEvent
-from noloco_node.telemetry.metric_table import TABLE
+from noloco_node.telemetry.metric_table import SEED_TABLE, TABLE
 from noloco_node.telemetry.summary import Summary
 
 LIST = Path(__file__).parent / "public_surface.txt"
@@ -34,7 +34,7 @@ def flags(command: argparse.ArgumentParser) -> Iterator[str]:
 
 def metrics() -> Iterator[str]:
     """Every metric with its type and labels."""
-    for metric in TABLE.values():
+    for metric in (*TABLE.values(), *SEED_TABLE.values()):
         labels = ", ".join(metric.labels)
         yield f"{metric.name} ({metric.kind}){f' by {labels}' if labels else ''}"
 
@@ -75,7 +75,7 @@ def test_every_exit_code_has_a_meaning_and_every_help_ends_with_them() -> None:
     for action in parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
             texts += [inner.format_help() for inner in action.choices.values()]
-    assert len(texts) == 16
+    assert len(texts) == 17
     for text in texts:
         assert all(meaning in text for meaning in EXIT_MEANINGS.values())
 

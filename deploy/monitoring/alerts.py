@@ -39,6 +39,14 @@ ALERTS = (
         "No node serves stage {{ $labels.stage }} of run {{ $labels.run }}: microbatches wait for it",
     ),
     Alert(
+        "NolocoStageUnanswered",
+        "seen_missing",
+        "> 0",
+        "30s",
+        "page",
+        "No node that answers the seeds of run {{ $labels.run }} serves stage {{ $labels.stage }}",
+    ),
+    Alert(
         "NolocoSwarmStalled",
         "no_progress",
         "== 0",

@@ -87,6 +87,21 @@ OF_SWARM: Mapping[str, str] = {
 }
 """Of all nodes of a run that are scraped."""
 
+OF_SEEDS: Mapping[str, str] = {
+    "seen_nodes": "max by (run, stage, state) (noloco_swarm_nodes)",
+    "seen_claimed": "max by (run, stage) (noloco_swarm_claimed_nodes)",
+    "seen_missing": "min by (run, stage) (noloco_swarm_stage_missing)",
+    "seen_speed": "avg by (run) (noloco_swarm_tokens_per_second)",
+    "seen_capacity": "avg by (run, stage) (noloco_swarm_capacity_tokens_per_second)",
+    "seen_progress": "max by (run) (noloco_swarm_clock_tokens / noloco_swarm_target_tokens)",
+    "seen_lag": "max by (run, stage) (noloco_swarm_stage_lag_tokens)",
+    "seen_versions": "max by (run, version) (noloco_swarm_version_nodes)",
+    "seen_joins": "max by (run) (increase(noloco_swarm_joins_total[15m]))",
+    "seen_departures": "max by (run, how) (increase(noloco_swarm_departures_total[15m]))",
+    "seen_moves": "max by (run) (increase(noloco_swarm_moves_total[15m]))",
+}
+"""Of whole swarms, as seeds see them: strangers' nodes included, which nobody can scrape."""
+
 OF_NODE: Mapping[str, str] = {
     "reachable": _KNOWN,
     "gone": _NOT_ENDED,
@@ -161,4 +176,4 @@ QUIET: Mapping[str, Quiet] = {
 }
 """Those that may give nothing while a swarm trains, and why. All others must give series then (`make dashboards`)."""
 
-EXPRESSIONS: Mapping[str, str] = {**OF_SWARM, **OF_NODE}
+EXPRESSIONS: Mapping[str, str] = {**OF_SWARM, **OF_SEEDS, **OF_NODE}

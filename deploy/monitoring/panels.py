@@ -123,6 +123,26 @@ SWARM = Dashboard(
                 _panel("Moves of 15 minutes", "short", ("moves", "{{why}} {{run}}")),
             ),
         ),
+        (
+            "The whole swarm, as seeds see it",
+            (
+                _panel("Nodes that answer", "short", ("seen_nodes", "{{state}}, " + STAGE)),
+                _panel("Claimed by records only", "short", ("seen_claimed", STAGE)),
+                _panel("Stage without nodes", "short", ("seen_missing", STAGE)),
+                _panel("Speed by the motion of clocks", "suffix: tokens/s", ("seen_speed", RUN)),
+                _panel("What nodes say they could", "suffix: tokens/s", ("seen_capacity", STAGE)),
+                _panel("Progress, by seeds", "percentunit", ("seen_progress", RUN)),
+                _panel("Last node, behind the swarm's clock", "suffix: tokens", ("seen_lag", STAGE)),
+                _panel("Nodes by version", "short", ("seen_versions", "{{version}} {{run}}")),
+                _panel(
+                    "Comings and goings of 15 minutes",
+                    "short",
+                    ("seen_joins", "came {{run}}"),
+                    ("seen_departures", "{{how}} {{run}}"),
+                    ("seen_moves", "moved {{run}}"),
+                ),
+            ),
+        ),
     ),
     ("run",),
 )

@@ -20,6 +20,8 @@ import yaml
 from deploy.monitoring.files import DEPLOY
 
 READY_SECONDS = 60.0
+SEEDS = "seeds.json"
+"""Where the seed of the proof is named."""
 Points = dict[tuple[tuple[str, str], ...], list[tuple[float, float]]]
 """Series by labels: time and value of each sample."""
 
@@ -61,7 +63,8 @@ class Watchers:
             return answer.read().decode()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One of this machine that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -71,7 +74,8 @@ def _configured(folder: Path, targets: Path, alertmanager: str) -> Path:
     """deploy's configuration, with the places of this run."""
     config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text(encoding="utf-8"))
     config["rule_files"] = [str(DEPLOY / "prometheus" / name) for name in config["rule_files"]]
-    config["scrape_configs"][0]["file_sd_configs"][0]["files"] = [str(targets)]
+    for job, place in zip(config["scrape_configs"], (targets, folder / SEEDS), strict=True):
+        job["file_sd_configs"][0]["files"] = [str(place)]
     config["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [alertmanager]
     place = folder / "prometheus.yml"
     place.write_text(yaml.safe_dump(config), encoding="utf-8")
@@ -93,7 +97,7 @@ def check_files() -> None:
 @contextlib.contextmanager
 def watchers(folder: Path, targets: Path) -> Iterator[Watchers]:
     """Both run as long as the block lasts; what they say and keep is in `folder`."""
-    made = Watchers(f"127.0.0.1:{_free_port()}", f"127.0.0.1:{_free_port()}")
+    made = Watchers(f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}")
     config = _configured(folder, targets, made.alertmanager)
     subprocess.run(["promtool", "check", "config", str(config)], check=True, stdout=subprocess.DEVNULL)
     commands = {

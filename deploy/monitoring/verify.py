@@ -1,7 +1,7 @@
-"""A real local swarm of four under a real Prometheus and Alertmanager, with the files of deploy/: `make dashboards`.
+"""A real local swarm of four, with a seed, under a real Prometheus and Alertmanager and the files of deploy/.
 
     apt-get install prometheus prometheus-alertmanager     (Debian; their services need not run)
-    python -m deploy.monitoring.verify [FOLDER]
+    make dashboards, or: python -m deploy.monitoring.verify [FOLDER]
 
 The validators pass; every expression of every rule, panel and console gives series, and those move; speed and replicas
 are those of the nodes' event files within 5 %; when all nodes of a stage are killed an alert fires within two minutes,
@@ -12,13 +12,14 @@ FOLDER keeps run, logs, consoles and figures (default: a temporary one).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -26,7 +27,7 @@ from deploy.monitoring.alerts import ALERTS
 from deploy.monitoring.expressions import EXPRESSIONS, QUIET, RECORDED
 from deploy.monitoring.files import DEPLOY
 from deploy.monitoring.panels import DASHBOARDS
-from deploy.monitoring.servers import Watchers, check_files, watchers
+from deploy.monitoring.servers import SEEDS, Watchers, check_files, free_port, watchers
 from deploy.monitoring.trials import try_rules
 from noloco_node.config.load import load_config
 from noloco_node.config.shipped import shipped_config
@@ -85,6 +86,8 @@ STEADY: Mapping[str, str] = {
     "held": "always as many as `node.in_flight`",
     "queue": "a look every two seconds may meet none",
     "doing": "1 as long as it lasts",
+    "seen_claimed": "who is killed is silent for a few seconds only before its record is gone",
+    "seen_moves": "stages are given",
 }
 """Expressions that need not move in this swarm, and why."""
 
@@ -170,7 +173,13 @@ class Proof:
             name = dict(labels)["node"]
             self.same_speed(name, [node for node in self.nodes if node.name == name], points)
         (points,) = self.watched.range("noloco:clock_tokens:rate2m", start, end).values()
-        self.say("swarm's clock, tokens/s", round(fmean(value for _, value in points), 1))
+        (seen,) = self.watched.range(EXPRESSIONS["seen_speed"], start, end).values()
+        speeds = (round(fmean(value for _, value in each), 1) for each in (points, seen))
+        self.say("swarm's clock, tokens/s: by its nodes, by the seed", tuple(speeds))
+        counted = self.watched.range('sum(noloco_swarm_nodes{state="training"})', end, end)
+        self.say("nodes that the seed sees train", [values[-1][1] for values in counted.values()])
+        running = sum(node.running for node in self.nodes)
+        self.hold([values[-1][1] for values in counted.values()] == [running], "the seed sees all nodes")
 
     def same_speed(self, whose: str, nodes: Sequence[SwarmNode], points: Sequence[tuple[float, float]]) -> None:
         """Prometheus' tokens per second against those of the event files, in the mean."""
@@ -281,6 +290,27 @@ class Proof:
             await node.process.wait()
 
 
+@contextlib.asynccontextmanager
+async def seed_of(swarm: LocalSwarm, folder: Path) -> AsyncGenerator[None]:
+    """A seed that shows the swarm, scraped as long as the block lasts."""
+    started, port = swarm.nodes[0].started, free_port()
+    assert started is not None
+    options = ["--run-folder", str(folder / "seed"), "--metrics-port", str(port)]
+    with (folder / "seed.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "noloco_node", "seed", "--initial-peers", *started.addresses, *options),
+            stdout=log,
+            stderr=log,
+        )
+    target = {"targets": [f"127.0.0.1:{port}"], "labels": {"run": swarm.config.run.name}}
+    atomic.write_json(folder / SEEDS, [target])
+    try:
+        yield
+    finally:
+        process.terminate()
+        await process.wait()
+
+
 async def prove(folder: Path) -> list[str]:
     """What did not hold."""
     check_files()
@@ -292,13 +322,14 @@ async def prove(folder: Path) -> list[str]:
         try:
             await swarm.start()
             proof.say("nodes up", len(swarm.nodes))
-            took = await proof.until(proof.trains, TRAINING_SECONDS, "all train, average, evaluate and save")
-            proof.say("up until all train, average, evaluate and save, s", took and round(took, 1))
-            await proof.follow(QUIET_SECONDS)
-            await asyncio.to_thread(proof.agreement)
-            await asyncio.to_thread(proof.consoles)
-            await proof.alert()
-            await asyncio.to_thread(proof.expressions)
+            async with seed_of(swarm, folder):
+                took = await proof.until(proof.trains, TRAINING_SECONDS, "all train, average, evaluate and save")
+                proof.say("up until all train, average, evaluate and save, s", took and round(took, 1))
+                await proof.follow(QUIET_SECONDS)
+                await asyncio.to_thread(proof.agreement)
+                await asyncio.to_thread(proof.consoles)
+                await proof.alert()
+                await asyncio.to_thread(proof.expressions)
         finally:
             await proof.end()
             (folder / "figures.json").write_text(json.dumps(proof.figures, indent=1), encoding="utf-8")

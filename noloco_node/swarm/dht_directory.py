@@ -57,8 +57,11 @@ class DhtDirectory:
         identity: Identity,
         keys: tuple[str, ...],
         acquaintances: Acquaintances,
+        *,
+        only_asks: bool = False,
     ) -> None:
         self._node = node
+        self._only_asks = only_asks
         self._intake = intake
         self._records = records
         self._identity = identity
@@ -91,7 +94,7 @@ class DhtDirectory:
         """Make this node known to the peers at these addresses, and to those near it. Raises UserError where none of
         them takes it, with the reason."""
         self._entrances = [parse_address(text).peer for text in peers]
-        asked = [self._node.ping(_peer(peer), introduce=True) for peer in self._entrances]
+        asked = [self._node.ping(_peer(peer), introduce=not self._only_asks) for peer in self._entrances]
         answers: list[bool | BaseException] = []
         try:
             async with asyncio.timeout(JOIN_SECONDS):
@@ -222,11 +225,12 @@ async def join_directory(
     *,
     acquaintances: Acquaintances | None = None,
     record_seconds: float = MAX_LIFE_SECONDS,
+    only_asks: bool = False,
 ) -> DhtDirectory:
     """Join the DHT through the initial peers that `p2p` is connected to, or start a new one if there are none.
 
     Where `run_id` is None this node only holds the records of whatever runs come by, and looks up none (`stages` is 0).
-    Records that claim to live much longer than `record_seconds` are not held.
+    Records that claim to live much longer than `record_seconds` are not held. Who `only_asks` has no place in the DHT.
     Raises UserError: PEERS_UNREACHABLE where none of them answers in the DHT, CONFIG where clocks differ too much.
     """
     met = acquaintances or Acquaintances()
@@ -243,8 +247,8 @@ async def join_directory(
     records = RecordStore(identity.peer_id, esteem, random.Random(), longest=longest)
     validator = RecordValidator(run_id, stages)
     intake = Intake(identity.peer_id, validator, records, met.answers, get_dht_time, longest)
-    node = await DhtNode.open(p2p.hivemind_p2p, intake, records)
-    directory = DhtDirectory(node, intake, records, identity, keys, met)
+    node = await DhtNode.open(p2p.hivemind_p2p, intake, records, only_asks=only_asks)
+    directory = DhtDirectory(node, intake, records, identity, keys, met, only_asks=only_asks)
     try:
         await directory.enter(p2p.joined_peers)
     except BaseException:

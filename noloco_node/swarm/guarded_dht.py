@@ -144,16 +144,17 @@ class CannotBeReached(Exception):
 
 
 class DhtNode:
-    """One node's side of the DHT. Made by `open`; `close` ends it. Peers, node ids and messages are hivemind's."""
+    """One node's side of the DHT. Made by `open`; `close` ends it. Peers, node ids and messages are hivemind's. One
+    that `only_asks` names no node id: it gets no place in anybody's routing table, and nobody gives it anything."""
 
-    def __init__(self, p2p: P2P, intake: Intake, records: RecordStore) -> None:
+    def __init__(self, p2p: P2P, intake: Intake, records: RecordStore, *, only_asks: bool = False) -> None:
         self._p2p: Any = p2p
         self._intake, self._records = intake, records
         self.node_id: Any = node_id_of(self._p2p.peer_id)
         self.table: Any = BoundedTable(self.node_id, BUCKET_SIZE, DEPTH_MODULO)
         self.impostors = 0
         """Claims of a node id that is not the peer's, so far."""
-        self._info: Any = _pb.NodeInfo(node_id=self.node_id.to_bytes())
+        self._info: Any = _pb.NodeInfo(node_id=b"" if only_asks else self.node_id.to_bytes())
         self._calls = asyncio.Semaphore(MOST_CALLS)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pings = 0
@@ -164,9 +165,9 @@ class DhtNode:
         self._answers_together = {known: Budget(*pool, time.monotonic) for known, pool in ASKED_TOGETHER.items()}
 
     @classmethod
-    async def open(cls, p2p: P2P, intake: Intake, records: RecordStore) -> DhtNode:
+    async def open(cls, p2p: P2P, intake: Intake, records: RecordStore, *, only_asks: bool = False) -> DhtNode:
         """Answer other nodes on `p2p` from now on."""
-        self = cls(p2p, intake, records)
+        self = cls(p2p, intake, records, only_asks=only_asks)
         await self._p2p.add_protobuf_handler(PING, self.handle_ping, _pb.PingRequest)
         await self._p2p.add_protobuf_handler(STORE, self.handle_store, _pb.StoreRequest)
         await self._p2p.add_protobuf_handler(FIND, self.handle_find, _pb.FindRequest)

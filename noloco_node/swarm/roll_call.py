@@ -63,21 +63,24 @@ class _Asked:
 
 class RollCall:
     """Asks who is there. `introduced` gives the records to go by; `on_change` is called soon after an answer, or its
-    absence, has changed who serves which stage. `run` must be running in the owner's task group; `sweep` needs none."""
+    absence, has changed who serves which stage. `run` must be running in the owner's task group; `sweep` needs none.
+    Who serves no `stage` only says hello: it takes no part, and has nothing to tell."""
 
     def __init__(
         self,
         transport: Transport,
         directory: Directory,
         run_id: str,
-        stage: Callable[[], int],
+        stage: Callable[[], int | None],
         record_seconds: float,
         introduced: Callable[[], Iterable[PeerRecord]],
         on_change: Callable[[], None],
         rng: random.Random,
         entrances: Iterable[PeerId] = (),
+        calls_a_second: float = CALLS_A_SECOND,
     ) -> None:
         self._transport = transport
+        self._calls_a_second = calls_a_second
         self._entrances = set(entrances) - {transport.peer_id}
         """Initial peers: asked, and for whom they know, before anybody whom only a record introduces."""
         self._named: dict[PeerId, None] = {}
@@ -198,7 +201,7 @@ class RollCall:
 
     def _due(self, now: float) -> list[PeerId]:
         """Whom to ask now, within what is allowed."""
-        self._allowance = min(float(BURST), self._allowance + (now - self._allowed_at) * CALLS_A_SECOND)
+        self._allowance = min(float(BURST), self._allowance + (now - self._allowed_at) * self._calls_a_second)
         self._allowed_at = now
         under_way = sum(asked.under_way for asked in self._asked.values())
         most = min(int(self._allowance), BURST - under_way)
@@ -231,7 +234,8 @@ class RollCall:
 
     def _wanted(self, kind: int, stages: list[int]) -> list[int]:
         """Of who is only introduced the own stage and the next are asked first, and now and then another one."""
-        near = [stage for stage in stages if stage in (own := self._stage(), own + 1)]
+        own = self._stage()
+        near = [] if own is None else [stage for stage in stages if stage in (own, own + 1)]
         if kind != INTRODUCED or not near or len(near) == len(stages):
             return stages
         self._near_in_a_row = (self._near_in_a_row + 1) % (BURST + 1)
@@ -262,7 +266,7 @@ class RollCall:
 
     def _until_next(self, now: float) -> float | None:
         waits = [asked.next_try - now for asked in self._asked.values() if not asked.under_way]
-        return min(LOOK_SECONDS, max(1.0 / CALLS_A_SECOND, min(waits))) if waits else None
+        return min(LOOK_SECONDS, max(1.0 / self._calls_a_second, min(waits))) if waits else None
 
     async def _ask(self, peer: PeerId, asked: _Asked, timeout: float = CALL_SECONDS) -> None:
         if self._asked.get(peer) is not asked:  # the directory was read since: its record's life is over
@@ -290,8 +294,9 @@ class RollCall:
 
     async def _call(self, peer: PeerId, record: PeerRecord | None, asked: _Asked, timeout: float) -> bool:
         """A node that is still on its way to its stage has no records to tell yet, and only says where it goes."""
-        if record is None or record.state is not PeerState.JOINING:
-            told = await tell(self._transport, peer, self._run, self._directory, stage=self._stage(), timeout=timeout)
+        own = self._stage()
+        if own is not None and (record is None or record.state is not PeerState.JOINING):
+            told = await tell(self._transport, peer, self._run, self._directory, stage=own, timeout=timeout)
             asked.has_told |= told.stage is not None
             if not self._running:
                 self._named.update(dict.fromkeys(told.named[: MOST_NAMED - len(self._named)]))

@@ -1,8 +1,8 @@
-"""Every metric of a node: its name, type, unit, labels and meaning. `docs/metrics.md` is made from this table."""
+"""Every metric of a node, and of a seed: name, type, unit, labels and meaning. `docs/metrics.md` is made from this."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -138,7 +138,38 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
     ),
 }
 
+SEED_GROUPS: dict[str, tuple[Metric, ...]] = {
+    "The seed": (
+        _info("noloco_seed_info", "Version of the seed, and the run that it shows", "version", "run_id"),
+        _gauge("noloco_seed_records", "records", "Signed records that it holds, of whatever run"),
+        _gauge("noloco_seed_look_age_seconds", "seconds", "Since it last looked at the swarm"),
+    ),
+    "The swarm": (
+        _gauge("noloco_swarm_nodes", "nodes", "Nodes that answer, by what they say they do", "stage", "state"),
+        _gauge("noloco_swarm_claimed_nodes", "nodes", "Live records of peers that do not answer", "stage"),
+        _gauge("noloco_swarm_stage_missing", "1 or 0", "1 while no node that answers serves a stage", "stage"),
+        _gauge(
+            "noloco_swarm_capacity_tokens_per_second",
+            "tokens/second",
+            "What the nodes that serve a stage say they could train, nobody's word above 8 median nodes",
+            "stage",
+        ),
+        _gauge("noloco_swarm_stage_clock_tokens", "tokens", "Median clock of the nodes that serve a stage", "stage"),
+        _gauge("noloco_swarm_stage_lag_tokens", "tokens", "Last node of a stage, behind the swarm's clock", "stage"),
+        _gauge("noloco_swarm_version_nodes", "nodes", "Nodes that answer, by version: 8 names, and other", "version"),
+        _gauge("noloco_swarm_clock_tokens", "tokens", "The swarm's clock: the median of the first stage's nodes"),
+        _gauge("noloco_swarm_target_tokens", "tokens", "Clock at which the run ends"),
+        _gauge("noloco_swarm_tokens_per_second", "tokens/second", "Of the whole swarm, by the motion of its clocks"),
+        _gauge("noloco_swarm_over", "1 or 0", "1 once the run has come to its end"),
+        _counter("noloco_swarm_joins_total", "nodes", "Nodes that came, those found at the first look included"),
+        _counter("noloco_swarm_departures_total", "nodes", "Nodes that went, with a farewell or without", "how"),
+        _counter("noloco_swarm_moves_total", "moves", "Moves of nodes to another stage"),
+    ),
+}
+"""Of a seed that knows its run: the whole swarm, as far as its nodes answer. Nothing there is scraped from a node."""
+
 TABLE: dict[str, Metric] = {metric.name: metric for group in GROUPS.values() for metric in group}
+SEED_TABLE: dict[str, Metric] = {metric.name: metric for group in SEED_GROUPS.values() for metric in group}
 
 
 def markdown() -> str:
@@ -155,7 +186,20 @@ def _lines() -> Iterator[str]:
     yield "Labels are bounded: none is a peer, an address or a free text. Counters begin at 0 with the process,"
     yield "also by those values of a label that are named here. All else that has labels, and gauges, appear with their"
     yield "first value; most change every two seconds."
-    for title, metrics in GROUPS.items():
+    yield from _rows(GROUPS)
+    yield from ("", "# Metrics of a seed", "")
+    yield "`noloco-node seed --metrics-port N` shows a whole swarm, strangers' nodes included, from the directory and"
+    yield "from what its nodes answer. `stage` is one of the run's stages, `state` what a node says of itself, `how` is"
+    yield "`left` or `lost`. Of the swarm there is nothing where the seed knows no run, and before its first look."
+    yield from _rows(SEED_GROUPS)
+    yield from ("", "## Of the process", "")
+    yield "Of nodes and seeds alike:"
+    yield "`process_cpu_seconds_total`, `process_resident_memory_bytes`, `process_virtual_memory_bytes`,"
+    yield "`process_open_fds`, `process_max_fds`, `process_start_time_seconds`, as other clients have them."
+
+
+def _rows(groups: Mapping[str, Sequence[Metric]]) -> Iterator[str]:
+    for title, metrics in groups.items():
         yield from ("", f"## {title}", "", "| name | type | unit | labels | meaning |", "|---|---|---|---|---|")
         for metric in metrics:
             labels = ", ".join(f"`{label}`" for label in metric.labels) or "–"
@@ -163,6 +207,3 @@ def _lines() -> Iterator[str]:
             known = f": {', '.join(metric.known)}" if metric.known else ""
             meaning = metric.help + known + bounds
             yield f"| `{metric.name}` | {metric.kind} | {metric.unit or '–'} | {labels} | {meaning} |"
-    yield from ("", "## Of the process", "")
-    yield "`process_cpu_seconds_total`, `process_resident_memory_bytes`, `process_virtual_memory_bytes`,"
-    yield "`process_open_fds`, `process_max_fds`, `process_start_time_seconds`, as other clients have them."

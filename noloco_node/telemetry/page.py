@@ -1,4 +1,5 @@
-"""The page of a node: one file, with a policy under which a browser runs exactly its own script and loads nothing."""
+"""The pages of a node and of a seed: each one file, with a policy under which a browser runs exactly its own script and
+loads nothing."""
 
 from __future__ import annotations
 
@@ -14,8 +15,23 @@ HTML = "text/html; charset=utf-8"
 
 def node_page() -> Page:
     """What a browser shows; the rest it asks the node for (`/api/state`)."""
-    html = files("noloco_node.telemetry").joinpath("page.html").read_text(encoding="utf-8")
+    return _page("page.html")
+
+
+def swarm_page() -> Page:
+    """What a seed shows of the whole swarm; the rest a browser asks it for."""
+    return _page("swarm_page.html")
+
+
+def _page(name: str) -> Page:
+    html = _text(name)
+    for shared in _SHARED:
+        html = html.replace(f"/*{{{shared}}}*/\n", _text(shared))
     return Page(html.encode(), HTML, policy=policy_of(html))
+
+
+def _text(name: str) -> str:
+    return files("noloco_node.telemetry").joinpath(name).read_text(encoding="utf-8")
 
 
 def policy_of(html: str) -> str:
@@ -28,6 +44,8 @@ def policy_of(html: str) -> str:
 
 
 _OWN = ("script", "style")
+_SHARED = ("page.css", "page.js")
+"""What both pages have in them, where they name it in a comment in braces."""
 
 
 def _hashed(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 STAGES_LISTED = 6
@@ -57,6 +58,14 @@ def as_nodes(per_stage: Sequence[int]) -> str:
     return f"{total} at {len(per_stage)} stages, {without}"
 
 
+def as_clock_time(when: float) -> str:
+    """A time of day, `14:05:09`, of a wall time that may be anybody's word."""
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(when))
+    except (OverflowError, ValueError, OSError):
+        return "??:??:??"
+
+
 def printable(text: str) -> str:
-    """A run folder may come from a stranger: nothing in it may speak to the terminal."""
+    """What a stranger says, or writes into a run folder, does not speak to the terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -58,9 +58,11 @@ class Member:
         self.met = Acquaintances()
         self.directory: DhtDirectory
 
-    async def join(self, run: str | None, stages: int, *through: str) -> Member:
-        """Enter through these peers."""
+    async def join(self, run: str | None, stages: int, *through: str, only_asks: bool = False) -> Member:
+        """Enter through these peers, or only ask them."""
         joined = tuple(f"/ip4/127.0.0.1/tcp/1/p2p/{peer}" for peer in through)
         daemon: Any = SimpleNamespace(hivemind_p2p=self.p2p, joined_peers=joined)
-        self.directory = await join_directory(daemon, self.identity, run, stages, acquaintances=self.met)
+        self.directory = await join_directory(
+            daemon, self.identity, run, stages, acquaintances=self.met, only_asks=only_asks
+        )
         return self

@@ -424,3 +424,19 @@ async def test_looking_up_keys_without_number_is_paid_for_like_records(monkeypat
     assert sum(known) <= ASKED_BYTES / guarded_dht.KEY_BYTES
     await made[1].directory.refresh()
     assert live_ids(made[1].directory, 0) == {member.peer for member in made}
+
+
+async def test_who_only_asks_sees_everybody_and_gets_no_place_and_no_records_to_hold() -> None:
+    """Through one of ten nodes; no node knows it afterwards, not even the one that it asked first."""
+    network: dict[str, MemoryP2P] = {}
+    made = await members(10, network)
+    watcher = await Member(network).join(RUN, 1, made[3].peer, only_asks=True)
+    await watcher.directory.refresh()
+    assert live_ids(watcher.directory, 0) == {member.peer for member in made}
+    for member in made:
+        assert watcher.peer not in member.directory.neighbours()
+        assert member.directory._node.impostors == 0
+    asked = {name for peer, name in (call for member in made for call in member.p2p.calls) if peer == watcher.peer}
+    assert asked == set(), "nobody pings it, stores at it or asks it"
+    for member in (*made, watcher):
+        await member.directory.close()

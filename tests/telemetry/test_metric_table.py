@@ -11,7 +11,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
-from noloco_node.telemetry.metric_table import GROUPS, TABLE, markdown
+from noloco_node.telemetry.metric_table import GROUPS, SEED_GROUPS, SEED_TABLE, TABLE, markdown
 from noloco_node.telemetry.metrics import Metrics
 from tests.worlds import micro_spec, run_to_the_end, world
 
@@ -79,7 +79,9 @@ def test_the_document_is_made_from_the_table() -> None:
 def test_names_follow_prometheus_conventions() -> None:
     """Base units as suffixes, `_total` for counters alone, and no second metric of one name."""
     assert len(TABLE) == sum(len(group) for group in GROUPS.values())
-    for name, metric in TABLE.items():
+    assert len(SEED_TABLE) == sum(len(group) for group in SEED_GROUPS.values())
+    assert not TABLE.keys() & SEED_TABLE.keys()
+    for name, metric in {**TABLE, **SEED_TABLE}.items():
         assert re.fullmatch(r"noloco_[a-z][a-z0-9_]*", name)
         assert name.endswith("_total") == (metric.kind == "counter"), name
         assert name.endswith("_info") == (metric.kind == "info"), name

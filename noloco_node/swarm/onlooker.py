@@ -1,0 +1,95 @@
+"""Looks at a swarm without taking part in it: reads the directory, asks whomever it shows, and publishes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.swarm.access import Access
+from noloco_node.swarm.directory import Directory, PeerRecord
+from noloco_node.swarm.first_look import look_for_others
+from noloco_node.swarm.headcount import is_there
+from noloco_node.swarm.membership import REFRESH_SECONDS
+from noloco_node.swarm.roll_call import SWEEP_SECONDS, RollCall
+from noloco_node.swarm.screened_directory import ScreenedDirectory
+from noloco_node.swarm.swarm_view import nothing_seen, view_swarm
+from noloco_node.swarm.transport import PeerId, Transport
+from noloco_node.telemetry.swarm_state import SwarmView
+
+CALLS_A_SECOND = 16.0
+"""Four times those of a node, which knows its neighbours by work as well: 960 nodes within the time that an answer
+counts. Of a larger swarm, those that were asked of late are counted, and the others are claimed."""
+
+
+class Onlooker:
+    """One who looks on. Who cannot take part is not shown: outsiders of an invited run, nodes of another protocol
+    version. `over`: the run has come to its end, as far as is known before the first look. `wall` gives seconds since
+    1970."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        directory: Directory,
+        spec: RunSpec,
+        *,
+        over: bool = False,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._transport = transport
+        self._directory = ScreenedDirectory(directory, Access(spec))
+        self._spec = spec
+        self._over = over
+        self._wall = wall
+        self._read_at: float | None = None
+        self._roll = RollCall(
+            transport,
+            self._directory,
+            spec.run_id,
+            lambda: None,
+            spec.limits.record_seconds,
+            self._introduced,
+            lambda: None,
+            random.Random(),
+            calls_a_second=CALLS_A_SECOND,
+        )
+        self.view: SwarmView | None = None
+        """What was seen last; None before the first look. It is replaced as a whole: any thread may read it."""
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since the last look; None before the first."""
+        return None if self._read_at is None else time.monotonic() - self._read_at
+
+    async def first_look(self, seconds: float) -> SwarmView:
+        """Look until a node is seen, `seconds` at most, and ask everybody once whether it is there."""
+        await look_for_others(self._directory, self._transport.peer_id, seconds)
+        await self._roll.sweep(SWEEP_SECONDS)
+        return self._see()
+
+    async def run(self, on_look: Callable[[SwarmView], None] = lambda _: None) -> None:
+        """Look every two seconds, or oftener where records live short, until cancelled."""
+        pause = min(REFRESH_SECONDS, self._spec.limits.record_seconds / 5)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._roll.run())
+            while True:
+                await self._directory.refresh()
+                self._roll.look()
+                on_look(self._see())
+                await asyncio.sleep(pause)
+
+    def _see(self) -> SwarmView:
+        known, now = self._transport.acquaintances, self._directory.now()
+        answering = {record.peer_id for record in self._introduced() if is_there(known, record)}
+        self._read_at = time.monotonic()
+        earlier = self.view or nothing_seen(self._spec, over=self._over)
+        self.view = view_swarm(self._spec, self._directory.view, answering, earlier, now, self._wall())
+        return self.view
+
+    def _introduced(self) -> list[PeerRecord]:
+        now, own = self._directory.now(), self._transport.peer_id
+        view = self._directory.view
+        records = [record for stage in range(len(view.stages)) for record in view.live(stage, now)]
+        return [record for record in records if PeerId(record.peer_id) != own]

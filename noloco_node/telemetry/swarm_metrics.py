@@ -1,0 +1,89 @@
+"""Prometheus metrics of a whole swarm, for a seed: made from what was seen last, whenever they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+
+from noloco_node import __version__
+from noloco_node.telemetry.metric_table import SEED_TABLE
+from noloco_node.telemetry.swarm_state import SwarmView
+from noloco_node.telemetry.web import Page
+
+Rows = list[tuple[tuple[str, ...], float]]
+"""Values of labels, and the value."""
+
+
+class SwarmMetrics:
+    """All of `SEED_TABLE`. `view` gives what was seen last, `records` counts those held, `age` is that of the last look
+    in seconds; called on whatever thread asks."""
+
+    def __init__(
+        self, view: Callable[[], SwarmView | None], records: Callable[[], int], age: Callable[[], float | None]
+    ) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._view = view
+        self._records = records
+        self._age = age
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    def page(self, headers: Mapping[str, str]) -> Page:
+        """In the format of Prometheus that the request's `accept` asks for."""
+        encode, content_type = choose_encoder(headers.get("accept", ""))
+        return Page(encode(self.registry), content_type)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        view, age = self._view(), self._age()
+        rows: dict[str, Rows] = {
+            "noloco_seed_info": [((__version__, view.run_id if view else ""), 1.0)],
+            "noloco_seed_records": [((), self._records())],
+            "noloco_seed_look_age_seconds": [] if age is None else [((), age)],
+        }
+        if view is not None:
+            rows |= rows_of(view)
+        for name, values in rows.items():
+            if values:
+                yield _family(name, values)
+
+
+def rows_of(view: SwarmView) -> dict[str, Rows]:
+    """What each metric of the swarm is. As many rows as the run has stages, times states; none grows with peers."""
+    stages = [(str(number), stage) for number, stage in enumerate(view.stages)]
+    speed = view.tokens_per_second if view.speed_from == "clocks" else None
+    return {
+        "noloco_swarm_nodes": [((n, state), count) for n, stage in stages for state, count in stage.nodes.items()],
+        "noloco_swarm_claimed_nodes": [((n,), stage.claimed) for n, stage in stages],
+        "noloco_swarm_stage_missing": [((n,), float(stage.missing)) for n, stage in stages],
+        "noloco_swarm_capacity_tokens_per_second": [((n,), stage.capacity) for n, stage in stages],
+        "noloco_swarm_stage_clock_tokens": [((n,), s.clock) for n, s in stages if s.clock is not None],
+        "noloco_swarm_stage_lag_tokens": [((n,), s.lag) for n, s in stages if s.lag is not None],
+        "noloco_swarm_version_nodes": [((version,), count) for version, count in view.versions.items()],
+        "noloco_swarm_clock_tokens": [((), view.clock)],
+        "noloco_swarm_target_tokens": [((), view.target)],
+        "noloco_swarm_tokens_per_second": [] if speed is None else [((), speed)],
+        "noloco_swarm_over": [((), float(view.over))],
+        "noloco_swarm_joins_total": [((), view.joins)],
+        "noloco_swarm_departures_total": [(("left",), view.left), (("lost",), view.lost)],
+        "noloco_swarm_moves_total": [((), view.moves)],
+    }
+
+
+def _family(name: str, rows: Rows) -> Metric:
+    metric = SEED_TABLE[name]
+    match metric.kind:
+        case "counter":
+            family = CounterMetricFamily(name, metric.help, labels=metric.labels)
+        case "info":
+            info = InfoMetricFamily(name.removesuffix("_info"), metric.help, labels=())
+            info.add_metric((), dict(zip(metric.labels, rows[0][0], strict=True)))
+            return info
+        case _:
+            family = GaugeMetricFamily(name, metric.help, labels=metric.labels)
+    for labels, value in rows:
+        family.add_metric(labels, float(value))
+    return family

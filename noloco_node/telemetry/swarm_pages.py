@@ -1,0 +1,81 @@
+"""The pages of a seed, read only: the swarm's picture for a browser, the same as JSON, metrics, liveness."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+
+from noloco_node import __version__
+from noloco_node.aio import Heartbeat
+from noloco_node.telemetry.node_pages import CACHED_SECONDS, Headers, liveness
+from noloco_node.telemetry.page import swarm_page
+from noloco_node.telemetry.state import Curve
+from noloco_node.telemetry.swarm_metrics import SwarmMetrics
+from noloco_node.telemetry.swarm_state import Document, SwarmView, document
+from noloco_node.telemetry.web import JSON, Answer, Page
+
+
+class SwarmPages:
+    """Answers for `WebServer`, on its thread; `saw` is called on the seed's own."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._lock = threading.Lock()
+        self._heartbeat = heartbeat
+        self._since = time.time()
+        self._view: SwarmView | None = None
+        self._seen_at: float | None = None
+        self._curves = {"nodes": Curve(), "tokens_per_second": Curve(), "clock": Curve()}
+        self._metrics = SwarmMetrics(lambda: self._view, lambda: self.records(), lambda: self._age)
+        self._made: tuple[float, Page] | None = None
+        self.records: Callable[[], int] = lambda: 0
+        """How many records the seed holds."""
+        self.detail = "starting: not in the network yet"
+        """What the seed does, in one line, where there is no swarm to show."""
+
+    def saw(self, view: SwarmView) -> None:
+        """The swarm was looked at."""
+        with self._lock:
+            self._view, self._seen_at = view, time.monotonic()
+            self._curves["nodes"].add(view.time, view.present)
+            self._curves["clock"].add(view.time, view.clock)
+            if view.speed_from == "clocks" and view.tokens_per_second is not None:
+                self._curves["tokens_per_second"].add(view.time, view.tokens_per_second)
+
+    def answers(self) -> dict[str, Answer]:
+        """By path."""
+        page = swarm_page()
+        return {
+            "/": lambda _: page,
+            "/metrics": self._metrics.page,
+            "/healthz": liveness(self._heartbeat),
+            "/api/state": self._state_page,
+        }
+
+    @property
+    def _age(self) -> float | None:
+        return None if self._seen_at is None else time.monotonic() - self._seen_at
+
+    def _state_page(self, _: Headers) -> Page:
+        now = time.monotonic()
+        if self._made is None or now - self._made[0] >= CACHED_SECONDS:
+            body = json.dumps(self._document(), separators=(",", ":"), allow_nan=False).encode()
+            self._made = now, Page(body, JSON)
+        return self._made[1]
+
+    def _document(self) -> Document:
+        """The swarm, and the seed that shows it."""
+        with self._lock:
+            view, curves = self._view, {name: curve.points() for name, curve in self._curves.items()}
+        seed = {
+            "version": __version__,
+            "uptime_seconds": time.time() - self._since,
+            "records": self.records(),
+            "event_loop_age_seconds": self._heartbeat.age,
+            "look_age_seconds": self._age,
+            "detail": self.detail,
+        }
+        if view is None:
+            return {"time": time.time(), "state": "no_swarm", "seed": seed}
+        return document(view) | {"seed": seed, "curves": curves}

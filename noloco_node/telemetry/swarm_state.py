@@ -1,0 +1,191 @@
+"""A whole swarm as somebody sees it who takes no part in it: what a seed's pages and `noloco-node watch` show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+STATES = ("joining", "training", "finishing", "draining")
+"""What a node may say of itself while it is there."""
+SERVING = ("training", "finishing")
+MOST_NODES = 256
+"""That are named; all are counted."""
+MOST_VERSIONS = 8
+"""Versions that are counted by their names, this program's own among them."""
+OTHER_VERSIONS = "other"
+HAPPENINGS = 16
+
+Document = dict[str, Any]
+Change = Literal["joined", "left", "lost", "moved"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSeen:
+    """A node of the swarm. All but `answers` and `lag` is its own word."""
+
+    peer_id: str
+    stage: int
+    state: str
+    version: str
+    answers: bool
+    """It has answered lately, and said itself that it serves this stage."""
+    clock: float
+    """Swarm tokens, moved on from its record by the record's age."""
+    lag: float
+    """Swarm tokens by which it is behind the swarm's clock; negative where it is ahead."""
+    tokens_per_second: float
+    capacity: float
+    outer_rounds: int
+    newcomer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeen:
+    """A stage. Only `claimed` is of nodes that do not answer."""
+
+    nodes: Mapping[str, int]
+    """Nodes by what they say they do; all of `STATES` are there."""
+    claimed: int
+    """Live records that nobody stands behind who answers and says the same."""
+    capacity: float
+    """Tokens/s that its nodes say they could train, no word believed beyond a multiple of the median."""
+    clock: float | None
+    """Median of its serving nodes, swarm tokens; None where there is none."""
+    lag: float | None
+    """Swarm tokens by which the last of them is behind the swarm's clock."""
+    missing: bool
+    """Nobody who answers serves it, and the run is not over."""
+
+    @property
+    def serving(self) -> int:
+        """Nodes that train, or serve others to the end."""
+        return sum(self.nodes[state] for state in SERVING)
+
+    @property
+    def present(self) -> int:
+        """All that answer."""
+        return sum(self.nodes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """A node came, went or moved."""
+
+    time: float
+    """Wall time at which it was seen."""
+    what: Change
+    peer_id: str
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """What is remembered of a peer from one look to the next."""
+
+    stage: int
+    state: str
+    finished: bool
+    counted: bool
+    """It has answered, and was counted as a node."""
+    points: tuple[tuple[float, float], ...]
+    """Its clock (swarm tokens) at the times at which it published it, the oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmView:
+    """A swarm at one moment."""
+
+    time: float
+    """Wall time."""
+    run_id: str
+    run_name: str
+    target: int
+    """Swarm tokens."""
+    stages: tuple[StageSeen, ...]
+    nodes: tuple[NodeSeen, ...] = ()
+    """`MOST_NODES` at most, those that answer first; by stage and peer id."""
+    introduced: int = 0
+    """Peers of whom there is a live record; more than `nodes` in a large swarm."""
+    clock: float = 0.0
+    """Median of the first stage's nodes that train, swarm tokens; as it last was where nobody is there."""
+    tokens_per_second: float | None = None
+    """Of the whole swarm; None where nothing is known."""
+    speed_from: Literal["clocks", "records"] | None = None
+    """Whether that is measured by the motion of clocks, or what the nodes of the first stage say together."""
+    versions: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Nodes that answer, by version; `OTHER_VERSIONS` for those without a name of their own."""
+    named_versions: tuple[str, ...] = ()
+    """Those that have one, from the first look on."""
+    joins: int = 0
+    """Nodes that have come since this was first looked at, those found then included."""
+    left: int = 0
+    """Nodes that went with a farewell."""
+    lost: int = 0
+    """Nodes that vanished without one."""
+    moves: int = 0
+    """To another stage."""
+    happenings: tuple[Happening, ...] = ()
+    """The last ones, the oldest first."""
+    over: bool = False
+    """The run has come to its end."""
+    followed: Mapping[str, Followed] = field(default_factory=dict[str, Followed])
+    """For the next look."""
+
+    @property
+    def present(self) -> int:
+        """Nodes that answer."""
+        return sum(stage.present for stage in self.stages)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Stages that nobody serves."""
+        return tuple(number for number, stage in enumerate(self.stages) if stage.missing)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """To the target at this speed; None where that is not known, or a stage is missing."""
+        if self.over or self.missing or not self.tokens_per_second:
+            return None
+        return max(0.0, self.target - self.clock) / self.tokens_per_second
+
+
+def document(view: SwarmView) -> Document:
+    """The view as JSON can say it."""
+    named = ("time", "target", "introduced", "clock", "tokens_per_second", "speed_from", "joins", "moves", "over")
+    return {
+        **{name: getattr(view, name) for name in named},
+        "run": {"id": view.run_id, "name": view.run_name},
+        "state": state_of(view),
+        "seconds_left": view.seconds_left,
+        "nodes_answering": view.present,
+        "missing_stages": list(view.missing),
+        "stages": [_stage(stage) for stage in view.stages],
+        "versions": dict(view.versions),
+        "departures": {"left": view.left, "lost": view.lost},
+        "nodes": [asdict(node) for node in view.nodes],
+        "happenings": [asdict(one) for one in view.happenings],
+    }
+
+
+def state_of(view: SwarmView) -> str:
+    """The swarm in one word."""
+    if view.over:
+        return "over"
+    if not view.present:
+        return "empty"
+    if view.missing:
+        return "missing_stage"
+    return "training" if any(stage.nodes["training"] for stage in view.stages) else "finishing"
+
+
+def version_labels(known: Sequence[str], found: Mapping[str, int]) -> tuple[str, ...]:
+    """Versions to be counted by name: those already `known`, then the most frequent that were found, as far as there
+    is room. A stranger that changes its version each minute does not add a name each minute."""
+    by_number = sorted((version for version in found if version not in known), key=lambda each: (-found[each], each))
+    return (*known, *by_number)[:MOST_VERSIONS]
+
+
+def _stage(stage: StageSeen) -> Document:
+    names = ("claimed", "capacity", "clock", "lag", "missing", "serving")
+    return {"nodes": dict(stage.nodes), **{name: getattr(stage, name) for name in names}}

@@ -1,0 +1,60 @@
+"""A swarm as a seed might see it, made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from noloco_node.telemetry.swarm_state import STATES, Happening, NodeSeen, StageSeen, SwarmView
+
+
+def node(number: int, stage: int = 0, **changes: Any) -> NodeSeen:
+    """A node that trains and answers."""
+    values: dict[str, Any] = {
+        "peer_id": f"peer-{number:06}",
+        "stage": stage,
+        "state": "training",
+        "version": "0.1.0",
+        "answers": True,
+        "clock": 900.0,
+        "lag": 100.0,
+        "tokens_per_second": 512.0,
+        "capacity": 600.0,
+        "outer_rounds": 3,
+        "newcomer": False,
+    }
+    return NodeSeen(**(values | changes))
+
+
+def stage(training: int, **changes: Any) -> StageSeen:
+    """One with so many nodes that train."""
+    nodes = dict.fromkeys(STATES, 0) | {"training": training}
+    values: dict[str, Any] = {
+        "claimed": 0,
+        "capacity": 600.0 * training,
+        "clock": 900.0,
+        "lag": 100.0,
+        "missing": False,
+    }
+    return StageSeen(nodes, **({"missing": False} | values | changes))
+
+
+def swarm(**changes: Any) -> SwarmView:
+    """Two stages: one of two nodes, one that only a record claims to serve."""
+    values: dict[str, Any] = {
+        "time": 1_700_000_000.0,
+        "run_id": "0123abcd",
+        "run_name": "made-up",
+        "target": 30_720,
+        "stages": (stage(2), stage(0, claimed=1, capacity=0.0, clock=None, lag=None, missing=True)),
+        "nodes": (node(0), node(1), node(2, 1, answers=False)),
+        "introduced": 3,
+        "clock": 1000.0,
+        "tokens_per_second": 640.0,
+        "speed_from": "clocks",
+        "versions": {"0.1.0": 2, "other": 0},
+        "joins": 3,
+        "left": 0,
+        "lost": 1,
+        "happenings": (Happening(1_699_999_990.0, "lost", "peer-000009", 1),),
+    }
+    return SwarmView(**(values | changes))

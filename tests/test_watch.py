@@ -1,0 +1,56 @@
+"""`noloco-node watch` on a terminal: what a swarm looks like there, and what is said where there is none."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from noloco_node import cli
+from noloco_node.errors import ExitCode
+from noloco_node.telemetry.swarm_state import Happening, SwarmView
+from noloco_node.watch import screen
+from tests.telemetry.made_swarm import node, stage, swarm
+from tests.telemetry.test_node_pages import RUDE
+
+
+def drawn(view: SwarmView, height: int = 50) -> str:
+    """As text, 120 columns wide."""
+    console = Console(file=io.StringIO(), width=120, height=height)
+    console.print(screen(view, height))
+    return str(console.file.getvalue())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_swarm_is_seen_with_its_stages_nodes_and_what_is_missing() -> None:
+    """Who only claims to be there is silent."""
+    text = drawn(swarm())
+    for words in ("made-up · 2 nodes of 2 stages", "no node that answers serves stage 1", "1,000 of 30,720 tokens"):
+        assert words in text
+    assert "? left" in text, "nothing moves while a stage is missing"
+    assert "by their clocks   640" in text
+    assert [line.split()[2:4] for line in text.splitlines() if "…000002" in line] == [["1", "silent"]]
+    assert "…000009 vanished from stage 1" in text
+    assert "as nodes say" in drawn(swarm(speed_from="records"))
+    assert "the run is over" in drawn(swarm(over=True))
+
+
+def test_many_stages_nodes_and_rude_words_leave_the_terminal_as_it_is() -> None:
+    """What is missing is shown before what is well; nothing speaks to the terminal."""
+    stages = tuple(stage(2, missing=number == 60) for number in range(64))
+    nodes = tuple(node(n, n % 64, version=RUDE, peer_id=f"{RUDE}{n:06}") for n in range(200))
+    happened = (Happening(1e300, "joined", RUDE, 3),) * 16
+    view = swarm(stages=stages, nodes=nodes, introduced=1000, versions={RUDE: 200}, happenings=happened)
+    text = drawn(view, height=40)
+    assert len(text.splitlines()) <= 40
+    assert "serves stage 60" in text
+    assert "and 997 more" in text
+    assert "and 60 more stages" in text
+    assert "??:??:??" in text
+    assert not set("\x1b\u202e\r") & set(text)
+
+
+def test_what_is_no_address_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `join` says it."""
+    assert cli.main(["watch", "nonsense"]) == ExitCode.CONFIG
+    assert "this is no address of a peer" in capsys.readouterr().err
