@@ -170,7 +170,7 @@ def parser() -> argparse.ArgumentParser:
     status.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, nargs="?", help="run folder of the node")
     status.set_defaults(call=_status)
     report = _command(commands, "report", "make a page and pictures out of a run folder", REPORT_HELP)
-    report.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="of a node, or of several nodes")
+    report.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, nargs="?", help="of a node, or of several")
     report.add_argument("--out", metavar="DIR", type=Path, help="where they go (default: RUN_FOLDER/report)")
     report.set_defaults(call=_report)
     merge = _command(commands, "merge", "put the stages that several nodes saved together to one model", MERGE_HELP)
@@ -306,10 +306,11 @@ def _run(options: argparse.Namespace) -> int:
 def _join(options: argparse.Namespace) -> int:
     _tie_to_launcher(options)
     from noloco_node.config.load import load_join
-    from noloco_node.early_checks import check_peers
+    from noloco_node.early_checks import check_own_data, check_peers
     from noloco_node.telemetry.early_pages import early_pages
 
     config = load_join(node_overrides(options), os.environ)
+    check_own_data(config.run.data)
     check_peers(config.node, joins=not options.devices)
     if options.devices:
         return _on_devices(options, config.node)
@@ -400,16 +401,22 @@ def _lab(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from noloco_node.status import DEFAULT_FOLDER, status_lines
+    from noloco_node.status import status_lines
 
-    print("\n".join(status_lines(options.run_folder or DEFAULT_FOLDER)))
+    print("\n".join(status_lines(_run_folder_of(options))))
     return 0
+
+
+def _run_folder_of(options: argparse.Namespace) -> Path:
+    from noloco_node.config.load import load_join
+
+    return options.run_folder or load_join((), os.environ).node.run_folder
 
 
 def _report(options: argparse.Namespace) -> int:
     from noloco_node.report.make import make_report
 
-    print_report(make_report(options.run_folder, options.out))
+    print_report(make_report(_run_folder_of(options), options.out))
     return int(ExitCode.OK)
 
 
@@ -427,7 +434,7 @@ def _invite(options: argparse.Namespace) -> int:
 def _identity_show(options: argparse.Namespace) -> int:
     from noloco_node.identity_commands import default_identity, show_identity
 
-    print("\n".join(show_identity(options.file or default_identity())))
+    print("\n".join(show_identity(options.file or default_identity(os.environ))))
     return int(ExitCode.OK)
 
 
@@ -442,7 +449,7 @@ def _identity_export(options: argparse.Namespace) -> int:
 def _identity_import(options: argparse.Namespace) -> int:
     from noloco_node.identity_commands import default_identity, import_identity
 
-    target: Path = options.to or default_identity()
+    target: Path = options.to or default_identity(os.environ)
     peer_id = import_identity(options.file, target, options.passphrase_file)
     print(f"{target} holds the identity of {peer_id}\nlet only one node run under it at a time")
     return int(ExitCode.OK)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from noloco_node.collector import loading
-from noloco_node.config.load import Config
+from noloco_node.config.load import Config, OwnData
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.p2pd_arguments import check_port_free, listen_address
 from noloco_node.swarm.peer_addresses import check_addresses, no_address
+
+TEXT_ENDINGS = frozenset({".txt", ".text", ".md", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".gz", ".zst"})
 
 
 def check_peers(settings: NodeSettings, *, joins: bool = False) -> None:
@@ -18,6 +23,20 @@ def check_peers(settings: NodeSettings, *, joins: bool = False) -> None:
     check_port_free(settings.host, 0)  # of the port itself the node speaks, once it has its run folder
     if joins and not settings.initial_peers and not RunFolder(settings.run_folder).peers.exists():
         raise no_address()
+
+
+def check_own_data(own: OwnData) -> None:
+    """Raise UserError (DATA) where a joiner names a file or a folder of this machine that is not there. What may be a
+    name of the Hugging Face hub is for the run to judge."""
+    for name, value in (("path", own.path), ("tokenizer", own.tokenizer)):
+        if value is not None and _is_of_this_machine(value) and not Path(value).exists():
+            message = f"run.data.{name} is '{value}', which does not exist"
+            raise UserError(ExitCode.DATA, message, "name an existing file or folder; nobody was asked for a run yet")
+
+
+def _is_of_this_machine(value: str) -> bool:
+    """A name of the hub is `name` or `owner/name`, without the ending of a text file."""
+    return value.startswith(("/", ".", "~")) or value.count("/") > 1 or Path(value).suffix.lower() in TEXT_ENDINGS
 
 
 def check_trainable(config: Config) -> None:

@@ -37,8 +37,9 @@ example:
 
 STATUS_HELP = """\
 Show what a node is doing or waiting for, how far it is, and what it has contributed: its own signed record, and the
-receipts that the peers it served have signed. Every line of the record is verified. RUN_FOLDER is runs/node where not
-given: the one that `run` and `join` use without --run-folder. The node may be running or not.
+receipts that the peers it served have signed. Every line of the record is verified. RUN_FOLDER is, where not given, the
+one that `run` and `join` use without --run-folder: what NOLOCO_NODE_RUN_FOLDER says, else runs/node. The node may be
+running or not.
 
 example:
   noloco-node status runs/node"""
@@ -46,8 +47,8 @@ example:
 REPORT_HELP = """\
 Make a report of what lies in a run folder: one page for a browser, which loads nothing and can be sent to somebody, and
 its pictures as PNG files. Losses, spread beside the learning rate, throughput, who averaged with whom, what went wrong
-and was dealt with, and where the time went. RUN_FOLDER is that of a node, of a local swarm, or of a machine's devices;
-the training may go on meanwhile.
+and was dealt with, and where the time went. RUN_FOLDER is that of a node (where not given, as with `status`), of a
+local swarm, or of a machine's devices; the training may go on meanwhile.
 
 example:
   noloco-node report runs/node
@@ -87,7 +88,7 @@ example:
 IDENTITY_HELP = """\
 Look at a node's identity, back it up, bring it back. An identity is the private key file behind a node's peer id; one
 running node at a time may use it. Where no file is named it is runs/node/identity.key: the one that `noloco-node run`
-uses when given neither --run-folder nor --identity.
+uses when given neither --run-folder nor --identity; NOLOCO_NODE_RUN_FOLDER and NOLOCO_NODE_IDENTITY hold here, too.
 
 example:
   noloco-node identity show runs/node/identity.key
@@ -156,15 +157,17 @@ environment:
 
 HEALTH_HELP = """\
 Ask the node on this machine whether it is alive: its event loop has beaten within ten seconds. Exit code 0 where it is,
-1 where it is not or does not answer. It asks the port of the node's pages (node.metrics_port), which must be on.
+1 where it is not or does not answer. It asks the port of the node's pages (node.metrics_port), which must be on: where
+neither an option nor NOLOCO_NODE_METRICS_PORT names it, the one of the node that runs in NOLOCO_NODE_RUN_FOLDER or
+runs/node.
 
 example:
   noloco-node health --metrics-port 9100"""
 
 TOP_HELP = """\
 Watch one node in this terminal: how far it is, its losses, whom it sees with load and lag, what it waits for, and its
-last log lines. It asks the port of the node's pages (node.metrics_port), which must be on; the node itself may run
-anywhere that this machine reaches. Ctrl-C ends the view, not the node.
+last log lines. It asks the port of the node's pages (node.metrics_port), which must be on, and finds it as `health`
+does; the node itself may run anywhere that this machine reaches. Ctrl-C ends the view, not the node.
 
 examples:
   noloco-node top --metrics-port 9100

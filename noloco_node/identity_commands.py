@@ -6,9 +6,10 @@ import getpass
 import shlex
 import stat
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
-from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.load import NO_ENVIRONMENT, load_join
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage.run_folder import RunFolder
 
@@ -20,9 +21,10 @@ MAX_BACKUP_BYTES = 64 * 1024
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
-def default_identity() -> Path:
-    """The identity file of `noloco-node run` where neither --run-folder nor --identity is given."""
-    settings = NodeSettings()
+def default_identity(environ: Mapping[str, str] = NO_ENVIRONMENT) -> Path:
+    """The identity file of `noloco-node run` where neither --run-folder nor --identity is given. UserError as
+    loading settings does."""
+    settings = load_join((), environ).node
     return settings.identity or RunFolder(settings.run_folder).identity
 
 

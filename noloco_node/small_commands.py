@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import json
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.storage.file_lock import NODE_LOCK, lock_holder
 
 DEFAULT_METRICS_PORT = 9100
 """Where a node is asked when neither an option nor the environment says on which port it answers."""
 HOST_VARIABLE, PORT_VARIABLE = "NOLOCO_NODE_METRICS_HOST", "NOLOCO_NODE_METRICS_PORT"
+FOLDER_VARIABLE, DEFAULT_RUN_FOLDER = "NOLOCO_NODE_RUN_FOLDER", "runs/node"
 HEALTH_SECONDS = 4.0
 """For the whole question; the image's health check gives up after 5."""
 SHELLS = ("bash", "zsh", "fish")
@@ -22,7 +26,7 @@ _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 def health_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `health`."""
     command.add_argument("--metrics-host", metavar="ADDR", help="address of the node's pages (default: 127.0.0.1)")
-    port = f"port of the node's pages (default: what NOLOCO_NODE_METRICS_PORT says, else {DEFAULT_METRICS_PORT})"
+    port = f"port of the node's pages (default: {PORT_VARIABLE}, or the node's own word, or {DEFAULT_METRICS_PORT})"
     command.add_argument("--metrics-port", metavar="N", type=int, help=port)
     command.set_defaults(call=_health)
 
@@ -46,18 +50,44 @@ def completion_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def health_address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[str, int]:
-    """Where this machine's node answers: options, else the environment that the node has too, else the defaults.
+    """Where this machine's node answers: options, else the environment that the node has too, else what the node that
+    runs in this environment's run folder says of itself, else the defaults.
 
     Raises UserError (CONFIG) where the environment's port is no number.
     """
     host: str = options.metrics_host or environ.get(HOST_VARIABLE, "").strip()
     if options.metrics_port is not None:
         return _EVERY_ADDRESS.get(host, host), options.metrics_port
-    text = environ.get(PORT_VARIABLE, "").strip() or str(DEFAULT_METRICS_PORT)
+    text = environ.get(PORT_VARIABLE, "").strip()
+    if text in ("", "0") and not options.metrics_host:
+        told = address_told(Path(environ.get(FOLDER_VARIABLE, "").strip() or DEFAULT_RUN_FOLDER))
+        if told is not None:
+            return _EVERY_ADDRESS.get(told[0], told[0]), told[1]
+    text = text or str(DEFAULT_METRICS_PORT)
     if not text.isascii() or not text.isdigit():
         message = f"{PORT_VARIABLE}: '{text}' is no port"
         raise UserError(ExitCode.CONFIG, message, "correct it, or name the port with --metrics-port")
     return _EVERY_ADDRESS.get(host, host), int(text)
+
+
+def address_told(run_folder: Path) -> tuple[str, int] | None:
+    """Host and port of the pages of the node that uses this run folder now, as it has written down at its start; None
+    where none does, or where it has none. Reads the end of the event file first, however long that is."""
+    try:
+        if lock_holder(run_folder / NODE_LOCK) is None:
+            return None
+        with (
+            (run_folder / "events.jsonl").open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
+        ):
+            found = text.rfind(b'"event":"node_started"')
+            if found < 0:
+                return None
+            line = text[text.rfind(b"\n", 0, found) + 1 : max(0, text.find(b"\n", found))]
+        host, _, port = json.loads(line)["metrics_address"].rpartition(":")
+        return host.strip("[]"), int(port)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # a folder may hold anything
+        return None
 
 
 def ask_health(host: str, port: int) -> tuple[bool, str]:

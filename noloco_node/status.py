@@ -33,7 +33,6 @@ from noloco_node.telemetry.events import (
 )
 from noloco_node.telemetry.words import as_long, as_nodes, printable
 
-DEFAULT_FOLDER = Path("runs/node")
 SHOWN_PEERS = 8
 SILENT_SECONDS = 15.0
 """A running node writes its account every two seconds; one that is silent for longer is stuck or frozen."""

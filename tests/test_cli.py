@@ -90,6 +90,15 @@ def test_validate_says_what_a_run_comes_to(capsys: pytest.CaptureFixture[str]) -
         (["join", "/a", "--set", "nonsense"], ExitCode.USAGE, "name=value"),
         (["join", "/a", "--set", "run.outer.gamma=0.1"], ExitCode.CONFIG, "takes the run's settings from a peer"),
         (["join", "/a", "--set", "run.data.path=no"], ExitCode.CONFIG, "run.data.path"),
+        (
+            ["join", "/a", "--set", "run.data.path=gone.txt"],
+            ExitCode.DATA,
+            "run.data.path is 'gone.txt', which does not",
+        ),
+        (["join", "/a", "--set", "run.data.path=/gone"], ExitCode.DATA, "nobody was asked for a run yet"),
+        (["join", "/a", "--set", "run.data.tokenizer=./gone"], ExitCode.DATA, "run.data.tokenizer is './gone'"),
+        (["join", "/a", "--set", "run.data.path=owner/name"], ExitCode.CONFIG, "/a"),
+        (["join", "/a", "--set", "run.seed=1"], ExitCode.CONFIG, "takes the run's settings from a peer"),
         (["join", "/a", "--set", "lab.seeds=[1]"], ExitCode.CONFIG, "there is no such setting"),
     ],
 )

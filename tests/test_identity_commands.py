@@ -54,12 +54,20 @@ def test_show_says_who_where_how_safe_and_in_use(key: Path, capsys: pytest.Captu
 def test_where_no_file_is_named_it_is_the_one_of_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And the help names it."""
+    """And the help names it; the environment of the node holds for this command, too."""
     monkeypatch.chdir(tmp_path)
     created = load_or_create_identity(identity_commands.default_identity())
     assert identity("show") == 0
     assert created.peer_id in capsys.readouterr().out
     assert str(identity_commands.default_identity()) in cli.IDENTITY_SHOW_HELP
+    monkeypatch.setenv("NOLOCO_NODE_RUN_FOLDER", str(tmp_path / "other"))
+    (tmp_path / "other").mkdir()
+    other = load_or_create_identity(tmp_path / "other" / "identity.key")
+    assert identity("show") == 0
+    assert other.peer_id in capsys.readouterr().out
+    monkeypatch.setenv("NOLOCO_NODE_IDENTITY", str(identity_commands.default_identity()))
+    assert identity("show") == 0
+    assert created.peer_id in capsys.readouterr().out
 
 
 def test_a_round_trip_gives_the_same_identity(

@@ -17,8 +17,17 @@ from noloco_node.config.environment import variable_of
 from noloco_node.config.load import load_config
 from noloco_node.config.shipped import find_config, shipped_configs
 from noloco_node.errors import ExitCode
-from noloco_node.small_commands import DEFAULT_METRICS_PORT, HOST_VARIABLE, PORT_VARIABLE, health_address
+from noloco_node.small_commands import (
+    DEFAULT_METRICS_PORT,
+    FOLDER_VARIABLE,
+    HOST_VARIABLE,
+    PORT_VARIABLE,
+    health_address,
+)
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.telemetry.events import EventFile
 from noloco_node.telemetry.web import Page, WebServer
+from tests.telemetry import made_events as made
 
 ROOT = Path(__file__).parent.parent
 
@@ -63,6 +72,31 @@ def test_health_is_asked_where_the_node_listens_by_the_same_variables() -> None:
     plain = cli.parser().parse_args(["health"])
     assert health_address(plain, environ) == ("::1", 9200)
     assert health_address(plain, {}) == ("127.0.0.1", DEFAULT_METRICS_PORT)
+
+
+def test_a_node_is_asked_where_it_said_that_its_pages_are(tmp_path: Path) -> None:
+    """The last life's word, as long as a process holds the run folder that the environment names; whatever lies there
+    else is no address."""
+    plain, folder = cli.parser().parse_args(["health"]), RunFolder(tmp_path)
+    environ, default = {FOLDER_VARIABLE: str(tmp_path)}, ("127.0.0.1", DEFAULT_METRICS_PORT)
+    assert variable_of("run_folder") == FOLDER_VARIABLE
+    assert health_address(plain, environ) == default
+    with folder.lock():
+        assert health_address(plain, environ) == default
+        diary = EventFile(folder.events)
+        for address in ("127.0.0.1:9101", "0.0.0.0:40123"):
+            diary.write(made.started("s0-r0").model_copy(update={"metrics_address": address}))
+            diary.write(made.inner_step(1))
+        assert health_address(plain, environ) == ("127.0.0.1", 40123)
+        assert health_address(plain, environ | {PORT_VARIABLE: "0"}) == ("127.0.0.1", 40123)
+        assert health_address(plain, environ | {PORT_VARIABLE: "9200"}) == ("127.0.0.1", 9200)
+        diary.write(made.started("s0-r0"))
+        diary.close()
+        assert health_address(plain, environ) == default
+        for text in ('{"event":"node_started","metrics_address":7}\n', '{"event":"node_started"', ""):
+            folder.events.write_text(text, encoding="utf-8")
+            assert health_address(plain, environ) == default
+    assert health_address(plain, environ) == default
 
 
 def test_health_costs_next_to_nothing(node: tuple[dict[str, HTTPStatus], str]) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node.errors import UserError
+from noloco_node import cli
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.status import status_lines
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, EventFile
@@ -57,3 +58,23 @@ def test_a_run_that_is_over_is_over_although_this_nodes_clock_was_behind(tmp_pat
     interrupted = made.stopped("s0-r0").model_copy(update={"reason": "interrupted"})
     write(tmp_path / "b", made.started("s0-r0"), behind, interrupted)
     assert any("(81 %)" in line for line in status_lines(tmp_path / "b"))
+
+
+def test_status_and_report_look_where_the_environment_has_the_node_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the daemon does; a folder on the command line wins, and a variable with a mistake is named."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "here", *made.node_events("s0-r0"))
+    assert cli.main(["status"]) == ExitCode.RUN_FOLDER
+    assert "'runs/node'" in capsys.readouterr().err
+    monkeypatch.setenv("NOLOCO_NODE_RUN_FOLDER", str(tmp_path / "here"))
+    assert cli.main(["status"]) == ExitCode.OK
+    assert f"node in {tmp_path / 'here'}" in capsys.readouterr().out
+    monkeypatch.setenv("NOLOCO_NODE_RUN_FOLDER", str(tmp_path / "nowhere"))
+    assert cli.main(["report"]) == ExitCode.RUN_FOLDER
+    assert cli.main(["status", str(tmp_path / "here")]) == ExitCode.OK
+    monkeypatch.setenv("NOLOCO_NODE_RUN_FODLER", "x")
+    capsys.readouterr()
+    assert cli.main(["status"]) == ExitCode.CONFIG
+    assert "did you mean NOLOCO_NODE_RUN_FOLDER?" in capsys.readouterr().err

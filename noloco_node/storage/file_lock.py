@@ -11,6 +11,9 @@ PATIENCE_SECONDS = 0.2
 """Whoever looks who holds the file holds it for an instant: that must not fail a start."""
 PAUSE_SECONDS = 0.01
 
+NODE_LOCK = "node.lock"
+"""In the run folder of a node, held by its process."""
+
 
 class LockHeld(Exception):
     """Somebody else holds the file; the message says who, in words."""

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage import atomic
-from noloco_node.storage.file_lock import FileLock, LockHeld, lock_holder
+from noloco_node.storage.file_lock import NODE_LOCK, FileLock, LockHeld, lock_holder
 
 MARK = "run.json"
 PROBE_BYTES = 8192
@@ -100,7 +100,7 @@ class RunFolder:
 
     @property
     def _lock_file(self) -> Path:
-        return self.path / "node.lock"
+        return self.path / NODE_LOCK
 
     def claim(self, run_id: str, run_name: str) -> bool:
         """Say that this folder belongs to a run. Returns whether the run has come to its end here.
