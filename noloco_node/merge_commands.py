@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING
 
 from noloco_node.collector import loading
-from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from noloco_node.config.run_spec import RunSpec
 
 
 def merge_arguments(command: argparse.ArgumentParser) -> None:
@@ -26,6 +27,8 @@ def saved_stages(run: RunSpec, folders: Sequence[Path]) -> dict[int, list[Path]]
     Raises UserError: RUN_FOLDER for a folder without any, for weights that are damaged, and where a stage has none;
     WRONG_RUN for weights of another run.
     """
+    from pydantic import ValidationError
+
     from noloco_node.storage.weights import MANIFEST, Manifest
 
     saved: dict[int, list[Path]] = {stage: [] for stage in range(run.stages)}
