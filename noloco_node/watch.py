@@ -55,9 +55,8 @@ async def watch(settings: NodeSettings, console: Console, *, as_json: bool, foll
     with interruptible() as interrupts:
         try:
             async with _onlooking(settings) as (onlooker, serve):
-                first = await onlooker.first_look(FIRST_LOOK_SECONDS)
                 if not follows:
-                    _show_once(first, console, as_json=as_json)
+                    _show_once(await onlooker.first_look(FIRST_LOOK_SECONDS), console, as_json=as_json)
                 elif as_json:
                     await serve(_print_lines(onlooker))
                 else:
@@ -81,8 +80,9 @@ def screen(view: SwarmView, height: int) -> RenderableType:
         *((Text(), _nodes(view, most)) if view.nodes else ()),
         *((Text(), *map(_happening, happened)) if happened else ()),
     ]
+    when = f" · {as_clock_time(view.time)}" if view.time else ""
     title = Text(f"{printable(view.run_name)} · {view.present} nodes of {len(view.stages)} stages")
-    return Panel(Group(*parts), title=title, subtitle=Text(f"run {view.run_id} · {as_clock_time(view.time)}"))
+    return Panel(Group(*parts), title=title, subtitle=Text(f"run {view.run_id}{when}"))
 
 
 @contextlib.asynccontextmanager
@@ -122,15 +122,15 @@ async def _live(onlooker: Onlooker, console: Console) -> None:
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(screen(_last(onlooker), console.height), refresh=True)
+                live.update(screen(onlooker.last, console.height), refresh=True)
                 await asyncio.sleep(LOOK_SECONDS)
     finally:
-        console.print(screen(_last(onlooker), console.height))
+        console.print(screen(onlooker.last, console.height))
 
 
 async def _print_lines(onlooker: Onlooker) -> None:
     while True:
-        _print_json(_last(onlooker))
+        _print_json(onlooker.last)
         await asyncio.sleep(LOOK_SECONDS)
 
 
@@ -145,13 +145,10 @@ def _print_json(view: SwarmView) -> None:
     print(json.dumps(document(view), allow_nan=False), flush=True)
 
 
-def _last(onlooker: Onlooker) -> SwarmView:
-    assert onlooker.view is not None
-    return onlooker.view
-
-
 def _troubles(view: SwarmView) -> Iterator[str]:
-    if view.missing:
+    if not view.time:
+        yield "looking for the nodes of the run"
+    elif view.missing:
         yield f"no node that answers serves stage {', '.join(map(str, view.missing))}"
 
 

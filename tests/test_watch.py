@@ -9,10 +9,12 @@ from rich.console import Console
 
 from noloco_node import cli
 from noloco_node.errors import ExitCode
+from noloco_node.swarm.swarm_view import nothing_seen
 from noloco_node.telemetry.swarm_state import Happening, SwarmView
 from noloco_node.watch import screen
 from tests.telemetry.made_swarm import node, stage, swarm
 from tests.telemetry.test_node_pages import RUDE
+from tests.worlds import micro_spec
 
 
 def drawn(view: SwarmView, height: int = 50) -> str:
@@ -33,6 +35,9 @@ def test_a_swarm_is_seen_with_its_stages_nodes_and_what_is_missing() -> None:
     assert "…000009 vanished from stage 1" in text
     assert "as nodes say" in drawn(swarm(speed_from="records"))
     assert "the run is over" in drawn(swarm(over=True))
+    nothing = drawn(nothing_seen(micro_spec()))
+    assert "looking for the nodes of the run" in nothing
+    assert "serves stage" not in nothing, "nobody has looked yet"
 
 
 def test_many_stages_nodes_and_rude_words_leave_the_terminal_as_it_is() -> None:

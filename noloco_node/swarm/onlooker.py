@@ -41,9 +41,7 @@ class Onlooker:
         self._transport = transport
         self._directory = ScreenedDirectory(directory, Access(spec))
         self._spec = spec
-        self._over = over
         self._wall = wall
-        self._read_at: float | None = None
         self._roll = RollCall(
             transport,
             self._directory,
@@ -55,13 +53,8 @@ class Onlooker:
             random.Random(),
             calls_a_second=CALLS_A_SECOND,
         )
-        self.view: SwarmView | None = None
-        """What was seen last; None before the first look. It is replaced as a whole: any thread may read it."""
-
-    @property
-    def age(self) -> float | None:
-        """Seconds since the last look; None before the first."""
-        return None if self._read_at is None else time.monotonic() - self._read_at
+        self.last = nothing_seen(spec, over=over)
+        """What was seen last. It is replaced as a whole: any thread may read it."""
 
     async def first_look(self, seconds: float) -> SwarmView:
         """Look until a node is seen, `seconds` at most, and ask everybody once whether it is there."""
@@ -83,10 +76,8 @@ class Onlooker:
     def _see(self) -> SwarmView:
         known, now = self._transport.acquaintances, self._directory.now()
         answering = {record.peer_id for record in self._introduced() if is_there(known, record)}
-        self._read_at = time.monotonic()
-        earlier = self.view or nothing_seen(self._spec, over=self._over)
-        self.view = view_swarm(self._spec, self._directory.view, answering, earlier, now, self._wall())
-        return self.view
+        self.last = view_swarm(self._spec, self._directory.view, answering, self.last, now, self._wall())
+        return self.last
 
     def _introduced(self) -> list[PeerRecord]:
         now, own = self._directory.now(), self._transport.peer_id

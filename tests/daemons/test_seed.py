@@ -8,12 +8,17 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+import urllib.request
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import psutil
 import pytest
 
+from noloco_node import __version__
 from noloco_node.errors import ExitCode
 from noloco_node.small_commands import ask_health
 from noloco_node.storage.run_folder import RunFolder
@@ -52,24 +57,120 @@ async def address_of(folder: Path) -> str:
     return words.split()[-1]
 
 
+def free_port() -> int:
+    """One that nothing listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def state_at(port: int) -> dict[str, Any] | None:
+    """What the pages there say; None where they say nothing."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/state", timeout=5) as answer:
+            return json.load(answer)
+    except OSError:
+        return None
+
+
+def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
+    """The value at that time, on a line between the points beside it."""
+    before = max((point for point in points if point[0] <= at), default=points[0])
+    after = min((point for point in points if point[0] > at), default=before)
+    share = (at - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
+    return before[1] + max(0.0, share) * (after[1] - before[1])
+
+
+def trains(swarm: Mapping[str, Any]) -> list[int]:
+    """Nodes of each stage that train, as who looks on sees them."""
+    return [stage["nodes"]["training"] for stage in swarm["stages"]]
+
+
+@dataclass
+class Watched:
+    """A seed's page, its nodes' own, and a `watch` in another process, while they train."""
+
+    folder: Path
+    seed: int = field(default_factory=free_port)
+    """Port of the seed's pages."""
+    nodes: list[int] = field(default_factory=lambda: [free_port() for _ in range(3)])
+    told: list[tuple[dict[str, Any], list[dict[str, Any]]]] = field(default_factory=list[Any])
+    """The seed's state and the nodes', as often as all of them answered."""
+
+    @property
+    def lines(self) -> list[str]:
+        """What `watch` has printed."""
+        printed = self.folder / "printed"
+        return printed.read_text().splitlines() if printed.exists() else []
+
+    async def look(self, address: str, stop: asyncio.Event) -> None:
+        """Until `stop`."""
+        with printed_file(self.folder) as printed:
+            line = (sys.executable, "-m", "noloco_node", "watch", address, "--json", "--follow")
+            watcher = await asyncio.create_subprocess_exec(*line, stdout=printed)
+        try:
+            while not stop.is_set():
+                states = await asyncio.to_thread(lambda: [state_at(port) for port in (self.seed, *self.nodes)])
+                seed, *nodes = [state for state in states if state is not None]
+                if len(nodes) == len(self.nodes) and "stages" in seed:
+                    self.told.append((seed, nodes))
+                await asyncio.sleep(0.2)
+        finally:
+            watcher.send_signal(signal.SIGINT)
+            code = await asyncio.wait_for(watcher.wait(), 20)
+        assert code == ExitCode.OK
+
+    async def compare(self) -> None:
+        """The seed's numbers are the nodes' own, and so are those of `watch`."""
+        whole = [(seed, nodes) for seed, nodes in self.told if trains(seed) == [2, 1]]
+        clocks = [(seed["clock"], self._clock_at(seed["time"]), seed["target"]) for seed, _ in whole]
+        assert [c for c in clocks if c[1] > 0.1 * c[2] and abs(c[0] - c[1]) < 0.15 * c[2]], clocks
+        assert all(seed["versions"][__version__] == seed["nodes_answering"] for seed, _ in whole)
+        last = await eventually(self._over, 30, "the seed has seen all of them leave")
+        assert (last["joins"], last["departures"], last["missing_stages"]) == (3, {"left": 3, "lost": 0}, [])
+        assert last["clock"] > 0.8 * last["target"]
+        seen = [swarm for swarm in map(json.loads, self.lines) if trains(swarm) == [2, 1]]
+        assert seen, "watch has seen it train"
+        peers = {node["peer_id"] for _, nodes in self.told for node in nodes} - {None}
+        assert len(peers) == 3
+        assert {node["peer_id"] for node in seen[-1]["nodes"]} == peers, "neither seed nor watcher is a node"
+        assert seen[-1]["run"] == last["run"]
+
+    def _clock_at(self, time: float) -> float:
+        """Median of the nodes' clocks at that wall time, by what they said just before and just after."""
+        nodes = zip(*(nodes for _, nodes in self.told), strict=True)
+        return median(interpolated([(n["time"], n["clock"] or 0.0) for n in states], time) for states in nodes)
+
+    def _over(self) -> dict[str, Any] | None:
+        seed = state_at(self.seed)
+        return seed if seed and seed["over"] and not seed["nodes_answering"] else None
+
+
 @pytest.mark.parametrize("knows_the_run", [True, False])
 async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
     tmp_path: Path, temporary: Path, knows_the_run: bool
 ) -> None:
     """Two stages of which no node was told of another; the seed serves no stage, and is still there at the end. One
-    that was given the run hands it to strangers, who join with its address alone, and says when it is over."""
-    folders = [tmp_path / f"node{number}" for number in range(3)]
-    given = [str(MICRO)] if knows_the_run else []
+    that was given the run hands it to strangers, who join with its address alone, and says when it is over; what it
+    shows of the swarm is what the nodes say of themselves, and what `watch` shows."""
+    folders, watched = [tmp_path / f"node{number}" for number in range(3)], Watched(tmp_path / "watch")
+    given = [str(MICRO), "--metrics-port", str(watched.seed)] if knows_the_run else []
     async with command(tmp_path / "seed", "seed", *given) as seed, contextlib.AsyncExitStack() as stack:
         address = await address_of(tmp_path / "seed")
         entering = ["join", address] if knows_the_run else ["run", str(MICRO), "--initial-peers", address]
-        nodes = [
-            await stack.enter_async_context(command(folder, *entering, "--stage", stage))
-            for folder, stage in zip(folders, "010", strict=True)
-        ]
+        stop = asyncio.Event()
+        looking = asyncio.create_task(watched.look(address, stop)) if knows_the_run else None
+        nodes: list[asyncio.subprocess.Process] = []
+        for number in (0, 2, 1):  # it does not train before there is somebody to see it
+            if looking is not None and number == 1:
+                await eventually(lambda: watched.lines, 120, "watch is up")
+            line = (*entering, "--stage", str(number % 2), "--metrics-port", str(watched.nodes[number]))
+            nodes.append(await stack.enter_async_context(command(folders[number], *line)))
         assert [await asyncio.wait_for(node.wait(), 300) for node in nodes] == [ExitCode.OK] * 3
         assert seed.returncode is None
-        if knows_the_run:
+        if looking is not None:
+            stop.set()
+            await looking
+            await watched.compare()
             await eventually(lambda: RunFolder(tmp_path / "seed").ended, 60, "the seed has seen the end")
             late = await stack.enter_async_context(command(tmp_path / "late", "join", address))
             assert await asyncio.wait_for(late.wait(), 120) == ExitCode.NO_DONOR
@@ -90,10 +191,12 @@ async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
 
 async def test_a_seed_is_light_and_says_when_it_knows_no_run(tmp_path: Path, temporary: Path) -> None:
     """It loads no model library, and says that it is alive; who asks it for a run is told what to do."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    async with command(tmp_path / "seed", "seed", "--set", f"node.metrics_port={port}") as seed:
+    port = free_port()
+    async with command(tmp_path / "seed", "seed", "--metrics-port", str(port)) as seed:
         address = await address_of(tmp_path / "seed")
+        shown = await asyncio.to_thread(state_at, port)
+        assert shown is not None
+        assert (shown["state"], "knows of none" in shown["seed"]["detail"]) == ("no_swarm", True)
         assert await asyncio.to_thread(ask_health, "127.0.0.1", port) == (True, "ok")
         loaded = {Path(row.path).parent.name for row in psutil.Process(seed.pid).memory_maps()}
         assert not loaded & {"tokenizers", "pyarrow", "safetensors"}
