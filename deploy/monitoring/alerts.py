@@ -143,6 +143,14 @@ ALERTS = (
         "{{ $labels.node }} ({{ $labels.instance }}) is at {{ $value | humanizePercentage }} of its memory limit",
     ),
     Alert(
+        "NolocoDiskShort",
+        "disk_free",
+        "< 1e9 + 72 * noloco_stage_parameters",
+        "5m",
+        "ticket",
+        "The disk of {{ $labels.node }} ({{ $labels.instance }}) has {{ $value | humanize1024 }}B left",
+    ),
+    Alert(
         "NolocoFilesShort",
         "files_share",
         "> 0.8",

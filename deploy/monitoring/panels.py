@@ -120,6 +120,7 @@ SWARM = Dashboard(
                     ("bans", "ban: {{reason}} {{run}}"),
                 ),
                 _panel("Audits of 15 minutes", "short", ("audits", "{{finding}} {{run}}")),
+                _panel("Time back to 90 % of the speed after a loss, 90th percentile", "s", ("recovery_p90", RUN)),
                 _panel("Moves of 15 minutes", "short", ("moves", "{{why}} {{run}}")),
             ),
         ),
@@ -174,6 +175,7 @@ NODES = Dashboard(
                 _panel("Gradient norm", "short", ("gradient_norm", NODE), log=True),
                 _panel("Inner steps left out", "percentunit", ("skipped_share", NODE)),
                 _panel("Clock", "suffix: tokens", ("node_clock", NODE)),
+                _panel("Slower since a peer was lost", "s", ("recovering", NODE)),
             ),
         ),
         (
@@ -231,6 +233,7 @@ NODES = Dashboard(
             (
                 _panel("Memory of its limit", "percentunit", ("memory_share", NODE)),
                 _panel("Memory of the process", "bytes", ("resident", NODE)),
+                _panel("Free on the disk of the run folder", "bytes", ("disk_free", NODE)),
                 _panel("Processor", "suffix: cores", ("cpu_share", NODE)),
                 _panel("Event loop's lag", "s", ("loop_lag", NODE), log=True),
                 _panel("Tasks and threads", "short", ("tasks", f"tasks {NODE}"), ("threads", f"threads {NODE}")),

@@ -60,7 +60,7 @@ SMALL = (
 
 LOST_STAGE = 1
 ALERT = "NolocoStageWithoutReplicas"
-OF_THE_MACHINE = {"NolocoLoopLag", "NolocoMemoryShort"}
+OF_THE_MACHINE = {"NolocoLoopLag", "NolocoMemoryShort", "NolocoDiskShort"}
 """Alerts that may fire in a healthy swarm: this machine may be busy with others."""
 START_SECONDS, TRAINING_SECONDS, QUIET_SECONDS = 240.0, 240.0, 200.0
 ALERT_SECONDS, RESOLVED_SECONDS = 120.0, 240.0

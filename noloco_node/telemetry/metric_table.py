@@ -13,6 +13,7 @@ HOP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 EXCHANGE_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 WARNINGS = ("checkpoints_unusable", "stage_lost", "state_elsewhere", "last_of_stage", "memory_short")
 ROUNDS = ("paired", "alone", "caught_up")
+RECOVERY_SECONDS = (1.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 PAYLOAD_BYTES = (1e4, 1e5, 1e6, 1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10)
 
 
@@ -64,6 +65,15 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _counter("noloco_inner_steps_skipped_total", "inner steps", "Inner steps left out: gradient not finite"),
         _counter("noloco_tokens_total", "tokens", "Tokens trained by this replica"),
         _gauge("noloco_tokens_per_second", "tokens/second", "Tokens of this replica per second, running mean"),
+        _gauge(
+            "noloco_recovering_seconds", "seconds", "Time below 90 % of its speed since it lost a peer; 0: it is not"
+        ),
+        _histogram(
+            "noloco_recovery_duration_seconds",
+            "seconds",
+            "From the fall of its speed at a fellow's or a next-stage peer's loss until it is back to 90 %; 0: no fall",
+            RECOVERY_SECONDS,
+        ),
         _gauge("noloco_clock_tokens", "tokens", "Clock of this replica, in swarm tokens"),
         _gauge("noloco_target_tokens", "tokens", "Clock at which the run ends"),
         _gauge("noloco_training_loss", "nats/token", "Loss of the last inner step"),
@@ -125,6 +135,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge("noloco_device_memory_bytes", "bytes", "Memory of a GPU: allocated, reserved, free, total", "what"),
         _gauge("noloco_memory_limit_bytes", "bytes", "What this process may have of the machine's memory"),
         _gauge("noloco_memory_used_bytes", "bytes", "What is used of that limit, file cache that can go aside"),
+        _gauge("noloco_disk_free_bytes", "bytes", "What this node may still write on the disk of its run folder"),
         _gauge("noloco_event_loop_lag_seconds", "seconds", "Worst event loop lag since the last account"),
         _gauge("noloco_tasks", "tasks", "Tasks of the event loop"),
         _gauge("noloco_threads", "threads", "Python threads of this process"),

@@ -32,6 +32,7 @@ from noloco_node.telemetry.events import (
 )
 from noloco_node.telemetry.memory_limit import MemoryUse
 from noloco_node.telemetry.metric_table import TABLE, Metric
+from noloco_node.telemetry.recovery import Recovery
 from noloco_node.telemetry.utilization import Utilization
 from noloco_node.telemetry.web import Page
 
@@ -50,6 +51,7 @@ class Metrics:
         self._resumed = False
         self._speed = _Speed()
         self._utilization = Utilization()
+        self._recovery = Recovery(0)
         self._codec = ""
         self._done: set[str] = set()
         self._waiting_since: float | None = None
@@ -111,6 +113,7 @@ class Metrics:
             case NodeMoved():
                 self._add("noloco_moves_total", 1, event.why)
                 self._stands_at(event.stage, event.parameters, event.flop_per_token)
+                self._recovery = Recovery(event.stage)
             case InnerStep():
                 self._inner_step(event)
             case OuterStep():
@@ -139,17 +142,21 @@ class Metrics:
         encode, content_type = choose_encoder(headers.get("accept", ""))
         return Page(encode(self.registry), content_type)
 
-    def watch_process(self, loop: asyncio.AbstractEventLoop, memory: Callable[[], MemoryUse]) -> None:
+    def watch_process(
+        self, loop: asyncio.AbstractEventLoop, memory: Callable[[], MemoryUse], free_disk: Callable[[], float]
+    ) -> None:
         """Count, whenever asked, the tasks of this loop, and threads, memory and open files of this process: what leaks
-        shows there; and what is left of its memory. Once."""
+        shows there; and what is left of its memory and of its disk. Once."""
         ProcessCollector(registry=self.registry)
         self._ask("noloco_tasks", lambda: len(asyncio.all_tasks(loop)))
         self._ask("noloco_threads", active_count)
         self._ask("noloco_memory_limit_bytes", lambda: memory().limit)
         self._ask("noloco_memory_used_bytes", lambda: memory().used)
+        self._ask("noloco_disk_free_bytes", free_disk)
 
     def _started(self, event: NodeStarted) -> None:
         self._set("noloco_up", 1)
+        self._recovery = Recovery(event.stage)
         self._resumed, self._codec = event.resumed, event.codec
         self._identity = {"version": event.version, "run_id": event.run_id, "device": event.device}
         self._utilization.peak = event.peak_flop_per_second
@@ -168,8 +175,10 @@ class Metrics:
         self._done.add(event.what)
         self._waiting_since = event.since if event.what.startswith("waiting") else None
         self._utilization.doing = event.what
+        self._recovery.doing(event)
 
     def _inner_step(self, event: InnerStep) -> None:
+        self._recovery.step(event)
         self._add("noloco_inner_steps_total", 1)
         self._add("noloco_inner_steps_skipped_total", event.skipped)
         self._add("noloco_tokens_total", event.tokens)
@@ -216,6 +225,10 @@ class Metrics:
             self._set("noloco_stage_missing", stage in event.missing_stages, str(stage))
         self._hops.told = event.hop_seconds or self._hops.told
         self._use_of_device(event)
+        back_after = self._recovery.account(event)
+        if back_after is not None:
+            self._histograms["noloco_recovery_duration_seconds"].observe(back_after)
+        self._set("noloco_recovering_seconds", self._recovery.slow_for)
         self._counts(event)
 
     def _use_of_device(self, event: Account) -> None:

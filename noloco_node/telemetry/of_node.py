@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 
 from noloco_node import __version__
 from noloco_node.aio import Heartbeat
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.telemetry.disk import free_bytes
 from noloco_node.telemetry.events import AnyEvent, EventFile
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.memory_limit import MemoryWatch, memory_use
@@ -33,7 +35,7 @@ class Telemetry:
         terminal = own_terminal() if settings.log_format == "text" else None
         self._display = None if terminal is None else NodeDisplay(self._log.view, terminal)
         self._metrics = Metrics()
-        self._metrics.watch_process(loop, memory_use)
+        self._metrics.watch_process(loop, memory_use, partial(free_bytes, events.parent))
         self._memory = MemoryWatch(self.emit)
         self._heartbeat = Heartbeat(loop, self._look_at_memory)
         self._state = NodeState(__version__, self._log.view, tail)

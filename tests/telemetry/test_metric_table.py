@@ -31,6 +31,7 @@ OF_THE_DAEMON = {
     "noloco_model_flop_utilization_ratio",
     "noloco_memory_limit_bytes",
     "noloco_memory_used_bytes",
+    "noloco_disk_free_bytes",
     "noloco_tasks",
     "noloco_threads",
     "noloco_checkpoints_total",
@@ -40,6 +41,8 @@ OF_THE_DAEMON = {
 """Fed by a whole node, beside its replica: here they stand still."""
 OF_BAD_DAYS = {
     "noloco_inner_steps_skipped_total",
+    "noloco_recovering_seconds",
+    "noloco_recovery_duration_seconds",
     "noloco_waiting_seconds",
     "noloco_stage_missing",
     "noloco_offences_total",

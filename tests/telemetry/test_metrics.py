@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from noloco_node.compute_device import peak_of
+from noloco_node.telemetry.disk import free_bytes
 from noloco_node.telemetry.events import Doing, Evaluation, NodeMoved, OuterStep, P2pdRestarted, Warned
 from noloco_node.telemetry.memory_limit import MemoryUse
 from noloco_node.telemetry.meters import Meter
@@ -45,10 +49,12 @@ def test_metrics_follow_the_events_of_a_whole_run() -> None:
     assert value(metrics, "noloco_up") == 0
 
 
-async def test_what_the_process_holds_is_counted_when_asked() -> None:
+async def test_what_the_process_holds_is_counted_when_asked(tmp_path: Path) -> None:
     """Memory and descriptors, and one task more while one more runs: counted on the endpoint's thread as in a node."""
     metrics = Metrics()
-    metrics.watch_process(asyncio.get_running_loop(), lambda: MemoryUse(1000, 400, "a test"))
+    metrics.watch_process(
+        asyncio.get_running_loop(), lambda: MemoryUse(1000, 400, "a test"), lambda: free_bytes(tmp_path)
+    )
 
     async def tasks() -> float:
         return await asyncio.to_thread(value, metrics, "noloco_tasks") or 0.0
@@ -62,6 +68,8 @@ async def test_what_the_process_holds_is_counted_when_asked() -> None:
     assert (value(metrics, "process_open_fds") or 0) > 3
     assert value(metrics, "noloco_memory_limit_bytes") == 1000
     assert value(metrics, "noloco_memory_used_bytes") == 400
+    assert value(metrics, "noloco_disk_free_bytes") == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
+    assert math.isnan(free_bytes(tmp_path / "gone")), "a folder that was removed under a node ends no scrape"
 
 
 def test_exchanges_and_hops_are_spread_over_buckets() -> None:
