@@ -22,13 +22,17 @@ from noloco_node import __version__
 from noloco_node.address_space import refused_memory
 from noloco_node.collector import loading
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
+from noloco_node.export_commands import eval_arguments, export_arguments, generate_arguments
 from noloco_node.help_texts import (
     COMPLETION_HELP,
     CONFIG_HELP,
     DESCRIPTION,
     DOCTOR_HELP,
     ENVIRONMENT_HELP,
+    EVAL_HELP,
     EXPORT_HELP,
+    EXPORT_IDENTITY_HELP,
+    GENERATE_HELP,
     HEALTH_HELP,
     IDENTITY_HELP,
     IDENTITY_SHOW_HELP,
@@ -38,7 +42,6 @@ from noloco_node.help_texts import (
     JOIN_HELP,
     LAB_HELP,
     LIST_HELP,
-    MERGE_HELP,
     REPORT_HELP,
     RUN_HELP,
     SEED_HELP,
@@ -49,7 +52,6 @@ from noloco_node.help_texts import (
     VALIDATE_HELP,
     WATCH_HELP,
 )
-from noloco_node.merge_commands import merge_arguments
 from noloco_node.node_options import (
     doctor_arguments,
     doctor_settings,
@@ -173,9 +175,9 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, nargs="?", help="of a node, or of several")
     report.add_argument("--out", metavar="DIR", type=Path, help="where they go (default: RUN_FOLDER/report)")
     report.set_defaults(call=_report)
-    merge = _command(commands, "merge", "put the stages that several nodes saved together to one model", MERGE_HELP)
-    _config_arguments(merge)
-    merge_arguments(merge)
+    export_arguments(_command(commands, "export", "make one model out of what nodes have saved", EXPORT_HELP))
+    eval_arguments(_command(commands, "eval", "say what a model is worth on the run's held-out text", EVAL_HELP))
+    generate_arguments(_command(commands, "generate", "let an exported model continue a text", GENERATE_HELP))
     health_arguments(_command(commands, "health", "ask this machine's node whether it is alive", HEALTH_HELP))
     top_of_node = _command(commands, "top", "watch one node in this terminal", TOP_HELP)
     health_arguments(top_of_node)
@@ -223,7 +225,7 @@ def _identity_commands(identity: argparse.ArgumentParser) -> None:
     show = _command(actions, "show", "print peer id, permissions, and who uses it", IDENTITY_SHOW_HELP)
     show.add_argument("file", metavar="FILE", type=Path, nargs="?", help="identity file")
     show.set_defaults(call=_identity_show)
-    export = _command(actions, "export", "write an encrypted copy", EXPORT_HELP)
+    export = _command(actions, "export", "write an encrypted copy", EXPORT_IDENTITY_HELP)
     export.add_argument("file", metavar="FILE", type=Path, help="identity file")
     export.add_argument("--to", metavar="BACKUP", type=Path, required=True, help="the copy, a file that does not exist")
     export.set_defaults(call=_identity_export)

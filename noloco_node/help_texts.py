@@ -54,13 +54,33 @@ example:
   noloco-node report runs/node
   noloco-node report runs/tiny-20260101-120000 --out /tmp/tiny"""
 
-MERGE_HELP = """\
-Put the weights that nodes saved at the end of a run together to one model, an ordinary Hugging Face folder, with a
-sample of its text. CONFIG is the run's. Each RUN_FOLDER is a node's, brought here from whatever machine it ran on;
-every stage needs one, and several of one stage are averaged. `noloco-node swarm` does this by itself.
+EXPORT_HELP = """\
+Make an ordinary Hugging Face model out of a run: safetensors, config, tokenizer, generation config, and a model card
+with the run's facts. Each RUN_FOLDER is a node's, brought here from whatever machine it ran on, or one that holds
+several; its final weights count, or its newest checkpoint. The slow weights of each stage are averaged over its
+replicas, without those that are too far behind. DIR is there as a whole, or not at all.
+
+--replicas best takes, stage after stage, the replica with which the model loses least on the run's held-out text; with
+the end of a peer id, or the name of a node's folder, that one alone stands for its stage.
 
 example:
-  noloco-node merge my-run.yaml runs/stage-0 runs/stage-1 --to my-model"""
+  noloco-node export runs/tiny-20260101-120000 --out my-model
+  noloco-node export from-alice/node from-bob/node --out my-model"""
+
+EVAL_HELP = """\
+What a model is worth: loss in nats per token, perplexity, and bits a byte, on the windows that its run held out. DIR is
+what `noloco-node export` wrote. With run folders instead, the merged model, and beside it the model with each single
+replica in the place of its stage's mean: what averaging harms or mends shows there.
+
+example:
+  noloco-node eval my-model
+  noloco-node eval runs/tiny-20260101-120000"""
+
+GENERATE_HELP = """\
+Let a model continue a text, with plain transformers, on the processor. The same seed gives the same text.
+
+example:
+  noloco-node generate my-model --prompt "def main(" --max-tokens 100 --temperature 0.7"""
 
 LAB_HELP = """\
 Compare algorithms on many replicas simulated in this process: NoLoCo, DiLoCo, data parallel, plain gossip, none. The
@@ -103,7 +123,7 @@ FILE is runs/node/identity.key where not given: the one that `noloco-node run` u
 example:
   noloco-node identity show"""
 
-EXPORT_HELP = """\
+EXPORT_IDENTITY_HELP = """\
 Write an encrypted copy of an identity file: PKCS#8 in PEM form, which other tools read too. The passphrase (12
 characters or more) is asked for twice; for scripts it is the first line of a file. Keep the copy and the passphrase in
 different places.

@@ -3,24 +3,50 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.tokenizers import load_tokenizer
 from noloco_node.data.windows import Windows, load_windows
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import build_config
-from noloco_node.model.export import evaluate_model, export_model, generate_sample, load_exported, merge_replicas
-from noloco_node.storage.weights import SavedStage, load_stage
+from noloco_node.model.export import (
+    SHARD_BYTES,
+    evaluate_model,
+    export_model,
+    generate_sample,
+    load_exported,
+    merge_replicas,
+)
+from noloco_node.storage import atomic
+from noloco_node.storage.weights import load_slow, read_manifest
 
 logger = logging.getLogger(__name__)
 
 SAMPLES = 3
 PROMPT_SHARE = 4
 """A prompt is the first 1/4 of a held-out window; the model continues it to the window's length."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedReplica:
+    """The slow weights that one replica of a stage left, to be read when they are wanted."""
+
+    stage: int
+    clock: float
+    """In swarm tokens."""
+    source: str
+    """Where they come from, for a person."""
+    load: Callable[[], Mapping[str, Tensor]]
+    """Full Hugging Face name -> fp32 tensor, on the CPU. Raises UserError where they are damaged."""
+    peer: str = ""
+    """Its peer id, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,34 +69,94 @@ def merge_run(run: RunSpec, saved: Mapping[int, Sequence[Path]], folder: Path) -
     """
     state: dict[str, Tensor] = {}
     for stage in range(run.stages):
-        replicas = [load_stage(path) for path in saved[stage]]
-        state |= merge_replicas([replica.slow for replica in in_time(replicas, run.max_lag_tokens)])
+        state |= mean_of(in_time([final_weights(path) for path in saved[stage]], run.max_lag_tokens))
     model = folder / "model"
-    export_model(run.model, state, model, run.data.tokenizer)
+    write_model(run, state, model)
     windows = load_windows(run.data, build_config(run.model).vocab_size)
-    held_out = windows.validation_indices(run.evaluation.windows)
-    size = run.inner.microbatch_windows
-    batches = (windows.validation(held_out[start : start + size]) for start in range(0, len(held_out), size))
-    loss = evaluate_model(load_exported(model), batches)
+    loss = evaluate_model(load_exported(model), held_out(run, windows))
     sample = folder / "sample.txt"
-    sample.write_text(_samples(run, windows, model, held_out[:SAMPLES]), encoding="utf-8")
+    sample.write_text(_samples(run, windows, model, held_out_indices(run, windows)[:SAMPLES]), encoding="utf-8")
     return MergedModel(model, sample, loss)
 
 
-def in_time(replicas: Sequence[SavedStage], max_lag: float) -> list[SavedStage]:
+def final_weights(folder: Path) -> SavedReplica:
+    """What `save_stage` left in a folder. Raises UserError (RUN_FOLDER) where its manifest is damaged."""
+    manifest = read_manifest(folder)
+    return SavedReplica(manifest.stage, manifest.clock, str(folder), partial(load_slow, folder))
+
+
+def mean_of(replicas: Sequence[SavedReplica]) -> dict[str, Tensor]:
+    """The mean of a stage's replicas, read one after the other. UserError (RUN_FOLDER) where they do not go together,
+    or are damaged."""
+    try:
+        return merge_replicas(replica.load() for replica in replicas)
+    except ValueError as error:
+        sources = ", ".join(replica.source for replica in replicas)
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"the weights of stage {replicas[0].stage} do not go together: {error} ({sources})",
+            "leave out the folder of another model or version, and name those of one run",
+        ) from None
+
+
+def in_time(replicas: Sequence[SavedReplica], max_lag: float) -> list[SavedReplica]:
     """Those of a stage's replicas that are at most `max_lag` tokens behind the furthest, as fellows average: one that
     left early, or came when the others had gone, would pull the model back."""
-    furthest = max(replica.manifest.clock for replica in replicas)
-    kept = [replica for replica in replicas if furthest - replica.manifest.clock <= max_lag]
+    furthest = max(replica.clock for replica in replicas)
+    kept = [replica for replica in replicas if furthest - replica.clock <= max_lag]
     if len(kept) < len(replicas):
         logger.warning(
             "%d of %d replicas of stage %d are more than %s tokens behind the others, and no part of the model",
             len(replicas) - len(kept),
             len(replicas),
-            replicas[0].manifest.stage,
+            replicas[0].stage,
             f"{max_lag:,.0f}",
         )
     return kept
+
+
+def write_model(
+    run: RunSpec,
+    state: Mapping[str, Tensor],
+    folder: Path,
+    texts: Mapping[str, str] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a whole model to `folder`, an ordinary Hugging Face one, with further `texts` by the name of their file.
+    It is there as a whole or not at all; a folder already there is replaced.
+
+    Raises UserError: RUN_FOLDER where the weights are not those of the run's model or the disk refuses, DATA where
+    there is no such tokenizer.
+    """
+    load_tokenizer(run.data.tokenizer)
+    try:
+        with atomic.new_folder(folder) as partial_folder:
+            export_model(run.model, state, partial_folder, run.data.tokenizer, shard_bytes)
+            for name, text in (texts or {}).items():
+                (partial_folder / name).write_text(text, encoding="utf-8")
+    except ValueError as error:
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"the weights are not those of the model of run '{run.name}': {error}",
+            "they were saved by another version or for another model: name the folders of nodes of this run",
+        ) from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"the model cannot be written to '{folder}': {getattr(error, 'strerror', None) or error}",
+            "make room on the disk, or name a folder elsewhere that you may write to",
+        ) from None
+
+
+def held_out(run: RunSpec, windows: Windows) -> Iterator[tuple[Tensor, Tensor]]:
+    """The run's held-out windows in microbatches of (inputs, labels), both int64 [B, T]."""
+    indices, size = held_out_indices(run, windows), run.inner.microbatch_windows
+    return (windows.validation(indices[start : start + size]) for start in range(0, len(indices), size))
+
+
+def held_out_indices(run: RunSpec, windows: Windows) -> list[int]:
+    """Which windows the run is evaluated on."""
+    return windows.validation_indices(run.evaluation.windows)
 
 
 def _samples(run: RunSpec, windows: Windows, model: Path, indices: Sequence[int]) -> str:

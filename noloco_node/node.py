@@ -308,6 +308,7 @@ def _open_run(
     it holds another run, or where the run has come to its end there and no peer to go on with is named."""
     _check_folder(folder, spec, settings)
     folder.claim(spec.run_id, spec.name)
+    folder.keep_spec(spec.agreed_json)
     return checkpoints.newest(spec.run_id, None if settings.stage == "auto" else settings.stage)
 
 

@@ -27,10 +27,10 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "interrupts network stays",
         "checkpointing",
         "node",
-        "device_group doctor early_checks help_texts identity_commands invite_commands local_swarm merge_commands"
+        "device_group doctor early_checks help_texts identity_commands invite_commands local_swarm"
         " node_options seed small_commands status top watch",
-        "local_run report",
-        "printing",
+        "exporting local_run report",
+        "export_commands printing",
         "cli",
         "__main__",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,27 +19,39 @@ from noloco_node.model.stage import build_on_meta
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_TEMPERATURE = 0.8
+TEMPERATURE = 0.8
+SHARD_BYTES = 5_000_000_000
 
 
-def merge_replicas(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of replicas of the same stage: summed in fp64, given back in fp32, in the first one's order.
+def merge_replicas(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of replicas of the same stage: summed in fp64, given back in fp32, in the first one's order. Takes one
+    after the other, so that they need not be in memory together.
 
     ValueError when there is none, or when names or shapes differ.
     """
-    if not states:
-        raise ValueError("no replica to merge")
+    totals: dict[str, Tensor] = {}
+    count = 0
     for state in states:
-        if {name: value.shape for name, value in state.items()} != {k: v.shape for k, v in states[0].items()}:
+        if not count:
+            totals = {name: torch.zeros(value.shape, dtype=torch.float64) for name, value in state.items()}
+        if {name: value.shape for name, value in state.items()} != {k: v.shape for k, v in totals.items()}:
             raise ValueError("replicas differ in the names or shapes of their weights")
-    return {name: _mean([state[name] for state in states]) for name in states[0]}
+        for name, value in state.items():
+            totals[name] += value.detach().cpu()
+        count += 1
+    if not count:
+        raise ValueError("no replica to merge")
+    return {name: (totals.pop(name) / count).float() for name in list(totals)}
 
 
-def export_model(spec: ModelSpec, state: Mapping[str, Tensor], folder: Path, tokenizer: str) -> None:
+def export_model(
+    spec: ModelSpec, state: Mapping[str, Tensor], folder: Path, tokenizer: str, shard_bytes: int = SHARD_BYTES
+) -> None:
     """Write config, weights, generation config and tokenizer to `folder`, for transformers alone to load.
 
     `state` holds every parameter of the whole model under its full Hugging Face name (ValueError otherwise) and is
-    saved in fp32; `tokenizer` is `bytes` or what `AutoTokenizer.from_pretrained` takes.
+    saved in fp32, in files of `shard_bytes` at most, with an index where they are several; `tokenizer` is `bytes` or
+    what `AutoTokenizer.from_pretrained` takes.
     """
     backend = build_byte_tokenizer() if tokenizer == "bytes" else _pretrained_tokenizer(tokenizer)
     config = build_config(spec)
@@ -48,7 +60,7 @@ def export_model(spec: ModelSpec, state: Mapping[str, Tensor], folder: Path, tok
     model = build_on_meta(config)
     _assign(model, state)
     with _quiet():
-        cast(Any, model).save_pretrained(folder)
+        cast(Any, model).save_pretrained(folder, max_shard_size=shard_bytes)
         backend.save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", weights)  # safetensors lets nobody but the owner read what it writes
@@ -65,6 +77,22 @@ def load_exported(folder: Path) -> PreTrainedModel:
     return loaded.eval()
 
 
+def model_of(spec: ModelSpec, state: Mapping[str, Tensor]) -> PreTrainedModel:
+    """The whole model with these weights, fp32 copies, in evaluation mode, without a folder. `state` as
+    `export_model` takes it, and checked as there. The global random state is left as it was."""
+    from transformers import AutoModelForCausalLM
+
+    random_state = torch.default_generator.get_state()
+    try:
+        made = AutoModelForCausalLM.from_config(build_config(spec), dtype=torch.float32)  # pyright: ignore
+    finally:
+        torch.default_generator.set_state(random_state)
+    model = cast("PreTrainedModel", made)
+    _check_names(model, state)
+    model.load_state_dict({name: value.detach().cpu() for name, value in state.items()}, strict=False)
+    return cast("PreTrainedModel", cast(Any, model).eval())
+
+
 def evaluate_model(model: PreTrainedModel, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Mean cross-entropy of (inputs, labels), both int64 [B, T], in nats per token. ValueError without batches."""
     total, tokens = 0.0, 0
@@ -79,8 +107,8 @@ def evaluate_model(model: PreTrainedModel, batches: Iterable[tuple[Tensor, Tenso
     return total / tokens
 
 
-def generate_sample(folder: Path, prompt: str, tokens: int, seed: int) -> str:
-    """The prompt and up to `tokens` further tokens of an exported model, drawn at temperature 0.8.
+def generate_sample(folder: Path, prompt: str, tokens: int, seed: int, temperature: float = TEMPERATURE) -> str:
+    """The prompt and up to `tokens` further tokens of an exported model, drawn at `temperature`; at 0 the likeliest.
 
     The same seed gives the same text; the global random state is left as it was. The sample ends early at the model's
     last position. ValueError for an empty prompt.
@@ -98,9 +126,7 @@ def generate_sample(folder: Path, prompt: str, tokens: int, seed: int) -> str:
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=room,
-            do_sample=True,
-            temperature=_TEMPERATURE,
-            top_k=0,
+            **({"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}),
             pad_token_id=0,
         )
     finally:
@@ -108,21 +134,18 @@ def generate_sample(folder: Path, prompt: str, tokens: int, seed: int) -> str:
     return cast(str, tokenizer.decode(drawn[0]))
 
 
-def _mean(tensors: Sequence[Tensor]) -> Tensor:
-    total = torch.zeros(tensors[0].shape, dtype=torch.float64)
-    for tensor in tensors:
-        total += tensor.detach().cpu()
-    return (total / len(tensors)).float()
-
-
 def _assign(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
+    _check_names(model, state)
+    weights = {name: value.detach().to("cpu", torch.float32) for name, value in state.items()}
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+
+
+def _check_names(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
     expected = {name: parameter.shape for name, parameter in torch.nn.Module.named_parameters(model)}
     wrong = sorted(expected.keys() ^ state.keys()) or [name for name in state if state[name].shape != expected[name]]
     if wrong:
         raise ValueError(f"the state does not fit the model at {', '.join(wrong[:5])}")
-    weights = {name: value.detach().to("cpu", torch.float32) for name, value in state.items()}
-    model.load_state_dict(weights, strict=False, assign=True)
-    model.tie_weights()
 
 
 def _pretrained_tokenizer(name: str) -> Any:

@@ -75,6 +75,18 @@ def build_stage(spec: ModelSpec, index: int) -> Stage:
     return Stage(cut, causal)
 
 
+def stage_without_weights(spec: ModelSpec, index: int) -> Stage:
+    """Stage `index` on the meta device: its parameters' names and shapes, no memory. UserError as `build_stage`."""
+    config = build_config(spec)
+    causal = build_on_meta(config)
+    _check_anatomy(causal, config)
+    cut = cut_model(spec)[index]
+    _take_out_other_stages(causal, cut)
+    if causal.config.tie_word_embeddings:
+        causal.tie_weights()
+    return Stage(cut, causal)
+
+
 def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     """The whole model without memory behind its weights. Raises UserError (CONFIG) where there is no such model."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM

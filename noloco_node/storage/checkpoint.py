@@ -14,11 +14,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
@@ -32,6 +32,8 @@ from noloco_node.training.progress import Progress
 logger = logging.getLogger(__name__)
 
 STATE = "state.safetensors"
+SLOW = "slow"
+"""Its tensor of slow weights."""
 
 MOST = 1 << 53
 """No count, and no number of tokens, is larger: a float holds them all."""
@@ -185,6 +187,17 @@ class CheckpointFolder:
                     self.damaged[path] = str(reason)
         return None
 
+    def newest_whole(self) -> tuple[Path, Standing] | None:
+        """The newest one that is whole, of whatever run and stage, without its tensors; those passed over are logged
+        with the reason."""
+        for number in reversed(self._numbers()):
+            path = self.path / f"{number:08d}"
+            try:
+                return path, read_standing(path)
+            except Unusable as reason:
+                logger.warning("checkpoint %s is not used: %s", path, reason)
+        return None
+
     def any_sound(self, run_id: str) -> bool:
         """Whether one of this run is whole, of whatever stage. Says nothing of those that are not."""
         for number in reversed(self._numbers()):
@@ -215,23 +228,64 @@ class CheckpointFolder:
 def read_checkpoint(path: Path, run_id: str, stage: int | None) -> Checkpoint:
     """Read one back. Raises Unusable for one that is torn, altered, of another run or stage, or that nobody could go on
     from, whoever sealed it."""
+    manifest = _read_manifest(path)
+    standing = manifest.standing
+    if standing.run_id != run_id:
+        raise Unusable(f"it is of run {standing.run_id}, not {run_id}")
+    if stage is not None and standing.stage != stage:
+        raise OfAnotherStage(f"it is of stage {standing.stage}, and this node serves stage {stage}")
+    _check_hash(path, manifest)
+    try:
+        tensors = load_file(path / STATE)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(error) from error
+    if (why := standing.absurd or _no_good(tensors)) is not None:
+        raise Unusable(why)
+    return Checkpoint(path, standing, tensors)
+
+
+def read_standing(path: Path) -> Standing:
+    """What stands in a checkpoint, of whatever run, without its tensors. Raises Unusable where it is not whole."""
+    manifest = _read_manifest(path)
+    _check_hash(path, manifest)
+    if (why := manifest.standing.absurd) is not None:
+        raise Unusable(why)
+    return manifest.standing
+
+
+def read_slow(path: Path) -> Tensor:
+    """A checkpoint's slow weights alone, flat fp32 on the host. Raises Unusable where there are none that are sound."""
+    try:
+        opened: Any = safe_open(path / STATE, framework="pt")
+        with opened as file:
+            slow = cast("Tensor", file.get_tensor(SLOW))
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(error) from error
+    if (why := _no_good({SLOW: slow})) is not None:
+        raise Unusable(why)
+    return slow
+
+
+def _read_manifest(path: Path) -> CheckpointManifest:
     try:
         manifest = CheckpointManifest.model_validate_json((path / MANIFEST).read_bytes())
-        standing = manifest.standing
-        if manifest.seal != manifest.expected_seal():
-            raise Unusable(f"{MANIFEST} does not match its own seal")
-        if standing.run_id != run_id:
-            raise Unusable(f"it is of run {standing.run_id}, not {run_id}")
-        if stage is not None and standing.stage != stage:
-            raise OfAnotherStage(f"it is of stage {standing.stage}, and this node serves stage {stage}")
+    except (OSError, ValidationError) as error:
+        raise _unreadable(error) from error
+    if manifest.seal != manifest.expected_seal():
+        raise Unusable(f"{MANIFEST} does not match its own seal")
+    return manifest
+
+
+def _check_hash(path: Path, manifest: CheckpointManifest) -> None:
+    try:
         if file_sha256(path / STATE) != manifest.files[STATE]:
             raise Unusable(f"{STATE} does not match the hash in its {MANIFEST}")
-        tensors = load_file(path / STATE)
-        if (why := standing.absurd or _no_good(tensors)) is not None:
-            raise Unusable(why)
-        return Checkpoint(path, standing, tensors)
-    except (OSError, KeyError, ValidationError, SafetensorError) as error:
-        raise Unusable(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+    except (OSError, KeyError) as error:
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: Exception) -> Unusable:
+    return Unusable(f"{type(error).__name__}: {str(error).splitlines()[0]}")
 
 
 def _no_good(tensors: Mapping[str, Tensor]) -> str | None:

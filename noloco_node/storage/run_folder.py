@@ -128,6 +128,15 @@ class RunFolder:
             )
         return former.ended
 
+    def keep_spec(self, agreed: str) -> None:
+        """Write down what all nodes of the run agree on (`RunSpec.agreed_json`), where it does not stand there yet: who
+        makes a model out of this folder needs it. Raises UserError (RUN_FOLDER) where it cannot be written."""
+        try:
+            if not self.run_spec.is_file() or self.run_spec.read_text(encoding="utf-8") != agreed:
+                atomic.write_bytes(self.run_spec, agreed.encode())
+        except (OSError, UnicodeDecodeError) as error:
+            raise _unwritable(self.path, error) from error
+
     def mark_ended(self, run_id: str, run_name: str, *, ended: bool = True) -> None:
         """Say that the run has come to its end here, or that it goes on after all. Raises as `claim`."""
         self._write_mark(RunMark(run_id=run_id, run_name=run_name, ended=ended))
@@ -193,6 +202,11 @@ class RunFolder:
         return self.path / "node.log"
 
     @property
+    def run_spec(self) -> Path:
+        """All that the run's nodes agree on."""
+        return self.path / "run_spec.json"
+
+    @property
     def checkpoints(self) -> Path:
         """The node's own checkpoints, by number."""
         return self.path / "checkpoints"
@@ -203,9 +217,10 @@ class RunFolder:
         return self.path / "final"
 
 
-def _unwritable(path: Path, error: OSError) -> UserError:
+def _unwritable(path: Path, error: OSError | UnicodeDecodeError) -> UserError:
+    why = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return UserError(
         ExitCode.RUN_FOLDER,
-        f"node.run_folder is '{path}', which cannot be written: {error.strerror or error}",
+        f"node.run_folder is '{path}', which cannot be written: {why}",
         "name a folder that does not exist yet or that you may write to, on a disk with space left",
     )

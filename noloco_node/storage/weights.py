@@ -97,13 +97,25 @@ def save_stage(
 
 def load_stage(folder: Path) -> SavedStage:
     """Read what `save_stage` wrote. Raises UserError (RUN_FOLDER) when a file is missing, torn or altered."""
+    manifest = read_manifest(folder)
+    return SavedStage(manifest, _read_tensors(folder, SLOW, manifest), _read_tensors(folder, FAST, manifest))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What `save_stage` wrote about its files. Raises UserError (RUN_FOLDER) when it is missing, torn or altered."""
     try:
         manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
-        if manifest.seal != manifest.expected_seal():
-            raise _damaged(folder, f"{MANIFEST} does not match its own seal")
-        return SavedStage(manifest, _read_tensors(folder, SLOW, manifest), _read_tensors(folder, FAST, manifest))
-    except (OSError, KeyError, ValidationError) as error:
-        raise _damaged(folder, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+    except (OSError, ValidationError) as error:
+        raise _unreadable(folder, error) from error
+    if manifest.seal != manifest.expected_seal():
+        raise _damaged(folder, f"{MANIFEST} does not match its own seal")
+    return manifest
+
+
+def load_slow(folder: Path) -> dict[str, Tensor]:
+    """The slow weights alone: full Hugging Face name -> fp32 tensor, on the CPU. The file with the fast ones may be
+    missing. Raises UserError (RUN_FOLDER) as `load_stage` does."""
+    return _read_tensors(folder, SLOW, read_manifest(folder))
 
 
 def _sealed(run_id: str, cut: StageCut, clock: float, outer_rounds: int, files: dict[str, str]) -> Manifest:
@@ -131,9 +143,12 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 def _read_tensors(
     folder: Path, name: Literal["slow.safetensors", "fast.safetensors"], manifest: Manifest
 ) -> dict[str, Tensor]:
-    if file_sha256(folder / name) != manifest.files[name]:
-        raise _damaged(folder, f"{name} does not match the hash in its {MANIFEST}")
-    return load_file(folder / name)
+    try:
+        if file_sha256(folder / name) != manifest.files[name]:
+            raise _damaged(folder, f"{name} does not match the hash in its {MANIFEST}")
+        return load_file(folder / name)
+    except (OSError, KeyError, SafetensorError) as error:
+        raise _unreadable(folder, error) from error
 
 
 def file_sha256(path: Path) -> str:
@@ -148,3 +163,7 @@ def _damaged(folder: Path, reason: str) -> UserError:
         f"the saved weights in '{folder}' are damaged or incomplete: {reason}",
         "remove the folder and take the weights from another replica of the stage",
     )
+
+
+def _unreadable(folder: Path, error: Exception) -> UserError:
+    return _damaged(folder, f"{type(error).__name__}: {str(error).splitlines()[0]}")

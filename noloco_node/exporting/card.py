@@ -1,0 +1,108 @@
+"""The model card: what a person should know who finds an exported model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from noloco_node import __version__
+from noloco_node.config.load import render
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.exporting.gathered import Gathered
+from noloco_node.merge import SavedReplica
+
+NAME = "README.md"
+MOST_NAMED = 64
+"""Replicas that are named; the rest are counted."""
+
+
+def model_card(gathered: Gathered, used: Mapping[int, Sequence[SavedReplica]], parameters: int, title: str) -> str:
+    """A Hugging Face model card with the run's facts. `used` are the replicas behind each stage."""
+    run = gathered.run
+    rows = "\n".join(f"| {name} | {value} |" for name, value in _facts(gathered, used, parameters))
+    return "\n".join(
+        [
+            "---",
+            "library_name: transformers",
+            "pipeline_tag: text-generation",
+            "tags: [noloco, decentralized-training]",
+            "---",
+            "",
+            f"# {_plain(title)}",
+            "",
+            "A causal language model, trained by nodes that averaged their weights in random pairs (NoLoCo,",
+            "arXiv 2506.10911) and met over hivemind's directory. Its weights are slow weights, fp32.",
+            "",
+            "```python",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            'model = AutoModelForCausalLM.from_pretrained("FOLDER")',
+            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
+            "```",
+            "",
+            "| | |",
+            "|---|---|",
+            rows,
+            "",
+            "## What it is made of",
+            "",
+            *_made_of(used),
+            "",
+            "Clocks count the tokens of the whole swarm. Several replicas of a stage were averaged.",
+            "",
+            "## Settings of the run",
+            "",
+            "```yaml",
+            render(_public(run)).rstrip(),
+            "```",
+            "",
+        ]
+    )
+
+
+def _facts(
+    gathered: Gathered, used: Mapping[int, Sequence[SavedReplica]], parameters: int
+) -> Iterator[tuple[str, str]]:
+    run, reported = gathered.run, gathered.reported
+    yield "run", f"{run.name} (`{run.run_id}`)"
+    yield "parameters", f"{parameters:,}"
+    yield "tokens", f"{gathered.clock:,.0f} of {run.inner.target_tokens:,}"
+    yield "text", _plain(_text(run))
+    yield "tokenizer", _plain(run.data.tokenizer)
+    yield "stages", f"{run.stages}"
+    yield "replicas averaged", ", ".join(f"{len(used[stage])} of stage {stage}" for stage in sorted(used))
+    if reported is not None and math.isfinite(reported.loss):
+        at = f"at {reported.clock:,.0f} tokens"
+        yield "held-out loss, as the swarm reported it", f"{reported.loss:.4f} nats per token {at}"
+    yield "made with", f"noloco-node {_plain(gathered.version or __version__)}"
+
+
+def _made_of(used: Mapping[int, Sequence[SavedReplica]]) -> Iterator[str]:
+    rows = [one for stage in sorted(used) for one in sorted(used[stage], key=lambda each: -each.clock)]
+    yield from (f"- stage {one.stage}: {_named(one)}, clock {one.clock:,.0f}" for one in rows[:MOST_NAMED])
+    if len(rows) > MOST_NAMED:
+        yield f"- and {len(rows) - MOST_NAMED:,} more"
+
+
+def _named(replica: SavedReplica) -> str:
+    """A peer; else of the folder, which is nobody else's affair, the last part alone."""
+    return f"`{_plain(replica.peer or replica.source.rpartition('/')[2])}`"
+
+
+def _text(run: RunSpec) -> str:
+    if run.data.source == "stdlib":
+        return "the source files of Python's standard library"
+    return "a text of the owner's" if run.data.source == "text" else f"{run.data.path}"
+
+
+def _public(run: RunSpec) -> RunSpec:
+    """Without where this machine keeps a text."""
+    if run.data.source != "text":
+        return run
+    return run.model_copy(update={"data": run.data.model_copy(update={"path": "(the owner's)"})})
+
+
+def _plain(text: str) -> str:
+    """One line that marks nothing up."""
+    return json.dumps(text, ensure_ascii=False)[1:-1].replace("|", "\\|").replace("`", "'").replace("<", "&lt;")

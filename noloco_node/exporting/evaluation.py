@@ -1,0 +1,114 @@
+"""What a model loses on a run's held-out text: an exported one, a merged one, and single replicas beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.data.tokenizers import BYTES, load_tokenizer
+from noloco_node.data.windows import load_windows
+from noloco_node.merge import SavedReplica, held_out
+from noloco_node.model.cut import build_config
+from noloco_node.model.export import evaluate_model, model_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MOST_NATS = 700.0
+"""Beyond, a perplexity is no number any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How well a model tells a text beforehand."""
+
+    loss: float
+    """Nats per token."""
+    tokens: int
+    text_bytes: int
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss; infinite where that is no number."""
+        return math.exp(self.loss) if self.loss < MOST_NATS else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Of the text: what tokenizers of different kinds can be compared by."""
+        return self.loss * self.tokens / (self.text_bytes * math.log(2.0))
+
+
+class HeldOut:
+    """The held-out windows of a run. UserError (DATA) where the text cannot be read."""
+
+    def __init__(self, run: RunSpec) -> None:
+        windows = load_windows(run.data, build_config(run.model).vocab_size)
+        self.batches: list[tuple[Tensor, Tensor]] = list(held_out(run, windows))
+        self.windows = sum(len(labels) for _, labels in self.batches)
+        self.tokens = sum(labels.numel() for _, labels in self.batches)
+        self.bytes = self._count_bytes(run.data.tokenizer)
+
+    def score(self, model: PreTrainedModel) -> Score:
+        """What a model loses on them."""
+        return Score(evaluate_model(model, self.batches), self.tokens, self.bytes)
+
+    def _count_bytes(self, tokenizer: str) -> int:
+        if tokenizer == BYTES:
+            return self.tokens
+        back = load_tokenizer(tokenizer)
+        rows = (row for _, labels in self.batches for row in labels)
+        return max(1, sum(len(back.decode([int(token) for token in row]).encode()) for row in rows))
+
+
+class Bench:
+    """Tries replicas' weights in place of the mean's."""
+
+    def __init__(self, run: RunSpec, held_out_windows: HeldOut) -> None:
+        self._run = run
+        self._held_out = held_out_windows
+
+    def singles(
+        self,
+        kept: Mapping[int, Sequence[SavedReplica]],
+        mean: Mapping[str, Tensor],
+        tell: Callable[[SavedReplica | None, Score], None],
+    ) -> None:
+        """Tell the score of the mean (None), and of the mean with each single replica in its stage's place."""
+        model = model_of(self._run.model, mean)
+        tell(None, self._held_out.score(model))
+        for replicas in kept.values():
+            for replica in replicas if len(replicas) > 1 else ():
+                part = replica.load()
+                _put(model, part)
+                tell(replica, self._held_out.score(model))
+                _put(model, {name: mean[name] for name in part})
+
+    def best_of(
+        self, kept: Mapping[int, Sequence[SavedReplica]], mean: Mapping[str, Tensor], say: Callable[[str], None]
+    ) -> tuple[dict[int, list[SavedReplica]], dict[str, Tensor]]:
+        """One replica for each stage, and their weights: stage after stage the one with which the model, beside the
+        means of the stages that are not chosen yet, loses least."""
+        model, state = model_of(self._run.model, mean), dict(mean)
+        used: dict[int, list[SavedReplica]] = {}
+        for stage in sorted(kept):
+            losses: dict[int, float] = {}
+            for index, replica in enumerate(kept[stage]):
+                _put(model, replica.load())
+                losses[index] = self._held_out.score(model).loss
+                say(f"stage {stage}: {replica.source} {losses[index]:.4f} nats per token")
+            best = kept[stage][min(losses, key=lambda index: losses[index])]
+            used[stage], part = [best], dict(best.load())
+            _put(model, part)
+            state |= part
+        return used, state
+
+
+def _put(model: PreTrainedModel, part: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        model.load_state_dict(dict(part), strict=False)

@@ -1,0 +1,138 @@
+"""What was found of a run's model, wherever it came from, and which of it becomes the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.merge import SavedReplica, in_time
+from noloco_node.model.stage import Stage, stage_without_weights
+from noloco_node.training.layout import FlatLayout
+
+SHOWN = 5
+"""Of what is wrong, at most."""
+SHORTEST_ID = 6
+"""Characters at the end of a peer id that stand for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A held-out loss that the swarm itself has measured."""
+
+    loss: float
+    """Nats per token."""
+    clock: float
+    """Swarm tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A run, and what replicas of each of its stages there are."""
+
+    run: RunSpec
+    replicas: Mapping[int, Sequence[SavedReplica]]
+    reported: Reported | None
+    version: str
+    """Of noloco-node that trained it, as far as that is known."""
+
+    @property
+    def clock(self) -> float:
+        """How far the furthest replica was trained, swarm tokens."""
+        return max((one.clock for these in self.replicas.values() for one in these), default=0.0)
+
+    def kept(self) -> dict[int, list[SavedReplica]]:
+        """The replicas of each stage that are in time. UserError (RUN_FOLDER) where a stage has none."""
+        lost = [str(stage) for stage in range(self.run.stages) if not self.replicas.get(stage)]
+        if lost:
+            raise UserError(
+                ExitCode.RUN_FOLDER,
+                f"there are no weights of stage {', '.join(lost)} of {self.run.stages}, and every stage is needed",
+                "name the run folder of a node that served it, too: who trained at your run can send you theirs",
+            )
+        lag = self.run.max_lag_tokens
+        return {stage: in_time(self.replicas[stage], lag) for stage in range(self.run.stages)}
+
+
+class Shapes:
+    """What the weights of a run's stages look like. Loads transformers, allocates no weights."""
+
+    def __init__(self, run: RunSpec) -> None:
+        self._stages: list[Stage] = [stage_without_weights(run.model, index) for index in range(run.stages)]
+
+    def layout(self, stage: int) -> FlatLayout:
+        """Their order in one vector."""
+        return FlatLayout.of(dict(self._stages[stage].named_parameters()))
+
+    def unflattened(self, stage: int, flat: Tensor, source: str) -> dict[str, Tensor]:
+        """A stage's weights [parameters] under their full Hugging Face names. UserError (RUN_FOLDER) for another
+        number of them."""
+        layout, names = self.layout(stage), self._stages[stage].full_names()
+        if flat.shape != (layout.size,):
+            raise _unfit(stage, source, f"they are {flat.numel():,} where {layout.size:,} belong")
+        return {names[local]: weight for local, weight in layout.views(flat).items()}
+
+    def check(self, stage: int, state: Mapping[str, Tensor], source: str) -> None:
+        """Raise UserError (RUN_FOLDER) where these are not a stage's weights, or no numbers."""
+        module = self._stages[stage]
+        names = module.full_names()
+        expected = {names[local]: parameter.shape for local, parameter in module.named_parameters()}
+        if missing := sorted(expected.keys() - state.keys()):
+            raise _unfit(stage, source, f"there is no {', '.join(missing[:SHOWN])}")
+        if strange := sorted(state.keys() - expected.keys()):
+            raise _unfit(stage, source, f"{', '.join(strange[:SHOWN])} is not of this stage")
+        for name, value in state.items():
+            if value.shape != expected[name]:
+                raise _unfit(stage, source, f"{name} is {list(value.shape)} where {list(expected[name])} belongs")
+            if not bool(torch.isfinite(value).all()):
+                raise _unfit(stage, source, f"{name} holds NaN or infinity")
+
+    def checked(self, replica: SavedReplica) -> SavedReplica:
+        """The same replica, checked when it is read."""
+
+        def load() -> Mapping[str, Tensor]:
+            state = replica.load()
+            self.check(replica.stage, state, replica.source)
+            return state
+
+        return replace(replica, load=load)
+
+
+def chosen(kept: Mapping[int, Sequence[SavedReplica]], which: str) -> dict[int, list[SavedReplica]]:
+    """The replicas that are averaged: all for `mean`; else at the stage of the one that `which` names, it alone.
+    UserError (USAGE) where none is called so, or several are."""
+    if which == "mean":
+        return {stage: list(replicas) for stage, replicas in kept.items()}
+    named = [one for one in _all(kept) if _is_called(one, which)]
+    if len(named) != 1:
+        known = "".join(f"\n  stage {one.stage}: {one.source} {one.peer}" for one in _all(kept))
+        found = "none of the replicas that are in time is" if not named else f"{len(named)} replicas are"
+        raise UserError(
+            ExitCode.USAGE,
+            f"--replicas is '{which}', and {found} called so:{known}",
+            "name one of them, or leave it out for the mean of all",
+        )
+    return {stage: named if stage == named[0].stage else list(replicas) for stage, replicas in kept.items()}
+
+
+def _is_called(replica: SavedReplica, name: str) -> bool:
+    """By its peer id, or the end of it, as it is shown; or by its folder, or that one's name."""
+    by_peer = len(name) >= SHORTEST_ID and replica.peer.endswith(name)
+    return by_peer or name in (replica.source, replica.source.rpartition("/")[2])
+
+
+def _all(kept: Mapping[int, Sequence[SavedReplica]]) -> Iterator[SavedReplica]:
+    for replicas in kept.values():
+        yield from replicas
+
+
+def _unfit(stage: int, source: str, why: str) -> UserError:
+    return UserError(
+        ExitCode.RUN_FOLDER,
+        f"the weights of {source} do not fit stage {stage} of the run: {why}",
+        "leave that replica out; it was saved for another model, or by another version of noloco-node",
+    )

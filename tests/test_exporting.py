@@ -1,0 +1,252 @@
+"""A model out of run folders: what becomes of it is what the replicas hold, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from noloco_node.cli import main
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.exporting.folders import gather_folders
+from noloco_node.merge import merge_run
+from noloco_node.model.export import load_exported
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.storage.weights import SLOW, Manifest
+from tests.made_runs import MICRO, OWN_TEXT, RUN, TEXT, finished, under_way, weights
+
+WITH_TEXT = ("--set", f"run.data.path={TEXT}")
+ALICE, BOB = "12D3KooWalice", "12D3KooWbob123"
+
+
+def state_of(model: Path) -> dict[str, Tensor]:
+    """What plain transformers loads."""
+    return {name: tensor.detach() for name, tensor in torch.nn.Module.named_parameters(load_exported(model))}
+
+
+def is_near(model: Path, stage: int, shift: float) -> bool:
+    """Whether a stage of an exported model is the first weights, moved on by `shift`."""
+    state = state_of(model)
+    return all(torch.allclose(state[name], value, atol=1e-6) for name, value in weights(stage, shift=shift).items())
+
+
+def test_folders_of_several_machines_make_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A node's folder, one that holds several, and the weights alone: the mean of each stage, and the run's facts."""
+    finished(tmp_path / "devices" / "cpu-0", 0, peer=ALICE)
+    finished(tmp_path / "devices" / "cpu-1", 1, shift=0.5)
+    alone = finished(tmp_path / "friend", 1, shift=0.1) / "final"
+    (alone / "fast.safetensors").unlink()
+    out = tmp_path / "models" / "out"
+    assert main(["export", str(tmp_path / "devices"), str(alone), "--out", str(out)]) == ExitCode.OK
+    told = capsys.readouterr().out
+    assert "1 of stage 0, 2 of stage 1" in told
+    assert "2.5000 nats per token at 40,000 tokens" in told
+    assert is_near(out, 0, 0.0)
+    assert is_near(out, 1, 0.3)
+    card = (out / "README.md").read_text(encoding="utf-8")
+    for fact in (RUN.name, RUN.run_id, ALICE, "49,152 of 49,152", "2.5000 nats", "learning_rate: 0.003"):
+        assert fact in card
+    assert str(tmp_path) not in card + (out / "noloco_run.json").read_text(encoding="utf-8")
+    assert str(TEXT) not in card + (out / "noloco_run.json").read_text(encoding="utf-8")
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert names <= {path.name for path in out.iterdir()}
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_the_newest_of_a_node_counts_and_who_is_far_behind_does_not(tmp_path: Path) -> None:
+    """A checkpoint behind the final weights, one beyond them, a damaged one on top, and a replica left behind."""
+    under_way(finished(tmp_path / "a", 0, clock=200_000.0), 0, clock=150_000.0, shift=5.0)
+    node = under_way(finished(tmp_path / "b", 1, clock=100_000.0, shift=5.0), 1, clock=190_000.0, shift=0.25)
+    under_way(node, 1, clock=200_000.0, shift=7.0)
+    torn = RunFolder(node).checkpoints / "00000002" / "state.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    under_way(tmp_path / "c", 1, clock=80_000.0, shift=3.0)
+    assert RUN.max_lag_tokens == 100_000
+    assert main(["export", str(tmp_path), "--out", str(tmp_path / "out")]) == ExitCode.OK
+    assert is_near(tmp_path / "out", 0, 0.0)
+    assert is_near(tmp_path / "out", 1, 0.25)
+
+
+def test_two_copies_of_a_nodes_folder_are_one_replica(tmp_path: Path) -> None:
+    """The older one counts nothing beside the newer."""
+    finished(tmp_path / "a", 0, peer=ALICE)
+    finished(tmp_path / "b", 1, clock=40_000.0, shift=9.0, peer=BOB)
+    finished(tmp_path / "c", 1, clock=49_000.0, shift=0.5, peer=BOB)
+    gathered = gather_folders([tmp_path], None)
+    assert [one.clock for one in gathered.replicas[1]] == [49_000.0]
+
+
+def test_one_replica_can_be_named_and_the_best_one_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the end of its peer id or its folder's name; the best by the run's held-out text."""
+    finished(tmp_path / "a", 0)
+    finished(tmp_path / "b", 1, shift=0.25, peer=BOB)
+    finished(tmp_path / "good", 1, peer=ALICE)
+    command = ["export", *(str(tmp_path / name) for name in ("a", "b", "good")), "--replicas"]
+    for number, (which, shift, more) in enumerate(
+        [("b", 0.25, ()), (ALICE[-6:], 0.0, ()), (BOB, 0.25, ()), ("best", 0.0, WITH_TEXT)]
+    ):
+        out = tmp_path / f"out-{number}"
+        assert main([*command, which, "--out", str(out), *more]) == ExitCode.OK
+        assert is_near(out, 1, shift), which
+    capsys.readouterr()
+    assert main([*command, "carol", "--out", str(tmp_path / "none")]) == ExitCode.USAGE
+    assert ALICE in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_large_models_are_written_in_files_with_an_index(tmp_path: Path) -> None:
+    """Each below the size that was asked for, and whole together."""
+    finished(tmp_path / "run" / "a", 0)
+    finished(tmp_path / "run" / "b", 1, shift=0.5)
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "run"), "--out", str(out), "--shard-bytes", "60000"]) == ExitCode.OK
+    files = sorted(out.glob("model-*.safetensors"))
+    assert len(files) > 1
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    assert is_near(out, 0, 0.0)
+    assert is_near(out, 1, 0.5)
+    files[0].unlink()
+    assert main(["generate", str(out), "--prompt", "x"]) == ExitCode.RUN_FOLDER
+
+
+def test_eval_gives_the_loss_of_the_run_and_of_single_replicas(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exported model's is the merged one's, by whichever way; each single replica stands beside it."""
+    folders = [finished(tmp_path / name, stage, shift=0.05 * n) for n, (name, stage) in enumerate([("a", 0), ("b", 1)])]
+    folders.append(finished(tmp_path / "c", 1, peer=BOB))
+    saved = {0: [folders[0] / "final"], 1: [folder / "final" for folder in folders[1:]]}
+    expected = merge_run(RUN, saved, tmp_path / "merged").loss
+    out = tmp_path / "out"
+    assert main(["export", *map(str, folders), "--out", str(out)]) == ExitCode.OK
+    capsys.readouterr()
+    assert main(["eval", str(out), *WITH_TEXT]) == ExitCode.OK
+    _, _, row = capsys.readouterr().out.splitlines()
+    loss, perplexity, bits = (float(word) for word in row.split()[-3:])
+    assert loss == pytest.approx(expected, abs=1e-4)
+    assert (perplexity, bits) == (pytest.approx(math.exp(loss), rel=1e-3), pytest.approx(loss / math.log(2), abs=1e-3))
+    assert main(["eval", *map(str, folders), *WITH_TEXT]) == ExitCode.OK
+    rows = {row[:46].strip(): float(row.split()[-3]) for row in capsys.readouterr().out.splitlines()[2:]}
+    assert list(rows) == ["merged", "stage 1 of b alone", f"stage 1 of c …{BOB[-6:]} alone"]
+    assert rows["merged"] == pytest.approx(expected, abs=1e-4)
+    assert len(set(rows.values())) == 3
+    assert main(["eval", str(out)]) == ExitCode.CONFIG
+    assert "run.data.path" in capsys.readouterr().err
+
+
+def test_generate_continues_a_text_as_the_seed_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same seed the same text, temperature 0 the likeliest; what cannot be used is said in one screen."""
+    finished(tmp_path / "run" / "a", 0)
+    finished(tmp_path / "run" / "b", 1)
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "run"), "--out", str(out)]) == ExitCode.OK
+
+    def said(*options: str) -> str:
+        capsys.readouterr()
+        assert main(["generate", str(out), "--prompt", "def f(", "--max-tokens", "8", *options]) == ExitCode.OK
+        return capsys.readouterr().out
+
+    assert said("--seed", "1").startswith("def f(")
+    assert said("--seed", "1") == said("--seed", "1") != said("--seed", "2")
+    assert said("--temperature", "0") == said("--temperature", "0", "--seed", "5")
+    for wrong, code in [
+        (["generate", str(out), "--prompt", ""], ExitCode.USAGE),
+        (["generate", str(out), "--prompt", "a", "--temperature", "-1"], ExitCode.USAGE),
+        (["generate", str(tmp_path), "--prompt", "a"], ExitCode.RUN_FOLDER),
+    ]:
+        assert main(wrong) == code
+        assert "remedy" in capsys.readouterr().err
+
+
+def tear(path: Path) -> None:
+    """Cut a file short."""
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda top: tear(top / "b" / "final" / SLOW), "does not match the hash"),
+        (lambda top: (top / "b" / "final" / "manifest.json").write_text("{"), "damaged or incomplete"),
+        (lambda top: (top / "b" / "final" / SLOW).unlink(), "damaged or incomplete"),
+        (lambda top: (top / "b").rename(top.parent / "gone"), "there are no weights of stage 1 of 2"),
+        (lambda top: finished(top / "z", 1, run=RUN.model_copy(update={"name": "other"})), "holds weights of run"),
+        (lambda top: finished(top / "z", 1, shift=math.nan), "holds NaN or infinity"),
+        (lambda top: (top / "out").mkdir(), "exists already"),
+        (lambda top: [path.unlink() for path in top.glob("*/run_spec.json")], "says which run it is of"),
+        (lambda top: [path.write_text("{}") for path in top.glob("*/run_spec.json")], "cannot be read"),
+    ],
+    ids=["torn", "manifest", "missing file", "missing stage", "other run", "nan", "out exists", "no spec", "bad spec"],
+)
+def test_what_makes_no_whole_model_is_refused_and_leaves_nothing(
+    spoil: Callable[[Path], object], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One screen, a remedy, the exit code of run folders, and nothing under the final name or beside it."""
+    top = tmp_path / "top"
+    finished(top / "a", 0)
+    finished(top / "b", 1)
+    spoil(top)
+    before = sorted(path.name for path in top.iterdir())
+    assert main(["export", str(top), "--out", str(top / "out")]) == ExitCode.RUN_FOLDER
+    told = capsys.readouterr().err
+    assert words in told
+    assert "remedy: " in told
+    assert "Traceback" not in told
+    assert sorted(path.name for path in top.iterdir()) == before
+
+
+def test_weights_of_another_shape_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sealed under the run's id all the same, as a hostile or a strange node may."""
+    small = RUN.model.model_copy(update={"config": {**RUN.model.config, "intermediate_size": 32}})
+    finished(tmp_path / "a", 0)
+    finished(tmp_path / "b", 1, run=RUN.model_copy(update={"model": small}))
+    manifest = tmp_path / "b" / "final" / "manifest.json"
+    text = json.loads(manifest.read_text())
+    forged = Manifest.model_validate({**text, "run_id": RUN.run_id})
+    manifest.write_text(forged.model_copy(update={"seal": forged.expected_seal()}).model_dump_json())
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out)]) == ExitCode.RUN_FOLDER
+    assert "do not fit stage 1" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_nothing_half_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen before it is begun, and where it fills while the weights are written."""
+    finished(tmp_path / "run" / "a", 0)
+    finished(tmp_path / "run" / "b", 1)
+    command = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "models" / "out")]
+    with monkeypatch.context() as small:
+        small.setattr("noloco_node.exporting.write.free_disk", lambda _: 1000)
+        assert main(command) == ExitCode.RUN_FOLDER
+        assert "1.0 kB are free" in capsys.readouterr().err
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as filling:
+        filling.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", full)
+        assert main(command) == ExitCode.RUN_FOLDER
+    assert "No space left on device" in capsys.readouterr().err
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_folder_of_an_older_version_is_exported_with_the_runs_configuration(tmp_path: Path) -> None:
+    """It does not say which run it is of."""
+    finished(tmp_path / "run" / "a", 0)
+    finished(tmp_path / "run" / "b", 1)
+    for path in tmp_path.rglob("run_spec.json"):
+        path.unlink()
+    given = [word for setting in OWN_TEXT for word in ("--set", setting)]
+    command = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--config", str(MICRO), *given]
+    assert main(command) == ExitCode.OK
+    with contextlib.suppress(UserError):
+        gather_folders([tmp_path / "run"], None)
+        pytest.fail("it says nothing of itself")
