@@ -110,9 +110,14 @@ def test_manifests_agree_with_the_image_and_with_each_other() -> None:
         assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "pages"}
         assert each["spec"]["selector"]["matchLabels"].items() <= each["spec"]["template"]["metadata"]["labels"].items()
         assert each.get("serviceName") in (None, *services)
-    (monitor,) = (each for each in known if each["kind"] == "ServiceMonitor")
-    chosen = [s for s in services.values() if monitor["spec"]["selector"]["matchLabels"] == s["metadata"]["labels"]]
-    assert [port["name"] for port in chosen[0]["spec"]["ports"]] == [e["port"] for e in monitor["spec"]["endpoints"]]
+    monitors = [each for each in known if each["kind"] == "ServiceMonitor"]
+    for monitor in monitors:
+        labels = monitor["spec"]["selector"]["matchLabels"]
+        (chosen,) = (each for each in services.values() if labels == each["metadata"]["labels"])
+        assert [port["name"] for port in chosen["spec"]["ports"]] == [e["port"] for e in monitor["spec"]["endpoints"]]
+        pods = [each for each in workloads if each["spec"]["selector"]["matchLabels"] == chosen["spec"]["selector"]]
+        assert [each["metadata"]["name"] for each in pods] == [monitor["metadata"]["name"]]
+    assert len(monitors) == len(workloads)
 
 
 def test_the_service_is_not_started_again_where_that_would_not_help() -> None:
