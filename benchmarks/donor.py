@@ -24,7 +24,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.model.stage import build_stage
 from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
-from noloco_node.swarm.p2p_daemon import running_p2p
+from noloco_node.swarm.p2pd_start import running_p2p
 from noloco_node.swarm.state_transfer import fetch_state, new_download
 from noloco_node.swarm.transport import PeerId, Refused, TransportError
 from noloco_node.telemetry.events import EventReader, InnerStep, NodeStarted

@@ -29,8 +29,8 @@ from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.hello import measure_hello
 from noloco_node.swarm.identity import holder_of, load_identity
 from noloco_node.swarm.known_peers import KnownPeers
-from noloco_node.swarm.p2p_daemon import reached_by_a_stranger
 from noloco_node.swarm.p2pd_arguments import check_port_free, node_arguments
+from noloco_node.swarm.p2pd_start import reached_by_a_stranger
 from noloco_node.swarm.peer_addresses import parse_address
 from noloco_node.swarm.who_answers import NoAnswer, who_answers
 
@@ -157,7 +157,7 @@ async def _among_peers(settings: NodeSettings, door: Entrance) -> list[Check]:
     joined = door.daemon.joined_peers
     answers = await asyncio.gather(*(measure_hello(door.transport, parse_address(text).peer) for text in joined))
     told = {text: answer for text, answer in zip(joined, answers, strict=True) if answer is not None}
-    if settings.relay:
+    if settings.relay == "always":
         return [*judge_peers(told), await _through_relays(settings, door)]
     ports = own_ports(door.daemon.visible_addresses())
     asked = list(dict.fromkeys([parse_address(text).peer for text in joined] + list(await door.daemon.connections())))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
+import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,14 +19,16 @@ from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.access import Introduction, own_access
 from noloco_node.swarm.circuit_relay import CircuitRelay
 from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
-from noloco_node.swarm.dial_back import PEER_SECONDS, serve_dial_back
+from noloco_node.swarm.dial_back import serve_dial_back
 from noloco_node.swarm.directory import Directory
 from noloco_node.swarm.identity import Identity, IdentityLock, load_or_create_identity
 from noloco_node.swarm.known_peers import Held, KnownPeers, holders_in, live_peers, peers_met
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
-from noloco_node.swarm.p2p_daemon import Doors, PrivateP2P, running_p2p
+from noloco_node.swarm.p2p_daemon import PrivateP2P
+from noloco_node.swarm.p2pd_start import Doors, running_p2p
 from noloco_node.swarm.p2pd_supervisor import Supervisor
-from noloco_node.swarm.peer_addresses import Reach, parse_address, reach_of
+from noloco_node.swarm.peer_addresses import PeerAddress, Reach, parse_address, reach_of
+from noloco_node.swarm.reach_watch import Policy, ReachWatch
 from noloco_node.swarm.relay_places import connected_by_relay
 from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.transport import PeerId, Transport
@@ -33,9 +36,6 @@ from noloco_node.swarm.transport import PeerId, Transport
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-REACH_QUESTIONS = 4
-"""Peers asked at a node's start whether they can dial it, until one answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +52,13 @@ class Network:
     """Without outsiders."""
     known: KnownPeers
     supervisor: Supervisor
+    reach: ReachWatch
 
     async def beside(self, work: Awaitable[T], *companions: Coroutine[Any, Any, None]) -> T:
-        """The result of `work`; meanwhile p2pd is started again where it dies, the peers met are written down, and
-        `companions` run, which are cancelled at its end."""
+        """The result of `work`; meanwhile p2pd is started again where it dies, the node is kept in reach, the peers met
+        are written down, and `companions` run, which are cancelled at its end."""
         keeping = self.known.keep(self.daemon, self.spec.run_id, self.live_peers, self._holders)
-        return await self.supervisor.beside(work, keeping, *companions)
-
-    async def say_whether_reached(self) -> None:
-        """Ask the peers that it joined, one after another, to dial this node, and say what the first answer is. A node
-        that listens on its own machine only, or relies on relays, has been told already."""
-        ports = start_checks.own_ports(self.daemon.visible_addresses())
-        joined = self.daemon.joined_peers
-        if not ports or not joined or self.settings.relay or out_of_reach(self.settings, joined):
-            return
-        for address in itertools.islice(itertools.cycle(joined), REACH_QUESTIONS):
-            asked = parse_address(address).peer
-            answer = await start_checks.dialled_back(self.transport, asked, ports)
-            if answer is not None and answer.seen_at:
-                start_checks.say(start_checks.check_reached({asked: answer}, ports, local_only=False))
-                return
-            await asyncio.sleep(PEER_SECONDS)  # who was busy with another's question takes the next one after that
+        return await self.supervisor.beside(work, keeping, self.reach.keep(), *companions)
 
     async def relayed(self, peer: PeerId) -> bool:
         """Whether this node is connected to a peer through relays only."""
@@ -127,7 +113,7 @@ async def entrance(
         relay = CircuitRelay(daemon, carry=settings.relay_for_others)
         await relay.start()
         stack.push_async_callback(relay.close)
-        for circuit in daemon.relays:
+        for circuit in daemon.relays if settings.relay == "always" else ():
             logger.info("others reach this node through the relay at %s only", circuit.text)
         yield Entrance(identity, daemon, transport, known)
 
@@ -145,6 +131,8 @@ async def network(
         daemon, known = door.daemon, door.known
         spec = await agree(door)
         start_checks.report(await start_checks.among_peers(door.transport, daemon.joined_peers))
+        reach = _reach_watch(daemon, door.transport, settings)
+        await reach.first_look()
         for text in daemon.joined_peers:
             known.learn(parse_address(text).peer, [text])
         access = own_access(spec, settings.invitation, door.identity.peer_id)
@@ -159,6 +147,8 @@ async def network(
             acquaintances=door.transport.acquaintances,
             record_seconds=spec.limits.record_seconds,
         )
+        watch = supervisor(daemon, directory, known, settings)
+        reach.readdress = partial(_renew, daemon, watch)
         try:
             yield Network(
                 spec,
@@ -167,7 +157,8 @@ async def network(
                 door.transport,
                 ScreenedDirectory(directory, access, access.proof),
                 known,
-                supervisor(daemon, directory, known, settings),
+                watch,
+                reach,
             )
             await known.last_look(daemon, spec.run_id, peers_met(directory.view, daemon.own_id))
         finally:
@@ -186,14 +177,45 @@ def seen_before(known: KnownPeers, run: str | None, named: Sequence[str]) -> tup
 def out_of_reach(settings: NodeSettings, joined: Sequence[str]) -> bool:
     """Whether this node joined others elsewhere and listens where only its own machine reaches it."""
     elsewhere = any(reach_of(parse_address(address).host) is not Reach.LOOPBACK for address in joined)
-    return elsewhere and not (settings.announce or settings.relay) and reach_of(settings.host) is Reach.LOOPBACK
+    told = bool(settings.announce) or settings.relay == "always"
+    return elsewhere and not told and reach_of(settings.host) is Reach.LOOPBACK
+
+
+def _reach_watch(daemon: PrivateP2P, transport: Transport, settings: NodeSettings) -> ReachWatch:
+    """How the node is reached, before a supervisor watches its p2pd."""
+    policy = Policy(
+        may_announce=not settings.announce,
+        may_relay=not settings.announce and settings.relay != "never",
+        tells_own=settings.relay != "always",
+    )
+
+    async def start_again(addresses: Sequence[str], relays: tuple[PeerAddress, ...]) -> None:
+        daemon.readdress(addresses, relays)
+        await daemon.restart(settings.p2pd_start_seconds)
+        entered = [parse_address(text) for text in _entered_by(daemon)]
+        await asyncio.gather(*(daemon.connect(address.peer, [address.text]) for address in entered))
+        daemon.back()
+
+    return ReachWatch(daemon, transport, policy, start_again, random.Random(daemon.own_id))
+
+
+async def _renew(
+    daemon: PrivateP2P, watch: Supervisor, addresses: Sequence[str], relays: tuple[PeerAddress, ...]
+) -> None:
+    daemon.readdress(addresses, relays)
+    await watch.renew()
+
+
+def _entered_by(daemon: PrivateP2P) -> list[str]:
+    """The peers that the node joined, and its relays."""
+    return [*daemon.joined_peers, *(relay.text for relay in daemon.relays)]
 
 
 def supervisor(daemon: PrivateP2P, directory: DhtDirectory, known: KnownPeers, settings: NodeSettings) -> Supervisor:
     """Restarts that lead back to the peers of the directory, and to those that the node entered by."""
 
     def peers() -> dict[PeerId, tuple[str, ...]]:
-        found: dict[PeerId, tuple[str, ...]] = {parse_address(text).peer: (text,) for text in daemon.joined_peers}
+        found: dict[PeerId, tuple[str, ...]] = {parse_address(text).peer: (text,) for text in _entered_by(daemon)}
         for peer in {*live_peers(directory.view, directory.now(), daemon.own_id), *directory.neighbours()}:
             found[peer] = known.addresses.get(peer) or found.get(peer, ())
         return found

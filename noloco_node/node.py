@@ -41,7 +41,7 @@ from noloco_node.swarm.outlook import Outlook, outlook_of
 from noloco_node.swarm.receipts import Receipts, open_receipts
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.swarm.transport import PeerId
-from noloco_node.telemetry.events import AnyEvent, NodeStarted, NodeStopped, P2pdRestarted
+from noloco_node.telemetry.events import AnyEvent, NodeStarted, NodeStopped, P2pdRestarted, Reachability
 from noloco_node.telemetry.of_node import Telemetry, telemetry_of
 from noloco_node.telemetry.web import WebServer
 from noloco_node.training.compute_thread import ComputeThread
@@ -143,6 +143,7 @@ async def _live(
         stays.emit = emit
         checks = partial(start_checks.for_a_stage, spec, stays.stage, folder, moves=stays.may_move)
         start_checks.report(await asyncio.to_thread(checks))
+        net.reach.tell(lambda now: emit(Reachability(way=now.way.value, words=now.words())))
         net.supervisor.on_restart = lambda cause: emit(P2pdRestarted(cause=cause, restarts=net.supervisor.restarts))
         serve_hello(net.transport, spec, lambda: stays.stage)
         serve_spec(net.transport, spec)
@@ -171,7 +172,6 @@ class _Place:
     telemetry: Telemetry
     saved: Checkpoint | None
     """What the first stay goes on from."""
-    first_stay: bool = True
 
     @property
     def emit(self) -> Emit:
@@ -252,10 +252,8 @@ async def _train(place: _Place, stay: _Stay, interrupts: Interrupts, started: fl
     interrupts.graceful(replica.stop)
     leaving = (PeerState.FINISHING, PeerState.DRAINING)
     work = stay.receipts.beside(replica.run(), replica.moved, lambda: replica.membership.state in leaving)
-    once = (place.net.say_whether_reached(),) if place.first_stay else ()
-    place.first_stay = False
     farewell = _say_if_last(place, replica, interrupts)
-    life = place.net.beside(work, stay.keeper.run(), place.stays.accompany(replica), farewell, *once)
+    life = place.net.beside(work, stay.keeper.run(), place.stays.accompany(replica), farewell)
     await run_and_save(life, _saving(place, stay, interrupts))
     if _moves_on(place.stays, interrupts):
         return None

@@ -37,7 +37,8 @@ def network_arguments(command: argparse.ArgumentParser) -> None:
     add("--host", metavar="ADDR", help="address to listen on; 0.0.0.0 to be reachable from other machines")
     add("--port", metavar="N", help="TCP port to listen on; 0: any free one")
     add("--announce", metavar="ADDR", nargs="+", help="addresses under which others reach this node, behind a NAT")
-    add("--relay", action=argparse.BooleanOptionalAction, help="be reached through initial peers that relay for others")
+    relayed = "be reached through initial peers that relay only; where it is not given, if nobody can dial this node"
+    add("--relay", action=argparse.BooleanOptionalAction, help=relayed)
     relaying = "carry connections of nodes that nobody can dial, at this one's expense"
     add("--relay-for-others", action=argparse.BooleanOptionalAction, help=relaying)
     add("--identity", metavar="FILE", help="private key of this node, made when missing")
@@ -124,6 +125,8 @@ def node_overrides(options: argparse.Namespace) -> list[str]:
     """The options of `run` and `join` as overrides, before those of --set."""
     # An empty list is what argparse makes of no address at all; it must not hide what the environment says.
     given = {name: getattr(options, name) for name in NODE_OPTIONS if getattr(options, name) not in (None, [])}
+    if "relay" in given:
+        given["relay"] = "always" if given["relay"] else "never"
     plain = {"stage", "port", "metrics_port"}
     quoted = {name: value if name in plain else json.dumps(value, default=str) for name, value in given.items()}
     return [f"node.{name}={value}" for name, value in quoted.items()] + list(options.set)

@@ -28,6 +28,7 @@ from noloco_node.telemetry.events import (
     NodeStarted,
     NodeStopped,
     P2pdRestarted,
+    Reachability,
     StateDownload,
     parse_event,
 )
@@ -168,6 +169,9 @@ def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: fl
     silent = now - events.time
     yield f"now                 {_activity(events, doing, now)}"
     yield from _p2pd(events, started, now)
+    reached = events.last(Reachability)
+    if reached is not None:
+        yield f"  reached           {reached.words}"
     if silent > SILENT_SECONDS:
         yield f"  silent            for {_ago(silent)}: the process is stuck or frozen"
 

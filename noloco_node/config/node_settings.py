@@ -40,8 +40,12 @@ class NodeSettings(Settings):
     announce: tuple[str, ...] = ()
     """Addresses under which others reach this node, where they differ from the one it listens on: `203.0.113.7:31337`,
     `/ip4/203.0.113.7/tcp/31337`, or a host alone, with the port that it listens on."""
-    relay: bool = False
-    """For a node that nobody can dial: be reached through those initial peers that relay for others."""
+    relay: Literal["auto", "always", "never"] = "auto"
+    """For a node that nobody can dial: be reached through peers that relay for others. `auto`: where the peers that it
+    asks cannot dial it; `always`: from the start, by those initial peers that do, and by nothing else."""
+    map_port: bool = True
+    """Ask the router, by UPnP or NAT-PMP, to open the port. Not where `host` is this machine only, or `announce` says
+    what others are told."""
     relay_for_others: bool = False
     """Carry the encrypted connections of nodes that nobody can dial, at this node's expense."""
     metrics_host: str = "127.0.0.1"

@@ -12,8 +12,7 @@ import logging
 import os
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
@@ -24,33 +23,24 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_sa
 from hivemind.proto import p2pd_pb2  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node.aio import Pulse, cancel_and_wait, end_process, run_to_end
-from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import UserError
 from noloco_node.swarm.hivemind_link import connect_hivemind, disconnect_hivemind, reconnect_hivemind
-from noloco_node.swarm.identity import Identity, identity_taken
 from noloco_node.swarm.multiaddrs import as_texts, to_dial
-from noloco_node.swarm.p2pd_arguments import ALWAYS, check_port_free, node_arguments
-from noloco_node.swarm.p2pd_failures import NOT_THIS_PEER, FailedStart, explain
+from noloco_node.swarm.p2pd_arguments import MAPS_PORT, announcing
+from noloco_node.swarm.p2pd_failures import FailedStart, explain
 from noloco_node.swarm.peer_addresses import (
     PeerAddress,
-    log_passed_over,
-    no_address,
+    Reach,
     parse_address,
-    peers_unreachable,
-    try_peers,
+    reach_of,
     widest_first,
 )
-from noloco_node.swarm.private_folder import PrivateFolder, sweep_dead_folders
-from noloco_node.swarm.relay_places import circuit_address, keep_places, willing_relays
+from noloco_node.swarm.private_folder import PrivateFolder
 from noloco_node.swarm.stream_pool import StreamHandler
 from noloco_node.swarm.transport import PeerId, PeerUnreachable
 
 logger = logging.getLogger(__name__)
 
-PEERS_ANSWER_SECONDS = 10.0
-PROBE_SECONDS = 8.0
-PROBE_LOOKS = 3
-PROBE_PAUSE_SECONDS = 0.5
 STOP_SECONDS = 3.0
 AWAY_LOOK_SECONDS = 0.2
 FIND_SECONDS = 3.0
@@ -81,13 +71,16 @@ class PrivateP2P:
         self._reading: asyncio.Task[None] | None = None
         self._p2p: P2P | None = None
         self._addresses: list[str] = []
+        self._listening: tuple[str, ...] = ()
         self._supervised = False
         self._away = False
         self._back = Pulse()
         self.joined_peers: tuple[str, ...] = ()
         """Initial peers that this node is connected to."""
         self.relays: tuple[PeerAddress, ...] = ()
-        """Relays through which others reach this node, where its owner wants that."""
+        """Relays through which others reach this node."""
+        self.lost_relays: set[PeerId] = set()
+        """Those of them that do not relay for this node now."""
 
     @property
     def own_id(self) -> PeerId:
@@ -113,6 +106,33 @@ class PrivateP2P:
     def visible_addresses(self) -> list[str]:
         """Addresses under which other nodes can join through this one."""
         return list(self._addresses)
+
+    def listening(self) -> tuple[str, ...]:
+        """Addresses of this machine that others may dial, without the peer itself; loopback's are left out."""
+        own = [(text, parse_address(text)) for text in self._listening]
+        return tuple(
+            text.rpartition("/p2p/")[0]
+            for text, address in own
+            if address.relay is None and reach_of(address.host) in (Reach.PUBLIC, Reach.PRIVATE)
+        )
+
+    async def told_addresses(self) -> list[str]:
+        """Addresses that others are told now, a router's that has opened a port by now among them; the widest first.
+        OSError, TimeoutError, EOFError."""
+        async with asyncio.timeout(FIND_SECONDS):
+            await self._identify()
+        return list(self._addresses)
+
+    @property
+    def maps_port(self) -> bool:
+        """Whether p2pd asks a router to open its port."""
+        return MAPS_PORT in self._arguments
+
+    def readdress(self, addresses: Sequence[str], relays: tuple[PeerAddress, ...]) -> None:
+        """From the next `restart` on have others told these addresses, without the peer itself, and be reached through
+        these relays; without any address p2pd tells whatever it listens on."""
+        self._arguments = announcing(self._with_the_same_port(), addresses)
+        self.relays, self.lost_relays = relays, set()
 
     def last_output(self) -> str:
         """p2pd's last lines, for an error message."""
@@ -243,8 +263,8 @@ class PrivateP2P:
         try:
             async with asyncio.timeout(within):
                 self._p2p = await connect_hivemind(self.folder)
-                _, addresses = await cast("Any", self._p2p)._client.identify()
-                self._addresses = widest_first([f"{address}/p2p/{self.own_id}" for address in addresses])
+                await self._identify()
+                self._listening = tuple(self._addresses)
         except (OSError, TimeoutError, P2PDaemonError, asyncio.IncompleteReadError) as error:
             raise self._failed(f"does not answer ({error!r})") from None
 
@@ -263,6 +283,7 @@ class PrivateP2P:
             await self._wait_until_up(within)
             async with asyncio.timeout(within):
                 await reconnect_hivemind(self.hivemind_p2p)
+                await self._identify()
         except (OSError, TimeoutError, P2PDaemonError, asyncio.IncompleteReadError) as error:
             await run_to_end(self._end_child())
             raise self._failed(f"does not answer ({error!r})") from None
@@ -290,9 +311,13 @@ class PrivateP2P:
             await end_process(self._child, STOP_SECONDS)
             await cancel_and_wait((self._reading,))
 
+    async def _identify(self) -> None:
+        _, addresses = await cast("Any", self.hivemind_p2p)._client.identify()
+        self._addresses = widest_first([f"{address}/p2p/{self.own_id}" for address in addresses])
+
     def _with_the_same_port(self) -> tuple[str, ...]:
         """The arguments, with the port that the system chose at the first start where it was left to choose."""
-        port = next((own.port for own in map(parse_address, self._addresses) if own.relay is None), 0)
+        port = next((own.port for own in map(parse_address, self._listening) if own.relay is None), 0)
         return tuple(
             f"{argument.rpartition('/')[0]}/{port}"
             if argument.startswith("-hostAddrs=") and argument.endswith("/tcp/0")
@@ -366,147 +391,3 @@ class PrivateP2P:
             logger.debug("p2pd: %s", line)
             if line.startswith("Peer ID:"):
                 self._started.set()
-
-
-@dataclass(frozen=True, slots=True)
-class Doors:
-    """Addresses by which a node may enter a swarm, beside the initial peers of its settings."""
-
-    seen_before: tuple[str, ...] = ()
-    """Tried where no initial peer is named, or none of them answers."""
-    may_found: bool = True
-    """Where no address is named and none of those answers, the node starts a swarm of its own."""
-
-
-async def start_p2p(settings: NodeSettings, identity: Identity, doors: Doors | None = None) -> PrivateP2P:
-    """Start p2pd as the settings say and connect it to the initial peers that answer.
-
-    Raises UserError: PORT_IN_USE, PEERS_UNREACHABLE (also where none relays that should), IDENTITY_TAKEN (another live
-    node has this peer id), P2P_DAEMON, or CONFIG (a host or announced address that is none). Leaves nothing behind when
-    it raises or is cancelled.
-    """
-    node_arguments(settings, identity.path)
-    check_port_free(settings.host, settings.port)
-    sweep_dead_folders()
-    peers = await _open_doors(settings.initial_peers, doors or Doors())
-    if peers:
-        await _check_identity_free(settings, identity, peers)
-    relays = await _find_relays(settings, peers) if settings.relay else ()
-    arguments = node_arguments(settings, identity.path, [circuit_address(relay) for relay in relays])
-    daemon = await _launch(arguments, peers, settings.p2pd_start_seconds)
-    daemon.relays = relays
-    try:
-        await _connect_to_some(daemon, peers)
-    except BaseException:
-        await daemon.close()
-        raise
-    return daemon
-
-
-@contextlib.asynccontextmanager
-async def running_p2p(
-    settings: NodeSettings, identity: Identity, doors: Doors | None = None
-) -> AsyncGenerator[PrivateP2P]:
-    """`start_p2p`, closed at the end of the block."""
-    daemon = await start_p2p(settings, identity, doors)
-    keeping = [asyncio.create_task(keep_places(daemon, daemon.relays))] if daemon.relays else []
-    try:
-        try:
-            yield daemon
-        finally:
-            await cancel_and_wait(keeping)
-    finally:
-        await daemon.close()
-
-
-async def _open_doors(named: Sequence[str], doors: Doors) -> list[PeerAddress]:
-    """The addresses that answer: of the named ones, else of peers seen before. UserError (PEERS_UNREACHABLE)."""
-    live, reasons = await try_peers(named, PEERS_ANSWER_SECONDS)
-    others = [text for text in doors.seen_before if text not in named]
-    if live or others:
-        log_passed_over(reasons)
-    if not live and others:
-        logger.info("trying %d addresses of peers seen before", len(others))
-        live, more = await try_peers(others, 0.0)
-        reasons |= more
-    if live or (doors.may_found and not named):
-        return live
-    raise peers_unreachable(reasons) if reasons else no_address()
-
-
-async def _launch(arguments: Sequence[str], peers: Sequence[PeerAddress], within: float) -> PrivateP2P:
-    daemon = PrivateP2P(PrivateFolder(), arguments, peers)
-    try:
-        await daemon.start(within)
-    except BaseException:
-        await daemon.close()
-        raise
-    return daemon
-
-
-async def _check_identity_free(settings: NodeSettings, identity: Identity, peers: Sequence[PeerAddress]) -> None:
-    """Ask the swarm, through a short-lived nameless p2pd, whether a live node answers under our peer id.
-
-    Our own p2pd cannot ask: to it the id is its own. A key made just now needs no question. A node that crashed does
-    not answer, so it comes straight back under its old id.
-    """
-    if identity.created:
-        return
-    own = [peer for peer in peers if peer.peer == identity.peer_id]
-    if own:
-        raise identity_taken(identity.path, f"the initial peer {own[0].text}")
-    probe = await _launch([*ALWAYS, "-dhtClient=1", "-noListenAddrs=1"], peers, settings.p2pd_start_seconds)
-    try:
-        answered = await _is_found(probe, identity.peer_id)
-    finally:
-        await probe.close()
-    if answered:
-        raise identity_taken(identity.path, f"a live node of the swarm (peer id {identity.peer_id})")
-
-
-async def _is_found(probe: PrivateP2P, peer: PeerId) -> bool:
-    """Whether a peer answers to a probe that may have met the swarm a moment ago: it is looked for more than once."""
-    try:
-        async with asyncio.timeout(PROBE_SECONDS):
-            for look in range(PROBE_LOOKS):
-                await asyncio.sleep(PROBE_PAUSE_SECONDS if look else 0.0)
-                why = await probe.connect(peer)
-                if why is None:
-                    return True
-                logger.debug("no node answers as %s (look %d of %d): %s", peer, look + 1, PROBE_LOOKS, why)
-    except TimeoutError:
-        logger.debug("no node answers as %s within %g s", peer, PROBE_SECONDS)
-    return False
-
-
-async def _find_relays(settings: NodeSettings, peers: Sequence[PeerAddress]) -> tuple[PeerAddress, ...]:
-    """Initial peers that relay for this node, asked through a short-lived nameless p2pd: what a p2pd announces must be
-    known when it starts."""
-    probe = await _launch([*ALWAYS, "-dhtClient=1", "-noListenAddrs=1"], peers, settings.p2pd_start_seconds)
-    try:
-        return await willing_relays(probe, peers)
-    finally:
-        await probe.close()
-
-
-async def reached_by_a_stranger(settings: NodeSettings, node: PrivateP2P) -> str | None:
-    """None where another p2pd, which knows nothing else, reaches a node by the addresses that it tells; or why not."""
-    stranger = await _launch([*ALWAYS, "-dhtClient=1", "-noListenAddrs=1"], (), settings.p2pd_start_seconds)
-    try:
-        async with asyncio.timeout(PROBE_SECONDS):
-            return await stranger.connect(node.own_id, node.visible_addresses())
-    except TimeoutError:
-        return f"no connection within {PROBE_SECONDS:g} s"
-    finally:
-        await stranger.close()
-
-
-async def _connect_to_some(daemon: PrivateP2P, peers: Sequence[PeerAddress]) -> None:
-    """A port that answers may belong to anything: go on only with the peers that are who their address says."""
-    failures = await asyncio.gather(*(daemon.connect(peer.peer, [peer.text]) for peer in peers))
-    daemon.joined_peers = tuple(peer.text for peer, failure in zip(peers, failures, strict=True) if failure is None)
-    failed = zip(peers, failures, strict=True)
-    reasons = {peer.text: f"{NOT_THIS_PEER} ({why[:200]})" for peer, why in failed if why is not None}
-    if peers and not daemon.joined_peers:
-        raise peers_unreachable(reasons)
-    log_passed_over(reasons)

@@ -16,13 +16,15 @@ ALWAYS = (
     "-connManager=1",
     "-autonat=0",
     "-autoRelay=0",
-    "-natPortMap=0",
     "-relay=0",
     "-relayService=0",
     "-tls=1",
     "-idleTimeout=30s",
 )
 
+MAPS_PORT = "-natPortMap=1"
+"""A router is asked, by UPnP or NAT-PMP, to open the port for as long as p2pd runs."""
+_ANNOUNCES = "-announceAddrs="
 _ANNOUNCED = re.compile(r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[^/\s]+)/tcp/(?P<port>\d{1,5})(?:/p2p/[^/\s]+)?/?")
 _SHORT = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.]+)\]|(?P<host>[^:/\s\[\]]+))(?::(?P<port>\d{1,5}))?")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
@@ -35,8 +37,18 @@ def node_arguments(settings: NodeSettings, identity: Path, circuits: Sequence[st
     arguments.append(f"-hostAddrs={listen_address(settings.host, settings.port)}")
     announced = [announced_address(text, settings.host, settings.port) for text in settings.announce]
     if announced or circuits:
-        arguments.append(f"-announceAddrs={','.join((*announced, *circuits))}")
-    return tuple(arguments)
+        return announcing(arguments, (*announced, *circuits))
+    behind_a_router = settings.map_port and not ipaddress.ip_address(settings.host).is_loopback
+    return (*arguments, MAPS_PORT) if behind_a_router else tuple(arguments)
+
+
+def announcing(arguments: Sequence[str], addresses: Sequence[str]) -> tuple[str, ...]:
+    """The arguments with these addresses as those that others are told, whatever p2pd listens on; with none, p2pd tells
+    those. Told an address, it keeps a router's to itself, so it asks for none then."""
+    rest = tuple(each for each in arguments if not each.startswith(_ANNOUNCES))
+    if not addresses:
+        return rest
+    return (*(each for each in rest if each != MAPS_PORT), f"{_ANNOUNCES}{','.join(addresses)}")
 
 
 def listen_address(host: str, port: int) -> str:

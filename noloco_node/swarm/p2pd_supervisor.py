@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeVar
 
+from noloco_node.aio import Pulse
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.p2p_daemon import PrivateP2P
 from noloco_node.swarm.transport import PeerId
@@ -21,6 +22,8 @@ WINDOW_SECONDS = 600.0
 MOST_DEATHS = 5
 """Deaths within the window after which something is wrong that starting again does not mend."""
 CONNECT_SECONDS = 5.0
+RENEW_SECONDS = 5.0
+"""Time to end when told to, and to be there again."""
 
 T = TypeVar("T")
 
@@ -78,6 +81,8 @@ class Supervisor:
         self._rejoin = rejoin
         self._probes = probes or Probes()
         self._deaths: list[float] = []
+        self._renewing = False
+        self._renewed = Pulse()
         self.restarts = 0
         """Deaths that were mended so far."""
         self.on_restart: Callable[[Cause], None] | None = None
@@ -98,11 +103,25 @@ class Supervisor:
         except* UserError as errors:
             raise _first(errors) from None
 
+    async def renew(self) -> None:
+        """Put another p2pd in the place of a sound one, since what it was told has changed; returns once it is there.
+        To be called beside the work: it is the watch that starts it. It counts as no death."""
+        self._renewing = True
+        for number in (signal.SIGTERM, signal.SIGKILL):  # the first lets it take its port back from a router
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._daemon.pid, number)
+            await self._renewed.wait(RENEW_SECONDS)
+            if not self._renewing:
+                return
+
     async def _watch(self) -> NoReturn:
         loop = asyncio.get_running_loop()
         with self._daemon.supervised():
             while True:
                 cause, status = await self._its_end()
+                if self._renewing:
+                    await self._start_again(None)
+                    continue
                 self._deaths.append(loop.time())
                 delay = restart_delay(self._deaths, loop.time())
                 if delay is None:
@@ -142,20 +161,27 @@ class Supervisor:
                 misses = 0
             await asyncio.sleep(self._probes.every)
 
-    async def _start_again(self, cause: Cause) -> None:
+    async def _start_again(self, cause: Cause | None) -> None:
+        """None: it was ended to be told something else."""
         try:
             await self._daemon.restart(self._start_seconds)
         except UserError as error:
             logger.warning("%s", error.message)
             return
+        finally:
+            self._renewing = False
+            self._renewed.fire()
         known = self._known()
         reached = await asyncio.gather(*(self._connect(peer, addresses) for peer, addresses in known.items()))
         await self._rejoin()
+        self._daemon.back()
+        if cause is None:
+            logger.info("p2pd tells others new addresses; %d of %d peers reached", sum(reached), len(known))
+            return
         self.restarts += 1
         logger.warning(
             "p2pd is back under the same identity and port; %d of %d peers reached", sum(reached), len(known)
         )
-        self._daemon.back()
         if self.on_restart is not None:
             self.on_restart(cause)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.circuit_messages import (
@@ -35,12 +35,24 @@ ASK_SECONDS = 10.0
 DIAL_SECONDS = 3.0
 MOST_RELAYS = 3
 NOT_A_RELAY = "it relays for nobody"
-DIRECT_AGAIN_SECONDS = 300.0
-"""Between two attempts at a direct connection to one peer."""
+DIRECT_AGAIN_SECONDS = 4.0
+"""Between the first two attempts at a direct connection to one peer, then twice as long each time: it may only just
+have told others where it is reached."""
+LONGEST_DIRECT_AGAIN_SECONDS = 300.0
 
 
 class RelayedHost(StreamHost, Protocol):
     """What this room needs of libp2p. Implementation: `PrivateP2P`."""
+
+    @property
+    def relays(self) -> Sequence[PeerAddress]:
+        """Relays through which others reach this node now."""
+        ...
+
+    @property
+    def lost_relays(self) -> set[PeerId]:
+        """Those of them that do not relay for it now."""
+        ...
 
     async def connections(self) -> Mapping[PeerId, Sequence[str]]:
         """The peers that it is connected to, and the other ends of these connections. OSError, TimeoutError."""
@@ -103,16 +115,18 @@ def circuit_address(relay: PeerAddress) -> str:
     return f"{relay.text.rstrip('/')}{CIRCUIT}"
 
 
-async def keep_places(host: RelayedHost, relays: Sequence[PeerAddress]) -> NoReturn:
-    """Ask for the places again before they run out, whatever happens to the relays or to p2pd meanwhile."""
-    lost: set[PeerId] = set()
-    tried: dict[PeerId, float] = {}
+async def keep_places(host: RelayedHost) -> NoReturn:
+    """Ask for the places again before they run out, whatever happens to the relays or to p2pd meanwhile. The relays may
+    change, and there may be none."""
+    tried: dict[PeerId, Attempt] = {}
     while True:
         try:
-            await _ask_all(host, relays, lost)
+            relays = host.relays
+            await _ask_all(host, relays, host.lost_relays)
             renew_at = asyncio.get_running_loop().time() + RENEW_SECONDS
-            while asyncio.get_running_loop().time() < renew_at:
-                await _go_direct(host, tried)
+            while asyncio.get_running_loop().time() < renew_at and host.relays is relays:
+                if relays:
+                    await _go_direct(host, tried)
                 await asyncio.sleep(LOOK_SECONDS)
         except Exception:
             # Nobody awaits this before the node ends, and without its places the node is out of reach.
@@ -142,22 +156,33 @@ async def _ask_again(host: RelayedHost, relay: PeerAddress) -> str | None:
     return failure[:200] if failure else await ask_for_place(host, relay.peer)
 
 
-async def _go_direct(host: RelayedHost, tried: dict[PeerId, float]) -> None:
+class Attempt(NamedTuple):
+    """At a direct connection to one peer."""
+
+    again_at: float
+    pause: float
+
+
+async def _go_direct(host: RelayedHost, tried: dict[PeerId, Attempt]) -> None:
     """Replace relayed connections to peers that this node can dial itself: they may have dialled first."""
     now = asyncio.get_running_loop().time()
-    for peer in [peer for peer, at in tried.items() if now - at >= DIRECT_AGAIN_SECONDS]:
-        del tried[peer]
     try:
         connected = await host.connections()
     except (OSError, TimeoutError, EOFError):
         return
-    relayed = [peer for peer, ends in connected.items() if only_relayed(ends) and peer not in tried]
+    for gone in tried.keys() - connected.keys():
+        del tried[gone]
+    begun = Attempt(now, DIRECT_AGAIN_SECONDS / 2)
+    relayed = [
+        peer for peer, ends in connected.items() if only_relayed(ends) and tried.get(peer, begun).again_at <= now
+    ]
     dialled = await asyncio.gather(*(_dial_directly(host, peer) for peer in relayed), return_exceptions=True)
     for peer, done in zip(relayed, dialled, strict=True):
         if isinstance(done, BaseException):
             logger.error("a direct connection to %s failed", peer, exc_info=done)
         if done is not False:
-            tried[peer] = now
+            pause = min(2.0 * tried.get(peer, begun).pause, LONGEST_DIRECT_AGAIN_SECONDS)
+            tried[peer] = Attempt(now + pause, pause)
 
 
 async def _dial_directly(host: RelayedHost, peer: PeerId) -> bool:

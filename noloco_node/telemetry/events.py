@@ -305,6 +305,15 @@ class P2pdRestarted(Event):
     """So far in this life of the node, this one included."""
 
 
+class Reachability(Event):
+    """How others reach the node from now on, as far as peers that dialled it could tell."""
+
+    event: Literal["reachability"] = "reachability"
+    way: Literal["unknown", "direct", "relayed", "unreached"]
+    words: str
+    """The same for a person."""
+
+
 class NodeStopped(Event):
     """The last event of a node that ends in order."""
 
@@ -333,6 +342,7 @@ AnyEvent = Annotated[
     | Doing
     | Warned
     | P2pdRestarted
+    | Reachability
     | NodeStopped,
     Field(discriminator="event"),
 ]

@@ -24,6 +24,7 @@ from noloco_node.telemetry.events import (
     NodeStopped,
     OuterStep,
     P2pdRestarted,
+    Reachability,
     Warned,
 )
 from noloco_node.telemetry.node_view import NodeFigures, NodeView
@@ -248,7 +249,7 @@ class NodeState:
         return _finite(made)
 
     def _who(self, figures: NodeFigures) -> Document:
-        known = self._latest(NodeStarted)
+        known, reached = self._latest(NodeStarted), self._latest(Reachability)
         return {
             "version": self._version,
             "peer_id": known and known.peer_id,
@@ -256,6 +257,7 @@ class NodeState:
             "stage": figures.stage,
             "stages": known and known.stages,
             "parameters": self._parameters,
+            "reachability": reached and {"way": reached.way, "words": reached.words},
         }
 
     def _does(self, figures: NodeFigures) -> Document:

@@ -39,7 +39,7 @@ def test_every_setting_of_a_node_has_a_variable() -> None:
         "port": ("31337", 31337),
         "metrics_port": ("null", None),
         "stage": ("2", 2),
-        "relay": ("true", True),
+        "relay": ("always", "always"),
         "drain_seconds": ("2.5", 2.5),
         "checkpoint_seconds": ("1e2", 100.0),
         "run_folder": ("/data/1", Path("/data/1")),

@@ -46,7 +46,8 @@ from noloco_node.swarm.frames import (
 )
 from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.swarm.libp2p_transport import STREAM_PROTOCOL, Libp2pTransport
-from noloco_node.swarm.p2p_daemon import PrivateP2P, start_p2p
+from noloco_node.swarm.p2p_daemon import PrivateP2P
+from noloco_node.swarm.p2pd_start import start_p2p
 from noloco_node.swarm.serving import TransportLimits
 from noloco_node.swarm.transport import MAX_TENSORS, WIRE_DTYPES, Message, Refusal, Refused, TensorSpec
 from tests.support import eventually, nothing_left_behind

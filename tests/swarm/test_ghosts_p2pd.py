@@ -19,7 +19,7 @@ from noloco_node.stays import Stays
 from noloco_node.swarm.dht_directory import join_directory
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.identity import Identity, load_or_create_identity
-from noloco_node.swarm.p2p_daemon import running_p2p
+from noloco_node.swarm.p2pd_start import running_p2p
 from noloco_node.swarm.relocation import Move
 from noloco_node.telemetry.events import InnerStep
 from tests.support import eventually, nothing_left_behind

@@ -41,7 +41,8 @@ from noloco_node.swarm.identity import (
     verify,
     write_new_private_file,
 )
-from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p, start_p2p
+from noloco_node.swarm.p2p_daemon import PrivateP2P
+from noloco_node.swarm.p2pd_start import running_p2p, start_p2p
 from noloco_node.swarm.transport import PeerId
 from tests.support import nothing_left_behind
 

@@ -53,7 +53,7 @@ from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.swarm.invitation import invite
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.memory_transport import MemoryTransport
-from noloco_node.swarm.p2p_daemon import running_p2p
+from noloco_node.swarm.p2pd_start import running_p2p
 from noloco_node.swarm.serving import RequestDesk
 from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, Transport, TransportError
 from noloco_node.telemetry.events import AnyEvent, OuterStep

@@ -21,7 +21,7 @@ import pytest
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.identity import load_or_create_identity
-from noloco_node.swarm.p2p_daemon import Doors, running_p2p, start_p2p
+from noloco_node.swarm.p2pd_start import Doors, running_p2p, start_p2p
 from noloco_node.swarm.peer_addresses import parse_address, try_peers
 from noloco_node.swarm.private_folder import SHARED_PREFIX, leave_shared_folder, sweep_dead_folders
 from tests.support import eventually, nothing_left_behind, one_turn, p2pd_children
@@ -84,7 +84,7 @@ async def test_each_initial_peer_is_told_off_for_its_own_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Malformed and refused addresses are listed with why."""
-    monkeypatch.setattr("noloco_node.swarm.p2p_daemon.PEERS_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr("noloco_node.swarm.p2pd_start.PEERS_ANSWER_SECONDS", 0.5)
     wrong = ("nonsense", f"/ip4/127.0.0.1/tcp/70000/p2p/{NOBODY}", "/ip4/127.0.0.1/tcp/9/p2p/QmNoPeer")
     refused = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
     error = await failure(joining(*wrong, refused), tmp_path)
@@ -121,7 +121,7 @@ async def test_peers_seen_before_stand_in_for_dead_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the named peers are dead, or none is named; with nobody left a node starts a swarm only if it may."""
-    monkeypatch.setattr("noloco_node.swarm.p2p_daemon.PEERS_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr("noloco_node.swarm.p2pd_start.PEERS_ANSWER_SECONDS", 0.5)
     dead = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
     key = load_or_create_identity(tmp_path / "two")
     async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "one")) as first:
@@ -227,7 +227,7 @@ import asyncio, sys
 from pathlib import Path
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.swarm.identity import load_or_create_identity
-from noloco_node.swarm.p2p_daemon import start_p2p
+from noloco_node.swarm.p2pd_start import start_p2p
 
 async def main():
     daemon = await start_p2p(NodeSettings(), load_or_create_identity(Path(sys.argv[1])))

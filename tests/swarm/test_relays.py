@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm import circuit_relay, p2p_daemon, relay_places
+from noloco_node.swarm import circuit_relay, p2pd_start, relay_places
 from noloco_node.swarm.circuit_messages import (
     HOP,
     Status,
@@ -35,7 +35,8 @@ from noloco_node.swarm.circuit_relay import CircuitRelay
 from noloco_node.swarm.identity import Identity, load_or_create_identity
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.multiaddrs import to_dial
-from noloco_node.swarm.p2p_daemon import PrivateP2P, reached_by_a_stranger, running_p2p, start_p2p
+from noloco_node.swarm.p2p_daemon import PrivateP2P
+from noloco_node.swarm.p2pd_start import reached_by_a_stranger, running_p2p, start_p2p
 from noloco_node.swarm.peer_addresses import parse_address
 from noloco_node.swarm.relay_places import RelayedHost, ask_for_place, connected_by_relay, only_relayed
 from noloco_node.swarm.transport import Message, PeerId
@@ -137,7 +138,7 @@ async def relay_node(identity: Identity, port: int = 0) -> AsyncIterator[tuple[P
 
 def entering(daemon: PrivateP2P, *, relay: bool) -> NodeSettings:
     """Settings of a node that joins through this one."""
-    return NodeSettings(initial_peers=tuple(daemon.visible_addresses()), relay=relay)
+    return NodeSettings(initial_peers=tuple(daemon.visible_addresses()), relay="always" if relay else "never")
 
 
 @pytest.mark.daemons
@@ -412,7 +413,7 @@ async def test_a_second_cancellation_does_not_leave_the_p2pd_of_a_hidden_node_be
             up.set()
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(p2p_daemon, "keep_places", slow_to_end)
+    monkeypatch.setattr(p2pd_start, "keep_places", slow_to_end)
     keys = [load_or_create_identity(tmp_path / name) for name in "rb"]
     async with relay_node(keys[0]) as (middle, _):
         running = set(p2pd_children())
@@ -436,7 +437,7 @@ async def test_a_relayed_connection_gives_way_to_one_that_the_hidden_node_can_ma
     async with relay_node(keys[0]) as (middle, relay):
         go_direct = relay_places._go_direct
 
-        async def not_yet(_host: RelayedHost, _tried: dict[PeerId, float]) -> None:
+        async def not_yet(_host: RelayedHost, _tried: dict[PeerId, relay_places.Attempt]) -> None:
             """The node's own look, which must not come before the first connection has been seen."""
 
         monkeypatch.setattr(relay_places, "_go_direct", not_yet)

@@ -23,7 +23,7 @@ from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.swarm.memory_directory import MemoryDirectory
 from noloco_node.swarm.memory_transport import Fault, FaultKind
-from noloco_node.swarm.p2p_daemon import running_p2p
+from noloco_node.swarm.p2pd_start import running_p2p
 from noloco_node.swarm.peer_addresses import parse_address
 from noloco_node.swarm.transport import Refusal, Refused
 from tests.support import eventually, nothing_left_behind

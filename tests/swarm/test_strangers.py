@@ -29,7 +29,8 @@ from noloco_node.swarm.frames import (
 from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.swarm.libp2p_transport import STREAM_PROTOCOL, Libp2pTransport
 from noloco_node.swarm.memory_transport import Fault, FaultKind
-from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
+from noloco_node.swarm.p2p_daemon import PrivateP2P
+from noloco_node.swarm.p2pd_start import running_p2p
 from noloco_node.swarm.serving import RequestDesk, TransportLimits
 from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, TensorSpec
 from noloco_node.telemetry.events import Account

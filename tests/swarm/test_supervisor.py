@@ -21,7 +21,8 @@ from noloco_node.swarm.dht_directory import join_directory
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
-from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
+from noloco_node.swarm.p2p_daemon import PrivateP2P
+from noloco_node.swarm.p2pd_start import running_p2p
 from noloco_node.swarm.p2pd_supervisor import MOST_DEATHS, WINDOW_SECONDS, Probes, Supervisor, restart_delay
 from noloco_node.swarm.private_folder import sweep_dead_folders
 from noloco_node.swarm.transport import Message, PeerId, PeerUnreachable
@@ -69,6 +70,43 @@ async def ask(caller: Libp2pTransport, peer: PeerId) -> bool:
 def record(peer: PeerId, stage: int) -> PeerRecord:
     """A directory entry."""
     return PeerRecord(peer_id=peer, stage=stage, state=PeerState.TRAINING, protocol=PROTOCOL_VERSION, version="1")
+
+
+@pytest.mark.daemons
+@pytest.mark.timeout(60)
+async def test_others_are_told_a_new_address_without_a_restart_of_the_node(tmp_path: Path) -> None:
+    """Another p2pd comes in the place of the sound one, under the same identity and port. That counts as no death, and
+    is told to nobody as one; a request that came meanwhile has waited."""
+    one, two = (load_or_create_identity(tmp_path / name) for name in ("one", "two"))
+    async with running_p2p(NodeSettings(), one) as first:
+        listening = first.visible_addresses()
+        async with running_p2p(NodeSettings(initial_peers=tuple(listening)), two) as second:
+            server, caller = Libp2pTransport(first), Libp2pTransport(second)
+            for transport in (server, caller):
+                transport.serve("echo", no_tensors, echo, max_concurrent_per_peer=4)
+                await transport.start()
+
+            async def rejoin() -> None:
+                """There is no directory here."""
+
+            supervisor = Supervisor(first, 60.0, lambda: {second.own_id: second.visible_addresses()}, rejoin)
+            causes: list[str] = []
+            supervisor.on_restart = causes.append
+
+            async def work() -> None:
+                own = listening[0].rpartition("/p2p/")[0]
+                first.readdress((own, "/ip4/203.0.113.7/tcp/31337"), ())
+                before = first.pid
+                _, answered = await asyncio.gather(supervisor.renew(), ask(server, second.own_id))
+                assert answered
+                assert first.pid != before
+                assert first.visible_addresses() == [f"/ip4/203.0.113.7/tcp/31337/p2p/{one.peer_id}", *listening]
+                assert await ask(caller, first.own_id)
+
+            await supervisor.beside(work())
+            assert (causes, supervisor.restarts) == ([], 0)
+            for transport in (server, caller):
+                await transport.close()
 
 
 @pytest.mark.daemons

@@ -16,7 +16,8 @@ from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
-from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
+from noloco_node.swarm.p2p_daemon import PrivateP2P
+from noloco_node.swarm.p2pd_start import running_p2p
 from noloco_node.swarm.serving import TransportLimits
 from noloco_node.swarm.transport import Message, PeerId
 

@@ -25,7 +25,8 @@ from noloco_node.model.stage import build_stage
 from noloco_node.swarm.balancing import guarded_stage
 from noloco_node.swarm.identity import Identity, ed25519_peer_id, ed25519_public_key, load_or_create_identity
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
-from noloco_node.swarm.p2p_daemon import PrivateP2P, running_p2p
+from noloco_node.swarm.p2p_daemon import PrivateP2P
+from noloco_node.swarm.p2pd_start import running_p2p
 from noloco_node.swarm.record_validator import stage_key
 from noloco_node.swarm.transport import (
     Handle,
