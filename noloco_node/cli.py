@@ -89,8 +89,9 @@ DISK_REFUSES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 """What a system says of a disk that is full or must not be written: nothing that a defect of this program could be."""
 READS_ENVIRONMENT = frozenset({"swarm", "run", "join", "seed", "doctor", "show", "validate"})
 """Commands that take settings of `node:` from variables."""
-ORPHAN_SECONDS = 8.0
-"""Time that a daemon of a local swarm has to end in order after its launcher has vanished."""
+ORPHAN_SECONDS = 30.0
+"""Time that a daemon of a local swarm has to end in order after its launcher has vanished: nobody waits for it, and one
+that is killed on a busy machine leaves its sockets behind."""
 
 
 def entry() -> NoReturn:

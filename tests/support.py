@@ -23,15 +23,16 @@ TORCH_CACHE = "torchinductor_"
 """torch makes an empty folder of this name, one a user, among the temporary ones when the first optimizer steps."""
 
 
-async def eventually(check: Callable[[], T], within: float = 60.0, what: str = "") -> T:
+async def eventually(check: Callable[[], T], within: float = 60.0, what: str = "", *, every: float = 0.01) -> T:
     """Return `check()` once it is truthy; fail after `within` seconds, naming `what` was awaited. What only tasks of
-    this process bring about is seen within a few turns of the loop."""
+    this process bring about is seen within a few turns of the loop, other things by looking `every` so many seconds.
+    """
     deadline = time.monotonic() + within
     looks = 0
     while not (result := check()):
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {within:g} s: {what or check}")
-        await asyncio.sleep(0.0 if looks < TURNS else 0.01)
+        await asyncio.sleep(0.0 if looks < TURNS and every < 0.1 else every)
         looks += 1
     return result
 

@@ -177,7 +177,9 @@ async def test_workers_end_with_the_command_however_it_ends(tmp_path: Path, sent
         stderr=asyncio.subprocess.PIPE,
     )
     parent = psutil.Process(process.pid)
-    await eventually(lambda: sum(child.cpu_times().user > 1.0 for child in parent.children()) == 2, 60, "two workers")
+    await eventually(
+        lambda: sum(child.cpu_times().user > 1.0 for child in parent.children()) == 2, 60, "two workers", every=0.1
+    )
     workers = parent.children()
     if sent == signal.SIGINT:
         os.killpg(process.pid, sent)
@@ -186,4 +188,4 @@ async def test_workers_end_with_the_command_however_it_ends(tmp_path: Path, sent
     _, errors = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == (ExitCode.INTERRUPTED if sent == signal.SIGINT else -sent)
     assert b"Traceback" not in errors
-    await eventually(lambda: not any(worker.is_running() for worker in workers), 10, "the workers' end")
+    await eventually(lambda: not any(worker.is_running() for worker in workers), what="the workers' end", every=0.1)
