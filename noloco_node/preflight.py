@@ -76,11 +76,11 @@ def check_text(run: RunSpec) -> None:
     """Raise UserError (DATA) where tokenizer or text cannot be trained on, as far as that shows without reading the
     text. Loads the tokenizer."""
     from noloco_node.data.sources import check_source
-    from noloco_node.data.windows import fitting_tokenizer
+    from noloco_node.data.windows import check_made_tokens, fitting_tokenizer
     from noloco_node.model.cut import build_config
 
     check_source(run.data)
-    fitting_tokenizer(run.data, build_config(run.model).vocab_size)
+    check_made_tokens(run.data, fitting_tokenizer(run.data, build_config(run.model).vocab_size))
 
 
 def _check_positions(run: RunSpec, positions: int | None) -> None:

@@ -238,7 +238,8 @@ def test_a_full_disk_is_no_defect() -> None:
         (["run.model.config.vocab_size=100"], ExitCode.DATA, "has 256 tokens, more than run.model.config.vocab_size"),
         (["run.data.tokenizer=./no-tokenizer"], ExitCode.DATA, "run.data.tokenizer is './no-tokenizer'"),
         (["run.data.source=text", "run.data.path=gone.txt"], ExitCode.DATA, "'gone.txt', which does not exist"),
-        (["run.data.source=huggingface", "run.data.path=./gone"], ExitCode.DATA, "'gone', which does not exist"),
+        (["run.data.source=huggingface", "run.data.path=./here"], ExitCode.CONFIG, "set run.data.source to text"),
+        (["run.data.source=text", "run.data.path=./*.jsonl"], ExitCode.DATA, "of 'rows.jsonl' has the columns body"),
         (["run.data.source=text", "run.data.path=short.txt"], ExitCode.DATA, "has 5 bytes, too few"),
         (["run.model.config.max_position_embeddings=31"], ExitCode.CONFIG, "less than run.data.sequence_length (32)"),
         (["run.model.config.hiden_size=3"], ExitCode.CONFIG, "did you mean hidden_size?"),
@@ -259,6 +260,7 @@ def test_what_cannot_be_trained_on_is_said_before_anything_starts(
     monkeypatch.setattr("noloco_node.node.run_node", _never)
     monkeypatch.setattr("noloco_node.device_group.run_devices", _never)
     (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "rows.jsonl").write_text('{"body": "text"}\n')
     options = [option for setting in settings for option in ("--set", setting)]
     assert cli.main([*command, str(MICRO), *options]) == code
     assert words in capsys.readouterr().err

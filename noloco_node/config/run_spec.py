@@ -63,11 +63,17 @@ class DataSpec(Settings):
     """The training text and how it becomes windows of tokens."""
 
     source: Literal["stdlib", "text", "huggingface"] = "stdlib"
-    """`stdlib`: the source files of Python's standard library; `text`: a file or folder; `huggingface`: a dataset."""
+    """`stdlib`: the source files of Python's standard library; `text`: files of this machine, be they text or rows;
+    `huggingface`: a dataset of the hub."""
     path: str | None = None
-    """The file or folder (`text`), or the dataset's name or local folder (`huggingface`)."""
+    """A file, a folder or a glob such as `c4/en/c4-train.*.json.gz` (`text`), or a dataset's name (`huggingface`)."""
+    subset: str | None = None
+    """The subset of a hub's dataset, such as `en` of allenai/c4; not set takes its default."""
+    split: Annotated[str, Field(min_length=1)] = "train"
+    """The split of a hub's dataset; of files of rows whose names say splits, those of this one."""
     text_field: str = "text"
-    """The column that holds the text (`huggingface`)."""
+    """The column of rows that holds the text, or lists of token ids that the run's tokenizer made; padding is dropped
+    where a column `attention_mask` beside it is 0."""
     tokenizer: str = "bytes"
     """`bytes` (vocabulary 256), or what `AutoTokenizer.from_pretrained` takes."""
     sequence_length: Annotated[int, Field(ge=2, le=131072)] = 128
@@ -86,6 +92,15 @@ class DataSpec(Settings):
         if self.source == "stdlib" and self.path:
             raise ValueError(
                 "run.data.path is set but run.data.source is 'stdlib': set run.data.source to text to train on it"
+            )
+        if self.subset is not None and self.source != "huggingface":
+            raise ValueError(
+                f"run.data.subset is set but run.data.source is '{self.source}': only datasets of the hub have subsets"
+            )
+        if self.source == "huggingface" and (self.path or "").startswith(("/", ".", "~")):
+            raise ValueError(
+                f"run.data.path is '{self.path}', a place on this machine, but run.data.source is 'huggingface': set "
+                "run.data.source to text to read it"
             )
         return self
 

@@ -11,8 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from noloco_node.config.run_spec import DataSpec
-from noloco_node.data.sources import Document, load_split
-from noloco_node.data.tokenizers import Tokenizer, load_tokenizer
+from noloco_node.data.documents import Document, data_error
+from noloco_node.data.loaders import ends_of_ids
+from noloco_node.data.places import find_files
+from noloco_node.data.sources import load_split
+from noloco_node.data.tokenizers import Tokenizer, Tokens, load_tokenizer
 from noloco_node.data.walk import Permutation
 from noloco_node.errors import ExitCode, UserError
 
@@ -84,16 +87,48 @@ def fitting_tokenizer(spec: DataSpec, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def encode(document: Document, tokenizer: Tokenizer, spec: DataSpec) -> Tokens:
+    """The document's tokens and the separator after them; token ids that others made may end with it already.
+
+    Raises UserError (DATA) for ids that the run's tokenizer does not have.
+    """
+    separator = tokenizer.separator
+    if document.ids is None:
+        return np.concatenate([tokenizer.encode(document.text), separator])
+    ids = document.ids
+    check_ids(int(ids.min()), int(ids.max()), f"'{document.key}'", tokenizer, spec)
+    if len(separator) and np.array_equal(ids[-len(separator) :], separator):
+        return ids
+    return np.concatenate([ids, separator])
+
+
+def check_ids(least: int, largest: int, where: str, tokenizer: Tokenizer, spec: DataSpec) -> None:
+    """Raise UserError (DATA) where token ids of the text lie outside the vocabulary of the run's tokenizer."""
+    if least < 0 or largest >= tokenizer.vocab_size:
+        raise data_error(
+            f"run.data.text_field '{spec.text_field}' holds the token id {least if least < 0 else largest} in {where}, "
+            f"outside the {tokenizer.vocab_size} tokens of run.data.tokenizer '{spec.tokenizer}'",
+            "set run.data.tokenizer to the tokenizer that made them",
+        )
+
+
+def check_made_tokens(spec: DataSpec, tokenizer: Tokenizer) -> None:
+    """Raise UserError (DATA) where files say beforehand that they hold ids outside the vocabulary, as Parquet may."""
+    if spec.source != "text" or spec.path is None:
+        return
+    for file in find_files(spec.path, spec.split).files:
+        ends = ends_of_ids(file, spec.text_field)
+        if ends is not None:
+            check_ids(*ends, f"'{file.name}'", tokenizer, spec)
+
+
 def _pack(documents: Sequence[Document], tokenizer: Tokenizer, spec: DataSpec, purpose: str) -> _Packed:
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    separator = tokenizer.separator.astype(dtype)
-    parts = [part for document in documents for part in (tokenizer.encode(document.text).astype(dtype), separator)]
-    tokens = np.concatenate(parts)
+    tokens = np.concatenate([encode(document, tokenizer, spec).astype(dtype) for document in documents])
     length = spec.sequence_length + 1
     count = len(tokens) // length
     if count == 0:
-        raise UserError(
-            ExitCode.DATA,
+        raise data_error(
             f"the {purpose} text has {len(tokens)} tokens, less than one window of run.data.sequence_length + 1 "
             f"({length})",
             "add text, lower run.data.sequence_length, or raise run.data.holdout where the validation text is too "

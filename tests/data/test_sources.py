@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import re
-from collections.abc import Callable
 from pathlib import Path
 
-import datasets
 import pytest
 
 from noloco_node.config.run_spec import DataSpec
-from noloco_node.data.sources import Document, load_split, read_documents, split_documents
+from noloco_node.data.documents import Document
+from noloco_node.data.sources import load_split, read_documents, split_documents
 from noloco_node.errors import ExitCode, UserError
 
 
@@ -114,94 +110,6 @@ def test_a_text_without_line_ends_is_cut_as_well(tmp_path: Path) -> None:
     assert len(split.training) > 10
 
 
-def save_arrow(folder: Path, table: datasets.Dataset) -> Path:
-    """`save_to_disk` of one split."""
-    table.save_to_disk(str(folder / "arrow"))
-    return folder / "arrow"
-
-
-def save_splits(folder: Path, table: datasets.Dataset) -> Path:
-    """`save_to_disk` of a dictionary of splits."""
-    datasets.DatasetDict({"train": table, "test": table.select([0])}).save_to_disk(str(folder / "splits"))
-    return folder / "splits"
-
-
-def save_parquet(folder: Path, table: datasets.Dataset) -> Path:
-    """A parquet file."""
-    table.to_parquet(str(folder / "rows.parquet"))
-    return folder / "rows.parquet"
-
-
-def save_folder_of_json_lines(folder: Path, table: datasets.Dataset) -> Path:
-    """A folder of data files, as people upload them."""
-    (folder / "files").mkdir()
-    (folder / "files" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
-    return folder / "files"
-
-
-@pytest.mark.parametrize("save", [save_arrow, save_splits, save_parquet, save_folder_of_json_lines])
-def test_datasets_on_disk_give_their_rows_in_order(
-    save: Callable[[Path, datasets.Dataset], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every local form of a dataset that its library writes or reads."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    table = datasets.Dataset.from_dict({"body": ["one", "two", None], "other": [1, 2, 3]})
-    path = save(tmp_path, table)
-    spec = DataSpec(source="huggingface", path=str(path), text_field="body")
-    assert list(read_documents(spec)) == [Document("0", "one"), Document("1", "two"), Document("2", "")]
-    with pytest.raises(UserError, match=r"data\.text_field is 'absent'.*body, other"):
-        list(read_documents(spec.model_copy(update={"text_field": "absent"})))
-
-
-def save_rows(folder: Path, name: str) -> Path:
-    """Rows of text as JSON, packed where the name says so."""
-    rows = "".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(100)).encode()
-    (folder / name).write_bytes(gzip.compress(rows) if name.endswith(".gz") else rows)
-    return folder / name
-
-
-@pytest.mark.parametrize("name", ["rows.json.gz", "rows.jsonl.gz", "rows.JSON.GZ", "rows.arrow", "rows"])
-def test_a_dataset_file_of_unknown_kind_is_refused_and_not_read_as_raw_text(name: str, tmp_path: Path) -> None:
-    """The datasets library would take every line of it for a document, braces and all."""
-    path = save_rows(tmp_path, name)
-    with pytest.raises(UserError, match=rf"data\.path is '.*{re.escape(name)}'") as caught:
-        list(read_documents(DataSpec(source="huggingface", path=str(path))))
-    assert caught.value.exit_code is ExitCode.DATA
-    assert ".jsonl" in caught.value.remedy
-
-
-@pytest.mark.parametrize("name", ["rows.json", "rows.JSON", "rows.csv", "rows.jsonl.gz"])
-@pytest.mark.parametrize("whole_folder", [False, True])
-def test_rows_and_columns_are_not_trained_on_as_plain_text(name: str, whole_folder: bool, tmp_path: Path) -> None:
-    """Neither one such file nor a folder of them."""
-    path = save_rows(tmp_path, name)
-    (tmp_path / "about.txt").write_text("what is here")
-    with pytest.raises(UserError, match=r"data\.path is '.*'text' would train on it") as caught:
-        list(read_documents(text_spec(tmp_path if whole_folder else path)))
-    assert caught.value.exit_code is ExitCode.DATA
-    assert "huggingface" in caught.value.remedy
-
-
-def test_a_folder_of_text_may_hold_a_table_or_two(tmp_path: Path) -> None:
-    """A source tree has its package.json."""
-    (tmp_path / "package.json").write_text("{}")
-    (tmp_path / "code.py").write_text("pass\n" * 10)
-    assert keys(text_spec(tmp_path)) == ["code.py", "package.json"]
-
-
-@pytest.mark.parametrize("column", [[[1, 2], [3]], [1, 2], [1.5, None]])
-def test_a_column_of_tokens_or_numbers_is_named(
-    column: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It used to end as a defect."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    path = save_parquet(tmp_path, datasets.Dataset.from_dict({"input_ids": column}))
-    spec = DataSpec(source="huggingface", path=str(path), text_field="input_ids")
-    with pytest.raises(UserError, match=r"data\.text_field is 'input_ids', but that column .* not text") as caught:
-        load_split(spec)
-    assert caught.value.exit_code is ExitCode.DATA
-
-
 def bad_spec(case: str, folder: Path) -> DataSpec:
     """A source that cannot be used."""
     if case == "missing":
@@ -224,7 +132,7 @@ def bad_spec(case: str, folder: Path) -> DataSpec:
         (folder / "rows.jsonl").write_text('{"body": "fine"}\n[1]\n')
         return text_spec(folder)
     (folder / "train.jsonl").write_text("{broken")
-    return DataSpec(source="huggingface", path=str(folder))
+    return text_spec(folder)
 
 
 @pytest.mark.parametrize(
@@ -236,8 +144,8 @@ def bad_spec(case: str, folder: Path) -> DataSpec:
         ("short file", r"single short document"),
         ("broken json lines", r"line 2 of 'rows\.jsonl' is not JSON"),
         ("endless brackets", r"line 2 of 'rows\.jsonl' is not JSON"),
-        ("no such column", r"data\.text_field is 'text', but line 1 of 'rows\.jsonl'"),
-        ("broken dataset", r"datasets library cannot load"),
+        ("no such column", r"data\.text_field is 'text', but line 1 of 'rows\.jsonl' has the columns body"),
+        ("broken from the start", r"line 1 of 'train\.jsonl' is not JSON"),
     ],
 )
 def test_unusable_text_is_a_users_error(case: str, words: str, tmp_path: Path) -> None:

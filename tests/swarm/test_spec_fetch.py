@@ -350,12 +350,14 @@ def test_a_path_that_a_stranger_names_for_a_text_is_not_taken() -> None:
     assert read_agreed(canonical_json(raw).encode()).data.path == NOT_READ
 
 
-@pytest.mark.parametrize(("setting", "place"), [("path", "{here}"), ("tokenizer", "{here}"), ("path", "{here}:part")])
+@pytest.mark.parametrize(("setting", "place"), [("path", "a/folder"), ("tokenizer", "{here}"), ("tokenizer", "a")])
 async def test_a_run_that_names_files_of_this_machine_needs_the_volunteers_word(
-    setting: str, place: str, tmp_path: Path
+    setting: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dataset's or tokenizer's folder; with the run's own value named it is read, with another it is no part of the
     run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a" / "folder").mkdir(parents=True)
     place = place.format(here=tmp_path)
     source = ["run.data.source=huggingface", f"run.data.path={place if setting == 'path' else 'owner/name'}"]
     tokenizer = [f"run.data.tokenizer={place}"] if setting == "tokenizer" else []

@@ -1,0 +1,46 @@
+"""A document, and the error of a text that cannot be used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from noloco_node.data.tokenizers import Tokens
+from noloco_node.errors import ExitCode, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text and its path-like key, which is the same on every machine that has the same text."""
+
+    key: str
+    text: str
+    ids: Tokens | None = None
+    """Tokens that others made, in place of the text."""
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether there is nothing to train on in it."""
+        return not self.text.strip() if self.ids is None else len(self.ids) == 0
+
+    def __len__(self) -> int:
+        """Characters, or tokens where others made them."""
+        return len(self.text) if self.ids is None else len(self.ids)
+
+
+def data_error(message: str, remedy: str) -> UserError:
+    """A text that cannot be trained on."""
+    return UserError(ExitCode.DATA, message, remedy)
+
+
+def unreadable(path: object, error: OSError) -> UserError:
+    """A file that this machine does not give."""
+    return data_error(f"run.data.path: '{path}' cannot be read: {error.strerror or error}", "make it readable")
+
+
+def damaged(path: object, error: BaseException) -> UserError:
+    """A file that ends too early, or holds what its format does not allow."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return data_error(
+        f"run.data.path: '{path}' is cut off or damaged: {reason}",
+        "copy or download it again; `gzip -t`, `zstd -t` or another reader of its format say the same",
+    )

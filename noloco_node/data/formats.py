@@ -1,0 +1,181 @@
+"""What a file holds: told by its first bytes and its name, and where the two disagree, not told at all."""
+
+from __future__ import annotations
+
+import codecs
+import importlib
+import io
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from noloco_node.data.documents import damaged, data_error, unreadable
+from noloco_node.errors import UserError
+
+HEAD_BYTES = 64 << 10
+"""How much of a file is looked at to tell what it holds."""
+BINARY_PROBE_BYTES = 8192
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+"""What a text begins with that an editor saved as "Unicode"."""
+
+
+class Format(StrEnum):
+    """What can be read, by the name that a person gives it."""
+
+    TEXT = "text"
+    JSON = "JSON"
+    CSV = "CSV"
+    PARQUET = "Parquet"
+    ARROW = "Arrow"
+
+
+class Packing(StrEnum):
+    """How a file is compressed, by the name that Arrow gives it."""
+
+    GZIP = "gzip"
+    ZSTD = "zstd"
+
+
+_NAMED = {
+    ".json": Format.JSON,
+    ".jsonl": Format.JSON,
+    ".ndjson": Format.JSON,
+    ".csv": Format.CSV,
+    ".parquet": Format.PARQUET,
+    ".pq": Format.PARQUET,
+    ".arrow": Format.ARROW,
+    ".feather": Format.ARROW,
+}
+"""What a suffix promises; every other one promises text."""
+_PACKED_NAMES = {".gz": Packing.GZIP, ".zst": Packing.ZSTD, ".zstd": Packing.ZSTD}
+_PACKED_MAGIC = {b"\x1f\x8b": Packing.GZIP, b"\x28\xb5\x2f\xfd": Packing.ZSTD}
+_MAGIC = {b"PAR1": Format.PARQUET, b"ARROW1": Format.ARROW, b"\xff\xff\xff\xff": Format.ARROW}
+_UNREAD_MAGIC = {b"PK\x03\x04": "a zip archive", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x04\x22\x4d\x18": "lz4"}
+_UNREAD_NAMES = frozenset({".tsv", ".zip", ".bz2", ".xz", ".lz4", ".tar", ".tgz", ".avro", ".orc", ".xlsx"})
+
+READABLE = "text, JSON and JSON lines (.json, .jsonl), CSV, Parquet or Arrow; the first three also as .gz or .zst"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a file was seen to be."""
+
+    path: Path
+    size: int
+    """Bytes on the disk."""
+    format: Format | None
+    """None where it cannot be told, or cannot be read."""
+    packing: Packing | None = None
+    doubt: str = ""
+    """What was seen, where there is no format."""
+    empty: bool = False
+
+    @property
+    def error(self) -> UserError:
+        """What a person reads of a file that cannot be told."""
+        return data_error(
+            f"run.data.path: it cannot be told what '{self.path}' holds: {self.doubt}",
+            f"give {READABLE}; and name each file as what it is",
+        )
+
+
+def look(path: Path) -> Look:
+    """Tell what a file holds. Raises UserError (DATA) where it cannot be read, or breaks off within its beginning."""
+    try:
+        with path.open("rb") as file:
+            size, head = path.stat().st_size, file.read(HEAD_BYTES)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    packing = next((packing for magic, packing in _PACKED_MAGIC.items() if head.startswith(magic)), None)
+    named = _PACKED_NAMES.get(suffixes[-1]) if suffixes else None
+    if head and packing is not named:
+        return Look(path, size, None, doubt=f"it is named '{path.name}', but begins with {_shown(head)}")
+    if named is not None:
+        suffixes.pop()
+    if packing is not None:
+        head = _unpacked_head(path, packing)
+    suffix = suffixes[-1] if suffixes else ""
+    if not head:
+        return Look(path, size, _NAMED.get(suffix, Format.TEXT), packing, empty=True)
+    format, doubt = _told(head, suffix, packing)
+    return Look(path, size, format, packing, doubt)
+
+
+def open_unpacked(path: Path, packing: Packing | None) -> BinaryIO:
+    """The bytes of the file, decompressed as they are read. Reading raises OSError where they break off."""
+    if packing is None:
+        return path.open("rb")
+    pa: Any = importlib.import_module("pyarrow")
+    return cast(BinaryIO, io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), packing.value), 1 << 20))
+
+
+def _told(head: bytes, suffix: str, packing: Packing | None) -> tuple[Format | None, str]:
+    """The format, or why there is none."""
+    unread = next((name for magic, name in _UNREAD_MAGIC.items() if head.startswith(magic)), None)
+    if unread is not None:
+        return None, f"it is {unread}, which is not read: unpack it"
+    if suffix in _UNREAD_NAMES:
+        return None, f"'{suffix}' files are not read"
+    promised = _NAMED.get(suffix, Format.TEXT)
+    seen = _seen(head)
+    named = f"its name ends in '{suffix}'" if suffix else "its name has no ending"
+    if seen is None:
+        return None, f"it is not text, and begins with {_shown(head)}"
+    if packing is not None and seen in (Format.PARQUET, Format.ARROW):
+        return None, f"it is {seen} inside {packing}: unpack it"
+    if (
+        promised is Format.JSON
+        and seen is Format.TEXT
+        and head.lstrip(codecs.BOM_UTF8 + b" \t\r\n")[:1] in (b"{", b"[")
+    ):
+        return Format.JSON, ""  # broken rows: the reader says which line
+    if (promised is Format.CSV and seen is Format.TEXT) or promised is seen:
+        return promised, ""
+    return None, f"{named}, which promises {promised}, but it begins as {seen}: {_shown(head)}"
+
+
+def _seen(head: bytes) -> Format | None:
+    """By its bytes alone; CSV cannot be told from text."""
+    magic = next((format for magic, format in _MAGIC.items() if head.startswith(magic)), None)
+    if magic is not None:
+        return magic
+    if head.startswith(UTF_16):
+        text = head.decode("utf-16", errors="ignore")
+    elif b"\0" in head[:BINARY_PROBE_BYTES]:
+        return None
+    else:
+        text = head.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="ignore")
+    return Format.JSON if _is_json_rows(text) else Format.TEXT
+
+
+def _is_json_rows(text: str) -> bool:
+    """Whether the first line is a row, or a list of rows begins."""
+    text = text.lstrip()
+    if text.startswith("["):
+        return text[1:].lstrip().startswith("{")
+    if not text.startswith("{"):
+        return False
+    line, end, _ = text.partition("\n")
+    if not end and len(text) >= HEAD_BYTES // 2:
+        return line[1:].lstrip().startswith('"')  # a row longer than what was looked at
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _unpacked_head(path: Path, packing: Packing) -> bytes:
+    try:
+        with open_unpacked(path, packing) as stream:
+            return stream.read(HEAD_BYTES)
+    except OSError as error:
+        raise damaged(path, error) from None
+
+
+def _shown(head: bytes) -> str:
+    """The first bytes, for a person."""
+    return repr(head[:24])[1:]

@@ -1,0 +1,327 @@
+"""One table from format to loader: the documents of a file, read in pieces of bounded size."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO, cast
+
+import numpy as np
+
+from noloco_node.data.documents import Document, damaged, data_error, unreadable
+from noloco_node.data.formats import UTF_16, Format, open_unpacked
+from noloco_node.data.places import SourceFile, empty_shard
+from noloco_node.data.tokenizers import Tokens
+from noloco_node.errors import UserError
+
+MASK = "attention_mask"
+"""The column beside token ids that is 0 where they are padding."""
+LONGEST_TEXT = 16 << 20
+"""Characters of a text file that are one document; a longer file is cut at line ends into documents of a sixteenth."""
+BATCH_ROWS = 256
+JSON_CHARACTERS = 1 << 20
+_KINDS = {"int": "whole numbers", "float": "numbers", "bool": "true and false", "dict": "groups of fields"}
+_BETWEEN = re.compile(r"[\s,]*")
+
+Value = tuple[int, object, object]
+"""Of a row: its number in the file, what the wanted column holds, and what the mask beside it holds."""
+
+
+def load(file: SourceFile, field: str) -> Iterator[Document]:
+    """The documents of a file, in their order. `field` names the column of the text, or of token ids.
+
+    Raises UserError (DATA) where the file is damaged, has no rows, or no such column.
+    """
+    try:
+        yield from _LOADERS[file.format](file, field)
+    except PermissionError as error:
+        raise unreadable(file.path, error) from None
+    except (OSError, EOFError) as error:
+        raise damaged(file.path, error) from None
+
+
+def first_look(file: SourceFile, field: str) -> None:
+    """Raise UserError (DATA) where a file of rows can be seen not to have the column, any rows, or a sound end, without
+    reading all of it."""
+    if file.format is Format.TEXT:
+        return
+    if file.format is Format.PARQUET:
+        parquet = _open_parquet(file, field)
+        if parquet.metadata.num_rows == 0:
+            raise empty_shard(file.path)
+        parquet.close()
+    next(load(file, field), None)
+
+
+def ends_of_ids(file: SourceFile, field: str) -> tuple[int, int] | None:
+    """The smallest and the largest token id of a Parquet file, where its statistics say them."""
+    if file.format is not Format.PARQUET:
+        return None
+    parquet = _open_parquet(file, field)
+    ends: list[int] = []
+    for group in range(parquet.metadata.num_row_groups):
+        columns = [parquet.metadata.row_group(group).column(each) for each in range(parquet.metadata.num_columns)]
+        for column in columns:
+            known = column.path_in_schema.split(".")[0] == field and column.statistics
+            if known and column.statistics.has_min_max and isinstance(column.statistics.min, int):
+                ends += [column.statistics.min, column.statistics.max]
+    parquet.close()
+    return (min(ends), max(ends)) if ends else None
+
+
+def document_of(key: str, place: str, value: object, mask: object, field: str) -> Document:
+    """A row as a document: `value` is text or a list of token ids, of which those are dropped where `mask` is 0.
+
+    Raises UserError (DATA), naming the row by `place`, for anything else.
+    """
+    if value is None or isinstance(value, str):
+        return Document(key, value or "")
+    ids = _whole_numbers(value)
+    if ids is None:
+        raise data_error(
+            f"run.data.text_field is '{field}', but that column of {place} holds {_kind(value)}, not text or token ids",
+            "set run.data.text_field to the column that holds the text, or lists of token ids",
+        )
+    if mask is not None:
+        kept = _whole_numbers(mask)
+        if kept is None or len(kept) != len(ids):
+            raise data_error(
+                f"run.data.path: in {place}, '{field}' has {len(ids)} tokens, and '{MASK}' is no mask of as many",
+                "make the two columns of equal length, or leave the mask out",
+            )
+        ids = ids[kept != 0]
+    return Document(key, "", ids)
+
+
+def no_column(field: str, where: str, columns: Sequence[str]) -> UserError:
+    """The rows have no such column."""
+    return data_error(
+        f"run.data.text_field is '{field}', but {where} has the columns {', '.join(map(str, columns)) or '(none)'}",
+        "set run.data.text_field to the column that holds the text, or lists of token ids",
+    )
+
+
+def _whole_numbers(value: object) -> Tokens | None:
+    if isinstance(value, np.ndarray):
+        array = cast("np.ndarray[Any, Any]", value)
+    elif isinstance(value, list):
+        if not all(type(number) is int for number in cast(list[object], value)):
+            return None
+        array = np.asarray(value, dtype=np.int64)
+    else:
+        return None
+    return array.astype(np.int64, copy=False) if array.ndim == 1 and array.dtype.kind in "iu" else None
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, list | np.ndarray):
+        return f"lists such as {str(cast(object, value))[:40]}"
+    return _KINDS.get(type(value).__name__, type(value).__name__)
+
+
+def _text(file: SourceFile, _field: str) -> Iterator[Document]:
+    with _decoded(file) as stream:
+        text = stream.read(LONGEST_TEXT)
+        if len(text) < LONGEST_TEXT:
+            yield Document(file.key, text)
+            return
+        start = 0
+        while text:
+            cut = text.rfind("\n", 0, LONGEST_TEXT // 16) + 1 or LONGEST_TEXT // 16
+            yield Document(f"{file.key}@{start}", text[:cut])
+            start += len(text[:cut])
+            text = text[cut:]
+            if len(text) < LONGEST_TEXT // 16:
+                text += stream.read(LONGEST_TEXT - len(text))
+
+
+def _decoded(file: SourceFile) -> TextIO:
+    """The text of a file; what is no UTF-8 shows as the replacement character."""
+    with open_unpacked(file.path, file.packing) as probe:
+        encoding = "utf-16" if probe.read(2) in UTF_16 else "utf-8"
+    stream = open_unpacked(file.path, file.packing)
+    return io.TextIOWrapper(stream, encoding=encoding, errors="replace", newline="")
+
+
+def _json(file: SourceFile, field: str) -> Iterator[Document]:
+    with _decoded(file) as stream:
+        beginning = stream.read(1)
+        while beginning and (beginning.isspace() or beginning == "\ufeff"):
+            beginning = stream.read(1)
+    with _decoded(file) as stream:
+        rows = _json_list(file, stream) if beginning == "[" else _json_lines(file, stream)
+        unit = "row" if beginning == "[" else "line"
+        seen = False
+        for number, row in rows:
+            seen = True
+            place = f"{unit} {number} of '{file.name}'"
+            if not isinstance(row, dict):
+                raise data_error(
+                    f"run.data.text_field is '{field}', but {place} has no columns: it is {_shown(row)}",
+                    'give rows such as {"text": "…"}',
+                )
+            columns = cast(dict[str, object], row)
+            if field not in columns:
+                raise no_column(field, place, list(columns))
+            yield document_of(f"{file.key}:{number}", place, columns[field], columns.get(MASK), field)
+        if not seen:
+            raise empty_shard(file.path)
+
+
+def _shown(row: object) -> str:
+    shown = json.dumps(row, ensure_ascii=False)
+    return shown if len(shown) <= 40 else shown[:40] + " …"
+
+
+def _json_lines(file: SourceFile, stream: TextIO) -> Iterator[tuple[int, object]]:
+    for number, line in enumerate(stream, start=1):
+        line = line.lstrip("\ufeff") if number == 1 else line
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise _no_json(f"line {number} of '{file.name}'", error) from error
+
+
+def _json_list(file: SourceFile, stream: TextIO) -> Iterator[tuple[int, object]]:
+    """The elements of one list, decoded one by one."""
+    decoder = json.JSONDecoder()
+    buffered = stream.read(JSON_CHARACTERS)
+    at, number = buffered.index("[") + 1, 0
+    while True:
+        match = _BETWEEN.match(buffered, at)
+        at = at if match is None else match.end()
+        if buffered.startswith("]", at):
+            return
+        problem: Exception = ValueError("the list has no end")
+        end = len(buffered)
+        row: object = None
+        try:
+            row, end = decoder.raw_decode(buffered, at)
+        except (ValueError, RecursionError) as error:
+            problem = error
+        if end < len(buffered):
+            number, at = number + 1, end
+            yield number, row
+            continue
+        more = stream.read(max(JSON_CHARACTERS, len(buffered) - at))
+        if not more:
+            raise _no_json(f"row {number + 1} of '{file.name}'", problem)
+        buffered, at = buffered[at:] + more, 0
+
+
+def _no_json(place: str, error: Exception) -> UserError:
+    return data_error(
+        f"run.data.path: {place} is not JSON: {error}", "correct the file: a row a line, or one list of rows"
+    )
+
+
+def _csv(file: SourceFile, field: str) -> Iterator[Document]:
+    csv.field_size_limit(LONGEST_TEXT)
+    with _decoded(file) as stream:
+        reader = csv.reader(stream, strict=True)
+        rows: Iterator[list[str]] = (row for row in reader if row)
+        try:
+            names = [name.removeprefix("\ufeff") for name in next(rows, list[str]())]
+            if field not in names:
+                raise no_column(field, f"'{file.name}'", names)
+            column, number = names.index(field), 0
+            for number, row in enumerate(rows, start=1):
+                if len(row) != len(names):
+                    raise csv.Error(f"line {reader.line_num} has {len(row)} columns, the first {len(names)}")
+                yield Document(f"{file.key}:{number}", row[column])
+        except csv.Error as error:
+            raise damaged(file.path, error) from error
+        if number == 0:
+            raise empty_shard(file.path)
+
+
+def _parquet(file: SourceFile, field: str) -> Iterator[Document]:
+    pa = _arrow()
+    parquet = _open_parquet(file, field)
+    try:
+        columns = [name for name in (field, MASK) if name in parquet.schema_arrow.names]
+        yield from _of_batches(parquet.iter_batches(BATCH_ROWS, columns=columns), file, field)
+    except pa.ArrowException as error:
+        raise damaged(file.path, error) from error
+    finally:
+        parquet.close()
+
+
+def _open_parquet(file: SourceFile, field: str) -> Any:
+    pa, pq = _arrow(), cast(Any, importlib.import_module("pyarrow.parquet"))
+    try:
+        parquet = pq.ParquetFile(str(file.path))
+        names = parquet.schema_arrow
+    except pa.ArrowException as error:
+        raise damaged(file.path, error) from error
+    _column_of(names, field, file)
+    return parquet
+
+
+def _arrow_file(file: SourceFile, field: str) -> Iterator[Document]:
+    """Of both kinds: with a table of contents at its end, and as a stream, which `datasets` writes."""
+    pa = _arrow()
+    try:
+        with pa.OSFile(str(file.path)) as stream:
+            if stream.read(6) == b"ARROW1":
+                reader = pa.ipc.open_file(stream)
+                batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+            else:
+                stream.seek(0)
+                reader = batches = pa.ipc.open_stream(stream)
+            _column_of(reader.schema, field, file)
+            yield from _of_batches(batches, file, field)
+    except pa.ArrowException as error:
+        raise damaged(file.path, error) from error
+
+
+def _column_of(schema: Any, field: str, file: SourceFile) -> None:
+    names: list[str] = schema.names
+    if field not in names:
+        raise no_column(field, f"'{file.name}'", names)
+
+
+def _of_batches(batches: Any, file: SourceFile, field: str) -> Iterator[Document]:
+    number = 0
+    for batch in batches:
+        column = batch.column(batch.schema.get_field_index(field))
+        masked = batch.schema.get_field_index(MASK)
+        values = _values(column)
+        masks = _values(batch.column(masked)) if masked >= 0 and masked != batch.schema.get_field_index(field) else None
+        for value in values:
+            number += 1
+            mask = None if masks is None else next(masks)
+            yield document_of(f"{file.key}:{number}", f"row {number} of '{file.name}'", value, mask, field)
+    if number == 0:
+        raise empty_shard(file.path)
+
+
+def _values(column: Any) -> Iterator[object]:
+    """Rows of a column: lists of whole numbers as arrays, anything else as Python has it."""
+    types: Any = _arrow().types
+    lists = types.is_list(column.type) or types.is_large_list(column.type)
+    if not lists or not types.is_integer(column.type.value_type) or column.flatten().null_count:
+        yield from column.to_pylist()
+        return
+    numbers, offsets, valid = column.values.to_numpy(), column.offsets.to_numpy(), column.is_valid().to_pylist()
+    for row, present in enumerate(valid):
+        yield numbers[offsets[row] : offsets[row + 1]] if present else None
+
+
+def _arrow() -> Any:
+    return importlib.import_module("pyarrow")  # untyped, and slow to import where it is not needed
+
+
+_LOADERS: dict[Format, Callable[[SourceFile, str], Iterator[Document]]] = {
+    Format.TEXT: _text,
+    Format.JSON: _json,
+    Format.CSV: _csv,
+    Format.PARQUET: _parquet,
+    Format.ARROW: _arrow_file,
+}

@@ -1,0 +1,194 @@
+"""Which files of this machine a path means: a file, a folder or a glob, all of one format."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from noloco_node.data.documents import data_error, unreadable
+from noloco_node.data.formats import READABLE, Format, Look, Packing, look
+from noloco_node.errors import UserError
+
+_ABOUT = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
+"""What `datasets` writes beside the rows."""
+_SPLITS = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+}
+_WORD = re.compile(r"[^a-zA-Z]+")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file to read, and the key of what it holds."""
+
+    path: Path
+    key: str
+    """Its place below the source, in POSIX form; empty where the source is this one file, whatever its name."""
+    format: Format
+    packing: Packing | None
+    size: int
+    """Bytes on the disk."""
+
+    @property
+    def name(self) -> str:
+        """For a person."""
+        return self.key or self.path.name
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The files of a source, all of one format, in an order that depends on their keys only."""
+
+    files: tuple[SourceFile, ...]
+    passed_over: tuple[str, ...] = ()
+    """Names of files of other formats in the same folder."""
+
+
+def find_files(path: str, split: str) -> Found:
+    """The files that a path means.
+
+    A file is itself. A folder is its files of the format that has most of its bytes; the others are passed over. What a
+    glob names must all be of one format. Of the files of tables those of `split` are taken where their names say
+    splits. Raises UserError (DATA) where nothing is there, where it cannot be told what is there, and where a file of
+    rows is empty.
+    """
+    place = Path(path)
+    if place.is_file():
+        return Found((_taken(look(place), ""),))
+    if place.is_dir():
+        return _of_folder(place, split)
+    if glob.has_magic(path):
+        return _of_glob(path, split)
+    raise absent(path)
+
+
+def absent(path: str, remedy: str = "name an existing file or folder, or a glob of files") -> UserError:
+    """There is nothing of that name."""
+    return data_error(f"run.data.path is '{path}', which does not exist", remedy)
+
+
+def walk_files(root: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
+    """All regular files below a folder, in the order of their places; neither hidden ones nor those in hidden folders
+    or in folders of a name in `skip`."""
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+        found.extend(Path(folder, name) for name in names if not name.startswith("."))
+    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
+
+
+def _of_folder(folder: Path, split: str) -> Found:
+    try:
+        paths = [path for path in walk_files(folder) if path.name not in _ABOUT]
+    except OSError as error:
+        raise unreadable(folder, error) from None
+    looks = [look(path) for path in paths]
+    sizes: Counter[Format | None] = Counter()
+    for seen in looks:
+        sizes[seen.format] += seen.size
+    if not looks or not sum(sizes.values()):
+        raise data_error(f"run.data.path '{folder}' holds no text", "point it to text that is not empty")
+    main, most = sizes.most_common(1)[0]
+    if main is None:
+        raise max((seen for seen in looks if seen.format is None), key=lambda seen: seen.size).error
+    if 2 * most <= sum(sizes.values()):
+        raise _mixed(str(folder), looks)
+    others = tuple(seen.path.name for seen in looks if seen.format is not main)
+    ours = [seen for seen in looks if seen.format is main]
+    return Found(_in_order(str(folder), folder, ours, split), others)
+
+
+def _of_glob(pattern: str, split: str) -> Found:
+    looks = [look(path) for path in map(Path, glob.iglob(pattern, recursive=True)) if path.is_file()]
+    if not looks:
+        raise absent(pattern, "name files that are there; quote a glob so that the shell leaves it to noloco-node")
+    for seen in looks:
+        if seen.format is None:
+            raise seen.error
+    if len({seen.format for seen in looks}) > 1:
+        raise _mixed(pattern, looks)
+    return Found(_in_order(pattern, _root_of(pattern), looks, split))
+
+
+def _root_of(pattern: str) -> Path:
+    """The folder that the pattern's fixed beginning names: keys are places below it."""
+    fixed: list[str] = []
+    for part in Path(pattern).parts[:-1]:
+        if glob.has_magic(part):
+            break
+        fixed.append(part)
+    return Path(*fixed)
+
+
+def _in_order(named: str, root: Path, looks: Sequence[Look], split: str) -> tuple[SourceFile, ...]:
+    keyed = sorted((seen.path.relative_to(root).as_posix(), seen) for seen in _of_split(named, root, looks, split))
+    found = [_taken(seen, key) for key, seen in keyed if not (seen.empty and seen.format is Format.TEXT)]
+    if not found:
+        raise data_error(f"run.data.path '{named}' holds no text", "point it to text that is not empty")
+    return tuple(found)
+
+
+def _of_split(named: str, root: Path, looks: Sequence[Look], split: str) -> list[Look]:
+    """Of tables whose names say splits, those of the wanted one."""
+    if looks[0].format is Format.TEXT:
+        return list(looks)
+    splits = {seen.path: _split_of(seen.path.relative_to(root)) for seen in looks}
+    said = sorted({name for name in splits.values() if name})
+    if not said:
+        return list(looks)
+    wanted = _SPLITS.get(split, split)
+    chosen = [seen for seen in looks if splits[seen.path] == wanted]
+    if not chosen:
+        raise data_error(
+            f"run.data.split is '{split}', but the files of '{named}' are of the splits {', '.join(said)}",
+            "set run.data.split to one of these, or name the files by a glob",
+        )
+    return chosen
+
+
+def _split_of(place: Path) -> str | None:
+    """The split that the name of a file says, or the name of the nearest folder."""
+    for part in reversed(place.parts):
+        for word in _WORD.split(part):
+            if word.lower() in _SPLITS:
+                return _SPLITS[word.lower()]
+    return None
+
+
+def _taken(seen: Look, key: str) -> SourceFile:
+    if seen.format is None:
+        raise seen.error
+    if seen.empty and seen.format is not Format.TEXT:
+        raise empty_shard(seen.path)
+    return SourceFile(seen.path, key, seen.format, seen.packing, seen.size)
+
+
+def empty_shard(path: Path) -> UserError:
+    """A file of rows that has none."""
+    return data_error(
+        f"run.data.path: '{path}' is empty: it has no rows",
+        "copy or download it again, or take it away where it should be empty",
+    )
+
+
+def _mixed(named: str, looks: Sequence[Look]) -> UserError:
+    counts = Counter(str(seen.format) if seen.format else "unknown files" for seen in looks)
+    found = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+    return data_error(
+        f"run.data.path '{named}' holds files of several formats ({found}), and none that most of it is",
+        f"name those to train on by a glob such as '{named.partition('*')[0].rstrip('/')}/*.parquet'; {READABLE}",
+    )
