@@ -81,7 +81,8 @@ def screen(view: SwarmView, height: int) -> RenderableType:
         *((Text(), *map(_happening, happened)) if happened else ()),
     ]
     when = f" · {as_clock_time(view.time)}" if view.time else ""
-    title = Text(f"{printable(view.run_name)} · {view.present} nodes of {len(view.stages)} stages")
+    nodes, stages = _many(view.present, "node"), _many(len(view.stages), "stage")
+    title = Text(f"{printable(view.run_name)} · {nodes} of {stages}")
     return Panel(Group(*parts), title=title, subtitle=Text(f"run {view.run_id}{when}"))
 
 
@@ -145,6 +146,10 @@ def _print_json(view: SwarmView) -> None:
     print(json.dumps(document(view), allow_nan=False), flush=True)
 
 
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
 def _troubles(view: SwarmView) -> Iterator[str]:
     if not view.time:
         yield "looking for the nodes of the run"
@@ -193,7 +198,7 @@ def _stages(view: SwarmView, most: int) -> RenderableType:
         cells = (str(number), *states, str(stage.claimed), as_rate(stage.capacity), clock, lag)
         table.add_row(*cells, style="bold red" if stage.missing else "")
     left = len(view.stages) - min(len(shown), 2 * most)
-    return Group(table, Text(f"and {left} more stages", style="dim")) if left else table
+    return Group(table, Text(f"and {_many(left, 'more stage')}", style="dim")) if left else table
 
 
 def _nodes(view: SwarmView, most: int) -> RenderableType:
