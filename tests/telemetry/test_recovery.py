@@ -86,10 +86,10 @@ def test_a_second_loss_before_the_return_is_part_of_the_first() -> None:
     """The speed before is that before both."""
 
     def nodes(now: float) -> list[int]:
-        return [3, 3 - (now >= 300) - (now >= 330)]
+        return [3, 3 - (now >= 300) - (now >= 450)]
 
-    found, _ = times_back(life(lambda now: 3.0 if 300 <= now < 400 else 1.0, nodes, 600.0))
-    assert found == [pytest.approx(100.0, abs=12.0)]
+    found, _ = times_back(life(lambda now: 3.0 if 300 <= now < 500 else 1.0, nodes, 600.0))
+    assert found == [pytest.approx(200.0, abs=12.0)]
 
 
 def test_nobody_is_lost_to_a_stage_that_has_no_dealings_with_it_nor_at_the_runs_end() -> None:
