@@ -60,7 +60,7 @@ def print_report(made: Made) -> None:
     going_on = f"; {len(told.running)} of them still running" if told.running else ""
     print(f"run {printable(summary.run_name)}, {nodes}{going_on}: {summary.tokens:,} tokens in this folder")
     if told.passed_over:
-        print(f"{told.passed_over:,} lines are no events of this version, and were passed over")
+        print(f"{told.passed_over:,} lines are no events that this version writes, and were passed over")
     for what, path in (("page", made.page), *(("picture", picture) for picture in made.pictures)):
         print(f"{what:<9} {path}")
 

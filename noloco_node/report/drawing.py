@@ -153,7 +153,7 @@ def timeline(chart: Timeline) -> str:
             for mark in row.marks
         )
         made.append(f'<div class="row"><b>{escape(row.label)}</b><div class="lane">{spans}{marks}</div></div>')
-    ends = f'<div class="row ends"><b></b><div><span>0</span><span>{figure(chart.end)} {chart.unit}</span></div></div>'
+    ends = f'<div class="row ends"><b></b><div><span>0</span><span>{chart.end:.3g} {chart.unit}</span></div></div>'
     kinds = (("life", "there"), ("start", "up, or moved"), ("end", "ended"), ("death", "gone"), ("fault", "fault"))
     keys = "".join(f'<span><i class="key {kind}"></i>{text}</span>' for kind, text in (*kinds, ("warning", "warning")))
     return f'{"".join(made)}{ends}<div class="legend">{keys}</div>'
@@ -178,9 +178,7 @@ def graph(chart: Graph) -> str:
             f"<title>{text}</title></line>"
         )
         if len(chart.edges) <= EDGES_COUNTED:
-            made.append(
-                f'<text x="{(a + c) / 2:.1f}" y="{(b + d) / 2 - 4:.1f}" text-anchor="middle">{edge.times}</text>'
-            )
+            made.append(f'<text x="{(a + c) / 2 + 7:.1f}" y="{(b + d) / 2 - 5:.1f}">{edge.times}</text>')
     for name, place in at.items():
         x, y = _spot(place)
         side = "middle" if abs(place[0]) < 0.3 else ("start" if place[0] > 0 else "end")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
+from typing import cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -13,11 +16,15 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.report.chronicle import Chronicle
 from noloco_node.status import node_folders, said_now
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.telemetry.events import MAX_LINE_BYTES, EventReader
+from noloco_node.telemetry.events import MAX_LINE_BYTES, AnyEvent, EventReader
 from noloco_node.telemetry.summary import Summary, summarize_histories
 from noloco_node.telemetry.words import printable
 
 _VERSION = re.compile(rb'"version": ?"([0-9A-Za-z.+-]{1,32})"')
+
+DIVERGING = ("loss", "gradient_norm", "difference_norm", "spread")
+MOST, MOST_BELOW = 1e18, 1e-60
+"""Of any number in an event; below, or 0."""
 
 
 class _Merged(BaseModel):
@@ -40,7 +47,7 @@ class Told:
     running: frozenset[str]
     """Nodes whose process holds their folder."""
     passed_over: int
-    """Lines that are no events of this version."""
+    """Lines that are no events of this version, or hold numbers that no node writes."""
     read_at: float
     """Wall time, seconds since 1970."""
 
@@ -60,7 +67,10 @@ def read_folder(path: Path, now: float) -> Told:
             folder = RunFolder(member)
             reader, chronicle = EventReader(folder.events), Chronicle(printable(member.resolve().name)[:40])
             for event in reader.new_events():
-                chronicle.observe(event)
+                if is_plausible(event):
+                    chronicle.observe(event)
+                else:
+                    passed_over += 1
             passed_over += reader.passed_over
             chronicles.append(chronicle)
             said[chronicle.name] = said_now(folder, now)
@@ -77,6 +87,24 @@ def read_folder(path: Path, now: float) -> Told:
     histories = [chronicle.history for chronicle in chronicles]
     summary = summarize_histories(histories, _merged_loss(path))
     return Told(path, tuple(chronicles), summary, said, frozenset(running), passed_over, now)
+
+
+def is_plausible(event: AnyEvent) -> bool:
+    """Whether all its numbers are such as a node may write: a folder may come from anybody, and a time without end has
+    no place on an axis. Losses and norms may be infinite, or no numbers."""
+    return all(_of_a_node(value, may_diverge=name in DIVERGING) for name, value in event)
+
+
+def _of_a_node(value: object, *, may_diverge: bool = False) -> bool:
+    if isinstance(value, int | float):
+        return MOST_BELOW <= abs(value) <= MOST or value == 0 or (may_diverge and not isfinite(value))
+    if isinstance(value, BaseModel):
+        return all(_of_a_node(inner) for _, inner in value)
+    if isinstance(value, dict):
+        return all(_of_a_node(inner) for inner in cast("dict[str, object]", value).values())
+    if isinstance(value, list | tuple):
+        return all(_of_a_node(inner) for inner in cast("Sequence[object]", value))
+    return True
 
 
 def _merged_loss(path: Path) -> float | None:

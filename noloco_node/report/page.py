@@ -77,7 +77,7 @@ def _header(told: Told) -> Iterator[str]:
         yield f"<div><b>{value}</b><span>{label}</span></div>"
     yield "</div>"
     if told.passed_over:
-        yield f'<p class="dim">{told.passed_over:,} lines are no events of this version, and were passed over.</p>'
+        yield f'<p class="dim">{told.passed_over:,} lines hold no event that this version writes: passed over.</p>'
     yield (
         f'<p class="dim">Made by noloco-node {__version__} from the event files of {escape(words(str(told.path)))}. '
         "Tokens and their speed are those of the replicas in this folder that serve its earliest stage.</p>"

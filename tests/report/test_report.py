@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from html import unescape
@@ -222,6 +223,27 @@ def test_words_of_strangers_are_words_on_the_page_and_in_the_pictures(tmp_path: 
     assert [path.stem for path in report.pictures] == [*names]
     for path in report.pictures:
         assert matplotlib.image.imread(path).shape[0] > 200
+
+
+@pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan, 1e308, -1e30, 5e-324])
+def test_numbers_that_no_node_writes_have_no_place_on_an_axis(odd: float, tmp_path: Path) -> None:
+    """Their lines are passed over, and counted; losses and norms may have gone beyond all measure."""
+    good = list(made.node_events("s0-r0"))
+    bad: list[AnyEvent] = [
+        made.inner_step(61, time=odd),
+        made.inner_step(61, clock=odd),
+        made.outer_step(7, "s0-r1", learning_rate=odd),
+        made.account(busy_by_work={"forward": odd}),
+        made.started("s0-r0").model_copy(update={"time": odd}),
+        Doing(what="training", detail="", since=odd, time=1001.0),
+    ]
+    write(tmp_path / "s0-r0", [*good[:20], *bad, *good[20:]])
+    write(tmp_path / "s0-r1", [made.inner_step(1, loss=math.inf, gradient_norm=math.nan), *made.node_events("s0-r1")])
+    told = read_folder(tmp_path, NOW)
+    assert told.passed_over == len(bad)
+    shown = page(told)
+    assert f"{len(bad)} lines hold no event that this version writes" in shown
+    assert not re.search(r"\b(nan|inf)\b", shown.partition("</style>")[2])
 
 
 def test_the_time_of_a_node_adds_up_over_its_lives() -> None:
