@@ -1,13 +1,13 @@
-"""Requests that start valid and are then changed: recipes drawn by hypothesis, and what they do to tensors."""
+"""Requests that start valid and are then changed: recipes from a seeded generator, and what they do to tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from noloco_node.swarm import (
@@ -50,19 +50,24 @@ TENSOR_CHANGES = (
     "none", "drop", "add", "dtype", "longer", "empty", "scalar", "flat", "nan", "inf", "-inf", "huge", "tiny", "low",
 )  # fmt: skip
 
-odd_values = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(1 << 63) + 1, (1 << 63) - 1),
-    st.floats(allow_nan=False, allow_infinity=False),
-    st.sampled_from(["NaN", "Infinity", "-1", "1e400", "", "\x00", "A" * 32, "a" * 32 + "\n", "a" * 5000, "é💥" * 16]),
-    st.text(st.characters(exclude_categories=("Cs",)), max_size=12),
-    st.recursive(
-        st.integers(-1, 1),
-        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text("ab"), inner, max_size=2),
-        max_leaves=4,
-    ),
-)  # fmt: skip
+TEXTS = ("NaN", "Infinity", "-1", "1e400", "", "\x00", "A" * 32, "a" * 32 + "\n", "a" * 5000, "é💥" * 16, "ab", "\x7f~")
+
+
+def odd_value(rng: Random) -> object:
+    """What a header's field may hold by JSON, and mostly must not by its type."""
+    match rng.randrange(7):
+        case 0:
+            return None
+        case 1:
+            return rng.random() < 0.5
+        case 2:
+            return rng.choice((0, 1, -1, 2, rng.randint(-300, 300), (1 << 63) - 1, 1 - (1 << 63), rng.getrandbits(62)))
+        case 3:
+            return rng.choice((0.0, -0.0, 0.5, -1.5, 5e-324, 1.7e308, -1.7e308, 1e16, rng.gauss(0.0, 1e4)))
+        case 4 | 5:
+            return rng.choice(TEXTS)
+        case _:
+            return rng.choice(([], [0], [[]], [[1, -1], []], {}, {"a": 1}, {"a": {"b": [0]}}, {"ab": {}, "": []}))
 
 
 @dataclass(frozen=True)
@@ -86,21 +91,19 @@ def fields_of(method: str) -> tuple[str, ...]:
     return (*(model.model_fields if model else ("run", "stage")), "new_field")
 
 
-@st.composite
-def recipes(draw: st.DrawFn, methods: tuple[str, ...] = METHODS) -> Recipe:
+def recipe(rng: Random, methods: Sequence[str] = METHODS) -> Recipe:
     """Half of them have a sound header, so that the body is looked at."""
-    sound, method = draw(st.booleans()), draw(st.sampled_from(methods))
+    sound, method = rng.random() < 0.5, rng.choice(methods)
     fields = fields_of(method)
-    few = st.lists(st.tuples(st.sampled_from(fields), odd_values), min_size=1, max_size=3)
     return Recipe(
         method=method,
-        number=draw(st.integers(0, 150)),
-        mode=draw(st.sampled_from(("train", "evaluate"))),
-        changed=() if sound else tuple(draw(few)),
-        removed=() if sound else tuple(draw(st.lists(st.sampled_from(fields), max_size=2))),
-        tensor_change=draw(st.sampled_from(TENSOR_CHANGES)) if draw(st.booleans()) else "none",
-        which=draw(st.integers(0, 1)),
-        peer=draw(st.integers(0, 1)),
+        number=rng.randint(0, 150),
+        mode=rng.choice(("train", "evaluate")),
+        changed=() if sound else tuple((rng.choice(fields), odd_value(rng)) for _ in range(rng.randint(1, 3))),
+        removed=() if sound else tuple(rng.choices(fields, k=rng.choice((0, 0, 1, 2)))),
+        tensor_change=rng.choice(TENSOR_CHANGES) if rng.random() < 0.5 else "none",
+        which=rng.randrange(2),
+        peer=rng.randrange(2),
     )
 
 

@@ -23,8 +23,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from noloco_node.config.node_settings import NodeSettings
@@ -59,7 +57,7 @@ from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, Trans
 from noloco_node.telemetry.events import AnyEvent, OuterStep
 from tests.chaos.attacks.life import throw_away_key
 from tests.support import eventually, nothing_left_behind, one_turn
-from tests.swarm.mutated_requests import METHODS, REQUESTS, Recipe, changed_tensors, fields_of, recipes
+from tests.swarm.mutated_requests import METHODS, REQUESTS, Recipe, changed_tensors, fields_of, recipe
 from tests.worlds import LENGTH, VOCABULARY, WINDOWS, Swarm, libp2p_world, micro_spec, world
 
 SINGLE, EXCHANGES, BURSTS, OVER_P2PD = 2500, 500, 300, 300
@@ -73,9 +71,6 @@ EXCHANGE = "e" * 32
 OWNER = throw_away_key()
 INVITED = invite(OWNER, secrets.token_hex(16), 1 << 33, "the-peer-that-is-invited").proof_for(PeerId("stranger-0"))
 SERVED = re.compile(r"\.serve\(\s*([\w.]+)\s*,")
-
-QUICK = {"deadline": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate]}
-"""Without shrinking: the target has a history, so an example does not fail alone."""
 
 
 @dataclass
@@ -435,20 +430,17 @@ def test_each_mutated_request_is_answered_or_refused_and_a_refused_one_changes_n
 ) -> None:
     """Weights, gradient, clock, pending work and versions bitwise as before; the books within their limits."""
 
-    async def one(recipe: Recipe) -> None:
-        async with asyncio.timeout(30):
-            if recipe.number % 5:
+    async def one(asked: Recipe) -> None:
+        async with asyncio.timeout(60):
+            if asked.number % 5:
                 await target.settled()
-            await target.try_one(recipe)
+            await target.try_one(asked)
             if sum(target.outcomes.values()) % 100 == 0:
                 await target.still_trains()
 
-    @settings(max_examples=SINGLE, **QUICK)
-    @given(recipe=recipes() | recipes(methods=(microbatch.METHOD,)))
-    def check(recipe: Recipe) -> None:
-        runner.run(one(recipe))
-
-    check()
+    for number in range(SINGLE):
+        rng = random.Random(number)
+        runner.run(one(recipe(rng, METHODS if rng.random() < 0.5 else (microbatch.METHOD,))))
     runner.run(target.still_trains())
     check_outcomes(target, SINGLE * 9 // 10, caplog)
     assert set(target.handled) >= set(METHODS) - {"no.such.method", exchange.OPEN, exchange.CHUNK}
@@ -485,17 +477,11 @@ def test_exchanges_that_go_wrong_anywhere_end_in_a_finite_step_or_in_none(
         if committed % 20 == 0:
             await target.still_trains()
 
-    @settings(max_examples=EXCHANGES // 4, **QUICK)
-    @given(
-        fragment=st.integers(0, FRAGMENTS),
-        opening=recipes(methods=(exchange.OPEN,)),
-        chunks=st.lists(recipes(methods=(exchange.CHUNK,)), min_size=2, max_size=6),
-        complete=st.booleans(),
-    )
-    def check(fragment: int, opening: Recipe, chunks: list[Recipe], complete: bool) -> None:
-        runner.run(asyncio.wait_for(one(fragment, opening, chunks, complete), 30))
-
-    check()
+    for number in range(EXCHANGES // 4):
+        rng = random.Random(number)
+        chunks = [recipe(rng, (exchange.CHUNK,)) for _ in range(rng.randint(2, 6))]
+        parts = one(rng.randint(0, FRAGMENTS), recipe(rng, (exchange.OPEN,)), chunks, rng.random() < 0.5)
+        runner.run(asyncio.wait_for(parts, 60))
     runner.run(target.still_trains())
     assert committed >= EXCHANGES // 40, "some must have come to their end"
     assert set(target.handled) >= {exchange.PROPOSE, exchange.OPEN, exchange.CHUNK}
@@ -520,14 +506,11 @@ def test_bursts_of_requests_leave_nothing_behind(
         await target.settled()
         await target.still_trains()
 
-    mixed = recipes() | recipes(methods=(microbatch.METHOD, exchange.PROPOSE, exchange.OPEN))
-
-    @settings(max_examples=BURSTS // 6, **QUICK)
-    @given(batch=st.lists(mixed, min_size=6, max_size=8), abandoned=mixed)
-    def check(batch: list[Recipe], abandoned: Recipe) -> None:
-        runner.run(asyncio.wait_for(one(batch, abandoned), 30))
-
-    check()
+    for number in range(BURSTS // 6):
+        rng = random.Random(number)
+        some = (METHODS, (microbatch.METHOD, exchange.PROPOSE, exchange.OPEN))
+        batch = [recipe(rng, rng.choice(some)) for _ in range(rng.randint(7, 9))]
+        runner.run(asyncio.wait_for(one(batch[1:], batch[0]), 60))
     check_outcomes(target, BURSTS * 9 // 10, caplog)
 
 
@@ -542,16 +525,14 @@ def test_the_same_over_p2pd(
         target = runner.run(context.__aenter__())
         try:
 
-            async def one(recipe: Recipe) -> None:
+            async def one(asked: Recipe) -> None:
                 await target.settled()
-                await target.try_one(recipe)
+                await target.try_one(asked)
 
-            @settings(max_examples=OVER_P2PD, **QUICK)
-            @given(recipe=recipes() | recipes(methods=(microbatch.METHOD, exchange.PROPOSE)))
-            def check(recipe: Recipe) -> None:
-                runner.run(asyncio.wait_for(one(recipe), 30))
-
-            check()
+            for number in range(OVER_P2PD):
+                rng = random.Random(number)
+                some = METHODS if rng.random() < 0.5 else (microbatch.METHOD, exchange.PROPOSE)
+                runner.run(asyncio.wait_for(one(recipe(rng, some)), 60))
             runner.run(target.still_trains())
             check_outcomes(target, OVER_P2PD * 9 // 10, caplog)
         finally:
