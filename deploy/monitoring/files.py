@@ -88,7 +88,6 @@ def _choice(dashboard: Dashboard, at: int) -> dict[str, object]:
         "name": label,
         "type": "query",
         "datasource": SOURCE,
-        "definition": query,
         "query": {"qryType": 1, "query": query, "refId": label},
         "refresh": 2,
         "sort": 1,
