@@ -64,6 +64,7 @@ from noloco_node.node_options import (
     watch_settings,
 )
 from noloco_node.printing import (
+    print_fingerprint,
     print_finished,
     print_lab_plan,
     print_plan,
@@ -471,6 +472,7 @@ def _validate(options: argparse.Namespace) -> int:
 
     config = load_config(options.config, options.set, os.environ)
     print_plan(config)
+    print_fingerprint(config.run)
     if "lab" in config.model_fields_set:
         print_lab_plan(config)
     print(f"{options.config} is valid")

@@ -31,6 +31,19 @@ def print_plan(config: Config) -> None:
     sys.stdout.flush()
 
 
+def print_fingerprint(run: RunSpec) -> None:
+    """Of the text on this machine, which is read for it. UserError as `fingerprint_of` raises it."""
+    if run.data.source == "huggingface":
+        return
+    from noloco_node.data.sources import fingerprint_of
+
+    said = (
+        "as the run has it" if run.data.fingerprint else "set run.data.fingerprint to it, and every node is held to it"
+    )
+    print(f"  text              {fingerprint_of(run.data)} ({said})")
+    sys.stdout.flush()
+
+
 def print_run(run: RunSpec, outlook: Outlook) -> None:
     """What a joiner is about to take part in."""
     from noloco_node.preflight import plan_lines, plan_run

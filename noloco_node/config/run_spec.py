@@ -74,6 +74,9 @@ class DataSpec(Settings):
     text_field: str = "text"
     """The column of rows that holds the text, or lists of token ids that the run's tokenizer made; padding is dropped
     where a column `attention_mask` beside it is 0."""
+    fingerprint: Annotated[str, Field(pattern=r"^text-[0-9a-f]{32}$")] | None = None
+    """What `noloco-node config validate` prints for the text: set it so that a node that holds another one is told so
+    before it trains."""
     tokenizer: str = "bytes"
     """`bytes` (vocabulary 256), or what `AutoTokenizer.from_pretrained` takes."""
     sequence_length: Annotated[int, Field(ge=2, le=131072)] = 128

@@ -7,13 +7,14 @@ import importlib
 import logging
 import math
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from noloco_node.config.run_spec import DataSpec
 from noloco_node.data.documents import Document, data_error, unreadable
+from noloco_node.data.fingerprint import Fingerprint
 from noloco_node.data.formats import Format
 from noloco_node.data.loaders import MASK, document_of, first_look, load, no_column
 from noloco_node.data.places import find_files, walk_files
@@ -35,12 +36,43 @@ def load_split(spec: DataSpec) -> Split:
     """Read the source and hold out a share of its documents, chosen by a hash of their keys.
 
     A text of fewer than 2 / holdout documents is cut into pieces first, so that one's own text in one file can be
-    held out in part. Raises UserError (DATA) when the source is missing, unreadable or empty.
+    held out in part. Raises UserError (DATA) when the source is missing, unreadable, empty or not the run's text.
     """
-    documents = [document for document in read_documents(spec) if not document.is_blank]
+    found = Fingerprint()
+    documents = list(counted(read_documents(spec), found))
+    check_fingerprint(spec, found.text)
     if not documents:
         raise data_error(f"{_setting(spec)} holds no text", "point it to text that is not empty")
     return split_documents(_enough_pieces(documents, spec), spec.holdout)
+
+
+def counted(documents: Iterable[Document], fingerprint: Fingerprint) -> Iterator[Document]:
+    """The documents that are not blank, added to `fingerprint` as they go by."""
+    for document in documents:
+        if not document.is_blank:
+            fingerprint.add(document)
+            yield document
+
+
+def fingerprint_of(spec: DataSpec) -> str:
+    """Of the whole text, which is read for it; memory does not grow with it. Raises UserError (DATA) as reading does,
+    and where it is not the one that the run names."""
+    found = Fingerprint()
+    for _ in counted(read_documents(spec), found):
+        pass
+    check_fingerprint(spec, found.text)
+    return found.text
+
+
+def check_fingerprint(spec: DataSpec, found: str) -> None:
+    """Raise UserError (DATA) where the run names another text."""
+    if spec.fingerprint is not None and spec.fingerprint != found:
+        raise data_error(
+            f"the text of {_setting(spec)} is not the run's: its fingerprint is {found}, and run.data.fingerprint is "
+            f"{spec.fingerprint}",
+            "get the text that the run's owner has, all of it under its own names; who owns the run and has changed "
+            "its text sets run.data.fingerprint anew, which makes another run",
+        )
 
 
 def read_documents(spec: DataSpec) -> Iterator[Document]:
