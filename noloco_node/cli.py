@@ -412,9 +412,11 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _run_folder_of(options: argparse.Namespace) -> Path:
+    if options.run_folder is not None:
+        return options.run_folder
     from noloco_node.config.load import load_join
 
-    return options.run_folder or load_join((), os.environ).node.run_folder
+    return load_join((), os.environ).node.run_folder
 
 
 def _report(options: argparse.Namespace) -> int:
