@@ -14,7 +14,9 @@ from tests.support import eventually
 from tests.worlds import World, micro_spec, world
 
 GHOST_CLOCK = 4e6
-LIMITS = LimitsSpec(record_seconds=3, grace_seconds=2, chunk_bytes=4096)
+LIMITS = LimitsSpec(record_seconds=15, grace_seconds=2, chunk_bytes=4096)
+"""A replica whose clock seems to stand still for the life of a record is no longer counted: longer than a busy machine
+stands still itself."""
 AVERAGING = OuterSpec(inner_steps=4)
 
 
@@ -48,13 +50,13 @@ async def test_four_hundred_ghosts_a_stage_change_neither_share_nor_clock_nor_pa
         async with asyncio.TaskGroup() as group:
             for replica in made.replicas:
                 group.create_task(replica.run())
-            await eventually(lambda: len(steps_of(made)) > 20, 60.0, "training has begun")
+            await eventually(lambda: len(steps_of(made)) > 20, 100.0, "training has begun")
             before = len(steps_of(made))
             for stage in (0, 1):
                 haunt(made, stage, 400)
             for replica in made.replicas:
                 await replica.membership.refresh()
-            await eventually(lambda: len(steps_of(made)) > before + 80, 60.0, "training goes on")
+            await eventually(lambda: len(steps_of(made)) > before + 80, 100.0, "training goes on")
             clocks = [replica.membership.furthest_clock() for replica in made.replicas]
             for replica in made.replicas:
                 replica.stop.set()
