@@ -168,7 +168,7 @@ async def test_a_swarm_killed_as_a_whole_resumes_and_so_does_one_node_of_it(tmp_
         for head in heads:  # nobody trains while it is away: the swarm must not reach its end without it
             os.kill(head.pid, signal.SIGSTOP)
         resumed.kill(victim)
-        await eventually(lambda: victim.exit_code is not None, 30, "it is dead")
+        await eventually(lambda: victim.exit_code is not None, 120, "it is dead")
         assert host.started is not None
         joining = command(victim.folder, "--initial-peers", host.started.addresses[0], settings=())
         joining[joining.index(str(MICRO))] = str(tmp_path / "run" / "config.yaml")

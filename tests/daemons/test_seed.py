@@ -125,7 +125,7 @@ class Watched:
         clocks = [(seed["clock"], self._clock_at(seed["time"]), seed["target"]) for seed, _ in whole]
         assert [c for c in clocks if c[1] > 0.1 * c[2] and abs(c[0] - c[1]) < 0.15 * c[2]], clocks
         assert all(seed["versions"][__version__] == seed["nodes_answering"] for seed, _ in whole)
-        last = await eventually(self._over, 30, "the seed has seen all of them leave")
+        last = await eventually(self._over, 120, "the seed has seen all of them leave")
         assert (last["joins"], last["departures"], last["missing_stages"]) == (3, {"left": 3, "lost": 0}, [])
         assert last["clock"] > 0.8 * last["target"]
         seen = [swarm for swarm in map(json.loads, self.lines) if trains(swarm) == [2, 1]]

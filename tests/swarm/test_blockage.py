@@ -138,7 +138,7 @@ async def test_a_stage_that_only_a_crowd_of_keys_fills_is_rescued_by_a_neighbour
             watches = [
                 asyncio.create_task(each.accompany(replica)) for replica, each in zip(origins, stays, strict=True)
             ]
-            await eventually(lambda: any(each.move for each in stays), 30.0, "one of them goes")
+            await eventually(lambda: any(each.move for each in stays), what="one of them goes")
             for watch in watches:
                 watch.cancel()
             await asyncio.wait(watches)

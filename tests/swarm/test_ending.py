@@ -375,7 +375,7 @@ async def test_who_is_told_to_stop_does_not_say_that_the_run_is_over(attempt: in
         origin, last = made.replicas
         lives = [group.create_task(replica.run()) for replica in (origin, last)]
         for replica, life in zip((origin, last), lives, strict=True):
-            await eventually(lambda: last.worker.progress.steps > 3, 30, "both train")
+            await eventually(lambda: last.worker.progress.steps > 3, what="both train")
             assert not life.done()
             replica.stop.set()
             await asyncio.wait_for(life, 30)

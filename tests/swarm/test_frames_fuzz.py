@@ -418,7 +418,7 @@ def test_more_streams_than_a_peer_may_have_are_closed(runner: asyncio.Runner, li
 
     async def flood() -> None:
         streams = [await live.peer.open_stream(live.node.own_id, STREAM_PROTOCOL) for _ in range(limit + 20)]
-        await eventually(lambda: sum(reader.at_eof() for reader, _ in streams) == 20, 30, "the surplus is closed")
+        await eventually(lambda: sum(reader.at_eof() for reader, _ in streams) == 20, what="the surplus is closed")
         assert live.transport.incoming_streams == limit
         for _, writer in streams:
             writer.transport.abort()

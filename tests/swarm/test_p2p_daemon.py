@@ -248,7 +248,7 @@ async def test_p2pd_dies_with_a_node_that_is_killed(tmp_path: Path) -> None:
     assert p2pd.is_running()
     node.kill()
     await node.wait()
-    await eventually(lambda: not p2pd.is_running() or p2pd.status() == psutil.STATUS_ZOMBIE, 5, "p2pd dies too")
+    await eventually(lambda: not p2pd.is_running() or p2pd.status() == psutil.STATUS_ZOMBIE, what="p2pd dies too")
     assert len(glob.glob(tempfile.gettempdir() + "/noloco-*")) == 1
     async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "key")) as next_one:
         assert glob.glob(tempfile.gettempdir() + "/noloco-*") == [str(next_one.folder)]

@@ -347,7 +347,7 @@ async def test_a_joiner_of_a_running_swarm_ends_its_probation_by_itself() -> Non
             return any(e.kind == "paired" and e.partner == peer_name(0, 2) for e in steps)
 
         await eventually(met_by_veterans, 60, "a veteran has averaged with it")
-        await eventually(lambda: not made.replicas[0].membership.newcomers(), 20, "its record says so")
+        await eventually(lambda: not made.replicas[0].membership.newcomers(), what="its record says so")
         for replica in made.replicas:
             replica.stop.set()
         await asyncio.wait(tasks, timeout=20)

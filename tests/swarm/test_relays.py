@@ -209,7 +209,7 @@ async def test_a_relay_that_comes_back_is_asked_again(tmp_path: Path, monkeypatc
             assert await reached_by_a_stranger(NodeSettings(), hidden) is None
         assert await reached_by_a_stranger(NodeSettings(), hidden) is not None
         async with relay_node(keys[0], port) as (_, relay):
-            await eventually(lambda: relay.places == 1, 30, "the node has asked for a place again")
+            await eventually(lambda: relay.places == 1, what="the node has asked for a place again")
             assert await reached_by_a_stranger(NodeSettings(), hidden) is None
 
 
@@ -230,7 +230,7 @@ async def test_a_hidden_node_whose_p2pd_was_started_again_is_reached_as_before(
         await eventually(lambda: relay.places == 0, what="the place has lapsed")
         await hidden.restart(60)
         hidden.back()
-        await eventually(lambda: relay.places == 1, 30, "it has asked again")
+        await eventually(lambda: relay.places == 1, what="it has asked again")
         assert await reached_by_a_stranger(NodeSettings(), hidden) is None
 
 

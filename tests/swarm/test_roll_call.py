@@ -103,7 +103,7 @@ async def test_beside_ghosts_who_calls_this_node_is_asked_first_and_calls_are_fe
             newcomer = made.add("peer-newly-come")
             known.answered(PeerId("peer-newly-come"))
             made.roll.look()
-            await eventually(lambda: made.there(newcomer), 5.0, "it is asked next")
+            await eventually(lambda: made.there(newcomer), what="it is asked next")
             asked = sum(known.of(PeerId(r.peer_id)).silences for r in made.records)
             assert asked <= BURST + 12
             assert made.changes
@@ -149,9 +149,9 @@ async def test_who_falls_silent_is_asked_again_soon_and_no_longer_counts() -> No
             await eventually(lambda: made.there(fellow))
             made.network.kill(PeerId("peer-that-serves"))
             made.transport.acquaintances.silent(PeerId("peer-that-serves"))
-            await eventually(lambda: not made.there(fellow), 5.0, "it is asked, and silent again")
+            await eventually(lambda: not made.there(fellow), what="it is asked, and silent again")
             made.network.revive(PeerId("peer-that-serves"))
-            await eventually(lambda: made.there(fellow), 10.0, "it is back")
+            await eventually(lambda: made.there(fellow), what="it is back")
         finally:
             running.cancel()
             await asyncio.wait((running,))

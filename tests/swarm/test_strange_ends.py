@@ -121,7 +121,7 @@ async def test_an_origin_whose_device_hangs_does_not_keep_the_others(
     async with world(short_run(steps=60), replicas=origins) as made:
         hung, target = made.replicas[0], made.replicas[0].spec.inner.target_tokens
         async with lives(*made.replicas) as tasks:
-            await eventually(lambda: hung.worker.progress.clock > 0.8 * target, 30, "it is near the end")
+            await eventually(lambda: hung.worker.progress.clock > 0.8 * target, what="it is near the end")
             hung.worker.forward = never  # type: ignore[method-assign,assignment]
             if origins > 1:
                 await ended(tasks[1:], 30)
@@ -148,7 +148,7 @@ async def test_an_origin_that_is_cut_off_near_the_end_learns_that_the_run_is_ove
         lost, own = made.replicas[0], peer_name(0, 0)
         target = lost.spec.inner.target_tokens
         async with lives(*made.replicas) as tasks:
-            await eventually(lambda: lost.worker.progress.clock > 0.92 * target, 20, what="it is near the end")
+            await eventually(lambda: lost.worker.progress.clock > 0.92 * target, what="it is near the end")
             for side in (Fault(FaultKind.UNREACHABLE, source=own), Fault(FaultKind.UNREACHABLE, target=own)):
                 made.network.inject(side)
             await ended(tasks[1:], 20)

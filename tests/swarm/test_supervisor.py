@@ -141,7 +141,7 @@ async def test_a_killed_or_frozen_p2pd_comes_back_as_if_nothing_had_been(
                 if number == signal.SIGSTOP:  # what it takes on before it stands still is lost with it
                     await eventually(lambda: psutil.Process(killed).status() == psutil.STATUS_STOPPED)
                 assert await ask(server, second.own_id), "it waited for the restart, and then went through"
-                await eventually(lambda: supervisor.restarts == 1, 30, "it is back")
+                await eventually(lambda: supervisor.restarts == 1, what="it is back")
                 assert first.pid != killed
                 assert not psutil.pid_exists(killed)
                 assert first.own_id == one.peer_id
@@ -261,7 +261,7 @@ async def test_a_p2pd_that_dies_again_and_again_ends_the_node_with_a_reason(
 
         async def work() -> None:
             kill(daemon)
-            await eventually(lambda: supervisor.restarts == 1, 30, "it is back")
+            await eventually(lambda: supervisor.restarts == 1, what="it is back")
             kill(daemon)
             await asyncio.Event().wait()
 

@@ -174,7 +174,7 @@ async def test_who_looks_on_sees_a_swarm_that_trains_and_nobody_counts_it() -> N
         try:
             view = await onlooker.first_look(5.0)
             looking = asyncio.create_task(onlooker.run())
-            await eventually(lambda: onlooker.last is not view, 5.0, "it goes on looking")
+            await eventually(lambda: onlooker.last is not view, what="it goes on looking")
             looking.cancel()
             await asyncio.wait((looking,))
         finally:
