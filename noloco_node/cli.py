@@ -60,8 +60,6 @@ from noloco_node.node_options import (
     seed_arguments,
     seed_settings,
     set_argument,
-    watch_arguments,
-    watch_settings,
 )
 from noloco_node.printing import (
     print_fingerprint,
@@ -76,11 +74,11 @@ from noloco_node.printing import (
 from noloco_node.small_commands import (
     completed,
     completion_arguments,
-    health_address,
     health_arguments,
     init_arguments,
     list_arguments,
 )
+from noloco_node.view_commands import top_arguments, watch_arguments
 
 if TYPE_CHECKING:
     from noloco_node.config.node_settings import NodeSettings
@@ -181,13 +179,9 @@ def parser() -> argparse.ArgumentParser:
     eval_arguments(_command(commands, "eval", "say what a model is worth on the run's held-out text", EVAL_HELP))
     generate_arguments(_command(commands, "generate", "let an exported model continue a text", GENERATE_HELP))
     health_arguments(_command(commands, "health", "ask this machine's node whether it is alive", HEALTH_HELP))
-    top_of_node = _command(commands, "top", "watch one node in this terminal", TOP_HELP)
-    health_arguments(top_of_node)
-    top_of_node.add_argument("--once", action="store_true", help="print the node as it is now, and end")
-    top_of_node.set_defaults(call=_top)
-    watch = _command(commands, "watch", "watch a whole swarm in this terminal, without joining it", WATCH_HELP)
-    watch_arguments(watch)
-    watch.set_defaults(call=_watch)
+    top_arguments(_command(commands, "top", "watch one node in this terminal", TOP_HELP))
+    watching = "watch a whole swarm in this terminal, without joining it"
+    watch_arguments(_command(commands, "watch", watching, WATCH_HELP))
     seed = _command(commands, "seed", "hold a run's directory together, without a stage", SEED_HELP)
     seed_arguments(seed)
     seed.set_defaults(call=_seed)
@@ -345,32 +339,6 @@ def _seed(options: argparse.Namespace) -> int:
 
     uvloop.run(run_seed(run, settings, print_seed))
     return int(ExitCode.INTERRUPTED)
-
-
-def _top(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from noloco_node.top import follow
-
-    follow(*health_address(options, os.environ), Console(), once=options.once)
-    return int(ExitCode.OK)
-
-
-def _watch(options: argparse.Namespace) -> int:
-    from noloco_node.early_checks import check_peers
-
-    settings = watch_settings(options)
-    check_peers(settings)
-    with loading():
-        import uvloop
-        from rich.console import Console
-
-        from noloco_node.watch import watch
-
-    console = Console()
-    follows = options.follow if options.json else console.is_terminal and not options.once
-    uvloop.run(watch(settings, console, as_json=options.json, follows=follows))
-    return int(ExitCode.OK)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -71,22 +71,6 @@ def seed_settings(options: argparse.Namespace) -> tuple[RunSpec | None, NodeSett
     return config.run, config.node
 
 
-def watch_arguments(command: argparse.ArgumentParser) -> None:
-    """The options of `watch`."""
-    command.add_argument("initial_peers", metavar="ADDRESS", nargs="+", help="address of a node or a seed of the run")
-    command.add_argument("--once", action="store_true", help="print the swarm as it is now, and end")
-    command.add_argument("--json", action="store_true", help="the same as one JSON object")
-    command.add_argument("--follow", action="store_true", help="with --json: one object a second, until Ctrl-C")
-
-
-def watch_settings(options: argparse.Namespace) -> NodeSettings:
-    """A node that listens on this machine only, at any port: nobody has to reach it. What variables say is the node's
-    on this machine, and not heard. UserError (CONFIG) where no address is one."""
-    from noloco_node.config.node_settings import NodeSettings
-
-    return NodeSettings(initial_peers=tuple(options.initial_peers))
-
-
 def doctor_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `doctor`."""
     command.add_argument("initial_peers", metavar="ADDRESS", nargs="*", help="address of a node or a seed")

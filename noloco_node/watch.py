@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from noloco_node.swarm.onlooker import Onlooker
 from noloco_node.swarm.peer_addresses import parse_address
 from noloco_node.swarm.spec_fetch import fetch_run_spec
 from noloco_node.telemetry.logging import NodeLog, configure_logging
+from noloco_node.telemetry.state import LogTail
 from noloco_node.telemetry.swarm_state import Happening, NodeSeen, SwarmView, document
 from noloco_node.telemetry.words import as_clock_time, as_duration, as_rate, printable
 
@@ -39,9 +40,10 @@ BAR_WIDTH = 40
 _Serve = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 """Awaits something while the swarm is looked at."""
 MOST_LISTED = 40
-OTHER_LINES = 16
+OTHER_LINES = 18
 """Of the screen, besides stages and nodes."""
 HAPPENINGS_SHOWN = 5
+WARNINGS_SHOWN = 2
 WHAT = {"joined": "came to", "left": "left", "lost": "vanished from", "moved": "moved to"}
 
 
@@ -51,7 +53,8 @@ async def watch(settings: NodeSettings, console: Console, *, as_json: bool, foll
 
     Raises UserError as a node that joins does, where no peer answers, or none gives a RunSpec.
     """
-    configure_logging("WARNING", NodeLog())
+    log, draws = LogTail(), follows and not as_json
+    configure_logging("WARNING", NodeLog(), (lambda _: None) if draws else None, log)
     with interruptible() as interrupts:
         try:
             async with _onlooking(settings) as (onlooker, serve):
@@ -60,18 +63,19 @@ async def watch(settings: NodeSettings, console: Console, *, as_json: bool, foll
                 elif as_json:
                     await serve(_print_lines(onlooker))
                 else:
-                    await serve(_live(onlooker, console))
+                    await serve(_live(onlooker, console, log))
         except asyncio.CancelledError:
             if not interrupts.cancelled_by_signal:
                 raise
 
 
-def screen(view: SwarmView, height: int) -> RenderableType:
-    """A swarm in so many lines of a terminal; its nodes get what is left."""
+def screen(view: SwarmView, height: int, warnings: Sequence[str] = ()) -> RenderableType:
+    """A swarm in so many lines of a terminal; its nodes get what is left. `warnings` are of who looks on."""
     most = max(3, min(MOST_LISTED, height - OTHER_LINES - len(view.stages)))
     happened = view.happenings[-HAPPENINGS_SHOWN:]
     parts: list[RenderableType] = [
         *(Text(line, style="bold red") for line in _troubles(view)),
+        *(Text(printable(line), style="yellow", no_wrap=True, overflow="ellipsis") for line in warnings),
         *_progress(view),
         Text(),
         _figures(view),
@@ -119,14 +123,17 @@ async def _is_over(door: Entrance, spec: RunSpec) -> bool:
     return said_to_be_over([told.hello for told in asked if told is not None and told.hello.run == spec.run_id])
 
 
-async def _live(onlooker: Onlooker, console: Console) -> None:
+async def _live(onlooker: Onlooker, console: Console, log: LogTail) -> None:
+    def drawn() -> RenderableType:
+        return screen(onlooker.last, console.height, [str(line["text"]) for line in log.lines()[-WARNINGS_SHOWN:]])
+
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(screen(onlooker.last, console.height), refresh=True)
+                live.update(drawn(), refresh=True)
                 await asyncio.sleep(LOOK_SECONDS)
     finally:
-        console.print(screen(onlooker.last, console.height))
+        console.print(drawn())
 
 
 async def _print_lines(onlooker: Onlooker) -> None:

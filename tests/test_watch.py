@@ -59,3 +59,14 @@ def test_what_is_no_address_is_said_at_once(capsys: pytest.CaptureFixture[str]) 
     """As `join` says it."""
     assert cli.main(["watch", "nonsense"]) == ExitCode.CONFIG
     assert "this is no address of a peer" in capsys.readouterr().err
+
+
+def test_warnings_of_who_looks_on_stand_on_the_screen_in_a_line_each() -> None:
+    """They are not written into what is drawn there."""
+    text = drawn(swarm())
+    console = Console(file=io.StringIO(), width=120, height=50)
+    console.print(screen(swarm(), 50, ["p2pd died (status 9); starting it again " * 9, RUDE]))
+    warned = str(console.file.getvalue())  # pyright: ignore[reportAttributeAccessIssue]
+    assert "p2pd died" in warned
+    assert len(warned.splitlines()) == len(text.splitlines()) + 2
+    assert not set("\x1b\u202e\r") & set(warned)
