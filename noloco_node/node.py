@@ -225,6 +225,7 @@ async def _stay(place: _Place, stage_index: int) -> AsyncGenerator[_Stay | None]
                 relayed=net.relayed,
             )
             stack.callback(replica.close)
+            replica.heed_relays(lambda: net.reach.relayed)
             stack.enter_context(place.telemetry.showing(replica.books.surroundings))
             keeper = stack.enter_context(CheckpointKeeper(replica, place.checkpoints, place.emit, net.settings))
             if saved is not None:

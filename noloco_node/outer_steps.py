@@ -7,13 +7,14 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from noloco_node.aio import Pulse
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.exchange import Exchanger
 from noloco_node.swarm.exchange_session import caught_up_event
 from noloco_node.swarm.late_join import StateCopier
+from noloco_node.swarm.links import FellowWays
 from noloco_node.swarm.membership import SERVING, Membership
 from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, decide, retry_delay
 from noloco_node.swarm.probation import Ending, Standing
@@ -56,6 +57,9 @@ class OuterSteps:
         """Committed outer steps by partner."""
         self.last_taken = False
         """The last outer step, of the whole stage, is done."""
+        self.relayed: Callable[[], Collection[PeerId]] = frozenset
+        """Peers that are connected through relays only, as of now."""
+        self._ways = FellowWays()
 
     async def run(self) -> None:
         """Decide after every pulse, until cancelled."""
@@ -94,6 +98,7 @@ class OuterSteps:
             next_try=next_try,
             last_round=last_round,
             last_done=self.last_taken,
+            weigh=lambda fellows: self._ways.weights(fellows, self.relayed(), time.monotonic()),
         )
 
     async def catch_up(self, partner: PeerId) -> None:
@@ -132,4 +137,6 @@ class OuterSteps:
             self.last_taken = True
         if event.kind == "paired" and event.partner is not None:
             self.partners[event.partner] = self.partners.get(event.partner, 0) + 1
+            sent_and_received = event.bytes_sent + event.bytes_received
+            self._ways.exchanged(PeerId(event.partner), event.seconds, sent_and_received, time.monotonic())
         self._emit(event)

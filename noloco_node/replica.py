@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from noloco_node.aio import Pulse
 from noloco_node.compute_device import resolve_device
@@ -134,6 +134,10 @@ class Replica:
         self._over = False
         """An origin has found the run to be over before its own clock was at the target."""
         transport.conduct.on_ban = lambda _: self._directory_read()
+
+    def heed_relays(self, relayed: Callable[[], Collection[PeerId]]) -> None:
+        """Peers that are connected through relays only, as of now: others are preferred for work and for averages."""
+        self._book.relayed = self.outer_steps.relayed = relayed
 
     def _make_membership(self, directory: Directory) -> Membership:
         return Membership(

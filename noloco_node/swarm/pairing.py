@@ -53,6 +53,8 @@ class PairingState:
     """Training is over: dial for the whole whatever the counts, and never step alone while fellows live."""
     last_done: bool = False
     """The last outer step has been taken: others may still dial, this replica does not."""
+    weigh: Callable[[Sequence[PeerId]], Sequence[float]] | None = None
+    """How often to dial each of the fellows, in their order; None: all alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,16 @@ def decide(state: PairingState, window: Window, *, now: float, rng: random.Rando
         return StepAlone(fragment)
     if now < state.next_try:
         return WAIT
-    return Dial(rng.choice(list(fellows)), fragment)
+    return Dial(_draw(fellows, state.weigh, rng), fragment)
+
+
+def _draw(
+    fellows: Sequence[PeerId], weigh: Callable[[Sequence[PeerId]], Sequence[float]] | None, rng: random.Random
+) -> PeerId:
+    weights = weigh(fellows) if weigh is not None else ()
+    if len(set(weights)) <= 1:
+        return rng.choice(list(fellows))
+    return rng.choices(list(fellows), weights)[0]
 
 
 def retry_delay(step_seconds: float, rng: random.Random) -> float:

@@ -5,6 +5,7 @@ where nobody can.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import random
@@ -29,7 +30,7 @@ from noloco_node.swarm.reachability import (
     network_of,
     next_step,
 )
-from noloco_node.swarm.relay_places import MOST_RELAYS, RelayedHost, ask_for_place, circuit_address
+from noloco_node.swarm.relay_places import MOST_RELAYS, RelayedHost, ask_for_place, circuit_address, only_relayed
 from noloco_node.swarm.transport import PeerId, Refused, Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -49,9 +50,11 @@ REMEDY = (
     "another one with --announce HOST:PORT, or join by a seed that was started with --relay-for-others"
 )
 TICK_SECONDS = 2.0
+RELAYED_LOOK_SECONDS = 10.0
+"""Between two looks at which peers are connected through relays only."""
 LOST_SECONDS = 25.0
 """How long all relays are given to come back before others are looked for."""
-MAP_SECONDS = 4.0
+MAP_SECONDS = 8.0
 """How long a router is given at the start to open a port that it was asked for."""
 MAP_LOOK_SECONDS = 0.2
 
@@ -112,6 +115,8 @@ class ReachWatch:
         self._due = 0.0
         self._told: Callable[[Standing], None] | None = None
         self.standing = Standing()
+        self.relayed: frozenset[PeerId] = frozenset()
+        """Peers that are connected through relays only, as of the last look at the connections."""
 
     def tell(self, told: Callable[[Standing], None]) -> None:
         """From now on tell of each standing; of the present one at once, where anything is known."""
@@ -129,12 +134,21 @@ class ReachWatch:
 
     async def keep(self) -> NoReturn:
         """Look again from time to time, and where all relays are gone for a while."""
+        looked = -RELAYED_LOOK_SECONDS
         while True:
             now = asyncio.get_running_loop().time()
             self._mind_relays(now)
+            if now - looked >= RELAYED_LOOK_SECONDS:
+                await self._look_who_is_relayed()
+                looked = now
             if now >= self._due:
                 await self.look()
             await asyncio.sleep(TICK_SECONDS)
+
+    async def _look_who_is_relayed(self) -> None:
+        with contextlib.suppress(OSError, TimeoutError, EOFError):
+            connected = await self._host.connections()
+            self.relayed = frozenset(peer for peer, ends in connected.items() if only_relayed(ends))
 
     async def look(self) -> None:
         """One look, and what follows from it."""

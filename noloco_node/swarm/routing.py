@@ -11,6 +11,7 @@ from typing import Literal
 
 from noloco_node.aio import Pulse
 from noloco_node.swarm.conduct import PEERS_REMEMBERED
+from noloco_node.swarm.links import share_of_relayed
 from noloco_node.swarm.paces import Outcome, Paces
 from noloco_node.swarm.repute import Repute, Trust, after_audit
 from noloco_node.swarm.transport import PeerId
@@ -45,6 +46,8 @@ class Candidate:
     trust: Trust = Trust.ORDINARY
     weight: float = 1.0
     """How often it is asked, beside 1 for a peer as quick as its fellows (`Paces`). Only `balanced` looks at it."""
+    relayed: bool = False
+    """It is connected through a relay only. Only `balanced` looks at it."""
 
 
 def choose_peer(
@@ -60,8 +63,8 @@ def choose_peer(
     """The peer for one microbatch, or None where nobody may be asked now.
 
     `uniform` draws one (the paper's); `balanced` draws two and takes the less loaded, or one of less weight than others
-    as often as its weight says; `fixed` always takes the candidate at `own_rank` (this peer's place among its fellows),
-    modulo their number, for the ablation of routing.
+    as often as its weight says, and of those behind a relay fewer than of those that are not; `fixed` always takes the
+    candidate at `own_rank` (this peer's place among its fellows), modulo their number, for the ablation of routing.
     Suspended peers are passed over, unless all are: then the one that returns first is tried, so that a stage with a
     single slow peer is never cut off. Peers on trial come into question where all ordinary ones are suspended or the
     sender is `desperate`, since they have refused it in several rounds; peers that are set aside where there are no
@@ -91,6 +94,10 @@ def _balanced(available: Sequence[Candidate], rng: random.Random, others_are_ful
         slow = rng.choices(available, [c.weight for c in available])[0]
         if slow.weight < 1.0:
             return slow.peer if ordinary or not others_are_full or rng.random() < slow.weight else None
+    direct = [c for c in ordinary if not c.relayed]
+    if direct and len(direct) < len(ordinary):
+        relayed = [c for c in ordinary if c.relayed]
+        ordinary = relayed if rng.random() < share_of_relayed(len(relayed), len(direct)) else direct
     if len(ordinary) == 1:
         return ordinary[0].peer
     first, second = rng.sample(ordinary, 2)
@@ -121,6 +128,8 @@ class RoutingBook:
         self.changed = Pulse()
         """Fires when the set of live peers has changed."""
         self.own_rank = 0
+        self.relayed: Callable[[], Collection[PeerId]] = frozenset
+        """Peers that are connected through relays only, as of now."""
 
     def update(self, peers: Sequence[PeerId], own_rank: int) -> None:
         """Take over the directory's live next-stage peers and this peer's place among its fellows."""
@@ -134,7 +143,7 @@ class RoutingBook:
 
     def choose(self, excluded: Collection[PeerId] = (), *, desperate: bool = False) -> PeerId | None:
         """A peer for one microbatch, or None where nobody may be asked now. `desperate`: also those on trial."""
-        now = self._clock()
+        now, relayed = self._clock(), self.relayed()
         weights = self._paces.weights(self._peers)
         candidates = [
             Candidate(
@@ -144,6 +153,7 @@ class RoutingBook:
                 self._suspended.get(peer, 0.0),
                 self.repute(peer).trust(now),
                 weights.get(peer, 1.0),
+                peer in relayed,
             )
             for peer in self._peers
         ]

@@ -211,6 +211,29 @@ async def test_the_address_that_peers_have_dialled_is_told_beside_its_own(monkey
     assert set(world.ports) == {(31337,)}
 
 
+async def test_a_port_that_the_router_opens_is_waited_for_and_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """p2pd tells others of it itself, so nothing is changed; where none is opened, the wait has an end."""
+    monkeypatch.setattr("noloco_node.swarm.reach_watch.MAP_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("noloco_node.swarm.reach_watch.MAP_SECONDS", 0.05)
+    mapped = Place(OUTSIDE.host, 40000)
+
+    class Opening(World):
+        async def told_addresses(self) -> Sequence[str]:
+            said = await super().told_addresses()
+            self.told = [f"/ip4/{mapped.host}/tcp/{mapped.port}", LISTENING]
+            return said
+
+    world = Opening(says(SEED, mapped, True), joined_peers=joined(SEED), maps_port=True)
+    async with watching(world, monkeypatch) as watch:
+        await watch.first_look()
+    assert (world.changes, world.standings) == ([], [Standing(Way.DIRECT, mapped)])
+    assert world.ports == [(mapped.port, 31337)]
+    world = World(says(SEED, OUTSIDE, False), {SEED}, joined_peers=joined(SEED), maps_port=True)
+    async with watching(world, monkeypatch) as watch:
+        await watch.first_look()
+    assert world.ways == [Way.RELAYED]
+
+
 async def test_one_liar_never_has_a_strangers_address_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though it was joined by: an honest peer of another network cannot dial the node, so it asks for a relay."""
     world = World(says(LIAR, VICTIM, True) | says(OTHER, OUTSIDE, False), {OTHER}, joined_peers=joined(LIAR))
