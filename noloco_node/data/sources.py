@@ -8,7 +8,7 @@ import logging
 import math
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +24,33 @@ logger = logging.getLogger(__name__)
 _NOT_OF_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Documents to train on and documents to validate on; no document is in both, neither is empty."""
-
-    training: tuple[Document, ...]
-    validation: tuple[Document, ...]
-
-
-def load_split(spec: DataSpec) -> Split:
-    """Read the source and hold out a share of its documents, chosen by a hash of their keys.
+def divided(spec: DataSpec) -> Iterator[tuple[Document, bool]]:
+    """The documents that are not blank, and whether each is held out: a share of them is, chosen by a hash of their
+    keys. Those to train on and those to validate on are each at least one; no document is in both.
 
     A text of fewer than 2 / holdout documents is cut into pieces first, so that one's own text in one file can be
-    held out in part. Raises UserError (DATA) when the source is missing, unreadable, empty or not the run's text.
+    held out in part. Of a longer one only the first documents are in memory at once. Raises UserError (DATA) when the
+    source is missing, unreadable, empty or not the run's text.
     """
     found = Fingerprint()
-    documents = list(counted(read_documents(spec), found))
+    documents = counted(read_documents(spec), found)
+    first: list[Document] = []
+    sides: set[bool] = set()
+    for document in documents:
+        first.append(document)
+        sides.add(_share(document.key) < spec.holdout)
+        if len(sides) == 2 and len(first) >= _wanted(spec):
+            for each in chain(first, documents):
+                yield each, _share(each.key) < spec.holdout
+            check_fingerprint(spec, found.text)
+            return
     check_fingerprint(spec, found.text)
-    if not documents:
+    if not first:
         raise data_error(f"{_setting(spec)} holds no text", "point it to text that is not empty")
-    return split_documents(_enough_pieces(documents, spec), spec.holdout)
+    pieces = _enough_pieces(first, spec)
+    held_out = held_out_of(pieces, spec.holdout)
+    for piece in pieces:
+        yield piece, piece.key in held_out
 
 
 def counted(documents: Iterable[Document], fingerprint: Fingerprint) -> Iterator[Document]:
@@ -110,17 +117,13 @@ def check_source(spec: DataSpec) -> None:
         )
 
 
-def split_documents(documents: Sequence[Document], holdout: float) -> Split:
-    """Hold out each document whose hash falls below the share `holdout`, and at least one, but never all."""
+def held_out_of(documents: Sequence[Document], holdout: float) -> frozenset[str]:
+    """Keys of the documents whose hash falls below the share `holdout`, and of at least one, but never of all."""
     if len(documents) < 2:
         raise data_error("the training text is a single short document", "add more text")
     ranked = sorted(documents, key=lambda document: (_share(document.key), document.key))
     held = sum(_share(document.key) < holdout for document in documents)
-    held_keys = {document.key for document in ranked[: min(max(held, 1), len(ranked) - 1)]}
-    return Split(
-        training=tuple(document for document in documents if document.key not in held_keys),
-        validation=tuple(document for document in documents if document.key in held_keys),
-    )
+    return frozenset(document.key for document in ranked[: min(max(held, 1), len(ranked) - 1)])
 
 
 def _share(key: str) -> float:
@@ -128,8 +131,13 @@ def _share(key: str) -> float:
     return int.from_bytes(digest, "big") / 2.0**64
 
 
+def _wanted(spec: DataSpec) -> int:
+    """Documents that are enough to hold some of them out."""
+    return math.ceil(2 / spec.holdout)
+
+
 def _enough_pieces(documents: Sequence[Document], spec: DataSpec) -> list[Document]:
-    wanted = math.ceil(2 / spec.holdout)
+    wanted = _wanted(spec)
     if len(documents) >= wanted:
         return list(documents)
     length = max(sum(map(len, documents)) // wanted, 4 * (spec.sequence_length + 1))

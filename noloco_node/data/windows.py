@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,12 +13,11 @@ from noloco_node.config.run_spec import DataSpec
 from noloco_node.data.documents import Document, data_error
 from noloco_node.data.loaders import ends_of_ids
 from noloco_node.data.places import find_files
-from noloco_node.data.sources import load_split
+from noloco_node.data.sources import divided
+from noloco_node.data.token_file import TokenFile
 from noloco_node.data.tokenizers import Tokenizer, Tokens, load_tokenizer
 from noloco_node.data.walk import Permutation
 from noloco_node.errors import ExitCode, UserError
-
-_Packed = NDArray[np.integer[Any]]
 
 
 class Windows:
@@ -29,28 +27,35 @@ class Windows:
     moved on by one token.
     """
 
-    def __init__(self, training: _Packed, validation: _Packed, seed: int) -> None:
-        self._training = training
-        self._validation = validation
-        self._seed = seed
+    def __init__(self, training: TokenFile, validation: TokenFile, spec: DataSpec) -> None:
+        self._training, self._validation = training, validation
+        self._length, self._seed = spec.sequence_length + 1, spec.seed
+        for tokens, purpose in ((training, "training"), (validation, "validation")):
+            if tokens.count < self._length:
+                raise data_error(
+                    f"the {purpose} text has {tokens.count} tokens, less than one window of run.data.sequence_length "
+                    f"+ 1 ({self._length})",
+                    "add text, lower run.data.sequence_length, or raise run.data.holdout where the validation text is "
+                    "too short",
+                )
 
     @property
     def train_count(self) -> int:
         """Windows to train on."""
-        return len(self._training)
+        return self._training.count // self._length
 
     @property
     def validation_count(self) -> int:
         """Windows held out."""
-        return len(self._validation)
+        return self._validation.count // self._length
 
     def train(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Inputs and labels of training windows."""
-        return _inputs_and_labels(self._training, indices)
+        return _inputs_and_labels(self._training.windows(indices, self._length))
 
     def validation(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Inputs and labels of held-out windows."""
-        return _inputs_and_labels(self._validation, indices)
+        return _inputs_and_labels(self._validation.windows(indices, self._length))
 
     def validation_indices(self, count: int) -> list[int]:
         """`count` held-out windows (all, where there are fewer), spread over the text; equal on every machine."""
@@ -59,18 +64,18 @@ class Windows:
 
 
 def load_windows(spec: DataSpec, vocab_size: int) -> Windows:
-    """Read, split, tokenize and pack the text of the run.
+    """Read, split, tokenize and pack the text of the run, into files that are gone when this process ends.
 
     Raises UserError (DATA) when the source or tokenizer cannot be used, when the tokenizer's vocabulary exceeds the
     model's `vocab_size`, or when training or validation text is shorter than one window.
     """
     tokenizer = fitting_tokenizer(spec, vocab_size)
-    split = load_split(spec)
-    return Windows(
-        _pack(split.training, tokenizer, spec, "training"),
-        _pack(split.validation, tokenizer, spec, "validation"),
-        spec.seed,
-    )
+    training, validation = (TokenFile.nameless(tokenizer.vocab_size) for _ in range(2))
+    for document, held_out in divided(spec):
+        (validation if held_out else training).append(encode(document, tokenizer, spec))
+    training.flush()
+    validation.flush()
+    return Windows(training, validation, spec)
 
 
 def fitting_tokenizer(spec: DataSpec, vocab_size: int) -> Tokenizer:
@@ -122,21 +127,6 @@ def check_made_tokens(spec: DataSpec, tokenizer: Tokenizer) -> None:
             check_ids(*ends, f"'{file.name}'", tokenizer, spec)
 
 
-def _pack(documents: Sequence[Document], tokenizer: Tokenizer, spec: DataSpec, purpose: str) -> _Packed:
-    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    tokens = np.concatenate([encode(document, tokenizer, spec).astype(dtype) for document in documents])
-    length = spec.sequence_length + 1
-    count = len(tokens) // length
-    if count == 0:
-        raise data_error(
-            f"the {purpose} text has {len(tokens)} tokens, less than one window of run.data.sequence_length + 1 "
-            f"({length})",
-            "add text, lower run.data.sequence_length, or raise run.data.holdout where the validation text is too "
-            "short",
-        )
-    return tokens[: count * length].reshape(count, length)
-
-
-def _inputs_and_labels(windows: _Packed, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-    rows = torch.from_numpy(windows[np.asarray(indices, dtype=np.int64)].astype(np.int64))  # pyright: ignore[reportUnknownMemberType]
+def _inputs_and_labels(windows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    rows = torch.from_numpy(windows)  # pyright: ignore[reportUnknownMemberType]
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

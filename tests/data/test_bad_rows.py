@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from noloco_node.config.run_spec import DataSpec
-from noloco_node.data.sources import check_source, load_split
+from noloco_node.data.sources import check_source
 from noloco_node.errors import ExitCode, UserError
 from tests.data.made_files import TABLES, lines, write_table, write_texts
+from tests.data.splits import load_split
 from tests.data.test_sources import text_spec
 
 MANY = [f"{number} {random.Random(number).randbytes(30).hex()}" for number in range(4000)]

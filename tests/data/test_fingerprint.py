@@ -12,9 +12,10 @@ from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import DataSpec
 from noloco_node.data.documents import Document
 from noloco_node.data.fingerprint import Fingerprint
-from noloco_node.data.sources import fingerprint_of, load_split, read_documents
+from noloco_node.data.sources import fingerprint_of, read_documents
 from noloco_node.errors import ExitCode, UserError
 from tests.data.made_files import write_table, write_texts
+from tests.data.splits import load_split
 from tests.data.test_sources import text_spec
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"

@@ -13,9 +13,10 @@ import pytest
 from noloco_node.config.run_spec import DataSpec
 from noloco_node.data import loaders
 from noloco_node.data.documents import Document
-from noloco_node.data.sources import _hub, check_source, load_split, read_documents
+from noloco_node.data.sources import _hub, check_source, read_documents
 from noloco_node.errors import ExitCode, UserError
 from tests.data.made_files import TABLES, lines, write_texts
+from tests.data.splits import load_split
 from tests.data.test_sources import text_spec
 
 TEXTS = ['one\ntwo, "three"', "grüße 世界", "", '{"not": "a row"}', "five", " six ", "seven\\n"]

@@ -8,8 +8,9 @@ import pytest
 
 from noloco_node.config.run_spec import DataSpec
 from noloco_node.data.documents import Document
-from noloco_node.data.sources import load_split, read_documents, split_documents
+from noloco_node.data.sources import read_documents
 from noloco_node.errors import ExitCode, UserError
+from tests.data.splits import load_split, split_documents
 
 
 def text_spec(path: Path | str, **changes: object) -> DataSpec:

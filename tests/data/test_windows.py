@@ -15,10 +15,10 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from noloco_node.config.run_spec import DataSpec
-from noloco_node.data.sources import load_split
 from noloco_node.data.tokenizers import ByteTokenizer, load_tokenizer
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
+from tests.data.splits import load_split
 
 
 @pytest.fixture

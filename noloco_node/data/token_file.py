@@ -1,0 +1,97 @@
+"""Tokens on a disk: written once from beginning to end, then read a window at a time, so that memory does not grow
+with the text."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from noloco_node.data.documents import data_error
+from noloco_node.data.tokenizers import Tokens
+from noloco_node.errors import UserError
+
+BUFFERED_BYTES = 4 << 20
+"""Tokens that wait in memory to be written."""
+
+
+class TokenFile:
+    """A file of token ids of one width, little-endian. It is closed when nobody holds it any more."""
+
+    def __init__(self, fd: int, vocab_size: int, where: str) -> None:
+        self._fd, self._where = fd, where
+        self._dtype = token_type(vocab_size)
+        self._waiting: list[bytes] = []
+        self._waiting_bytes = 0
+        self.count = os.fstat(fd).st_size // self._dtype.itemsize
+        """Tokens in it, those that wait to be written included."""
+        weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def nameless(cls, vocab_size: int) -> TokenFile:
+        """A file that is gone when it is closed, however the process ends. Raises UserError (DATA) where no folder for
+        such files can be written."""
+        folder = temporary_folder()
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                return cls(os.dup(file.fileno()), vocab_size, folder)
+        except OSError as error:
+            raise _no_room(folder, error) from None
+
+    @classmethod
+    def at(cls, path: Path, vocab_size: int, *, write: bool = False) -> TokenFile:
+        """The file of that name, made where it is to be written and is not there. Raises OSError."""
+        flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
+        return cls(os.open(path, flags | os.O_CLOEXEC, 0o644), vocab_size, str(path.parent))
+
+    def append(self, ids: Tokens) -> None:
+        """Add tokens at the end. Raises UserError (DATA) where the disk is full."""
+        data = ids.astype(self._dtype).tobytes()
+        self._waiting.append(data)
+        self._waiting_bytes += len(data)
+        self.count += len(ids)
+        if self._waiting_bytes >= BUFFERED_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits. Raises UserError (DATA) where the disk is full."""
+        data = memoryview(b"".join(self._waiting))
+        at = self.count * self._dtype.itemsize - len(data)
+        try:
+            while data:
+                written = os.pwrite(self._fd, data, at)
+                data, at = data[written:], at + written
+        except OSError as error:
+            raise _no_room(self._where, error) from None
+        self._waiting, self._waiting_bytes = [], 0
+
+    def windows(self, indices: Sequence[int], length: int) -> NDArray[np.int64]:
+        """Windows of `length` tokens, int64 [len(indices), length]: window i begins at token i · length."""
+        size = length * self._dtype.itemsize
+        data = b"".join(os.pread(self._fd, size, index * size) for index in indices)
+        return np.frombuffer(data, dtype=self._dtype).astype(np.int64).reshape(len(indices), length)
+
+
+def token_type(vocab_size: int) -> np.dtype[Any]:
+    """The narrowest type that holds every id of a vocabulary."""
+    return np.min_scalar_type(vocab_size - 1).newbyteorder("<")
+
+
+def temporary_folder() -> str:
+    """TMPDIR where that is set; else /var/tmp, since /tmp is memory on many machines; else what the system has."""
+    wanted = os.environ.get("TMPDIR") or "/var/tmp"
+    return wanted if os.access(wanted, os.W_OK) else tempfile.gettempdir()
+
+
+def _no_room(folder: str, error: OSError) -> UserError:
+    return data_error(
+        f"the tokens of the text cannot be written to '{folder}': {error.strerror or error}",
+        "make room there, or set TMPDIR to a folder with more: a token takes 1 byte with a vocabulary of 256, 2 up to "
+        "65,536, else 4",
+    )

@@ -1,0 +1,30 @@
+"""All documents of a source, divided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from noloco_node.config.run_spec import DataSpec
+from noloco_node.data.documents import Document
+from noloco_node.data.sources import divided, held_out_of
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Documents to train on and documents to validate on."""
+
+    training: tuple[Document, ...]
+    validation: tuple[Document, ...]
+
+
+def load_split(spec: DataSpec) -> Split:
+    """Of a whole source."""
+    found = list(divided(spec))
+    return Split(*(tuple(each for each, held_out in found if held_out is part) for part in (False, True)))
+
+
+def split_documents(documents: Sequence[Document], holdout: float) -> Split:
+    """Of documents in memory."""
+    keys = held_out_of(documents, holdout)
+    return Split(*(tuple(each for each in documents if (each.key in keys) is part) for part in (False, True)))
