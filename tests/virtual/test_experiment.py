@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -176,16 +177,20 @@ async def test_workers_end_with_the_command_however_it_ends(tmp_path: Path, sent
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
-    parent = psutil.Process(process.pid)
-    await eventually(
-        lambda: sum(child.cpu_times().user > 1.0 for child in parent.children()) == 2, 60, "two workers", every=0.1
-    )
-    workers = parent.children()
-    if sent == signal.SIGINT:
-        os.killpg(process.pid, sent)
-    else:
-        process.send_signal(sent)
-    _, errors = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode == (ExitCode.INTERRUPTED if sent == signal.SIGINT else -sent)
-    assert b"Traceback" not in errors
-    await eventually(lambda: not any(worker.is_running() for worker in workers), what="the workers' end", every=0.1)
+    try:
+        parent = psutil.Process(process.pid)
+        await eventually(
+            lambda: sum(child.cpu_times().user > 1.0 for child in parent.children()) == 2, 60, "two workers", every=0.1
+        )
+        workers = parent.children()
+        if sent == signal.SIGINT:
+            os.killpg(process.pid, sent)
+        else:
+            process.send_signal(sent)
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == (ExitCode.INTERRUPTED if sent == signal.SIGINT else -sent)
+        assert b"Traceback" not in errors
+        await eventually(lambda: not any(worker.is_running() for worker in workers), what="the workers' end", every=0.1)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
