@@ -70,7 +70,8 @@ def print_report(made: Made) -> None:
     """What a report was made of, and where it lies."""
     told, summary = made.told, made.told.summary
     nodes = "one node" if summary.nodes == 1 else f"{summary.nodes} nodes"
-    going_on = f"; {len(told.running)} of them still running" if told.running else ""
+    still = "still running" if summary.nodes == 1 else f"{len(told.running)} of them still running"
+    going_on = f", {still}" if told.running else ""
     print(f"run {printable(summary.run_name)}, {nodes}{going_on}: {summary.tokens:,} tokens in this folder")
     if told.passed_over:
         print(f"{told.passed_over:,} lines are no events that this version writes, and were passed over")

@@ -71,7 +71,8 @@ def _header(told: Told) -> Iterator[str]:
         f"{as_long(axis.until - axis.since)}</p>"
     )
     if told.running:
-        yield f'<p class="going">The training goes on: as of {_day(told.read_at)}, {len(told.running)} of them run.</p>'
+        still = "the node runs" if s.nodes == 1 else f"{len(told.running)} of the nodes run"
+        yield f'<p class="going">The training goes on: as of {_day(told.read_at)}, {still}.</p>'
     yield '<div class="tiles">'
     for label, value in _tiles(told):
         yield f"<div><b>{value}</b><span>{label}</span></div>"

@@ -146,6 +146,7 @@ def test_a_folder_in_which_training_goes_on(tmp_path: Path) -> None:
     assert told.passed_over == 0
     shown = page(told)
     assert "The training goes on" in shown
+    assert "1 of the nodes run." in shown
     assert row_of(shown, "s1-r1")[1:3] == ["–", "–"]
     assert "gone without a last word" in row_of(shown, "s0-r1")[-1]
     assert counted(figures.faults(told))["ended without a last word"] == 2
