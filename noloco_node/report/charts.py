@@ -38,11 +38,14 @@ class Curves:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """A bar a row, put together of parts with the same names everywhere."""
+    """A bar a row, put together of parts with the same names everywhere, and the same colours in every report."""
 
     title: str
     unit: str
     parts: tuple[str, ...]
+    """Those that are there."""
+    colours: tuple[int, ...]
+    """Of each part, by number."""
     rows: tuple[tuple[str, Mapping[str, float]], ...]
 
 

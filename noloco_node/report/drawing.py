@@ -124,17 +124,17 @@ def bars(chart: Bars) -> str:
         return '<p class="dim">nothing to show yet</p>'
     made: list[str] = []
     for label, row in chart.rows:
-        pieces = zip(chart.parts, shares(row, chart.parts), strict=True)
+        pieces = zip(chart.parts, chart.colours, shares(row, chart.parts), strict=True)
         inside = "".join(
-            f'<span class="p{index % PARTS}" style="width:{100 * share:.3f}%" '
+            f'<span class="p{colour % PARTS}" style="width:{100 * share:.3f}%" '
             f'title="{escape(named(part), quote=True)}: {row.get(part, 0.0):,.0f} s, {100 * share:.1f} %"></span>'
-            for index, (part, share) in enumerate(pieces)
+            for part, colour, share in pieces
             if share > 0.0
         )
         made.append(f'<div class="row"><b>{escape(label)}</b><div class="bar">{inside}</div></div>')
     keys = "".join(
-        f'<span><i class="key p{index % PARTS}"></i>{escape(named(part))}</span>'
-        for index, part in enumerate(chart.parts)
+        f'<span><i class="key p{colour % PARTS}"></i>{escape(named(part))}</span>'
+        for part, colour in zip(chart.parts, chart.colours, strict=True)
     )
     return f'{"".join(made)}<div class="legend">{keys}</div>'
 
@@ -148,7 +148,7 @@ def timeline(chart: Timeline) -> str:
             for a, b in row.spans
         )
         marks = "".join(
-            f'<span class="mark {mark.kind}" style="left:{_share(mark.time, chart.end)}%" '
+            f'<span class="mark {mark.kind}" style="left:min({_share(mark.time, chart.end)}%,100% - 3px)" '
             f'title="{escape(mark.text, quote=True)}"></span>'
             for mark in row.marks
         )

@@ -31,6 +31,7 @@ LETTERS = 300
 """Of a text that a peer may have written."""
 UNITS = ((3 * 86400.0, 86400.0, "days"), (3 * 3600.0, 3600.0, "hours"), (300.0, 60.0, "minutes"))
 BUSY = ("forward", "backward", "step", "draw")
+ACTIVITIES = ("training", "waiting_for_work", "waiting_for_peers", "downloading", "joining", "finishing", "draining")
 IDLE = {
     "answers": "idle: its microbatches were with others",
     "microbatches": "idle: there was no microbatch",
@@ -187,18 +188,17 @@ def time_spent(told: Told) -> Bars:
         other = sum(spent.busy.values()) - sum(busy.values())
         row = {**busy, "other work": max(0.0, other)} | {text: spent.idle.get(name, 0.0) for name, text in IDLE.items()}
         rows.append((chronicle.name, row))
-    parts = tuple(
-        part for part in (*BUSY, "other work", *IDLE.values()) if any(row.get(part, 0.0) > 0.0 for _, row in rows)
-    )
-    return Bars("Where the time of the devices went", "seconds", parts, tuple(rows))
+    return _bars("Where the time of the devices went", (*BUSY, "other work", *IDLE.values()), rows)
 
 
 def activities(told: Told) -> Bars:
     """What each node did or waited for, in seconds."""
-    rows = tuple((chronicle.name, dict(chronicle.spent.doing)) for chronicle in told.chronicles)
-    found = dict.fromkeys(what for _, row in rows for what in row)
-    known = ("training", "waiting_for_work", "waiting_for_peers", "downloading", "joining", "finishing", "draining")
-    return Bars("What the nodes did", "seconds", tuple(what for what in known if what in found), rows)
+    return _bars("What the nodes did", ACTIVITIES, [(c.name, dict(c.spent.doing)) for c in told.chronicles])
+
+
+def _bars(title: str, known: Sequence[str], rows: Sequence[tuple[str, Mapping[str, float]]]) -> Bars:
+    shown = [(part, index) for index, part in enumerate(known) if any(row.get(part, 0.0) > 0.0 for _, row in rows)]
+    return Bars(title, "seconds", tuple(part for part, _ in shown), tuple(index for _, index in shown), tuple(rows))
 
 
 def meetings(told: Told) -> list[Graph]:

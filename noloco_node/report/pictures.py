@@ -106,7 +106,12 @@ def _bars(chart: Bars) -> Figure:
     for index, part in enumerate(chart.parts):
         widths = [row[index] for row in by_row]
         panel.barh(
-            range(len(left)), widths, left=left, color=PARTS[index % len(PARTS)], label=figures.named(part), height=0.7
+            range(len(left)),
+            widths,
+            left=left,
+            color=PARTS[chart.colours[index] % len(PARTS)],
+            label=figures.named(part),
+            height=0.7,
         )
         left = [before + width for before, width in zip(left, widths, strict=True)]
     _rows(panel, [label for label, _ in chart.rows], chart.title)
