@@ -23,6 +23,7 @@ from noloco_node.address_space import refused_memory
 from noloco_node.collector import loading
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
 from noloco_node.export_commands import eval_arguments, export_arguments, generate_arguments
+from noloco_node.folder_commands import report_arguments, status_arguments
 from noloco_node.help_texts import (
     COMPLETION_HELP,
     CONFIG_HELP,
@@ -66,7 +67,6 @@ from noloco_node.printing import (
     print_finished,
     print_lab_plan,
     print_plan,
-    print_report,
     print_result,
     print_run,
     print_seed,
@@ -168,13 +168,8 @@ def parser() -> argparse.ArgumentParser:
     set_argument(join, "node.device=cuda")
     node_arguments(join)
     join.set_defaults(call=_join)
-    status = _command(commands, "status", "show what a node does and what it has contributed", STATUS_HELP)
-    status.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, nargs="?", help="run folder of the node")
-    status.set_defaults(call=_status)
-    report = _command(commands, "report", "make a page and pictures out of a run folder", REPORT_HELP)
-    report.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, nargs="?", help="of a node, or of several")
-    report.add_argument("--out", metavar="DIR", type=Path, help="where they go (default: RUN_FOLDER/report)")
-    report.set_defaults(call=_report)
+    status_arguments(_command(commands, "status", "show what a node does and what it has contributed", STATUS_HELP))
+    report_arguments(_command(commands, "report", "make a page and pictures out of a run folder", REPORT_HELP))
     export_arguments(_command(commands, "export", "make one model out of what nodes have saved", EXPORT_HELP))
     eval_arguments(_command(commands, "eval", "say what a model is worth on the run's held-out text", EVAL_HELP))
     generate_arguments(_command(commands, "generate", "let an exported model continue a text", GENERATE_HELP))
@@ -369,28 +364,6 @@ def _lab(options: argparse.Namespace) -> int:
     files = run_lab(config, options.out, command, print_finished)
     for name, path in files.items():
         print(f"{name:<30} {path}")
-    return int(ExitCode.OK)
-
-
-def _status(options: argparse.Namespace) -> int:
-    from noloco_node.status import status_lines
-
-    print("\n".join(status_lines(_run_folder_of(options))))
-    return 0
-
-
-def _run_folder_of(options: argparse.Namespace) -> Path:
-    if options.run_folder is not None:
-        return options.run_folder
-    from noloco_node.config.load import load_join
-
-    return load_join((), os.environ).node.run_folder
-
-
-def _report(options: argparse.Namespace) -> int:
-    from noloco_node.report.make import make_report
-
-    print_report(make_report(_run_folder_of(options), options.out))
     return int(ExitCode.OK)
 
 

@@ -7,13 +7,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from noloco_node.collector import loading
-from noloco_node.telemetry.words import printable
 
 if TYPE_CHECKING:
     from noloco_node.config.load import Config
     from noloco_node.config.run_spec import RunSpec
     from noloco_node.local_run import SwarmResult
-    from noloco_node.report.make import Made
     from noloco_node.swarm.outlook import Outlook
     from noloco_node.virtual.experiment import Finished
 
@@ -64,19 +62,6 @@ def print_run(run: RunSpec, outlook: Outlook) -> None:
     to_go = waits if left is None else f"about {as_long(left)} at this speed"
     print(f"  to go             {'nothing: this run is over, and its nodes are leaving' if over else to_go}")
     sys.stdout.flush()
-
-
-def print_report(made: Made) -> None:
-    """What a report was made of, and where it lies."""
-    told, summary = made.told, made.told.summary
-    nodes = "one node" if summary.nodes == 1 else f"{summary.nodes} nodes"
-    still = "still running" if summary.nodes == 1 else f"{len(told.running)} of them still running"
-    going_on = f", {still}" if told.running else ""
-    print(f"run {printable(summary.run_name)}, {nodes}{going_on}: {summary.tokens:,} tokens in this folder")
-    if told.passed_over:
-        print(f"{told.passed_over:,} lines are no events that this version writes, and were passed over")
-    for what, path in (("page", made.page), *(("picture", picture) for picture in made.pictures)):
-        print(f"{what:<9} {path}")
 
 
 def print_lab_plan(config: Config) -> None:
