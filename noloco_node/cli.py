@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, NoReturn
 from noloco_node import __version__
 from noloco_node.address_space import refused_memory
 from noloco_node.collector import loading
+from noloco_node.data_commands import prepare_arguments
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
 from noloco_node.export_commands import eval_arguments, export_arguments, generate_arguments
 from noloco_node.folder_commands import report_arguments, status_arguments
 from noloco_node.help_texts import (
     COMPLETION_HELP,
     CONFIG_HELP,
+    DATA_HELP,
     DESCRIPTION,
     DOCTOR_HELP,
     ENVIRONMENT_HELP,
@@ -43,6 +45,7 @@ from noloco_node.help_texts import (
     JOIN_HELP,
     LAB_HELP,
     LIST_HELP,
+    PREPARE_HELP,
     REPORT_HELP,
     RUN_HELP,
     SEED_HELP,
@@ -173,6 +176,11 @@ def parser() -> argparse.ArgumentParser:
     export_arguments(_command(commands, "export", "make one model out of what nodes have saved", EXPORT_HELP))
     eval_arguments(_command(commands, "eval", "say what a model is worth on the run's held-out text", EVAL_HELP))
     generate_arguments(_command(commands, "generate", "let an exported model continue a text", GENERATE_HELP))
+    data = _command(commands, "data", "work on a text that is done once, before a run", DATA_HELP)
+    actions = data.add_subparsers(title="actions", metavar="ACTION", required=True)
+    prepare = _command(actions, "prepare", "tokenise a text once, for runs to read", PREPARE_HELP)
+    _config_arguments(prepare)
+    prepare_arguments(prepare)
     health_arguments(_command(commands, "health", "ask this machine's node whether it is alive", HEALTH_HELP))
     top_arguments(_command(commands, "top", "watch one node in this terminal", TOP_HELP))
     watching = "watch a whole swarm in this terminal, without joining it"

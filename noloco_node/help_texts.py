@@ -54,6 +54,18 @@ example:
   noloco-node report runs/node
   noloco-node report runs/tiny-20260101-120000 --out /tmp/tiny"""
 
+DATA_HELP = """\
+Work on the text that a configuration names, before a run."""
+
+PREPARE_HELP = """\
+Tokenise the text of a run once, into a folder that its nodes on this machine read in place of the text. They begin at
+once, and train on the same tokens in the same order. Interrupted, the same command goes on. Memory does not grow with
+the text; a token takes 1 byte with a vocabulary of 256, 2 up to 65,536, else 4.
+
+example:
+  noloco-node data prepare own-text --set run.data.path=my-text --to my-tokens
+  noloco-node swarm own-text --set run.data.path=my-text --set run.data.prepared=my-tokens"""
+
 EXPORT_HELP = """\
 Make an ordinary Hugging Face model out of a run: safetensors, config, tokenizer, generation config, and a model card
 with the run's facts. Each RUN_FOLDER is a node's, brought here from whatever machine it ran on, or one that holds

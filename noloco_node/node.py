@@ -22,8 +22,8 @@ from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
 from noloco_node.custody import last_of_stage, unusable_checkpoints
+from noloco_node.data.prepared import check_text_here
 from noloco_node.data.samples import Samples
-from noloco_node.data.sources import check_source
 from noloco_node.data.walk import WalkPosition, WindowWalk
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
@@ -84,7 +84,7 @@ async def join_node(own: OwnData, settings: NodeSettings, show: Show, web: WebSe
             brings_state=RunFolder(settings.run_folder).checkpoints.is_dir(),
         )
         if reads_text:
-            await asyncio.to_thread(check_source, spec.data)  # before a stage is chosen, announced and built
+            await asyncio.to_thread(check_text_here, spec.data)  # before a stage is chosen, announced and built
         return spec
 
     return await _run(agree, settings, show, None, web)

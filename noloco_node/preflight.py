@@ -75,11 +75,11 @@ def plan_run(run: RunSpec) -> Plan:
 def check_text(run: RunSpec) -> None:
     """Raise UserError (DATA) where tokenizer or text cannot be trained on, as far as that shows without reading the
     text. Loads the tokenizer."""
-    from noloco_node.data.sources import check_source
-    from noloco_node.data.windows import check_made_tokens, fitting_tokenizer
+    from noloco_node.data.encoding import check_made_tokens, fitting_tokenizer
+    from noloco_node.data.prepared import check_text_here
     from noloco_node.model.cut import build_config
 
-    check_source(run.data)
+    check_text_here(run.data)
     check_made_tokens(run.data, fitting_tokenizer(run.data, build_config(run.model).vocab_size))
 
 

@@ -33,12 +33,14 @@ def print_fingerprint(run: RunSpec) -> None:
     """Of the text on this machine, which is read for it. UserError as `fingerprint_of` raises it."""
     if run.data.source == "huggingface":
         return
+    from noloco_node.data.prepared import read_manifest
     from noloco_node.data.sources import fingerprint_of
 
     said = (
         "as the run has it" if run.data.fingerprint else "set run.data.fingerprint to it, and every node is held to it"
     )
-    print(f"  text              {fingerprint_of(run.data)} ({said})")
+    found = read_manifest(run.data).fingerprint if run.data.prepared else fingerprint_of(run.data)
+    print(f"  text              {found} ({said})")
     sys.stdout.flush()
 
 

@@ -57,6 +57,8 @@ class OwnData(Settings):
 
     path: str | None = None
     """Where this machine keeps the text of a `text` source; else the run's own value, as consent to read it here."""
+    prepared: str | None = None
+    """Where this machine keeps what `noloco-node data prepare` made of it."""
     tokenizer: str | None = None
     """The run's own value, as consent to read it where it lies on this machine."""
 

@@ -77,6 +77,8 @@ class DataSpec(Settings):
     fingerprint: Annotated[str, Field(pattern=r"^text-[0-9a-f]{32}$")] | None = None
     """What `noloco-node config validate` prints for the text: set it so that a node that holds another one is told so
     before it trains."""
+    prepared: str | None = None
+    """A folder that `noloco-node data prepare` wrote of this text on this machine, to be read in its place."""
     tokenizer: str = "bytes"
     """`bytes` (vocabulary 256), or what `AutoTokenizer.from_pretrained` takes."""
     sequence_length: Annotated[int, Field(ge=2, le=131072)] = 128
@@ -88,7 +90,7 @@ class DataSpec(Settings):
 
     @model_validator(mode="after")
     def _path_where_needed(self) -> DataSpec:
-        if self.source != "stdlib" and not self.path:
+        if self.source != "stdlib" and not self.path and not (self.source == "text" and self.prepared):
             raise ValueError(
                 f"run.data.source is '{self.source}' but run.data.path is not set: name a file, folder or dataset"
             )
@@ -339,9 +341,11 @@ class RunSpec(Settings):
     def agreed_json(self) -> str:
         """What all peers have in common, as canonical JSON: what the run id is the hash of, and what a joiner is told.
 
-        Where a volunteer keeps the text of a `text` source is its own affair, so that path is not in it.
+        Where a volunteer keeps the text of a `text` source, or a prepared one, is its own affair: those paths are not
+        in it.
         """
         agreed = self.model_dump(mode="json")
+        del agreed["data"]["prepared"]
         if self.data.source == "text":
             del agreed["data"]["path"]
         return canonical_json(agreed)

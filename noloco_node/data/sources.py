@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 _NOT_OF_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
-def divided(spec: DataSpec) -> Iterator[tuple[Document, bool]]:
+def divided(spec: DataSpec, found: Fingerprint | None = None) -> Iterator[tuple[Document, bool]]:
     """The documents that are not blank, and whether each is held out: a share of them is, chosen by a hash of their
     keys. Those to train on and those to validate on are each at least one; no document is in both.
 
     A text of fewer than 2 / holdout documents is cut into pieces first, so that one's own text in one file can be
-    held out in part. Of a longer one only the first documents are in memory at once. Raises UserError (DATA) when the
-    source is missing, unreadable, empty or not the run's text.
+    held out in part. Of a longer one only the first documents are in memory at once. `found` becomes the fingerprint
+    of the whole. Raises UserError (DATA) when the source is missing, unreadable, empty or not the run's text.
     """
-    found = Fingerprint()
+    found = found or Fingerprint()
     documents = counted(read_documents(spec), found)
     first: list[Document] = []
     sides: set[bool] = set()

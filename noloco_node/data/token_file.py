@@ -3,6 +3,7 @@ with the text."""
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import weakref
@@ -70,6 +71,17 @@ class TokenFile:
         except OSError as error:
             raise _no_room(self._where, error) from None
         self._waiting, self._waiting_bytes = [], 0
+
+    def cut_to(self, count: int) -> None:
+        """Keep the first `count` tokens, of those that are written. OSError where there are fewer."""
+        if count > self.count:
+            raise OSError(errno.EIO, f"{self._where} holds {self.count} tokens, not {count}")
+        os.ftruncate(self._fd, count * self._dtype.itemsize)
+        self.count = count
+
+    def sync(self) -> None:
+        """Return when what was written is on the disk."""
+        os.fsync(self._fd)
 
     def windows(self, indices: Sequence[int], length: int) -> NDArray[np.int64]:
         """Windows of `length` tokens, int64 [len(indices), length]: window i begins at token i · length."""

@@ -10,14 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from noloco_node.config.run_spec import DataSpec
-from noloco_node.data.documents import Document, data_error
-from noloco_node.data.loaders import ends_of_ids
-from noloco_node.data.places import find_files
+from noloco_node.data.documents import data_error
+from noloco_node.data.encoding import encode, fitting_tokenizer
+from noloco_node.data.prepared import open_prepared
 from noloco_node.data.sources import divided
 from noloco_node.data.token_file import TokenFile
-from noloco_node.data.tokenizers import Tokenizer, Tokens, load_tokenizer
 from noloco_node.data.walk import Permutation
-from noloco_node.errors import ExitCode, UserError
 
 
 class Windows:
@@ -64,67 +62,21 @@ class Windows:
 
 
 def load_windows(spec: DataSpec, vocab_size: int) -> Windows:
-    """Read, split, tokenize and pack the text of the run, into files that are gone when this process ends.
+    """Read, split, tokenize and pack the text of the run, into files that are gone when this process ends; a prepared
+    text is only opened.
 
     Raises UserError (DATA) when the source or tokenizer cannot be used, when the tokenizer's vocabulary exceeds the
     model's `vocab_size`, or when training or validation text is shorter than one window.
     """
     tokenizer = fitting_tokenizer(spec, vocab_size)
+    if spec.prepared is not None:
+        return Windows(*open_prepared(spec, tokenizer.vocab_size), spec)
     training, validation = (TokenFile.nameless(tokenizer.vocab_size) for _ in range(2))
     for document, held_out in divided(spec):
         (validation if held_out else training).append(encode(document, tokenizer, spec))
     training.flush()
     validation.flush()
     return Windows(training, validation, spec)
-
-
-def fitting_tokenizer(spec: DataSpec, vocab_size: int) -> Tokenizer:
-    """The run's tokenizer. Raises UserError (DATA) where there is none such, and where it has more tokens than the
-    model's vocabulary."""
-    tokenizer = load_tokenizer(spec.tokenizer)
-    if tokenizer.vocab_size > vocab_size:
-        raise UserError(
-            ExitCode.DATA,
-            f"run.data.tokenizer '{spec.tokenizer}' has {tokenizer.vocab_size} tokens, "
-            f"more than run.model.config.vocab_size ({vocab_size})",
-            f"set run.model.config.vocab_size to {tokenizer.vocab_size} or more",
-        )
-    return tokenizer
-
-
-def encode(document: Document, tokenizer: Tokenizer, spec: DataSpec) -> Tokens:
-    """The document's tokens and the separator after them; token ids that others made may end with it already.
-
-    Raises UserError (DATA) for ids that the run's tokenizer does not have.
-    """
-    separator = tokenizer.separator
-    if document.ids is None:
-        return np.concatenate([tokenizer.encode(document.text), separator])
-    ids = document.ids
-    check_ids(int(ids.min()), int(ids.max()), f"'{document.key}'", tokenizer, spec)
-    if len(separator) and np.array_equal(ids[-len(separator) :], separator):
-        return ids
-    return np.concatenate([ids, separator])
-
-
-def check_ids(least: int, largest: int, where: str, tokenizer: Tokenizer, spec: DataSpec) -> None:
-    """Raise UserError (DATA) where token ids of the text lie outside the vocabulary of the run's tokenizer."""
-    if least < 0 or largest >= tokenizer.vocab_size:
-        raise data_error(
-            f"run.data.text_field '{spec.text_field}' holds the token id {least if least < 0 else largest} in {where}, "
-            f"outside the {tokenizer.vocab_size} tokens of run.data.tokenizer '{spec.tokenizer}'",
-            "set run.data.tokenizer to the tokenizer that made them",
-        )
-
-
-def check_made_tokens(spec: DataSpec, tokenizer: Tokenizer) -> None:
-    """Raise UserError (DATA) where files say beforehand that they hold ids outside the vocabulary, as Parquet may."""
-    if spec.source != "text" or spec.path is None:
-        return
-    for file in find_files(spec.path, spec.split).files:
-        ends = ends_of_ids(file, spec.text_field)
-        if ends is not None:
-            check_ids(*ends, f"'{file.name}'", tokenizer, spec)
 
 
 def _inputs_and_labels(windows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:

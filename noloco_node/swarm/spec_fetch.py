@@ -102,8 +102,11 @@ def read_agreed(text: bytes) -> RunSpec:
     if not all(word.isprintable() for word in _words(raw)):
         raise ValueError("it holds control characters")
     data = raw.get("data")
-    if isinstance(data, dict) and cast("dict[str, Any]", data).get("source") == "text":
-        data["path"] = NOT_READ
+    if isinstance(data, dict):
+        told = cast("dict[str, Any]", data)
+        told.pop("prepared", None)
+        if told.get("source") == "text":
+            told["path"] = NOT_READ
     return RunSpec.model_validate(raw)
 
 
@@ -113,9 +116,9 @@ def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
     Raises UserError (CONFIG) where that place is missing, where `own` contradicts the run, and where the run names
     files of this machine without the volunteer's word: a stranger must not choose what is read here.
     """
-    data = spec.data
+    data = spec.data.model_copy(update={"prepared": own.prepared})
     if data.source == "text":
-        if own.path is None and reads_text:
+        if own.path is None and own.prepared is None and reads_text:
             raise _no_text(spec)
         data = data.model_copy(update={"path": own.path or data.path})
     for name, value, named in (("path", data.path, own.path), ("tokenizer", data.tokenizer, own.tokenizer)):

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from noloco_node.config.run_spec import DataSpec
+from noloco_node.data.encoding import check_made_tokens
 from noloco_node.data.sources import check_source, read_documents
 from noloco_node.data.tokenizers import ByteTokenizer
-from noloco_node.data.windows import Windows, check_made_tokens, load_windows
+from noloco_node.data.windows import Windows, load_windows
 from noloco_node.errors import ExitCode, UserError
 from tests.data.made_files import write_table
 from tests.data.test_sources import text_spec

@@ -1,0 +1,61 @@
+"""Documents as token ids of the run's tokenizer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from noloco_node.config.run_spec import DataSpec
+from noloco_node.data.documents import Document, data_error
+from noloco_node.data.loaders import ends_of_ids
+from noloco_node.data.places import find_files
+from noloco_node.data.tokenizers import Tokenizer, Tokens, load_tokenizer
+from noloco_node.errors import ExitCode, UserError
+
+
+def fitting_tokenizer(spec: DataSpec, vocab_size: int) -> Tokenizer:
+    """The run's tokenizer. Raises UserError (DATA) where there is none such, and where it has more tokens than the
+    model's vocabulary."""
+    tokenizer = load_tokenizer(spec.tokenizer)
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            ExitCode.DATA,
+            f"run.data.tokenizer '{spec.tokenizer}' has {tokenizer.vocab_size} tokens, "
+            f"more than run.model.config.vocab_size ({vocab_size})",
+            f"set run.model.config.vocab_size to {tokenizer.vocab_size} or more",
+        )
+    return tokenizer
+
+
+def encode(document: Document, tokenizer: Tokenizer, spec: DataSpec) -> Tokens:
+    """The document's tokens and the separator after them; token ids that others made may end with it already.
+
+    Raises UserError (DATA) for ids that the run's tokenizer does not have.
+    """
+    separator = tokenizer.separator
+    if document.ids is None:
+        return np.concatenate([tokenizer.encode(document.text), separator])
+    ids = document.ids
+    check_ids(int(ids.min()), int(ids.max()), f"'{document.key}'", tokenizer, spec)
+    if len(separator) and np.array_equal(ids[-len(separator) :], separator):
+        return ids
+    return np.concatenate([ids, separator])
+
+
+def check_ids(least: int, largest: int, where: str, tokenizer: Tokenizer, spec: DataSpec) -> None:
+    """Raise UserError (DATA) where token ids of the text lie outside the vocabulary of the run's tokenizer."""
+    if least < 0 or largest >= tokenizer.vocab_size:
+        raise data_error(
+            f"run.data.text_field '{spec.text_field}' holds the token id {least if least < 0 else largest} in {where}, "
+            f"outside the {tokenizer.vocab_size} tokens of run.data.tokenizer '{spec.tokenizer}'",
+            "set run.data.tokenizer to the tokenizer that made them",
+        )
+
+
+def check_made_tokens(spec: DataSpec, tokenizer: Tokenizer) -> None:
+    """Raise UserError (DATA) where files say beforehand that they hold ids outside the vocabulary, as Parquet may."""
+    if spec.source != "text" or spec.path is None or spec.prepared is not None:
+        return
+    for file in find_files(spec.path, spec.split).files:
+        ends = ends_of_ids(file, spec.text_field)
+        if ends is not None:
+            check_ids(*ends, f"'{file.name}'", tokenizer, spec)

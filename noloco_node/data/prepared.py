@@ -1,0 +1,202 @@
+"""A text that was tokenised once: two files of tokens and a manifest, which a run reads in place of the text."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from noloco_node.config.run_spec import DataSpec
+from noloco_node.data.documents import data_error
+from noloco_node.data.encoding import encode
+from noloco_node.data.fingerprint import Fingerprint
+from noloco_node.data.sources import check_fingerprint, check_source, divided
+from noloco_node.data.token_file import TokenFile, token_type
+from noloco_node.data.tokenizers import Tokenizer
+from noloco_node.errors import UserError
+
+SAVE_SECONDS = 5.0
+"""How often a preparation writes down how far it has come."""
+_DONE, _UNDER_WAY = "manifest.json", "unfinished.json"
+_NOT_THE_TEXTS = frozenset({"path", "prepared", "fingerprint", "seed"})
+"""Settings of `run.data` that tokens do not depend on."""
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class Manifest(BaseModel):
+    """What lies in a prepared folder, and how far its preparation has come."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = 1
+    text: dict[str, JsonValue]
+    """The settings of `run.data` that the tokens depend on."""
+    vocab_size: Annotated[int, Field(gt=0)]
+    """Of the tokenizer."""
+    documents: Count = 0
+    """Documents, or pieces of them, whose tokens are there."""
+    so_far: str = Fingerprint().text
+    """The fingerprint of these."""
+    training: Count = 0
+    """Tokens to train on."""
+    validation: Count = 0
+    """Tokens held out."""
+    fingerprint: str = ""
+    """Of the whole text, once all of it is there."""
+
+
+def prepare(
+    spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[[Manifest], None] = lambda _: None
+) -> Manifest:
+    """Write the tokens of the text to `folder`; one that was interrupted there is gone on with. `told` hears now and
+    then how far it has come.
+
+    Raises UserError (DATA) as `load_windows` does, where the folder holds another text's tokens, where the text has
+    changed since the interruption, and where the disk is full; OSError where the folder cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = _begun(spec, tokenizer, folder)
+    if begun.fingerprint:
+        return begun
+    files = {held: TokenFile.at(_tokens(folder, held), begun.vocab_size, write=True) for held in (False, True)}
+    files[False].cut_to(begun.training)
+    files[True].cut_to(begun.validation)
+    whole, walked, number, saved = Fingerprint(), Fingerprint(), 0, time.monotonic()
+
+    def reached(fingerprint: str = "") -> Manifest:
+        counts = {"training": files[False].count, "validation": files[True].count}
+        changes = {"documents": number, "so_far": walked.text, "fingerprint": fingerprint}
+        return begun.model_copy(update={**counts, **changes})
+
+    for document, held_out in divided(spec, whole):
+        number += 1
+        walked.add(document)
+        if number == begun.documents and walked.text != begun.so_far:
+            raise _changed(folder)
+        if number <= begun.documents:
+            continue
+        files[held_out].append(encode(document, tokenizer, spec))
+        if time.monotonic() - saved >= SAVE_SECONDS:
+            _save(folder, files, reached())
+            told(reached())
+            saved = time.monotonic()
+    if number < begun.documents:
+        raise _changed(folder)
+    done = reached(whole.text)
+    _save(folder, files, done)
+    (folder / _UNDER_WAY).rename(folder / _DONE)
+    return done
+
+
+def open_prepared(spec: DataSpec, vocab_size: int) -> tuple[TokenFile, TokenFile]:
+    """The tokens to train on and those held out of a prepared text, `vocab_size` being that of the run's tokenizer.
+
+    Raises UserError (DATA) where the folder does not hold the finished tokens of the run's text.
+    """
+    folder = Path(spec.prepared or "")
+    manifest = read_manifest(spec)
+    if manifest.vocab_size != vocab_size:
+        raise _another(folder, f"of a tokenizer with {manifest.vocab_size} tokens, not {vocab_size}")
+    return (
+        TokenFile.at(_tokens(folder, False), vocab_size),
+        TokenFile.at(_tokens(folder, True), vocab_size),
+    )
+
+
+def read_manifest(spec: DataSpec) -> Manifest:
+    """Of `run.data.prepared`. Raises UserError (DATA) where that is no finished preparation of the run's text, or not
+    all of it is there."""
+    folder = Path(spec.prepared or "")
+    manifest = _read(folder / _DONE)
+    if manifest is None:
+        state = "an unfinished preparation" if (folder / _UNDER_WAY).exists() else "no prepared text"
+        raise data_error(
+            f"run.data.prepared is '{folder}', which holds {state}",
+            "make it, or go on with it, with `noloco-node data prepare CONFIG --to DIR`",
+        )
+    _check_same(spec, manifest, folder)
+    for held_out, count in ((False, manifest.training), (True, manifest.validation)):
+        path = _tokens(folder, held_out)
+        wanted = count * token_type(manifest.vocab_size).itemsize
+        size = path.stat().st_size if path.is_file() else 0
+        if size != wanted:
+            raise data_error(
+                f"run.data.prepared: '{path}' has {size} bytes, and its manifest says {wanted}",
+                "copy it again, or take the folder away and prepare it anew",
+            )
+    check_fingerprint(spec, manifest.fingerprint)
+    return manifest
+
+
+def check_text_here(spec: DataSpec) -> None:
+    """`check_source`, or of a prepared text that it is one. Raises UserError (DATA)."""
+    if spec.prepared is None:
+        check_source(spec)
+    else:
+        read_manifest(spec)
+
+
+def _begun(spec: DataSpec, tokenizer: Tokenizer, folder: Path) -> Manifest:
+    fresh = Manifest(text=_settings(spec), vocab_size=tokenizer.vocab_size)
+    begun = _read(folder / _DONE) or _read(folder / _UNDER_WAY)
+    if begun is None:
+        return fresh
+    _check_same(spec, begun, folder)
+    if begun.vocab_size != fresh.vocab_size:
+        raise _another(folder, f"of a tokenizer with {begun.vocab_size} tokens, not {fresh.vocab_size}")
+    return begun
+
+
+def _check_same(spec: DataSpec, manifest: Manifest, folder: Path) -> None:
+    wanted = _settings(spec)
+    other = [f"{name} {manifest.text.get(name)!r}" for name in wanted if manifest.text.get(name) != wanted[name]]
+    if other:
+        raise _another(folder, "made with run.data." + ", run.data.".join(other))
+
+
+def _settings(spec: DataSpec) -> dict[str, JsonValue]:
+    """What the tokens depend on; of a dataset of the hub its name is part of it."""
+    settings = spec.model_dump(mode="json", exclude=set(_NOT_THE_TEXTS))
+    return settings | ({"path": spec.path} if spec.source == "huggingface" else {})
+
+
+def _read(path: Path) -> Manifest | None:
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        raise data_error(f"'{path}' is no manifest: {error.errors()[0]['msg']}", "prepare the text anew") from None
+
+
+def _save(folder: Path, files: dict[bool, TokenFile], manifest: Manifest) -> None:
+    """First the tokens, then what says how many they are."""
+    for file in files.values():
+        file.flush()
+        file.sync()
+    temporary = folder / f".{_UNDER_WAY}"
+    with temporary.open("w", encoding="utf-8") as written:
+        written.write(manifest.model_dump_json(indent=1))
+        written.flush()
+        os.fsync(written.fileno())
+    temporary.replace(folder / _UNDER_WAY)
+
+
+def _tokens(folder: Path, held_out: bool) -> Path:
+    return folder / ("validation.tokens" if held_out else "training.tokens")
+
+
+def _another(folder: Path, what: str) -> UserError:
+    return data_error(f"'{folder}' holds the tokens of another text: {what}", "name another folder, or take it away")
+
+
+def _changed(folder: Path) -> UserError:
+    return data_error(
+        f"the text has changed since its preparation in '{folder}' was interrupted",
+        "take the folder away, and prepare the text anew",
+    )

@@ -1,0 +1,154 @@
+"""A prepared text: the tokens that reading gives, whenever its making was interrupted, and no other text's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from noloco_node.config.load import OwnData, load_config
+from noloco_node.config.run_spec import DataSpec
+from noloco_node.data import prepared
+from noloco_node.data.documents import Document
+from noloco_node.data.prepared import Manifest, check_text_here, prepare
+from noloco_node.data.sources import fingerprint_of
+from noloco_node.data.tokenizers import ByteTokenizer, Tokens
+from noloco_node.data.windows import Windows, load_windows
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.swarm.spec_fetch import read_agreed, with_own_data
+from tests.data.made_files import write_texts
+from tests.data.test_sources import text_spec
+
+MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
+STORIES = [f"tale {number}: " + "and so on, " * (5 + number % 7) for number in range(60)]
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> DataSpec:
+    """Rows in two shards."""
+    for name, part in (("a.jsonl.gz", STORIES[:25]), ("b.jsonl.gz", STORIES[25:])):
+        (tmp_path / "text").mkdir(exist_ok=True)
+        write_texts(tmp_path / "text" / name, part)
+    return text_spec(tmp_path / "text", holdout=0.2)
+
+
+def everything(windows: Windows) -> list[torch.Tensor]:
+    """All windows of both parts."""
+    return [*windows.train(range(windows.train_count)), *windows.validation(range(windows.validation_count))]
+
+
+def same(one: Windows, other: Windows) -> bool:
+    """Whether not one token differs."""
+    return all(torch.equal(*pair) for pair in zip(everything(one), everything(other), strict=True))
+
+
+class Interrupted(Exception):
+    """The person at the keyboard has had enough."""
+
+
+def interrupting(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """From now on an encoding after so many documents ends the preparation."""
+    count, real = 0, prepared.encode
+
+    def encode(document: Document, tokenizer: ByteTokenizer, spec: DataSpec) -> Tokens:
+        nonlocal count
+        count += 1
+        if count > after:
+            raise Interrupted
+        return real(document, tokenizer, spec)
+
+    monkeypatch.setattr(prepared, "encode", encode)
+
+
+def test_a_prepared_text_gives_the_windows_of_the_text(spec: DataSpec, tmp_path: Path) -> None:
+    """And its fingerprint; the text itself is asked for no more."""
+    direct, fingerprint = load_windows(spec, 256), fingerprint_of(spec)
+    done = prepare(spec, ByteTokenizer(), tmp_path / "tokens")
+    assert (done.fingerprint, done.documents) == (fingerprint, 60)
+    held = spec.model_copy(update={"prepared": str(tmp_path / "tokens"), "path": "/gone", "fingerprint": fingerprint})
+    check_text_here(held)
+    assert same(load_windows(held, 256), direct)
+    assert prepare(spec, ByteTokenizer(), tmp_path / "tokens") == done
+
+
+@pytest.mark.parametrize("save_seconds", [0.0, 3600.0])
+def test_an_interrupted_preparation_goes_on(
+    save_seconds: float, spec: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Again and again, with what was written down and what was not; it tokenises nothing twice that was saved."""
+    monkeypatch.setattr(prepared, "SAVE_SECONDS", save_seconds)
+    direct, folder, rounds = load_windows(spec, 256), tmp_path / "tokens", 0
+    for allowed in (7, 20, 100):
+        with monkeypatch.context() as patched:
+            interrupting(patched, allowed)
+            try:
+                prepare(spec, ByteTokenizer(), folder)
+            except Interrupted:
+                rounds += 1
+                with pytest.raises(UserError, match=r"holds (an unfinished preparation|no prepared text)"):
+                    check_text_here(spec.model_copy(update={"prepared": str(folder)}))
+    assert rounds == 2
+    assert same(load_windows(spec.model_copy(update={"prepared": str(folder)}), 256), direct)
+
+
+def test_a_text_that_changed_meanwhile_is_not_gone_on_with(
+    spec: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of it would be another's."""
+    monkeypatch.setattr(prepared, "SAVE_SECONDS", 0.0)
+    with monkeypatch.context() as patched:
+        interrupting(patched, 40)
+        with pytest.raises(Interrupted):
+            prepare(spec, ByteTokenizer(), tmp_path / "tokens")
+    write_texts(tmp_path / "text" / "a.jsonl.gz", ["changed", *STORIES[1:25]])
+    with pytest.raises(UserError, match="has changed since its preparation"):
+        prepare(spec, ByteTokenizer(), tmp_path / "tokens")
+
+
+def test_the_tokens_of_another_text_are_refused(spec: DataSpec, tmp_path: Path) -> None:
+    """By their settings, their vocabulary, their fingerprint, their size."""
+    folder = tmp_path / "tokens"
+    prepare(spec, ByteTokenizer(), folder)
+    held = spec.model_copy(update={"prepared": str(folder)})
+
+    def refused(changes: dict[str, object], words: str) -> None:
+        with pytest.raises(UserError, match=words) as caught:
+            load_windows(held.model_copy(update=changes), 256)
+        assert caught.value.exit_code is ExitCode.DATA
+
+    refused({"holdout": 0.1}, r"another text: made with run\.data\.holdout 0\.2")
+    refused(
+        {"text_field": "body", "sequence_length": 8}, r"run\.data\.text_field 'text', run\.data\.sequence_length 16"
+    )
+    refused({"fingerprint": "text-" + "0" * 32}, "is not the run's: its fingerprint is text-")
+    refused({"prepared": str(tmp_path)}, "holds no prepared text")
+    with (folder / "training.tokens").open("r+b") as file:
+        file.truncate(100)
+    refused({}, "has 100 bytes, and its manifest says")
+    (folder / "manifest.json").write_text("{")
+    refused({}, "is no manifest")
+
+
+def test_where_a_volunteer_keeps_it_is_no_part_of_the_run_and_no_strangers_choice(tmp_path: Path) -> None:
+    """Neither told nor taken; it stands for the path of the text."""
+    settings = ["run.data.source=text", "run.data.path=/a"]
+    plain = load_config(MICRO, settings).run
+    mine = load_config(MICRO, [*settings, f"run.data.prepared={tmp_path}"]).run
+    assert mine.run_id == plain.run_id
+    assert str(tmp_path) not in mine.agreed_json
+    forged = mine.agreed_json.replace('"data":{', '"data":{"prepared":"/etc",')
+    assert read_agreed(forged.encode()).data.prepared is None
+    joined = with_own_data(read_agreed(mine.agreed_json.encode()), OwnData(prepared="/b"), reads_text=True)
+    assert (joined.data.prepared, joined.run_id) == ("/b", plain.run_id)
+
+
+def test_a_manifest_is_read_as_it_was_written(spec: DataSpec, tmp_path: Path) -> None:
+    """By whatever release of the same version."""
+    done = prepare(spec, ByteTokenizer(), tmp_path / "tokens")
+    assert Manifest.model_validate_json((tmp_path / "tokens" / "manifest.json").read_text()) == done
+    assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == [
+        "manifest.json",
+        "training.tokens",
+        "validation.tokens",
+    ]
