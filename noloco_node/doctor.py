@@ -24,7 +24,7 @@ from noloco_node.compute_device import check_device, resolve_device
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import UserError
 from noloco_node.network import Entrance, entrance, out_of_reach
-from noloco_node.start_checks import check_reached, dialled_back, judge_peers, own_ports
+from noloco_node.start_checks import check_reached, dialled_back, judge_peers, own_ports, relayed_instead
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.hello import measure_hello
 from noloco_node.swarm.identity import holder_of, load_identity
@@ -32,6 +32,7 @@ from noloco_node.swarm.known_peers import KnownPeers
 from noloco_node.swarm.p2pd_arguments import check_port_free, node_arguments
 from noloco_node.swarm.p2pd_start import reached_by_a_stranger
 from noloco_node.swarm.peer_addresses import parse_address
+from noloco_node.swarm.relay_places import ask_for_place
 from noloco_node.swarm.who_answers import NoAnswer, who_answers
 
 ADDRESS_SECONDS = 5.0
@@ -163,7 +164,11 @@ async def _among_peers(settings: NodeSettings, door: Entrance) -> list[Check]:
     asked = list(dict.fromkeys([parse_address(text).peer for text in joined] + list(await door.daemon.connections())))
     results = await asyncio.gather(*(dialled_back(door.transport, peer, ports) for peer in asked[:MOST_ASKED]))
     answered = {peer: result for peer, result in zip(asked, results, strict=False) if result is not None}
-    return [*judge_peers(told), check_reached(answered, ports, local_only=out_of_reach(settings, joined))]
+    reached = check_reached(answered, ports, local_only=out_of_reach(settings, joined))
+    if reached.outcome is Outcome.FAIL and settings.relay == "auto" and not settings.announce:
+        offers = await asyncio.gather(*(ask_for_place(door.daemon, peer) for peer in asked[:MOST_ASKED]))
+        reached = relayed_instead(reached, offers.count(None))
+    return [*judge_peers(told), reached]
 
 
 async def _through_relays(settings: NodeSettings, door: Entrance) -> Check:

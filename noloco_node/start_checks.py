@@ -82,10 +82,19 @@ def check_reached(answers: Mapping[PeerId, Dialled], ports: Sequence[int], *, lo
         return Check(name, Outcome.FAIL, found, "give each node behind one router a port of its own, and forward each")
     remedy = (
         f"open port {listed} in the firewall and forward it in the router (docker run -p {listed}:{listed}), and where "
-        "others use another port tell them with --announce HOST:PORT; where no port can be forwarded, --relay lets "
-        "others reach this node through a seed that relays"
+        "others use another port tell them with --announce HOST:PORT; where no port can be forwarded, join by a seed "
+        "that relays: the node asks it by itself"
     )
     return Check(name, Outcome.WARN if yes else Outcome.FAIL, found, remedy)
+
+
+def relayed_instead(check: Check, willing: int) -> Check:
+    """The judgement of a node that asks for relays by itself, where so many of its peers relay for it: out of reach it
+    joins all the same."""
+    if check.outcome is not Outcome.FAIL or not willing:
+        return check
+    found = f"{check.found}; the node will be reached by relay, {willing} of its peers offer{'s' * (willing == 1)} that"
+    return Check(check.name, Outcome.WARN, found, f"for the fastest way {check.remedy}")
 
 
 def for_a_stage(spec: RunSpec, stage: int, folder: RunFolder, *, moves: bool = False) -> list[Check]:

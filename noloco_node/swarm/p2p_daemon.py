@@ -119,8 +119,9 @@ class PrivateP2P:
     async def told_addresses(self) -> list[str]:
         """Addresses that others are told now, a router's that has opened a port by now among them; the widest first.
         OSError, TimeoutError, EOFError."""
-        async with asyncio.timeout(FIND_SECONDS):
-            await self._identify()
+        with _refusals_as_os_errors():
+            async with asyncio.timeout(FIND_SECONDS):
+                await self._identify()
         return list(self._addresses)
 
     @property
@@ -249,8 +250,9 @@ class PrivateP2P:
 
     async def connections(self) -> dict[PeerId, list[str]]:
         """The peers that this p2pd is connected to, and the other ends of these connections. OSError, TimeoutError."""
-        async with asyncio.timeout(FIND_SECONDS):
-            peers = await cast("Any", self.hivemind_p2p)._client.list_peers()
+        with _refusals_as_os_errors():
+            async with asyncio.timeout(FIND_SECONDS):
+                peers = await cast("Any", self.hivemind_p2p)._client.list_peers()
         ends: dict[PeerId, list[str]] = {}
         for peer in peers:
             ends.setdefault(PeerId(str(peer.peer_id)), []).extend(str(address) for address in peer.addrs)
@@ -313,7 +315,8 @@ class PrivateP2P:
 
     async def _identify(self) -> None:
         _, addresses = await cast("Any", self.hivemind_p2p)._client.identify()
-        self._addresses = widest_first([f"{address}/p2p/{self.own_id}" for address in addresses])
+        told = [f"{address}/p2p/{self.own_id}" for address in addresses]
+        self._addresses = widest_first([text for text in told if _is_understood(text)])
 
     def _with_the_same_port(self) -> tuple[str, ...]:
         """The arguments, with the port that the system chose at the first start where it was left to choose."""
@@ -391,3 +394,21 @@ class PrivateP2P:
             logger.debug("p2pd: %s", line)
             if line.startswith("Peer ID:"):
                 self._started.set()
+
+
+@contextlib.contextmanager
+def _refusals_as_os_errors() -> Generator[None]:
+    """p2pd's refusals, as callers know what goes wrong with it."""
+    try:
+        yield
+    except P2PDaemonError as error:
+        raise OSError(str(error)) from None
+
+
+def _is_understood(text: str) -> bool:
+    """What p2pd says that others see of it may be of a kind that nobody here dials."""
+    try:
+        parse_address(text)
+    except ValueError:
+        return False
+    return True

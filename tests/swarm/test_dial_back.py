@@ -15,7 +15,7 @@ from cryptography.x509.oid import ExtensionOID
 
 from noloco_node.checks import Outcome
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.start_checks import check_reached
+from noloco_node.start_checks import check_reached, relayed_instead
 from noloco_node.swarm.dial_back import (
     AT_ONCE,
     MAX_PORTS,
@@ -204,3 +204,7 @@ def test_what_several_peers_say_makes_one_judgement(
     assert check.outcome is outcome
     assert remedy in check.remedy
     assert bool(check.remedy) == bool(remedy)
+    relayed = relayed_instead(check, 1)
+    assert relayed_instead(check, 0) == check
+    assert relayed.outcome is (Outcome.WARN if outcome is Outcome.FAIL else outcome)
+    assert ("by relay, 1 of its peers offers that" in relayed.found) == (outcome is Outcome.FAIL)
