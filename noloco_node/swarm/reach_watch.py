@@ -220,7 +220,7 @@ class ReachWatch:
             return
         self.standing = standing
         if standing.way is Way.UNREACHED:
-            logger.warning("this node is %s; %s", standing.words(), REMEDY)
+            logger.warning("this node is not reachable: %s; %s", standing.why, REMEDY)
         else:
             logger.info("this node is %s", standing.words())
         if self._told is not None:
