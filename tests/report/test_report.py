@@ -269,6 +269,23 @@ def test_the_time_of_a_node_adds_up_over_its_lives() -> None:
     assert fmean(life.last - life.began for life in told.lives) == 20.5
 
 
+def test_the_time_between_two_processes_is_nobodys() -> None:
+    """A process begins with `joining`, before it is up: what its forerunner did last is not done all the while."""
+    told = Chronicle.of(
+        "s0-r0",
+        [
+            made.started("s0-r0"),
+            Doing(what="training", detail="training", since=1000.0, time=1000.0),
+            made.account(time=1030.0),
+            Doing(what="joining", detail="looks for others", since=9000.0, time=9000.0),
+            made.started("s0-r0").model_copy(update={"time": 9005.0}),
+            Doing(what="training", detail="training", since=9005.0, time=9005.0),
+            made.account(time=9015.0),
+        ],
+    )
+    assert told.spent.doing == {"training": 40.0, "joining": 5.0}
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0.0, "0"), (2.5, "2.5"), (250_000.0, "250k"), (1.5e6, "1.5M"), (4e-7, "4e-7"), (-3.0, "-3"), (9000.0, "9000")],
