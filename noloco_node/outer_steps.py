@@ -13,6 +13,7 @@ from noloco_node.aio import Pulse
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.exchange import Exchanger
 from noloco_node.swarm.exchange_session import caught_up_event
+from noloco_node.swarm.fellow_clocks import FarBehind
 from noloco_node.swarm.late_join import StateCopier
 from noloco_node.swarm.links import FellowWays
 from noloco_node.swarm.membership import SERVING, Membership
@@ -60,6 +61,8 @@ class OuterSteps:
         self.relayed: Callable[[], Collection[PeerId]] = frozenset
         """Peers that are connected through relays only, as of now."""
         self._ways = FellowWays()
+        self.behind: FarBehind | None = None
+        """Whether this replica is far behind; None: it never is."""
 
     async def run(self) -> None:
         """Decide after every pulse, until cancelled."""
@@ -97,6 +100,7 @@ class OuterSteps:
             engaged=self._exchanger.engaged or self._membership.state is PeerState.DRAINING,
             next_try=next_try,
             last_round=last_round,
+            behind=self.behind is not None and self.behind.stands_back,
             last_done=self.last_taken,
             weigh=lambda fellows: self._ways.weights(fellows, self.relayed(), time.monotonic()),
         )
@@ -115,6 +119,8 @@ class OuterSteps:
             return
         finally:
             self._exchanger.catching_up = False
+        if self.behind is not None:
+            self.behind.look()
         self.begin_on_probation()
         logger.info("caught up with %s: clock %.0f", partner, manifest.clock)
         rate, seconds = self._worker.current_learning_rate(), time.monotonic() - started

@@ -28,7 +28,7 @@ from noloco_node.swarm.directory import Directory, PeerState
 from noloco_node.swarm.ending import EndOfRun
 from noloco_node.swarm.evaluations import Evaluations
 from noloco_node.swarm.exchange import Exchanger
-from noloco_node.swarm.fellow_clocks import FellowClocks
+from noloco_node.swarm.fellow_clocks import FarBehind, FellowClocks
 from noloco_node.swarm.late_join import StateCopier
 from noloco_node.swarm.membership import Membership, OwnFigures
 from noloco_node.swarm.microbatch import Ledger, Sample
@@ -120,6 +120,7 @@ class Replica:
         self._copier = self._make_copier()
         self._pace = Pace()
         self.outer_steps = self._make_outer_steps()
+        self._behind = self.server.behind = self.outer_steps.behind = FarBehind(self._clocks)
         self.origin = self._make_origin(samples) if samples else None
         self.stop = asyncio.Event()
         self._capacity = Capacity(self.worker.busy_seconds)
@@ -475,6 +476,7 @@ class Replica:
     def _directory_read(self) -> None:
         """Take over who is there: routes, the share of the batch, and everyone's waits."""
         self._roll.look()
+        self._behind.look()
         self._book.update(self.membership.next_stage_peers(), self.membership.own_rank())
         self.worker.live_replicas = self.membership.live_replicas()
         progress = self.worker.progress

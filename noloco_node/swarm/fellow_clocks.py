@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +12,8 @@ from noloco_node.swarm.pairing import believed_clock, laggard, lags
 FROM_ORIGINS = 0.5
 """Share of the lag that is allowed by which a partner's clock may differ from the origins' to be believed: a replica
 ten times as fast as its fellows keeps within it, as its clock is tied to theirs."""
+STANDS_BACK_SECONDS = 20.0
+"""How long who is far behind serves nobody, if no fellow gives its state: for the fellows' records may be lies."""
 
 
 def _unknown() -> None:
@@ -60,3 +63,30 @@ class FellowClocks:
     def own_lags(self) -> bool:
         """Whether the directory agrees that this replica is behind (`pairing.lags`)."""
         return lags(self.own(), self.recorded(), self.max_lag)
+
+    def far_behind(self) -> bool:
+        """Whether the directory says that this replica lags by all that is allowed: a fellow would give its state."""
+        return lags(self.own(), self.recorded(), 2 * self.max_lag)
+
+
+class FarBehind:
+    """Whether this replica stands back: it has found itself far behind its fellows (its machine slept, it was cut off),
+    looks for one whose state it can take, and until then works for nobody, whom its old weights would mislead and who
+    would take it for a liar. For a bounded time, and again only after it was with the others."""
+
+    def __init__(self, clocks: FellowClocks, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clocks = clocks
+        self._clock = clock
+        self._since: float | None = None
+
+    def look(self) -> None:
+        """The directory was read, or a state taken."""
+        if not self._clocks.far_behind():
+            self._since = None
+        elif self._since is None:
+            self._since = self._clock()
+
+    @property
+    def stands_back(self) -> bool:
+        """As of the last look."""
+        return self._since is not None and self._clock() - self._since < STANDS_BACK_SECONDS

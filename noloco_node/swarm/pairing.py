@@ -51,6 +51,8 @@ class PairingState:
     """Time before which no new dial is made, after a refusal."""
     last_round: bool = False
     """Training is over: dial for the whole whatever the counts, and never step alone while fellows live."""
+    behind: bool = False
+    """Far behind its fellows: it dials whatever the counts, since whoever answers gives it its state."""
     last_done: bool = False
     """The last outer step has been taken: others may still dial, this replica does not."""
     weigh: Callable[[Sequence[PeerId]], Sequence[float]] | None = None
@@ -83,12 +85,13 @@ def decide(state: PairingState, window: Window, *, now: float, rng: random.Rando
     """Dial a random fellow, step alone, or wait: for the fragment that has waited longest, or in the last round for the
     whole."""
     longest = max(state.steps_since_outer)
-    if state.engaged or state.last_done or (longest < window.inner_steps and not state.last_round):
+    due = longest >= window.inner_steps or state.last_round
+    if state.engaged or state.last_done or not (due or state.behind):
         return WAIT
     fragment = None if state.last_round else state.steps_since_outer.index(longest)
     fellows = state.fellows()
     if not fellows:
-        return StepAlone(fragment)
+        return StepAlone(fragment) if due else WAIT
     searched_enough = state.steps_free >= window.search_steps
     if longest >= window.alone_after and searched_enough and not state.last_round:
         return StepAlone(fragment)

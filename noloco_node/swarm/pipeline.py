@@ -22,6 +22,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.audit import JURY, Auditor, share_of_a_hop
 from noloco_node.swarm.blockage import Blockage
+from noloco_node.swarm.fellow_clocks import FarBehind
 from noloco_node.swarm.finite import all_finite, scale_of
 from noloco_node.swarm.microbatch import (
     COME_BACK,
@@ -285,6 +286,8 @@ class PipelineServer:
         self.out_of_scale = 0
         """Microbatches refused so far because their activations were much too large."""
         self.accepting = False
+        self.behind: FarBehind | None = None
+        """Whether this replica is far behind its fellows; None: it never is."""
 
     @property
     def pending(self) -> int:
@@ -296,6 +299,8 @@ class PipelineServer:
         before its body arrives."""
         if not self.accepting:
             raise Refused(Refusal.DRAINING)
+        if self.behind is not None and self.behind.stands_back:
+            raise Refused(Refusal.BUSY, "this replica is far behind and takes a fellow's state first")
         parsed = parse_header(header, run=self._spec.run_id, stage=self._stage)
         if self._stage == 1 and parsed.origin != peer:
             raise Refused(Refusal.MALFORMED, "stage 0 sends only what it has drawn itself")
