@@ -85,11 +85,11 @@ def test_two_copies_of_a_nodes_folder_are_one_replica(tmp_path: Path) -> None:
 def test_one_replica_can_be_named_and_the_best_one_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the end of its peer id or its folder's name; the best by the run's held-out text."""
     finished(tmp_path / "a", 0)
-    finished(tmp_path / "b", 1, shift=0.25, peer=BOB)
+    finished(tmp_path / "b", 1, shift=4.0, peer=BOB)
     finished(tmp_path / "good", 1, peer=ALICE)
     command = ["export", *(str(tmp_path / name) for name in ("a", "b", "good")), "--replicas"]
     for number, (which, shift, more) in enumerate(
-        [("b", 0.25, ()), (ALICE[-6:], 0.0, ()), (BOB, 0.25, ()), ("best", 0.0, WITH_TEXT)]
+        [("b", 4.0, ()), (ALICE[-6:], 0.0, ()), (BOB, 4.0, ()), ("best", 0.0, WITH_TEXT)]
     ):
         out = tmp_path / f"out-{number}"
         assert main([*command, which, "--out", str(out), *more]) == ExitCode.OK
