@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,11 +32,13 @@ FIRST_COLUMN = 46
 def export_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `export`."""
     add = command.add_argument
-    add("sources", metavar="RUN_FOLDER", nargs="+", help="a node's, or one that holds several; copied from anywhere")
+    add("sources", metavar="ADDRESS|RUN_FOLDER", nargs="+", help="of a run under way; or folders that nodes have left")
     add("--out", metavar="DIR", type=Path, required=True, help="where the model goes, a folder that does not exist")
     add("--replicas", metavar="mean|best|PEER", default="mean", help="which of each stage (default: mean)")
     add("--config", metavar="CONFIG", type=Path, help=CONFIG_HELP)
     add("--shard-bytes", metavar="N", type=int, default=SHARD_BYTES, help="largest file of weights (default: 5 GB)")
+    add("--invitation", metavar="TEXT|FILE", help="for a run that admits only who is invited")
+    add("--identity", metavar="FILE", help="the identity that the run admits, where it admits by name")
     set_argument(command, OWN_TEXT)
     command.set_defaults(call=_export)
 
@@ -68,11 +72,12 @@ def _export(options: argparse.Namespace) -> int:
         from noloco_node.exporting.write import BEST, check_out, export
 
     check_out(options.out)
-    gathered = _gathered(options)
-    bench = None
-    if options.replicas == BEST:
-        bench = Bench(gathered.run, HeldOut(_with_text(gathered.run, options)))
-    exported = export(gathered, options.out, options.replicas, _say, options.shard_bytes, bench)
+    with contextlib.ExitStack() as stack:
+        gathered = _gathered_live(options, stack) if _are_addresses(options.sources) else _gathered(options)
+        bench = None
+        if options.replicas == BEST:
+            bench = Bench(gathered.run, HeldOut(_with_text(gathered.run, options)))
+        exported = export(gathered, options.out, options.replicas, _say, options.shard_bytes, bench)
     _print_exported(gathered, exported, time.monotonic() - began)
     return int(ExitCode.OK)
 
@@ -116,6 +121,43 @@ def _generate(options: argparse.Namespace) -> int:
 
     print(continued(options.folder, options.prompt, options.max_tokens, options.seed, options.temperature))
     return int(ExitCode.OK)
+
+
+def _are_addresses(sources: Sequence[str]) -> bool:
+    """Whether they are a run's nodes. UserError (USAGE) for folders among them."""
+    addresses = [source for source in sources if "/p2p/" in source and not Path(source).exists()]
+    if addresses and len(addresses) < len(sources):
+        message = "addresses of nodes and run folders are mixed"
+        raise UserError(ExitCode.USAGE, message, "name either the nodes of a run under way, or folders")
+    return bool(addresses)
+
+
+def _gathered_live(options: argparse.Namespace, stack: contextlib.ExitStack) -> Gathered:
+    """Fetched into a folder beside `--out`, which is gone when the stack is left."""
+    from noloco_node.config.node_settings import NodeSettings
+    from noloco_node.early_checks import check_peers
+
+    settings = NodeSettings(
+        initial_peers=tuple(options.sources), invitation=options.invitation, identity=options.identity
+    )
+    check_peers(settings)
+    with loading():
+        import uvloop
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        from noloco_node.exporting.live import gather_live
+
+    beside = options.out.absolute()
+    spool = stack.enter_context(tempfile.TemporaryDirectory(dir=beside.parent, prefix=f".{beside.name}.fetched-"))
+    columns = TextColumn("fetching"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("fetching")
+
+        def told(came: int, wanted: int) -> None:
+            progress.update(bar, completed=came, total=wanted)
+
+        return uvloop.run(gather_live(settings, Path(spool), told))
 
 
 def _gathered(options: argparse.Namespace) -> Gathered:

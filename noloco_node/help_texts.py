@@ -72,12 +72,16 @@ with the run's facts. Each RUN_FOLDER is a node's, brought here from whatever ma
 several; its final weights count, or its newest checkpoint. The slow weights of each stage are averaged over its
 replicas, without those that are too far behind. DIR is there as a whole, or not at all.
 
+With the ADDRESS of a node instead, the weights come from the nodes themselves while they train: up to eight replicas of
+each stage, in full precision, at a pace that their training allows. This machine takes no part in the run.
+
 --replicas best takes, stage after stage, the replica with which the model loses least on the run's held-out text; with
 the end of a peer id, or the name of a node's folder, that one alone stands for its stage.
 
 example:
   noloco-node export runs/tiny-20260101-120000 --out my-model
-  noloco-node export from-alice/node from-bob/node --out my-model"""
+  noloco-node export from-alice/node from-bob/node --out my-model
+  noloco-node export /ip4/10.0.0.5/tcp/31337/p2p/Qm... --out my-model"""
 
 EVAL_HELP = """\
 What a model is worth: loss in nats per token, perplexity, and bits a byte, on the windows that its run held out. DIR is

@@ -66,8 +66,7 @@ class Stays:
         self._looked_in_vain = False
         self.ledger = Ledger()
         self.copies = StageCopies(spec, footprint.parameters, transport, self._rng)
-        if spec.guard_copies:
-            self.copies.serve()
+        self.copies.serve()
         self.stage = 0
         """The stage that it serves or is on its way to."""
         self.move: Move | None = None
@@ -226,7 +225,7 @@ class Stays:
     async def accompany(self, replica: Replica) -> None:
         """Beside the training: keep and give copies, and set `move` and the replica's `stop` when it is time to go."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.copies.keep(replica.membership, replica.worker))
+            group.create_task(self.copies.keep(replica.membership, replica.worker, replica.donor.rate.take))
             if self.may_move:
                 group.create_task(self._watch(replica))
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -17,19 +15,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from noloco_node import start_checks
-from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.interrupts import interruptible
-from noloco_node.network import Entrance, entrance, supervisor
-from noloco_node.storage.run_folder import RunFolder
-from noloco_node.swarm.dht_directory import join_directory
+from noloco_node.network import Entrance
+from noloco_node.onlooking import looking_on
 from noloco_node.swarm.first_look import FIRST_LOOK_SECONDS
 from noloco_node.swarm.hello import measure_hello, said_to_be_over
 from noloco_node.swarm.onlooker import Onlooker
 from noloco_node.swarm.peer_addresses import parse_address
-from noloco_node.swarm.spec_fetch import fetch_run_spec
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.state import LogTail
 from noloco_node.telemetry.swarm_state import Happening, NodeSeen, SwarmView, document
@@ -93,27 +87,10 @@ def screen(view: SwarmView, height: int, warnings: Sequence[str] = ()) -> Render
 @contextlib.asynccontextmanager
 async def _onlooking(settings: NodeSettings) -> AsyncGenerator[tuple[Onlooker, _Serve]]:
     """One who looks on, under a peer id made for the purpose; all is gone at the end of the block."""
-    with tempfile.TemporaryDirectory(prefix="noloco-watch-") as made:
-        own = settings.model_copy(update={"run_folder": Path(made), "identity": None})
-        async with entrance(own, RunFolder(own.run_folder), run=None, may_found=False) as door:
-            joined = door.daemon.joined_peers
-            spec = await fetch_run_spec(door.transport, joined, OwnData(), reads_text=False)
-            start_checks.report(await start_checks.among_peers(door.transport, joined))
-            directory = await join_directory(
-                door.daemon,
-                door.identity,
-                spec.run_id,
-                spec.stages,
-                acquaintances=door.transport.acquaintances,
-                record_seconds=spec.limits.record_seconds,
-                only_asks=True,
-            )
-            try:
-                onlooker = Onlooker(door.transport, directory, spec, over=await _is_over(door, spec))
-                guard = supervisor(door.daemon, directory, door.known, own)
-                yield onlooker, lambda work: guard.beside(work, onlooker.run())
-            finally:
-                await directory.close()
+    async with looking_on(settings) as outside:
+        over = await _is_over(outside.door, outside.spec)
+        onlooker = Onlooker(outside.door.transport, outside.directory, outside.spec, over=over)
+        yield onlooker, lambda work: outside.supervisor.beside(work, onlooker.run())
 
 
 async def _is_over(door: Entrance, spec: RunSpec) -> bool:

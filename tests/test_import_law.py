@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "custody first_state outer_steps revival virtual",
         "replica",
         "interrupts network stays",
-        "checkpointing",
+        "checkpointing onlooking",
         "node",
         "device_group doctor early_checks help_texts identity_commands invite_commands local_swarm"
         " node_options seed small_commands status top watch",

@@ -99,7 +99,7 @@ async def test_no_vector_of_the_stages_size_is_touched_on_the_event_loop(tmp_pat
             await right._copier.copy_from(peer_name(0, 0))
             copies = StageCopies(SPEC, [size], left._transport, random.Random(0))
             copies._own = 0, left.worker
-            half = (await copies._copy_of(0, peer_name(0, 1))).weights
+            half = (await copies._copy_of(0, peer_name(0, 1), "fp16")).weights
             await right.worker.load_slow_weights(1.0, 1, half)
             with CheckpointKeeper(left, CheckpointFolder(tmp_path, 1), lambda _: None, SETTINGS) as keeper:
                 await keeper.save()

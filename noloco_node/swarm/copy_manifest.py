@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, ValidationError
@@ -29,6 +29,11 @@ MOST_FURTHER = 4.0
 PIECE = 1 << 20
 
 
+Precision = Literal["fp16", "fp32"]
+"""`fp16` for guards, who keep copies; `fp32` for who takes the model home."""
+DTYPES: dict[Precision, torch.dtype] = {"fp16": torch.float16, "fp32": torch.float32}
+
+
 class CopyManifest(WireModel):
     """Describes one copy of one replica's slow weights. That replica signs it."""
 
@@ -38,7 +43,8 @@ class CopyManifest(WireModel):
     clock: ClockValue
     outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)]
     size: Annotated[int, Field(gt=0, le=1 << 44)]
-    """Weights, in half precision."""
+    """Weights."""
+    precision: Precision = "fp16"
     root: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     """Hash over all of them, as hex. By it a copy is asked for: what it names nobody can choose."""
 
@@ -52,7 +58,7 @@ class CopyOffer(WireModel):
 
 @dataclass(slots=True)
 class StageCopy:
-    """Slow weights of one stage, fp16 [parameters], as their source has signed them."""
+    """Slow weights of one stage, [parameters], as their source has signed them."""
 
     manifest: CopyManifest
     offer: CopyOffer
@@ -81,16 +87,19 @@ def sign_copy(transport: Transport, manifest: CopyManifest, weights: Tensor) -> 
     return StageCopy(manifest, offer, weights)
 
 
-def read_offer(transport: Transport, offer: CopyOffer, *, run: str, stage: int, size: int) -> CopyManifest:
-    """The manifest of an offer. Raises BadAnswer unless its source has signed it, for this run, stage and size."""
+def read_offer(
+    transport: Transport, offer: CopyOffer, *, run: str, stage: int, size: int, precision: Precision = "fp16"
+) -> CopyManifest:
+    """The manifest of an offer. Raises BadAnswer unless its source has signed it, for this run, stage, size and
+    precision."""
     try:
         manifest = CopyManifest.model_validate_json(offer.manifest)
     except ValidationError as error:
         raise BadAnswer(f"bad manifest of a copy: {error.error_count()} errors") from None
     if not transport.signed_by(PeerId(manifest.source), bytes.fromhex(offer.seal), offer.manifest.encode()):
         raise BadAnswer("the copy's manifest is not signed by its source")
-    if (manifest.run, manifest.stage, manifest.size) != (run, stage, size):
-        raise BadAnswer("the copy is of another run, stage or size")
+    if (manifest.run, manifest.stage, manifest.size, manifest.precision) != (run, stage, size, precision):
+        raise BadAnswer("the copy is of another run, stage, size or precision")
     return manifest
 
 

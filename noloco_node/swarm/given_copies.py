@@ -1,6 +1,7 @@
 """Which copy of its own stage a node gives to guards: never an old one to anybody new. A pure account of who reads.
 
 A copy takes memory, so there are two at most: the one that newcomers get, and one before it for those who had begun.
+Those in full precision, twice as large and seldom asked for, are one at most.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ class _Given:
 
 class GivenCopies:
     """The copies that are given. Times in monotonic seconds; a copy goes to newcomers for `fresh_seconds`, and who asks
-    for nothing new in `idle_seconds` reads no more."""
+    for nothing new in `idle_seconds` reads no more. At most `most` are held, one or two."""
 
-    def __init__(self, fresh_seconds: float, idle_seconds: float) -> None:
+    def __init__(self, fresh_seconds: float, idle_seconds: float, most: int = 2) -> None:
         self._fresh = fresh_seconds
         self._idle = idle_seconds
+        self._most = most
         self._current: _Given | None = None
         self._older: _Given | None = None
 
@@ -58,9 +60,9 @@ class GivenCopies:
         return self._current.copy
 
     def room(self, now: float) -> bool:
-        """Whether a new copy may be taken: not while two are read."""
+        """Whether a new copy may be taken: not while as many are read as there may be."""
         self.tend(now)
-        return self._current is None or self._older is None
+        return (self._current is not None) + (self._older is not None) < self._most
 
     def add(self, copy: StageCopy, peer: PeerId, taken: float, now: float) -> None:
         """A new copy, begun to be taken at `taken`, for this newcomer and those who come after it."""

@@ -11,7 +11,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated
 
 import torch
@@ -21,8 +21,10 @@ from torch import Tensor
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.balancing import guarded_stage
 from noloco_node.swarm.copy_manifest import (
+    DTYPES,
     CopyManifest,
     CopyOffer,
+    Precision,
     StageCopy,
     choose_copy,
     read_offer,
@@ -49,6 +51,9 @@ from noloco_node.training.stage_worker import StageWorker
 
 logger = logging.getLogger(__name__)
 
+Pace = Callable[[int, str], Awaitable[None]]
+"""Waits until so many bytes may be given to this reader."""
+
 OPEN = "copy.open"
 CHUNK = "copy.chunk"
 
@@ -60,6 +65,8 @@ OFFER_SECONDS = 10.0
 HOLDERS_ASKED = 16
 COPIES_COMPARED = 3
 """Strangers' copies that are fetched to be compared."""
+EXPORT_FRESH_SECONDS = 30.0
+"""A copy in full precision goes to newcomers for so long: who exports asks all replicas at once."""
 LARGEST = 65504.0
 """The largest number in half precision."""
 
@@ -71,6 +78,11 @@ class CopyRequest(WireModel):
     stage: StageIndex
     root: Annotated[str, Field(max_length=64)] = ""
     index: Annotated[int, Field(ge=0, le=1 << 32)] = 0
+    precision: Precision = "fp16"
+
+
+async def unpaced(_size: int, _reader: str) -> None:
+    """Stands for a donor's pace where nothing is trained."""
 
 
 class StageCopies:
@@ -83,7 +95,12 @@ class StageCopies:
         self._rng = rng
         self._own: tuple[int, StageWorker] | None = None
         limits = spec.limits
-        self._given = GivenCopies(limits.guard_seconds / 2, (1.0 + IDLE_SHARE) * limits.exchange_progress_seconds)
+        idle = (1.0 + IDLE_SHARE) * limits.exchange_progress_seconds
+        self._given: dict[Precision, GivenCopies] = {
+            "fp16": GivenCopies(limits.guard_seconds / 2, idle),
+            "fp32": GivenCopies(EXPORT_FRESH_SECONDS, idle, most=1),
+        }
+        self._pace: Pace = unpaced
         self._taking = asyncio.Lock()
         self.kept: StageCopy | None = None
 
@@ -97,18 +114,20 @@ class StageCopies:
         self._transport.serve(OPEN, self._admit, self._handle_open, max_concurrent_per_peer=1)
         self._transport.serve(CHUNK, self._admit, self._handle_chunk, max_concurrent_per_peer=2)
 
-    async def keep(self, membership: Membership, worker: StageWorker) -> None:
-        """During one stay: give copies of this stage, and keep that of another one where the run asks for it."""
-        self._own = membership.stage, worker
+    async def keep(self, membership: Membership, worker: StageWorker, pace: Pace = unpaced) -> None:
+        """During one stay: give copies of this stage, those in full precision at this `pace`, and keep that of another
+        one where the run asks for it."""
+        self._own, self._pace = (membership.stage, worker), pace
         try:
             while True:
                 renewed = await self._renew(membership)
-                self._given.tend(time.monotonic())
+                self._tend()
                 seconds = self._spec.limits.guard_seconds * (1.0 if renewed else RETRY_SHARE)
                 await asyncio.sleep(seconds * self._rng.uniform(0.8, 1.2))
         finally:
-            self._own = None
-            self._given.clear()
+            self._own, self._pace = None, unpaced
+            for given in self._given.values():
+                given.clear()
 
     async def newest(
         self,
@@ -231,55 +250,65 @@ class StageCopies:
         if self._own is None and self.kept is None:
             raise Refused(Refusal.DRAINING)
 
+    def _tend(self) -> None:
+        for given in self._given.values():
+            given.tend(time.monotonic())
+
     async def _handle_open(self, peer: PeerId, message: Message) -> Message:
-        copy = await self._copy_of(CopyRequest.model_validate(message.header).stage, peer)
+        request = CopyRequest.model_validate(message.header)
+        copy = await self._copy_of(request.stage, peer, request.precision)
         return Message(copy.offer.model_dump(mode="json"))
 
     async def _handle_chunk(self, peer: PeerId, message: Message) -> Message:
         request = CopyRequest.model_validate(message.header)
-        step = self._spec.limits.chunk_bytes // 2
+        step = self._spec.limits.chunk_bytes // DTYPES[request.precision].itemsize
         at, end = request.index * step, (request.index + 1) * step
-        held = self._given.asked(request.root, peer, at, end, time.monotonic())
-        if held is None and self.kept is not None and self.kept.manifest.root == request.root:
-            held = self.kept
+        held = self._given[request.precision].asked(request.root, peer, at, end, time.monotonic())
+        kept = self.kept if request.precision == "fp16" else None
+        if held is None and kept is not None and kept.manifest.root == request.root:
+            held = kept
         if held is None:
             raise Refused(Refusal.UNKNOWN_SNAPSHOT)
         part = held.weights[at:end]
         if not part.numel():
             raise Refused(Refusal.MALFORMED, f"the copy has no chunk {request.index}")
+        if request.precision == "fp32":
+            await self._pace(part.nbytes, peer)
         return Message({}, (part,))
 
-    async def _copy_of(self, stage: int, peer: PeerId) -> StageCopy:
+    async def _copy_of(self, stage: int, peer: PeerId, precision: Precision) -> StageCopy:
         """The copy that this node gives `peer` of `stage`: of its own, or the one that it keeps. Raises Refused."""
         async with self._taking:
+            given = self._given[precision]
             if self._own is None or self._own[0] != stage:
-                if self.kept is None or self.kept.stage != stage:
+                if self.kept is None or self.kept.stage != stage or precision != "fp16":
                     raise Refused(Refusal.WRONG_STAGE)
                 return self.kept
             taken = time.monotonic()
-            copy = self._given.fresh(peer, taken)
+            copy = given.fresh(peer, taken)
             if copy is None:  # one for all who ask at the same time: it takes memory
-                if not self._given.room(taken):
-                    raise Refused(Refusal.BUSY, "two copies of other moments are being read")
-                copy = await self._copy_own(stage, self._own[1])
-                self._given.add(copy, peer, taken, time.monotonic())
+                if not given.room(taken):
+                    raise Refused(Refusal.BUSY, "copies of other moments are being read")
+                copy = await self._copy_own(stage, self._own[1], precision)
+                given.add(copy, peer, taken, time.monotonic())
             return copy
 
-    async def _copy_own(self, stage: int, worker: StageWorker) -> StageCopy:
+    async def _copy_own(self, stage: int, worker: StageWorker, precision: Precision) -> StageCopy:
         progress, slow = await worker.slow_weights()
 
         def work() -> tuple[Tensor, str]:
-            half = slow.clamp_(-LARGEST, LARGEST).to(torch.float16)
-            return half, root_of_weights(half)
+            taken = slow if precision == "fp32" else slow.clamp_(-LARGEST, LARGEST).to(torch.float16)
+            return taken, root_of_weights(taken)
 
-        half, root = await asyncio.to_thread(work)
+        weights, root = await asyncio.to_thread(work)
         manifest = CopyManifest(
             source=self._transport.peer_id,
             run=self._spec.run_id,
             stage=stage,
             clock=progress.clock,
             outer_rounds=progress.outer_rounds,
-            size=half.numel(),
+            size=weights.numel(),
+            precision=precision,
             root=root,
         )
-        return sign_copy(self._transport, manifest, half)
+        return sign_copy(self._transport, manifest, weights)

@@ -1,0 +1,216 @@
+"""The weights of a run that is under way, from the nodes that train it, by one who is none of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.exporting.gathered import Gathered, Shapes
+from noloco_node.interrupts import interruptible
+from noloco_node.merge import SavedReplica
+from noloco_node.model.stage import build_stage
+from noloco_node.onlooking import looking_on
+from noloco_node.swarm.access import Access
+from noloco_node.swarm.directory import Directory, PeerState
+from noloco_node.swarm.first_look import FIRST_LOOK_SECONDS, look_for_others
+from noloco_node.swarm.screened_directory import ScreenedDirectory
+from noloco_node.swarm.slow_weights import fetch_slow, of_one_mind
+from noloco_node.swarm.transport import PeerId, Refused, Transport, TransportError
+from noloco_node.telemetry.logging import NodeLog, configure_logging
+from noloco_node.training.layout import FlatLayout
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+MOST_REPLICAS = 8
+"""Of each stage that are averaged: what more would add to the mean is small, and every one costs a download."""
+LOOKS = 4
+LOOK_SECONDS = 3.0
+"""Between two looks at who is there, where a stage has given nothing yet."""
+GIVING = (PeerState.TRAINING, PeerState.FINISHING)
+
+Progress = Callable[[int, int], None]
+"""Told how many bytes have come, and how many will."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One replica's slow weights, in a file."""
+
+    stage: int
+    peer: PeerId
+    clock: float
+    weights: Tensor
+    """fp32 [parameters], a map of the file."""
+
+
+async def gather_live(settings: NodeSettings, spool: Path, told: Progress) -> Gathered:
+    """Fetch the slow weights of each stage's replicas of the run at `settings.initial_peers`, into files in `spool`.
+
+    Raises UserError as `looking_on` does; NO_DONOR where the replicas of a stage give nothing, RUN_FOLDER where the
+    disk refuses; KeyboardInterrupt where a signal ended it.
+    """
+    configure_logging("WARNING", NodeLog())
+    with interruptible() as interrupts:
+        try:
+            async with looking_on(settings, as_guest=True) as outside:
+                directory = ScreenedDirectory(outside.directory, Access(outside.spec))
+                await look_for_others(directory, outside.door.identity.peer_id, FIRST_LOOK_SECONDS)
+                gatherer = Gatherer(outside.spec, outside.door.transport, directory, spool, told)
+                return await outside.supervisor.beside(gatherer.gather())
+        except asyncio.CancelledError:
+            if not interrupts.cancelled_by_signal:
+                raise
+            raise KeyboardInterrupt from None
+
+
+class Gatherer:
+    """Fetches from whoever the directory shows, several at once; one that fails is replaced by another of its stage."""
+
+    def __init__(
+        self,
+        run: RunSpec,
+        transport: Transport,
+        directory: Directory,
+        spool: Path,
+        told: Progress,
+        rng: random.Random | None = None,
+        pause: float = LOOK_SECONDS,
+    ) -> None:
+        self._run = run
+        self._transport = transport
+        self._directory = directory
+        self._spool = spool
+        self._told = told
+        self._rng = rng or random.Random()
+        self._pause = pause
+        self._shapes = Shapes(run)
+        self._came = self._wanted = self._files = 0
+        self._asked: set[PeerId] = set()
+
+    async def gather(self) -> Gathered:
+        """All stages at once, so that they are of about the same moment. Raises UserError as `gather_live`."""
+        copies: list[_Copy] = []
+        for look in range(LOOKS):
+            await self._directory.refresh()
+            missing = set(range(self._run.stages)) - {copy.stage for copy in copies}
+            found = await all_or_first_error([self._of_stage(stage) for stage in sorted(missing)])
+            copies += [copy for of_stage in found for copy in of_stage]
+            if {copy.stage for copy in copies} == set(range(self._run.stages)):
+                break
+            self._asked.clear()
+            if look + 1 < LOOKS:
+                await asyncio.sleep(self._pause)
+        replicas = {stage: await self._sound(stage, copies) for stage in range(self._run.stages)}
+        lost = [str(stage) for stage, found in replicas.items() if not found]
+        if lost:
+            raise UserError(
+                ExitCode.NO_DONOR,
+                f"no replica of stage {', '.join(lost)} of run '{self._run.name}' gave its weights",
+                "try again when nodes train it (noloco-node watch shows them), or export the run folders of its nodes",
+            )
+        return Gathered(self._run, replicas, None, "")
+
+    def _candidates(self, stage: int) -> Iterator[PeerId]:
+        now = self._directory.now()
+        records = [record for record in self._directory.view.live(stage, now) if record.state in GIVING]
+        self._rng.shuffle(records)
+        yield from (PeerId(record.peer_id) for record in records)
+
+    async def _of_stage(self, stage: int) -> list[_Copy]:
+        """Copies of up to `MOST_REPLICAS` replicas; each who fails is replaced as long as there are others."""
+        waiting = [peer for peer in self._candidates(stage) if peer not in self._asked]
+        found: list[_Copy] = []
+
+        async def one_after_another() -> None:
+            while waiting:
+                peer = waiting.pop()
+                self._asked.add(peer)
+                copy = await self._take(stage, peer)
+                if copy is not None:
+                    found.append(copy)
+                    return
+
+        await all_or_first_error([one_after_another() for _ in range(min(MOST_REPLICAS, len(waiting)))])
+        return found
+
+    async def _take(self, stage: int, peer: PeerId) -> _Copy | None:
+        size = self._shapes.layout(stage).size
+        self._files += 1
+        file = self._spool / f"{stage}-{self._files}"
+        weights = _room(file, size)
+        self._wanted += weights.nbytes
+        came = 0
+
+        def told(count: int) -> None:
+            nonlocal came
+            came += 4 * count
+            self._came += 4 * count
+            self._told(self._came, self._wanted)
+
+        try:
+            manifest = await fetch_slow(self._run, stage, self._transport, peer, weights, told)
+        except (Refused, TransportError) as error:
+            logger.warning("stage %d of %s is not to be had: %s", stage, peer, error or repr(error))
+            self._came -= came
+            self._wanted -= weights.nbytes
+            file.unlink(missing_ok=True)
+            return None
+        return _Copy(stage, peer, manifest.clock, weights)
+
+    async def _sound(self, stage: int, copies: Sequence[_Copy]) -> list[SavedReplica]:
+        own = [copy for copy in copies if copy.stage == stage]
+        if len(own) > 2:
+            kept = await asyncio.to_thread(self._alike, stage, own)
+            for strange in (copy for copy in own if copy not in kept):
+                logger.warning("stage %d of %s is not like the others', and no part of it", stage, strange.peer)
+            own = kept or own
+        return [self._saved(copy) for copy in own]
+
+    def _alike(self, stage: int, copies: Sequence[_Copy]) -> list[_Copy]:
+        parameters = dict(build_stage(self._run.model, stage).named_parameters())
+        first = FlatLayout.of(parameters).flatten(parameters)
+        return [copies[index] for index in of_one_mind([copy.weights for copy in copies], first)]
+
+    def _saved(self, copy: _Copy) -> SavedReplica:
+        load = partial(self._shapes.unflattened, copy.stage, copy.weights, copy.peer)
+        return self._shapes.checked(SavedReplica(copy.stage, copy.clock, copy.peer, load, copy.peer))
+
+
+async def all_or_first_error(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What each of them gives; where one raises UserError the others end, and it alone goes on."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except* UserError as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _room(file: Path, size: int) -> Tensor:
+    """A map of a new file for `size` numbers in fp32. Its blocks are taken at once: writing to a map of a file that the
+    disk has no room for ends the process."""
+    try:
+        with file.open("wb") as opened:
+            os.posix_fallocate(opened.fileno(), 0, 4 * size)
+    except OSError as error:
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"the replicas' weights cannot be kept beside --out: {error.strerror or error}",
+            "make room there for each replica of each stage, or name a folder on another disk with --out",
+        ) from None
+    return torch.from_file(str(file), shared=True, size=size, dtype=torch.float32)

@@ -1,0 +1,182 @@
+"""A model out of a run that is under way: the mean of what its nodes hold, whoever dies or lies meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from noloco_node.config.run_spec import LimitsSpec
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.exporting.gathered import Gathered
+from noloco_node.exporting.live import Gatherer
+from noloco_node.exporting.write import export
+from noloco_node.footprint import footprint_of
+from noloco_node.merge import mean_of
+from noloco_node.model.export import load_exported
+from noloco_node.replica import Replica
+from noloco_node.swarm.directory import PeerState
+from noloco_node.swarm.guard import StageCopies
+from noloco_node.swarm.memory_directory import MemoryDirectory
+from noloco_node.swarm.memory_transport import MemoryTransport
+from noloco_node.swarm.slow_weights import of_one_mind
+from noloco_node.swarm.transport import PeerId
+from tests.worlds import World, micro_spec, world
+
+LIMITS = LimitsSpec(record_seconds=5.0, chunk_bytes=4096, exchange_progress_seconds=5.0)
+OUTSIDER = PeerId("one-who-looks-on")
+
+
+class Trained:
+    """Replicas of two stages that give their weights, each moved on by as much as its number in its stage."""
+
+    def __init__(self, made: World, copies: list[StageCopies]) -> None:
+        self.made = made
+        self.copies = copies
+        self.paced: list[tuple[int, str]] = []
+
+    async def pace(self, size: int, reader: str) -> None:
+        """What a donor's rate is asked."""
+        self.paced.append((size, reader))
+
+    def gatherer(self, spool: Path) -> tuple[Gatherer, MemoryTransport, list[tuple[int, int]]]:
+        """One who looks on, and what it is told."""
+        transport, told = MemoryTransport(self.made.network, OUTSIDER), list[tuple[int, int]]()
+        directory = MemoryDirectory(self.made.hub)
+        spool.mkdir()
+        rng, spec = random.Random(0), self.made.replicas[0].spec
+        return (
+            Gatherer(spec, transport, directory, spool, lambda *has: told.append(has), rng, pause=0.0),
+            transport,
+            told,
+        )
+
+    async def gather(self, spool: Path) -> Gathered:
+        """What comes of it."""
+        gatherer, transport, told = self.gatherer(spool)
+        try:
+            gathered = await gatherer.gather()
+        finally:
+            await transport.close()
+        assert told[-1][0] == told[-1][1]
+        return gathered
+
+
+async def shifted(replica: Replica, shift: float) -> None:
+    """Give it slow weights of its own."""
+    _, slow = await replica.worker.slow_weights()
+    await replica.worker.load_slow_weights(100.0, 1, slow + shift)
+
+
+@contextlib.asynccontextmanager
+async def trained(replicas: int = 2) -> AsyncIterator[Trained]:
+    """A swarm in memory that says that it trains, whose nodes keep and give copies."""
+    spec = micro_spec(limits=LIMITS)
+    async with world(spec, replicas=replicas) as made:
+        sizes, copies = footprint_of(spec).parameters, list[StageCopies]()
+        swarm = Trained(made, copies)
+        async with asyncio.TaskGroup() as group:
+            tasks: list[asyncio.Task[None]] = []
+            for number, replica in enumerate(made.replicas):
+                await shifted(replica, 1.0 + 0.1 * (number % replicas))
+                await replica.membership.announce(PeerState.TRAINING)
+                copies.append(StageCopies(spec, sizes, replica._transport, random.Random(0)))
+                copies[-1].serve()
+                keeping = copies[-1].keep(replica.membership, replica.worker, swarm.pace)
+                tasks.append(group.create_task(keeping))
+            await asyncio.sleep(0)
+            yield swarm
+            for task in tasks:
+                task.cancel()
+
+
+async def mean_slow(made: World, stage: int, leave_out: tuple[int, ...] = ()) -> dict[str, Tensor]:
+    """What the replicas of a stage hold, averaged, by local name."""
+    states: list[dict[str, Tensor]] = []
+    for number, replica in enumerate(made.replicas):
+        if replica.stage == stage and number not in leave_out:
+            slow, _ = await replica.worker.named_weights()
+            states.append({replica.full_names[name]: value for name, value in slow.items()})
+    return {name: torch.stack([state[name].double() for state in states]).mean(0).float() for name in states[0]}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Equal but for the last bit of fp32: half precision would not do."""
+    return one.keys() == other.keys() and all(
+        torch.allclose(one[name], other[name], rtol=1e-6, atol=1e-7) for name in one
+    )
+
+
+async def test_an_export_of_a_live_run_is_the_mean_of_its_replicas_in_full_precision(tmp_path: Path) -> None:
+    """Each is asked once, at its donor's pace; nobody sees a record of who looked on; plain transformers loads it."""
+    async with trained() as swarm:
+        gathered = await swarm.gather(tmp_path / "spool")
+        expected = await mean_slow(swarm.made, 0) | await mean_slow(swarm.made, 1)
+        await swarm.made.replicas[0].membership.refresh()
+        view = swarm.made.replicas[0].membership._directory.view
+        assert OUTSIDER not in {record.peer_id for stage in (0, 1) for record in view.live(stage, 0.0)}
+    assert {stage: len(found) for stage, found in gathered.replicas.items()} == {0: 2, 1: 2}
+    sizes = footprint_of(gathered.run).parameters
+    assert sum(size for size, _ in swarm.paced) == 2 * 4 * sum(sizes)
+    assert {reader for _, reader in swarm.paced} == {OUTSIDER}
+    exported = export(gathered, tmp_path / "out", "mean", lambda _: None)
+    loaded = dict(torch.nn.Module.named_parameters(load_exported(tmp_path / "out")))
+    assert same({name: value.detach() for name, value in loaded.items()}, expected)
+    assert exported.parameters == sum(sizes)
+
+
+async def test_a_donor_that_dies_is_left_out_or_replaced(tmp_path: Path) -> None:
+    """One of a stage does not answer any more: the others are the model."""
+    async with trained(replicas=3) as swarm:
+        dead = swarm.made.replicas[0]
+        await dead._transport.close()
+        gathered = await swarm.gather(tmp_path / "spool")
+        stage = dead.stage
+        expected = await mean_slow(swarm.made, stage, leave_out=(0,))
+    assert len(gathered.replicas[stage]) == 2
+    assert same(mean_of(gathered.replicas[stage]), expected)
+    assert {len(found) for number, found in gathered.replicas.items() if number != stage} == {3}
+
+
+async def test_a_stage_that_gives_nothing_is_named(tmp_path: Path) -> None:
+    """After a few looks, with the exit code of missing donors."""
+    async with trained(replicas=1) as swarm:
+        await swarm.made.replicas[1].membership.announce(PeerState.GONE)
+        gatherer, transport, _ = swarm.gatherer(tmp_path / "spool")
+        with pytest.raises(UserError) as caught:
+            await gatherer.gather()
+        await transport.close()
+    assert caught.value.exit_code is ExitCode.NO_DONOR
+    assert "stage 1" in caught.value.message
+
+
+async def test_a_full_disk_ends_it_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a byte is written to a map that would end the process."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("noloco_node.exporting.live.os.posix_fallocate", full)
+    async with trained() as swarm:
+        gatherer, transport, _ = swarm.gatherer(tmp_path / "spool")
+        with pytest.raises(UserError) as caught:
+            await gatherer.gather()
+        await transport.close()
+    assert caught.value.exit_code is ExitCode.RUN_FOLDER
+
+
+def test_of_three_the_odd_one_out_is_no_part_of_the_model() -> None:
+    """A poisoned copy, a negated and an inflated one; two alone are both taken, and so are young ones."""
+    first, draw = torch.zeros(4096), torch.Generator().manual_seed(0)
+    way = torch.randn(4096, generator=draw)
+    near = [way + 0.1 * torch.randn(4096, generator=draw) for _ in range(2)]
+    for odd in (torch.randn(4096, generator=draw), -way, 100.0 * way):
+        assert of_one_mind([near[0], odd, near[1]], first) == [0, 2]
+        assert of_one_mind([near[0], odd], first) == [0, 1]
+    assert of_one_mind([first, first.clone(), first.clone()], first) == [0, 1, 2]
