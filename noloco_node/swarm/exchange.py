@@ -41,6 +41,7 @@ from noloco_node.swarm.exchange_session import (
     account_of,
     begin,
     commit_event,
+    failure_of,
     opening_of,
     opening_specs,
     overdue,
@@ -172,7 +173,7 @@ class Exchanger:
         try:
             await self._lead(session)
         except (Refused, TransportError, NotFinite) as error:
-            self._report_abort(session, repr(error) if not isinstance(error, Refused) else str(error))
+            self._report_abort(session, failure_of(error))
             self._close(session)
             await say_goodbye(self._transport, session)
             return False
@@ -260,7 +261,7 @@ class Exchanger:
     async def _handle_leave(self, peer: PeerId, message: Message) -> Message:
         session = self._session_of(peer, parse(Leave, message.header).exchange)
         if not session.committing:
-            self._report_abort(session, "the partner left")
+            self._report_abort(session, "left: the partner left")
             self._close(session)
         return Message()
 
@@ -338,7 +339,7 @@ class Exchanger:
             raise Refused(Refusal.MALFORMED, "this exchange is open already")
         session.opening = True
         if not await all_finite(message.tensors[0]):
-            raise self._broken_off(session, "the gauge holds NaN or infinity")
+            raise self._broken_off(session, "not_finite: the gauge holds NaN or infinity")
         snapshot = await self._worker.snapshot(session.fragment)
         self._check_still_open(session)
 
@@ -352,7 +353,7 @@ class Exchanger:
         try:
             own = await self._arithmetic.do(work)
         except NotFinite as error:
-            raise self._broken_off(session, str(error), own=not await self._arithmetic.own_is_finite()) from None
+            raise self._broken_off(session, failure_of(error), own=not await self._arithmetic.own_is_finite()) from None
         self._check_still_open(session)
         session.meet(self._clocks.met(opening.clock), own, message.tensors)
         session.snapshot = snapshot
@@ -390,7 +391,7 @@ class Exchanger:
         try:
             own = await self._arithmetic.do(work)
         except NotFinite as error:
-            raise self._broken_off(session, str(error), own=not await self._arithmetic.own_is_finite()) from None
+            raise self._broken_off(session, failure_of(error), own=not await self._arithmetic.own_is_finite()) from None
         session.last_progress = time.monotonic()
         session.sent += own.nbytes
         session.received += message.tensors[0].nbytes

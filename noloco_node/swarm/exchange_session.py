@@ -13,11 +13,21 @@ from torch import Tensor
 from noloco_node.outer.clipping import Judgement
 from noloco_node.outer.codec import Codec
 from noloco_node.outer.gauge import gauge_coordinates, spread
-from noloco_node.outer.replica import OuterReplica, Part
+from noloco_node.outer.replica import NotFinite, OuterReplica, Part
 from noloco_node.swarm.exchange_messages import LEAVE, Leave, Opening
 from noloco_node.swarm.patience import STRANGERS, Patience, Visits
 from noloco_node.swarm.state_messages import StateManifest
-from noloco_node.swarm.transport import PeerId, Refused, TensorSpec, Transport, TransportError
+from noloco_node.swarm.transport import (
+    BrokenStream,
+    DeadlinePassed,
+    PeerId,
+    PeerUnreachable,
+    ProtocolViolation,
+    Refused,
+    TensorSpec,
+    Transport,
+    TransportError,
+)
 from noloco_node.swarm.typed_calls import Nothing, ask
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.progress import Progress
@@ -104,8 +114,26 @@ def overdue(session: Session, now: float, limit: float, chunks: int) -> str | No
     """Why an exchange of so many chunks must be given up; None where it makes progress, and enough of it."""
     whole = limit * (1.0 + chunks / CHUNKS_PER_LIMIT)
     if now - session.last_progress > limit:
-        return f"no chunk for {limit:g} s"
-    return f"not done within {whole:g} s" if now - session.started > whole else None
+        return f"stalled: no chunk for {limit:g} s"
+    return f"slow: not done within {whole:g} s" if now - session.started > whole else None
+
+
+_WORDS: tuple[tuple[type[Exception], str], ...] = (
+    (PeerUnreachable, "unreachable"),
+    (BrokenStream, "broken_stream"),
+    (DeadlinePassed, "deadline_passed"),
+    (ProtocolViolation, "protocol_violation"),
+    (TransportError, "link"),
+    (NotFinite, "not_finite"),
+)
+
+
+def failure_of(error: Refused | TransportError | NotFinite) -> str:
+    """An aborted outer step's `reason`: a word for the kind of failure, which becomes a label, and what was said."""
+    if isinstance(error, Refused):
+        return str(error)
+    word = next(word for kind, word in _WORDS if isinstance(error, kind))
+    return f"{word}: {error}"
 
 
 async def say_goodbye(transport: Transport, session: Session) -> None:

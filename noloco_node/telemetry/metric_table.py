@@ -91,7 +91,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
     ),
     "Outer steps": (
         _counter("noloco_outer_rounds_total", "outer steps", "Outer steps by kind", "kind", known=ROUNDS),
-        _counter("noloco_outer_aborts_total", "outer steps", "Outer steps that came to nothing", "reason"),
+        _counter(
+            "noloco_outer_aborts_total", "outer steps", "Outer steps that came to nothing, by what failed", "reason"
+        ),
         _gauge("noloco_outer_last_timestamp_seconds", "seconds since 1970", "When the last one was committed"),
         _gauge("noloco_spread", "1", "Estimated variance of the weights across replicas, per weight"),
         _gauge("noloco_difference_norm", "1", "Norm of the last difference to a partner"),

@@ -47,7 +47,7 @@ async def test_a_dialler_that_gives_up_frees_its_partner_at_once() -> None:
         made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=exchange.CHUNK))
         assert not await left.exchanger.dial(peer_name(0, 1))
         assert not right.exchanger.engaged
-        assert outer_steps(made, 1, "aborted")[0].reason == "the partner left"
+        assert outer_steps(made, 1, "aborted")[0].reason == "left: the partner left"
         assert made.network.fired[FaultKind.LOSE_REQUEST] > 0
 
 
