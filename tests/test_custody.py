@@ -109,6 +109,7 @@ async def test_who_leaves_a_stage_alone_is_told_as_far_as_answers_tell() -> None
 def stays_of(made: World, replica: Replica, warnings: list[Warned]) -> Stays:
     """The stays of a node with this replica."""
     transport = replica._transport  # pyright: ignore[reportPrivateUsage]
+    transport.withdraw("copy")  # the copies of the world that this replica has trained in
     stays = Stays(replica.spec, NodeSettings(), footprint_of(replica.spec), transport, MemoryDirectory(made.hub))
     stays.emit = warnings.append
     return stays

@@ -51,6 +51,7 @@ def stays_in(made: World, settings: NodeSettings) -> Stays:
     """Those of the world's first replica."""
     replica = made.replicas[0]
     transport = replica._transport  # pyright: ignore[reportPrivateUsage]
+    transport.withdraw("copy")  # those of the node's life before this one
     return Stays(replica.spec, settings, footprint_of(replica.spec), transport, MemoryDirectory(made.hub))
 
 
