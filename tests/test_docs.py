@@ -27,7 +27,14 @@ OF_THE_MODEL = "run.model.config."
 """Settings that transformers names."""
 MADE_BY_A_RUN = frozenset({"nodes/", "model/", "table.md"})
 """Folders that a run leaves; they are not in the repository."""
-SETTINGS_FILES = ("config/run_spec.py", "config/node_settings.py", "config/lab_spec.py", "config/load.py")
+SETTINGS_FILES = (
+    "config/run_spec.py",
+    "config/model_spec.py",
+    "config/data_spec.py",
+    "config/node_settings.py",
+    "config/lab_spec.py",
+    "config/load.py",
+)
 
 _CODE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")

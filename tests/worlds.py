@@ -11,17 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from noloco_node.config.data_spec import DataSpec
+from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.run_spec import (
-    DataSpec,
-    EvaluationSpec,
-    InnerSpec,
-    LimitsSpec,
-    ModelSpec,
-    OuterSpec,
-    PipelineSpec,
-    RunSpec,
-)
+from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, OuterSpec, PipelineSpec, RunSpec
 from noloco_node.data.samples import Samples
 from noloco_node.model.stage import build_stage
 from noloco_node.replica import Replica, on_its_device

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from noloco_node.config.run_spec import Positive, PositiveFloat, Settings
+from noloco_node.config.settings import Positive, PositiveFloat, Settings
 
 Algorithm = Literal["noloco", "diloco", "data_parallel", "local", "gossip"]
 

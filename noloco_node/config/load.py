@@ -16,7 +16,8 @@ from pydantic_core import ErrorDetails
 from noloco_node.config.environment import node_environment, variable_of
 from noloco_node.config.lab_spec import LabSpec
 from noloco_node.config.node_settings import LocalSwarmSettings, NodeSettings
-from noloco_node.config.run_spec import RunSpec, Settings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.config.settings import Settings
 from noloco_node.config.shipped import find_config, nearest_config
 from noloco_node.config.wording import allowed_in_words, did_you_mean, value_in_words
 from noloco_node.config.yaml_text import MAX_CHARACTERS, parse_yaml

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from noloco_node.config.run_spec import Positive, PositiveFloat, Settings
+from noloco_node.config.settings import Positive, PositiveFloat, Settings
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 

@@ -6,108 +6,22 @@ import hashlib
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from noloco_node.config.canonical import canonical_json
+from noloco_node.config.data_spec import DataSpec
+from noloco_node.config.model_spec import ModelSpec
+from noloco_node.config.settings import Fraction, Positive, PositiveFloat, Settings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.stability import admissible_gamma, safe_gamma
 
 MAX_BODY_BYTES = 256 << 20
 """Largest body of a request that peers grant each other."""
 
-MAX_PARTS = 1024
-"""Most layers, heads or experts that a model may have; the largest that are known have a few hundred."""
-
 ED25519_PEER_ID = r"^12D3KooW[1-9A-HJ-NP-Za-km-z]{44}$"
 """The peer ids from which the public key can be read."""
 
 RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,63}$"
-
-Positive = Annotated[int, Field(gt=0, le=10**18)]
-PositiveFloat = Annotated[float, Field(gt=0.0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-class Settings(BaseModel):
-    """Base of every group of settings: frozen, and an unknown key is an error rather than a silent default.
-
-    Numbers are finite: the run id could not be made of others.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class ModelSpec(Settings):
-    """The model, as arguments of `transformers.AutoConfig.for_model`, and the seed of its first weights."""
-
-    config: dict[str, JsonValue]
-    """Must hold `model_type`; everything else goes to that architecture's config class."""
-    seed: int = 0
-    """Seed of the first weights: each module is initialised from (seed, its full name)."""
-    stages: Annotated[int, Field(gt=0, le=256)] = 1
-    """Into how many pipeline stages the layers are cut."""
-
-    @model_validator(mode="after")
-    def _can_be_laid_out(self) -> ModelSpec:
-        for name, value in self.config.items():
-            counts = name.startswith(("num_", "n_")) or "layers" in name
-            if counts and isinstance(value, int | float) and value > MAX_PARTS:
-                raise ValueError(
-                    f"run.model.config.{name} is {str(value)[:20]}: to lay out so many would take this machine minutes "
-                    f"or hours; set it to {MAX_PARTS} or less"
-                )
-        return self
-
-
-class DataSpec(Settings):
-    """The training text and how it becomes windows of tokens."""
-
-    source: Literal["stdlib", "text", "huggingface"] = "stdlib"
-    """`stdlib`: the source files of Python's standard library; `text`: files of this machine, be they text or rows;
-    `huggingface`: a dataset of the hub."""
-    path: str | None = None
-    """A file, a folder or a glob such as `c4/en/c4-train.*.json.gz` (`text`), or a dataset's name (`huggingface`)."""
-    subset: str | None = None
-    """The subset of a hub's dataset, such as `en` of allenai/c4; not set takes its default."""
-    split: Annotated[str, Field(min_length=1)] = "train"
-    """The split of a hub's dataset; of files of rows whose names say splits, those of this one."""
-    text_field: str = "text"
-    """The column of rows that holds the text, or lists of token ids that the run's tokenizer made; padding is dropped
-    where a column `attention_mask` beside it is 0."""
-    fingerprint: Annotated[str, Field(pattern=r"^text-[0-9a-f]{32}$")] | None = None
-    """What `noloco-node config validate` prints for the text: set it so that a node that holds another one is told so
-    before it trains."""
-    prepared: str | None = None
-    """A folder that `noloco-node data prepare` wrote of this text on this machine, to be read in its place."""
-    tokenizer: str = "bytes"
-    """`bytes` (vocabulary 256), or what `AutoTokenizer.from_pretrained` takes."""
-    sequence_length: Annotated[int, Field(ge=2, le=131072)] = 128
-    """Tokens that are predicted in each window."""
-    holdout: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.05
-    """Share of whole documents held out for validation, chosen by a hash of their path."""
-    seed: int = 0
-    """Seed of the shuffling of windows; each stage-0 replica adds its own peer id."""
-
-    @model_validator(mode="after")
-    def _path_where_needed(self) -> DataSpec:
-        if self.source != "stdlib" and not self.path and not (self.source == "text" and self.prepared):
-            raise ValueError(
-                f"run.data.source is '{self.source}' but run.data.path is not set: name a file, folder or dataset"
-            )
-        if self.source == "stdlib" and self.path:
-            raise ValueError(
-                "run.data.path is set but run.data.source is 'stdlib': set run.data.source to text to train on it"
-            )
-        if self.subset is not None and self.source != "huggingface":
-            raise ValueError(
-                f"run.data.subset is set but run.data.source is '{self.source}': only datasets of the hub have subsets"
-            )
-        if self.source == "huggingface" and (self.path or "").startswith(("/", ".", "~")):
-            raise ValueError(
-                f"run.data.path is '{self.path}', a place on this machine, but run.data.source is 'huggingface': set "
-                "run.data.source to text to read it"
-            )
-        return self
 
 
 class InnerSpec(Settings):

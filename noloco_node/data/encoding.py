@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from noloco_node.config.run_spec import DataSpec
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.documents import Document, data_error
 from noloco_node.data.loaders import ends_of_ids
 from noloco_node.data.places import find_files

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from noloco_node.config.run_spec import DataSpec
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.documents import data_error
 from noloco_node.data.encoding import encode
 from noloco_node.data.fingerprint import Fingerprint

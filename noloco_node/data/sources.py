@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from noloco_node.config.run_spec import DataSpec
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.documents import Document, data_error, unreadable
 from noloco_node.data.fingerprint import Fingerprint
 from noloco_node.data.formats import Format

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from noloco_node.config.run_spec import DataSpec
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.documents import data_error
 from noloco_node.data.encoding import encode, fitting_tokenizer
 from noloco_node.data.prepared import open_prepared

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from noloco_node.config.run_spec import ModelSpec
+from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.wording import value_in_words
 from noloco_node.errors import ExitCode, UserError
 

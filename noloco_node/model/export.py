@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from noloco_node.config.run_spec import ModelSpec
+from noloco_node.config.model_spec import ModelSpec
 from noloco_node.model.byte_tokenizer import build_byte_tokenizer
 from noloco_node.model.cut import build_config
 from noloco_node.model.stage import build_on_meta

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from noloco_node.config.run_spec import ModelSpec
+from noloco_node.config.model_spec import ModelSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import StageCut, build_config, cut_model, not_llama_type
 

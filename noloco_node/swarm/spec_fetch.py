@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from noloco_node import PROTOCOL_VERSION, __version__
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import OwnData
-from noloco_node.config.run_spec import DataSpec, RunSpec
+from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.beginning import run_has_ended
 from noloco_node.swarm.hello import Hello, ask_hello, other_protocol, said_to_be_over

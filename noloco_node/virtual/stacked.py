@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.func import functional_call, vmap  # pyright: ignore[reportPrivateImportUsage, reportUnknownVariableType]
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from noloco_node.config.run_spec import InnerSpec, ModelSpec
+from noloco_node.config.model_spec import ModelSpec
+from noloco_node.config.run_spec import InnerSpec
 from noloco_node.model.stage import build_stage
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.stage_trainer import COMPUTE_DTYPE

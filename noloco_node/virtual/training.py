@@ -15,8 +15,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.lab_spec import Algorithm, WorldSpec
-from noloco_node.config.run_spec import DataSpec, RunSpec
+from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.walk import WindowWalk
 from noloco_node.data.windows import Windows, load_windows
 from noloco_node.errors import ExitCode, UserError

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node.config.run_spec import LimitsSpec, ModelSpec, OuterSpec
+from noloco_node.config.model_spec import ModelSpec
+from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.telemetry.events import OuterStep
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import libp2p_world, micro_spec

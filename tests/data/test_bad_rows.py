@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from noloco_node.config.run_spec import DataSpec
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.sources import check_source
 from noloco_node.errors import ExitCode, UserError
 from tests.data.made_files import TABLES, lines, write_table, write_texts

@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import load_config
-from noloco_node.config.run_spec import DataSpec
 from noloco_node.data.documents import Document
 from noloco_node.data.fingerprint import Fingerprint
 from noloco_node.data.sources import fingerprint_of, read_documents

@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from noloco_node.config.run_spec import DataSpec
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.data import loaders
 from noloco_node.data.documents import Document
 from noloco_node.data.sources import _hub, check_source, read_documents

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from noloco_node.config.run_spec import DataSpec
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.encoding import check_made_tokens
 from noloco_node.data.sources import check_source, read_documents
 from noloco_node.data.tokenizers import ByteTokenizer

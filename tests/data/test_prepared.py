@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import OwnData, load_config
-from noloco_node.config.run_spec import DataSpec
 from noloco_node.data import prepared
 from noloco_node.data.documents import Document
 from noloco_node.data.prepared import Manifest, check_text_here, prepare

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node.config.run_spec import DataSpec
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.documents import Document
 from noloco_node.data.sources import read_documents
 from noloco_node.errors import ExitCode, UserError

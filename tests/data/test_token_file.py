@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from noloco_node.config.run_spec import DataSpec
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.data import token_file
 from noloco_node.data.sources import divided, read_documents
 from noloco_node.data.token_file import TokenFile

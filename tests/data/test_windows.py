@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from noloco_node.config.run_spec import DataSpec
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.tokenizers import ByteTokenizer, load_tokenizer
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noloco_node.config.run_spec import ModelSpec
+from noloco_node.config.model_spec import ModelSpec
 from noloco_node.model.stage import Stage, build_stage
 
 LAYERS = 6

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from noloco_node.config.run_spec import ModelSpec
+from noloco_node.config.model_spec import ModelSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import build_config, cut_model
 from noloco_node.model.stage import build_stage

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from noloco_node.config.run_spec import ModelSpec
+from noloco_node.config.model_spec import ModelSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import build_config
 from noloco_node.model.stage import Stage, build_stage

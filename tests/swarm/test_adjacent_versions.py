@@ -13,7 +13,8 @@ import tests.worlds as worlds
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.aio import cancel_and_wait
 from noloco_node.checks import Outcome, check_versions
-from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, ModelSpec, OuterSpec, RunSpec
+from noloco_node.config.model_spec import ModelSpec
+from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, OuterSpec, RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm import records_call
 from noloco_node.swarm.conduct import Conduct

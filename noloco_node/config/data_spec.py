@@ -1,0 +1,60 @@
+"""The text of a run: one group of what every peer must agree on."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from noloco_node.config.settings import Settings
+
+
+class DataSpec(Settings):
+    """The training text and how it becomes windows of tokens."""
+
+    source: Literal["stdlib", "text", "huggingface"] = "stdlib"
+    """`stdlib`: the source files of Python's standard library; `text`: files of this machine, be they text or rows;
+    `huggingface`: a dataset of the hub."""
+    path: str | None = None
+    """A file, a folder or a glob such as `c4/en/c4-train.*.json.gz` (`text`), or a dataset's name (`huggingface`)."""
+    subset: str | None = None
+    """The subset of a hub's dataset, such as `en` of allenai/c4; not set takes its default."""
+    split: Annotated[str, Field(min_length=1)] = "train"
+    """The split of a hub's dataset; of files of rows whose names say splits, those of this one."""
+    text_field: str = "text"
+    """The column of rows that holds the text, or lists of token ids that the run's tokenizer made; padding is dropped
+    where a column `attention_mask` beside it is 0."""
+    fingerprint: Annotated[str, Field(pattern=r"^text-[0-9a-f]{32}$")] | None = None
+    """What `noloco-node config validate` prints for the text: set it so that a node that holds another one is told so
+    before it trains."""
+    prepared: str | None = None
+    """A folder that `noloco-node data prepare` wrote of this text on this machine, to be read in its place."""
+    tokenizer: str = "bytes"
+    """`bytes` (vocabulary 256), or what `AutoTokenizer.from_pretrained` takes."""
+    sequence_length: Annotated[int, Field(ge=2, le=131072)] = 128
+    """Tokens that are predicted in each window."""
+    holdout: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.05
+    """Share of whole documents held out for validation, chosen by a hash of their path."""
+    seed: int = 0
+    """Seed of the shuffling of windows; each stage-0 replica adds its own peer id."""
+
+    @model_validator(mode="after")
+    def _path_where_needed(self) -> DataSpec:
+        if self.source != "stdlib" and not self.path and not (self.source == "text" and self.prepared):
+            raise ValueError(
+                f"run.data.source is '{self.source}' but run.data.path is not set: name a file, folder or dataset"
+            )
+        if self.source == "stdlib" and self.path:
+            raise ValueError(
+                "run.data.path is set but run.data.source is 'stdlib': set run.data.source to text to train on it"
+            )
+        if self.subset is not None and self.source != "huggingface":
+            raise ValueError(
+                f"run.data.subset is set but run.data.source is '{self.source}': only datasets of the hub have subsets"
+            )
+        if self.source == "huggingface" and (self.path or "").startswith(("/", ".", "~")):
+            raise ValueError(
+                f"run.data.path is '{self.path}', a place on this machine, but run.data.source is 'huggingface': set "
+                "run.data.source to text to read it"
+            )
+        return self

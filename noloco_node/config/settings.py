@@ -1,0 +1,20 @@
+"""What all groups of settings have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0, le=10**18)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Settings(BaseModel):
+    """Base of every group of settings: frozen, and an unknown key is an error rather than a silent default.
+
+    Numbers are finite: the run id could not be made of others.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
