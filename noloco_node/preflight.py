@@ -48,8 +48,8 @@ def plan_run(run: RunSpec) -> Plan:
     microbatch is too large to travel, where a window is longer than the model's positions, and where a stage is too
     small for its fragments.
     """
-    from noloco_node.footprint import footprint_of
     from noloco_node.model.cut import build_config, cut_model
+    from noloco_node.sizing.footprint import footprint_of
     from noloco_node.training.stage_worker import check_fragments
 
     cuts = cut_model(run.model)

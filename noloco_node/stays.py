@@ -15,9 +15,9 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.custody import HOLDER_SECONDS, stage_lost, state_elsewhere, wait_for_holder
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.footprint import Footprint, fitting_stages, footprint_of, free_memory, memory_needed
 from noloco_node.replica import Replica
 from noloco_node.revival import revive_if_lost
+from noloco_node.sizing.footprint import Footprint, fitting_stages, footprint_of, free_memory, memory_needed
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.swarm.arrival import Arrival
 from noloco_node.swarm.balancing import Server, as_seen_at_work, servers_of, usual_strength

@@ -29,8 +29,8 @@ from noloco_node.checks import (
 )
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.footprint import free_memory
 from noloco_node.preflight import plan_run
+from noloco_node.sizing.footprint import free_memory
 from noloco_node.start_checks import among_peers, for_a_stage, report
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.hello import serve_hello

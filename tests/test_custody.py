@@ -15,9 +15,9 @@ from noloco_node import custody
 from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.custody import last_of_stage, unusable_checkpoints
-from noloco_node.footprint import footprint_of
 from noloco_node.local_swarm import LocalSwarm
 from noloco_node.replica import Replica
+from noloco_node.sizing.footprint import footprint_of
 from noloco_node.stays import Stays
 from noloco_node.storage.checkpoint import STATE, CheckpointFolder
 from noloco_node.swarm.directory import PeerState

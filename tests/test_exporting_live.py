@@ -17,10 +17,10 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.gathered import Gathered
 from noloco_node.exporting.live import Gatherer
 from noloco_node.exporting.write import export
-from noloco_node.footprint import footprint_of
 from noloco_node.merge import mean_of
 from noloco_node.model.export import load_exported
 from noloco_node.replica import Replica
+from noloco_node.sizing.footprint import footprint_of
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.memory_directory import MemoryDirectory

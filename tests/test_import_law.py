@@ -19,7 +19,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "config",
         "model data",
         "training",
-        "footprint storage telemetry",
+        "sizing storage telemetry",
         "checks merge preflight swarm",
         "start_checks",
         "custody first_state outer_steps revival virtual",

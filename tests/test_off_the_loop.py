@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from noloco_node.checkpointing import CheckpointKeeper
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
-from noloco_node.footprint import footprint_of
 from noloco_node.model.stage import build_stage
 from noloco_node.replica import Replica, on_its_device
+from noloco_node.sizing.footprint import footprint_of
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub

@@ -17,9 +17,9 @@ from noloco_node import PROTOCOL_VERSION, revival
 from noloco_node.checkpointing import CheckpointKeeper
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
-from noloco_node.footprint import footprint_of
 from noloco_node.replica import Replica
 from noloco_node.revival import revive_if_lost
+from noloco_node.sizing.footprint import footprint_of
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.swarm import guard
 from noloco_node.swarm.copy_manifest import CopyManifest, StageCopy, root_of_weights, sign_copy

@@ -11,7 +11,7 @@ import pytest
 from noloco_node import stays as stays_module
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.first_state import STARTS_ALONE
-from noloco_node.footprint import footprint_of
+from noloco_node.sizing.footprint import footprint_of
 from noloco_node.stays import Stays
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.swarm import first_look, membership

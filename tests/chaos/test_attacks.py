@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from noloco_node.config.run_spec import LimitsSpec, RunSpec
-from noloco_node.footprint import footprint_of
+from noloco_node.sizing.footprint import footprint_of
 from noloco_node.swarm import state_messages
 from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport

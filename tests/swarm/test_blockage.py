@@ -11,7 +11,7 @@ from noloco_node import PROTOCOL_VERSION
 from noloco_node import stays as stays_module
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec
-from noloco_node.footprint import footprint_of
+from noloco_node.sizing.footprint import footprint_of
 from noloco_node.stays import Stays
 from noloco_node.swarm import microbatch
 from noloco_node.swarm.balancing import Server, as_seen_at_work, supply_of, worth_moving

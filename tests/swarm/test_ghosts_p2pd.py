@@ -14,7 +14,7 @@ from noloco_node import PROTOCOL_VERSION
 from noloco_node import stays as stays_module
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec, RunSpec
-from noloco_node.footprint import footprint_of
+from noloco_node.sizing.footprint import footprint_of
 from noloco_node.stays import Stays
 from noloco_node.swarm.dht_directory import join_directory
 from noloco_node.swarm.directory import PeerRecord, PeerState

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from noloco_node.config.load import load_config
-from noloco_node.footprint import Memory, fitting_stages, footprint_of, free_memory, memory_needed
 from noloco_node.model.stage import build_stage
+from noloco_node.sizing.footprint import Memory, fitting_stages, footprint_of, free_memory, memory_needed
 from tests.worlds import micro_spec
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])

@@ -1,0 +1,1 @@
+"""What a run asks of machines and links, before it runs."""
