@@ -52,7 +52,9 @@ from noloco_node.help_texts import (
     SHOW_HELP,
     STATUS_HELP,
     SWARM_HELP,
+    TOKENIZER_HELP,
     TOP_HELP,
+    TRAIN_TOKENIZER_HELP,
     VALIDATE_HELP,
     WATCH_HELP,
 )
@@ -81,6 +83,7 @@ from noloco_node.small_commands import (
     init_arguments,
     list_arguments,
 )
+from noloco_node.tokenizer_commands import train_arguments
 from noloco_node.view_commands import top_arguments, watch_arguments
 
 if TYPE_CHECKING:
@@ -176,11 +179,7 @@ def parser() -> argparse.ArgumentParser:
     export_arguments(_command(commands, "export", "make one model out of what nodes have saved", EXPORT_HELP))
     eval_arguments(_command(commands, "eval", "say what a model is worth on the run's held-out text", EVAL_HELP))
     generate_arguments(_command(commands, "generate", "let an exported model continue a text", GENERATE_HELP))
-    data = _command(commands, "data", "work on a text that is done once, before a run", DATA_HELP)
-    actions = data.add_subparsers(title="actions", metavar="ACTION", required=True)
-    prepare = _command(actions, "prepare", "tokenise a text once, for runs to read", PREPARE_HELP)
-    _config_arguments(prepare)
-    prepare_arguments(prepare)
+    _text_commands(commands)
     health_arguments(_command(commands, "health", "ask this machine's node whether it is alive", HEALTH_HELP))
     top_arguments(_command(commands, "top", "watch one node in this terminal", TOP_HELP))
     watching = "watch a whole swarm in this terminal, without joining it"
@@ -205,6 +204,19 @@ def parser() -> argparse.ArgumentParser:
     _config_commands(_command(commands, "config", "look at a configuration file, or write one", CONFIG_HELP))
     completion_arguments(_command(commands, "completion", "complete commands in your shell", COMPLETION_HELP))
     return top
+
+
+def _text_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    data = _command(commands, "data", "work on a text that is done once, before a run", DATA_HELP)
+    actions = data.add_subparsers(title="actions", metavar="ACTION", required=True)
+    prepare = _command(actions, "prepare", "tokenise a text once, for runs to read", PREPARE_HELP)
+    _config_arguments(prepare)
+    prepare_arguments(prepare)
+    tokenizer = _command(commands, "tokenizer", "make a tokenizer for a run", TOKENIZER_HELP)
+    actions = tokenizer.add_subparsers(title="actions", metavar="ACTION", required=True)
+    train = _command(actions, "train", "learn a tokenizer from a run's text", TRAIN_TOKENIZER_HELP)
+    _config_arguments(train)
+    train_arguments(train)
 
 
 def _config_commands(config: argparse.ArgumentParser) -> None:

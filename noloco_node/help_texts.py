@@ -66,6 +66,20 @@ example:
   noloco-node data prepare own-text --set run.data.path=my-text --to my-tokens
   noloco-node swarm own-text --set run.data.path=my-text --set run.data.prepared=my-tokens"""
 
+TOKENIZER_HELP = """\
+Make a tokenizer for a run."""
+
+TRAIN_TOKENIZER_HELP = """\
+Learn a tokenizer from the text of a run: byte-level BPE, so that every text has its tokens and comes back from them
+byte for byte. Documents that the run holds out are not learnt from. DIR becomes an ordinary tokenizer folder, which
+transformers loads; it is there as a whole, or not at all. It reads the first 1 GB of the text where no other limit is
+named. Memory holds the different words of what is read.
+
+example:
+  noloco-node tokenizer train own-text --set run.data.path=my-text --vocab-size 8192 --out my-tokenizer
+  noloco-node swarm own-text --set run.data.path=my-text --set run.data.tokenizer=my-tokenizer \\
+      --set run.model.config.vocab_size=8192"""
+
 EXPORT_HELP = """\
 Make an ordinary Hugging Face model out of a run: safetensors, config, tokenizer, generation config, and a model card
 with the run's facts. Each RUN_FOLDER is a node's, brought here from whatever machine it ran on, or one that holds

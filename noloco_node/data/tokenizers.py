@@ -76,13 +76,22 @@ class PretrainedTokenizer:
         return self.encode("\n") if end is None else np.array([end], dtype=np.int64)
 
     def encode(self, text: str) -> Tokens:
-        """Ids without special tokens."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=False, verbose=False)
+        """Ids without special tokens around them; a lone surrogate becomes a question mark."""
+        ids: list[int] = self.backend.encode(encodable(text), add_special_tokens=False, verbose=False)
         return np.asarray(ids, dtype=np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens included."""
         return cast(str, self.backend.decode(list(ids)))
+
+
+def encodable(text: str) -> str:
+    """The text with question marks in place of lone surrogates, which UTF-8 cannot hold and JSON can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", errors="replace").decode()
+    return text
 
 
 def load_tokenizer(name: str) -> Tokenizer:
