@@ -23,7 +23,8 @@ from noloco_node.address_space import refused_memory
 from noloco_node.collector import loading
 from noloco_node.data_commands import prepare_arguments
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
-from noloco_node.export_commands import eval_arguments, export_arguments, generate_arguments
+from noloco_node.eval_commands import eval_arguments, generate_arguments
+from noloco_node.export_commands import export_arguments
 from noloco_node.folder_commands import report_arguments, status_arguments
 from noloco_node.help_texts import (
     COMPLETION_HELP,

@@ -99,12 +99,14 @@ example:
 
 EVAL_HELP = """\
 What a model is worth: loss in nats per token, perplexity, and bits a byte, on the windows that its run held out. DIR is
-what `noloco-node export` wrote. With run folders instead, the merged model, and beside it the model with each single
-replica in the place of its stage's mean: what averaging harms or mends shows there.
+what `noloco-node export` wrote. With run folders instead, or with the ADDRESS of a node while they train, the merged
+model, and beside it the model with each single replica in the place of its stage's mean: what averaging harms or mends
+shows there. From an address the weights are fetched as `export` does, into a temporary folder (TMPDIR says where).
 
 example:
   noloco-node eval my-model
-  noloco-node eval runs/tiny-20260101-120000"""
+  noloco-node eval runs/tiny-20260101-120000
+  noloco-node eval /ip4/10.0.0.5/tcp/31337/p2p/Qm... --set run.data.path=text.jsonl"""
 
 GENERATE_HELP = """\
 Let a model continue a text, with plain transformers, on the processor. The same seed gives the same text.

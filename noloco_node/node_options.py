@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     from noloco_node.config.run_spec import RunSpec
 
 
+OWN_TEXT = "run.data.path=FILE where the run's text is each volunteer's own"
+CONFIG_HELP = "the run's configuration, where its folders do not say which run it is"
+
+
+def guest_arguments(command: argparse.ArgumentParser) -> None:
+    """How somebody who looks at a run without taking part shows that it admits him."""
+    command.add_argument("--invitation", metavar="TEXT|FILE", help="for a run that admits only who is invited")
+    identity = "the identity that the run admits, where it admits by name"
+    command.add_argument("--identity", metavar="FILE", help=identity)
+
+
 def set_argument(command: argparse.ArgumentParser, example: str) -> None:
     """`--set NAME=VALUE`."""
     help_text = f"override a setting, for example {example} (may be repeated)"

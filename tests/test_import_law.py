@@ -30,7 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "device_group doctor early_checks help_texts identity_commands invite_commands local_swarm"
         " node_options seed small_commands status top watch",
         "exporting local_run report",
-        "data_commands export_commands folder_commands printing tokenizer_commands view_commands",
+        "data_commands eval_commands export_commands folder_commands printing tokenizer_commands view_commands",
         "cli",
         "__main__",
     )

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.data.tokenizers import BYTES, load_tokenizer
 from noloco_node.data.windows import load_windows
+from noloco_node.exporting.text_bytes import text_bytes
 from noloco_node.merge import SavedReplica, held_out
 from noloco_node.model.cut import build_config
 from noloco_node.model.export import evaluate_model, model_of
@@ -52,18 +52,11 @@ class HeldOut:
         self.batches: list[tuple[Tensor, Tensor]] = list(held_out(run, windows))
         self.windows = sum(len(labels) for _, labels in self.batches)
         self.tokens = sum(labels.numel() for _, labels in self.batches)
-        self.bytes = self._count_bytes(run.data.tokenizer)
+        self.bytes = max(1, text_bytes(run.data.tokenizer, (labels for _, labels in self.batches)))
 
     def score(self, model: PreTrainedModel) -> Score:
         """What a model loses on them."""
         return Score(evaluate_model(model, self.batches), self.tokens, self.bytes)
-
-    def _count_bytes(self, tokenizer: str) -> int:
-        if tokenizer == BYTES:
-            return self.tokens
-        back = load_tokenizer(tokenizer)
-        rows = (row for _, labels in self.batches for row in labels)
-        return max(1, sum(len(back.decode([int(token) for token in row]).encode()) for row in rows))
 
 
 class Bench:

@@ -58,16 +58,20 @@ class _Copy:
     """fp32 [parameters], a map of the file."""
 
 
-async def gather_live(settings: NodeSettings, spool: Path, told: Progress) -> Gathered:
+async def gather_live(
+    settings: NodeSettings, spool: Path, told: Progress, agreed: Callable[[RunSpec], object] = lambda _: None
+) -> Gathered:
     """Fetch the slow weights of each stage's replicas of the run at `settings.initial_peers`, into files in `spool`.
+    `agreed` sees the run before anything is fetched.
 
-    Raises UserError as `looking_on` does; NO_DONOR where the replicas of a stage give nothing, RUN_FOLDER where the
-    disk refuses; KeyboardInterrupt where a signal ended it.
+    Raises UserError as `looking_on` and `agreed` do; NO_DONOR where the replicas of a stage give nothing, RUN_FOLDER
+    where the disk refuses; KeyboardInterrupt where a signal ended it.
     """
     configure_logging("WARNING", NodeLog())
     with interruptible() as interrupts:
         try:
             async with looking_on(settings, as_guest=True) as outside:
+                agreed(outside.spec)
                 directory = ScreenedDirectory(outside.directory, Access(outside.spec))
                 await look_for_others(directory, outside.door.identity.peer_id, FIRST_LOOK_SECONDS)
                 gatherer = Gatherer(outside.spec, outside.door.transport, directory, spool, told)
@@ -210,7 +214,8 @@ def _room(file: Path, size: int) -> Tensor:
     except OSError as error:
         raise UserError(
             ExitCode.RUN_FOLDER,
-            f"the replicas' weights cannot be kept beside --out: {error.strerror or error}",
-            "make room there for each replica of each stage, or name a folder on another disk with --out",
+            f"the replicas' weights cannot be kept in {file.parent}: {error.strerror or error}",
+            "make room there for each replica of each stage, or name a folder on another disk: with --out for export, "
+            "with TMPDIR for eval",
         ) from None
     return torch.from_file(str(file), shared=True, size=size, dtype=torch.float32)

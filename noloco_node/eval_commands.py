@@ -1,0 +1,121 @@
+"""`noloco-node eval` and `generate`: what a model is worth, and what it says."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from noloco_node.collector import loading
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.exporting.sources import (
+    are_addresses,
+    check_text_named,
+    gathered_folders,
+    gathered_live,
+    named_run,
+    with_text,
+)
+from noloco_node.node_options import CONFIG_HELP, OWN_TEXT, guest_arguments, set_argument
+
+if TYPE_CHECKING:
+    from noloco_node.config.run_spec import RunSpec
+    from noloco_node.exporting.evaluation import HeldOut, Score
+    from noloco_node.exporting.gathered import Gathered
+    from noloco_node.merge import SavedReplica
+
+FIRST_COLUMN = 46
+
+
+def eval_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `eval`."""
+    add = command.add_argument
+    places = "what `export` wrote; or nodes of a run under way, or run folders, as `export` takes them"
+    add("sources", metavar="DIR|ADDRESS", nargs="+", help=places)
+    add("--config", metavar="CONFIG", type=Path, help=CONFIG_HELP)
+    guest_arguments(command)
+    set_argument(command, OWN_TEXT)
+    command.set_defaults(call=_eval)
+
+
+def generate_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `generate`."""
+    add = command.add_argument
+    add("folder", metavar="DIR", type=Path, help="what `export` wrote, or another model of transformers")
+    add("--prompt", metavar="TEXT", required=True, help="how the text begins")
+    add("--max-tokens", metavar="N", type=int, default=200, help="so many tokens at most (default: 200)")
+    add("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
+    add("--seed", metavar="N", type=int, default=0, help="another seed gives another text (default: 0)")
+    command.set_defaults(call=_generate)
+
+
+def _eval(options: argparse.Namespace) -> int:
+    first = Path(options.sources[0])
+    if len(options.sources) == 1 and (first / "config.json").is_file():
+        return _eval_model(first, options)
+    with contextlib.ExitStack() as stack:
+        if are_addresses(options.sources):
+            check_text_named(options)
+            gathered = gathered_live(options, stack, None, lambda run: with_text(run, options))
+        else:
+            gathered = gathered_folders(options)
+        _eval_replicas(gathered, options)
+    return int(ExitCode.OK)
+
+
+def _eval_replicas(gathered: Gathered, options: argparse.Namespace) -> None:
+    with loading():
+        from noloco_node.exporting.evaluation import Bench, HeldOut
+        from noloco_node.merge import mean_of
+
+    held_out, kept = HeldOut(with_text(gathered.run, options)), gathered.kept()
+    mean = {name: value for stage in sorted(kept) for name, value in mean_of(kept[stage]).items()}
+    _print_head(gathered.run, held_out, f", at {gathered.clock:,.0f} of {gathered.run.inner.target_tokens:,} tokens")
+    Bench(gathered.run, held_out).singles(kept, mean, _print_single)
+
+
+def _eval_model(folder: Path, options: argparse.Namespace) -> int:
+    with loading():
+        from noloco_node.exporting.evaluation import HeldOut
+        from noloco_node.exporting.folders import read_run
+        from noloco_node.exporting.read import open_model
+        from noloco_node.exporting.write import RUN_FILE
+
+    run = named_run(options) or with_text(read_run(folder / RUN_FILE), options)
+    model, held_out = open_model(folder), HeldOut(run)
+    _print_head(run, held_out)
+    _print_score("the model", held_out.score(model))
+    return int(ExitCode.OK)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    if options.max_tokens < 1 or not 0.0 <= options.temperature <= 100.0:
+        message = f"--max-tokens is {options.max_tokens} and --temperature {options.temperature:g}"
+        raise UserError(ExitCode.USAGE, message, "name 1 token or more, and a temperature from 0 to 100")
+    with loading():
+        from noloco_node.exporting.read import continued
+
+    print(continued(options.folder, options.prompt, options.max_tokens, options.seed, options.temperature))
+    return int(ExitCode.OK)
+
+
+def _print_head(run: RunSpec, held_out: HeldOut, at: str = "") -> None:
+    print(f"run {run.name} ({run.run_id}){at}: {held_out.windows} held-out windows, {held_out.tokens:,} tokens")
+    print(f"{'':<{FIRST_COLUMN}} {'loss':>8} {'perplexity':>12} {'bits/byte':>10}", flush=True)
+
+
+def _print_single(replica: SavedReplica | None, score: Score) -> None:
+    _print_score("merged" if replica is None else _alone(replica), score)
+
+
+def _alone(replica: SavedReplica) -> str:
+    folder = "" if replica.source == replica.peer else replica.source.rpartition("/")[2]
+    words = [word for word in (folder, f"…{replica.peer[-6:]}" if replica.peer else "") if word]
+    return f"stage {replica.stage} of {' '.join(words)} alone"[:FIRST_COLUMN]
+
+
+def _print_score(name: str, score: Score) -> None:
+    perplexity = f"{score.perplexity:,.3f}" if math.isfinite(score.perplexity) else "infinite"
+    print(f"{name:<{FIRST_COLUMN}} {score.loss:>8.4f} {perplexity:>12} {score.bits_per_byte:>10.4f}", flush=True)

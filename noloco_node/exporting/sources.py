@@ -1,0 +1,125 @@
+"""What `export`, `eval` and `generate` are told of: nodes of a run under way, by address, or folders."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from noloco_node.collector import loading
+from noloco_node.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from noloco_node.config.node_settings import NodeSettings
+    from noloco_node.config.run_spec import RunSpec
+    from noloco_node.exporting.gathered import Gathered
+
+
+def are_addresses(sources: Sequence[str]) -> bool:
+    """Whether they are a run's nodes. UserError (USAGE) for folders among them."""
+    addresses = [source for source in sources if "/p2p/" in source and not Path(source).exists()]
+    if addresses and len(addresses) < len(sources):
+        message = "addresses of nodes and run folders are mixed"
+        raise UserError(ExitCode.USAGE, message, "name either the nodes of a run under way, or folders")
+    return bool(addresses)
+
+
+def guest_settings(options: argparse.Namespace) -> NodeSettings:
+    """Of one who looks at the run of `options.sources`, which are addresses. UserError (CONFIG) where one is none."""
+    from noloco_node.config.node_settings import NodeSettings
+    from noloco_node.early_checks import check_peers
+
+    settings = NodeSettings(
+        initial_peers=tuple(options.sources), invitation=options.invitation, identity=options.identity
+    )
+    check_peers(settings)
+    return settings
+
+
+def gathered_live(
+    options: argparse.Namespace,
+    stack: contextlib.ExitStack,
+    beside: Path | None,
+    agreed: Callable[[RunSpec], object] = lambda _: None,
+) -> Gathered:
+    """Fetched from the nodes at `options.sources` into a folder that is gone when the stack is left: one beside the
+    path that is named, else one for temporary files. UserError as `gather_live`."""
+    settings = guest_settings(options)
+    with loading():
+        import uvloop
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        from noloco_node.exporting.live import gather_live
+
+    near = None if beside is None else beside.absolute()
+    place = (tempfile.gettempdir(), "noloco-eval-") if near is None else (near.parent, f".{near.name}.fetched-")
+    spool = stack.enter_context(tempfile.TemporaryDirectory(dir=place[0], prefix=place[1]))
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("connecting", total=None)
+
+        def told(came: int, wanted: int) -> None:
+            progress.update(bar, description="fetching", completed=came, total=wanted)
+
+        return uvloop.run(gather_live(settings, Path(spool), told, agreed))
+
+
+def gathered_folders(options: argparse.Namespace) -> Gathered:
+    """What the run folders at `options.sources` hold. UserError as `gather_folders`."""
+    with loading():
+        from noloco_node.exporting.folders import gather_folders
+
+    return gather_folders([Path(source) for source in options.sources], named_run(options))
+
+
+def named_run(options: argparse.Namespace) -> RunSpec | None:
+    """The run of `--config`, where that is given. UserError as loading it does."""
+    from noloco_node.config.load import load_config
+
+    return load_config(options.config, options.set).run if options.config is not None else None
+
+
+def with_text(run: RunSpec, options: argparse.Namespace) -> RunSpec:
+    """With the place of the text, as `--config` or who joins a run says it. UserError: CONFIG where it must be named,
+    WRONG_RUN where the configuration is another run's."""
+    from noloco_node.config.load import load_join
+    from noloco_node.swarm.spec_fetch import with_own_data
+
+    named = named_run(options)
+    if named is not None:
+        if named.run_id != run.run_id:
+            raise UserError(
+                ExitCode.WRONG_RUN,
+                f"{options.config} is run '{named.name}' ({named.run_id}), and the weights are of '{run.name}' "
+                f"({run.run_id})",
+                "leave out --config: the run says by itself what it is",
+            )
+        return named
+    own = load_join(options.set).run.data
+    if run.data.source == "text" and own.path is None and own.prepared is None:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"run.data.path is not set, and each node of run '{run.name}' has its own copy of the text",
+            "say where yours lies with --set run.data.path=FILE: its held-out part is what is evaluated on",
+        )
+    return with_own_data(run, own, reads_text=True)
+
+
+def check_text_named(options: argparse.Namespace) -> None:
+    """Raise UserError (DATA) where a text or tokenizer of this machine is named that is not there; CONFIG for settings
+    that are none. For before anybody is asked for a run."""
+    from noloco_node.config.load import load_join
+    from noloco_node.early_checks import check_own_data
+
+    if named_run(options) is None:
+        check_own_data(load_join(options.set).run.data)
+
+
+def say(line: str) -> None:
+    """To the person, beside what the command gives."""
+    print(line, file=sys.stderr, flush=True)
