@@ -63,7 +63,8 @@ def peak_flop_per_second(name: str, precision: str) -> float | None:
 
 
 def peak_of(device: str, precision: str) -> float | None:
-    """The same by the device's own name."""
+    """The same by the device's own name. All precisions that compute in bf16 have one peak."""
+    precision = precision.partition("-")[0]
     words = set(re.split(r"[\s-]+", device))
     if "Laptop" in words:
         return None

@@ -21,6 +21,8 @@ MAX_BODY_BYTES = 256 << 20
 ED25519_PEER_ID = r"^12D3KooW[1-9A-HJ-NP-Za-km-z]{44}$"
 """The peer ids from which the public key can be read."""
 
+PrecisionName = Literal["fp32", "bf16", "bf16-mixed", "bf16-pure"]
+
 RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 
 
@@ -51,8 +53,9 @@ class InnerSpec(Settings):
     """Gradient norm bound of each stage (a stage cannot know the norm of the others)."""
     backward: Literal["keep", "recompute"] = "keep"
     """`keep` holds a microbatch's graph until its gradient comes back; `recompute` holds its input only."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the published weights used in forward and backward; the masters stay fp32."""
+    precision: PrecisionName = "fp32"
+    """`bf16`: forward and backward on bf16 copies of fp32 masters; `bf16-mixed`: on fp32 copies, products in bf16
+    (torch's autocast); `bf16-pure`: weights and AdamW's state in bf16, no masters, as in the paper."""
 
     @model_validator(mode="after")
     def _warmup_before_target(self) -> InnerSpec:

@@ -1,8 +1,9 @@
 """The stage on its device: forward, backward, inner step. Synchronous; belongs to the compute thread.
 
-fp32 masters live in one flat vector that AdamW updates in place. Every step publishes an immutable copy in the compute
-precision; a microbatch is carried through `torch.func.functional_call` on the copy that was current at its forward, and
-its backward uses that same copy. (Assigning to `p.data` instead gives silently wrong gradients.)
+The masters live in one flat vector that AdamW updates in place (`training.precision` says in which precision). Every
+step publishes an immutable copy; a microbatch is carried through `torch.func.functional_call` on the copy that was
+current at its forward, and its backward uses that same copy. (Assigning to `p.data` instead gives silently wrong
+gradients.)
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ from noloco_node.model.stage import Stage
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.loss_bound import LossBound
 from noloco_node.training.norm_bound import NormBound
+from noloco_node.training.precision import PRECISIONS
 from noloco_node.training.versions import Version, VersionStore
 
 GRADIENT_MULTIPLE = 8.0
 """A microbatch's gradient with a norm so many times the usual one is scaled down."""
-
-COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class MicrobatchNotFinite(ValueError):
@@ -78,8 +78,9 @@ class StageTrainer:
         self.device = torch.device(device)
         self.wire_dtype = wire_dtype
         self.layout = FlatLayout.of(dict(stage.named_parameters()))
-        self.master = self.layout.flatten(dict(stage.named_parameters())).to(self.device)
-        self._compute_dtype = COMPUTE_DTYPE[inner.precision]
+        self._precision = PRECISIONS[inner.precision]
+        flat = self.layout.flatten(dict(stage.named_parameters()))
+        self.master = flat.to(device=self.device, dtype=self._precision.masters)
         self._is_first, self._is_last = stage.cut.is_first, stage.cut.is_last
         self._stage = stage.to(self.device)
         _without_weights(self._stage)
@@ -96,7 +97,7 @@ class StageTrainer:
         self._tokens = 0
         self._loss_sum = 0.0
         self._optimizer = self._make_optimizer(inner)
-        self._versions = VersionStore(self.layout, self._compute_dtype)
+        self._versions = VersionStore(self.layout, self._precision.published)
         self._versions.publish(self.master)
 
     @property
@@ -202,7 +203,7 @@ class StageTrainer:
         """
         assert self._tokens > 0, "a step needs tokens"
         tokens, loss = self._tokens, self._loss_sum / self._tokens
-        norm = float(torch.linalg.vector_norm(self._gradient)) / tokens  # pyright: ignore
+        norm = float(torch.linalg.vector_norm(self._gradient, dtype=torch.float32)) / tokens  # pyright: ignore
         skipped = not math.isfinite(norm)
         if not skipped:
             clip = min(1.0, self._clip_norm / (norm + 1e-6))
@@ -216,7 +217,7 @@ class StageTrainer:
         return StepResult(tokens, loss, norm, skipped)
 
     def add_to_weights(self, correction: Tensor, part: slice = slice(None)) -> None:
-        """θ ← θ + correction (flat, host) in that part of the vector, and publish."""
+        """θ ← θ + correction (flat, host, fp32) in that part of the vector, rounded once, and publish."""
         with torch.no_grad():
             self.master[part].add_(correction.to(self.device))
         self._versions.publish(self.master)
@@ -240,10 +241,12 @@ class StageTrainer:
         for part, parameter in self._optimizer_parts():
             self._optimizer.state[parameter] = {
                 "step": optimizer_state["optimizer_steps"].to(device=self.device, dtype=torch.float32, copy=True),
-                "exp_avg": optimizer_state["exp_avg"][part].to(self.device, copy=True),
-                "exp_avg_sq": optimizer_state["exp_avg_sq"][part].to(self.device, copy=True),
+                **{name: self._own(optimizer_state[name][part]) for name in ("exp_avg", "exp_avg_sq")},
             }
         self._versions.publish(self.master)
+
+    def _own(self, moment: Tensor) -> Tensor:
+        return moment.to(device=self.device, dtype=self._precision.masters, copy=True)
 
     def copy_into(self, room: Mapping[str, Tensor]) -> None:
         """Fill `room` (zeroed host tensors) with weights `fast`, AdamW's state as `optimizer_state()` gives it, and the
@@ -288,7 +291,8 @@ class StageTrainer:
             return leaf, self._run(version, leaf)
 
     def _run(self, version: Version, inputs: Tensor) -> Tensor:
-        return cast(Tensor, functional_call(self._stage, version.parameters, (inputs,)))
+        with self._precision.computing(self.device):
+            return cast(Tensor, functional_call(self._stage, version.parameters, (inputs,)))
 
     def _takes_in(self, source: str, loss_sum: float, tokens: int) -> bool:
         return not source or self.loss_bound.takes_in(loss_sum / tokens, tokens)
@@ -315,7 +319,7 @@ class StageTrainer:
         with torch.no_grad():
             if factor < 1.0:
                 torch._foreach_mul_(own, factor)  # pyright: ignore
-            if self._compute_dtype == torch.float32:
+            if self._precision.masters == self._precision.published:
                 torch._foreach_add_(self._gradient_views, list(own))  # pyright: ignore
             else:
                 for total, part in zip(self._gradient_views, own, strict=True):
@@ -332,7 +336,7 @@ class StageTrainer:
     def _to_device(self, inputs: Tensor) -> Tensor:
         if self._is_first:
             return inputs.to(device=self.device, dtype=torch.int64)
-        return inputs.to(device=self.device, dtype=self._compute_dtype)
+        return inputs.to(device=self.device, dtype=self._precision.published)
 
     def _count(self, loss_sum: float, tokens: int) -> None:
         self._loss_sum += loss_sum

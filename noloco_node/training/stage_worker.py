@@ -117,7 +117,7 @@ def outer_of(spec: RunSpec, master: Tensor) -> OuterReplica:
     """The outer state of a stage that begins at these weights (flat, any device). UserError (CONFIG) as
     `check_fragments`."""
     outer = spec.outer
-    slow = master.to("cpu", copy=True)
+    slow = master.to(device="cpu", dtype=torch.float32, copy=True)
     check_fragments(spec, slow.numel())
     return OuterReplica(
         OuterRule(outer.alpha, outer.beta, outer.effective_gamma, outer.momentum),
@@ -318,7 +318,7 @@ class StageWorker:
         def work() -> tuple[Progress, dict[str, Tensor]]:
             self.outer.settle()
             return self.progress, {
-                "fast": self._trainer.master.to("cpu", copy=True),
+                "fast": self._trainer.master.to(device="cpu", dtype=torch.float32, copy=True),
                 "slow": self.outer.slow.clone(),
                 "momentum": self.outer.momentum.clone(),
                 **({} if self.outer.trail is None else {TRAIL: self.outer.trail.clone()}),

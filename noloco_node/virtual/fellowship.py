@@ -103,7 +103,13 @@ class Fellowship:
         self.tally = Tally()
         rule, codec, fragments = rule_of(algorithm, run.outer), CODECS[run.outer.codec], run.outer.fragments
         self.replicas = [
-            OuterReplica(rule, row.clone(), codec=codec, chunk_bytes=run.limits.chunk_bytes, fragments=fragments)
+            OuterReplica(
+                rule,
+                row.to(torch.float32, copy=True),
+                codec=codec,
+                chunk_bytes=run.limits.chunk_bytes,
+                fragments=fragments,
+            )
             for row in stage.fast
         ]
         self._bounds = [[PartnerBound(run.outer.clip_multiple) for _ in range(fragments + 1)] for _ in self.replicas]

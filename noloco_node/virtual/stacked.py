@@ -16,7 +16,7 @@ from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.run_spec import InnerSpec
 from noloco_node.model.stage import build_stage
 from noloco_node.training.layout import FlatLayout
-from noloco_node.training.stage_trainer import COMPUTE_DTYPE
+from noloco_node.training.precision import PRECISIONS
 
 AT_ONCE = 64
 """Microbatches in one vectorised call: enough to hide Python, few enough for the caches and for memory."""
@@ -45,11 +45,11 @@ class StackedStage:
         parameters = dict(self._stage.named_parameters())
         self.layout = FlatLayout.of(parameters)
         self._names = [entry.name for entry in self.layout.entries]
-        self.fast = self.layout.flatten(parameters).repeat(replicas, 1)
+        self._precision = PRECISIONS[inner.precision]
+        self.fast = self.layout.flatten(parameters).to(self._precision.masters).repeat(replicas, 1)
         self.gradient = torch.zeros_like(self.fast)
         self.tokens = [0] * replicas
         self._clip_norm = inner.clip_norm
-        self._dtype = COMPUTE_DTYPE[inner.precision]
         self._optimizer = self._make_optimizer(inner)
 
     @property
@@ -60,14 +60,14 @@ class StackedStage:
     def forward(self, rows: Tensor, inputs: Tensor) -> Passage:
         """Microbatch m through replica rows[m]: `inputs` [M, B, T] ids or [M, B, T, hidden]; outputs accordingly."""
         if not self._is_first:
-            inputs = inputs.detach().to(self._dtype).requires_grad_()
+            inputs = inputs.detach().to(self._precision.published).requires_grad_()
         weights = [weight.requires_grad_() for weight in self._weights(self.fast.detach()[rows])]
         return Passage(rows, weights, inputs, self._run(weights, inputs))
 
     def evaluate(self, weights: Tensor, inputs: Tensor) -> Tensor:
         """Outputs only, of replicas with these weights [M, size] on a microbatch each."""
         with torch.no_grad():
-            return self._run(self._weights(weights), inputs if self._is_first else inputs.to(self._dtype))
+            return self._run(self._weights(weights), inputs if self._is_first else inputs.to(self._precision.published))
 
     def backward(self, passage: Passage, gradient: Tensor | None, tokens: int) -> Tensor | None:
         """Accumulate gradients from that of the outputs (None where the outputs are a summed loss). Returns that of
@@ -77,7 +77,7 @@ class StackedStage:
         whole = len(passage.rows) == self.replicas and bool((passage.rows == torch.arange(self.replicas)).all())
         for entry, part in zip(self.layout.entries, gradients, strict=False):
             columns = slice(entry.offset, entry.end)
-            flat = part.reshape(len(passage.rows), -1).float()
+            flat = part.reshape(len(passage.rows), -1).to(self.gradient.dtype)
             if whole:
                 self.gradient[:, columns].add_(flat)
             else:
@@ -97,7 +97,7 @@ class StackedStage:
         """An inner step of each of these replicas on the mean gradient of its tokens, at its own learning rate."""
         counts = torch.tensor([self.tokens[row] for row in rows])
         picked = self.gradient[list(rows)] if len(rows) < self.replicas else self.gradient
-        norms = torch.sqrt(picked.square().sum(1)) / counts
+        norms = torch.sqrt(picked.float().square().sum(1)) / counts
         clips = torch.clamp(self._clip_norm / (norms + 1e-6), max=1.0)
         factors = cast(list[float], (clips / counts).tolist())  # pyright: ignore[reportUnknownMemberType]
         for row, factor in zip(rows, factors, strict=True):
@@ -147,13 +147,17 @@ class StackedStage:
 
     def _weights(self, flat: Tensor) -> list[Tensor]:
         """Parameters [M, *shape] each, in the layout's order, of replicas with weights [M, size]."""
-        flat = flat.to(self._dtype)
+        flat = flat.to(self._precision.published)
         return [flat[:, entry.offset : entry.end].view(len(flat), *entry.shape) for entry in self.layout.entries]
 
     def _run(self, weights: Sequence[Tensor], inputs: Tensor) -> Tensor:
         def one(own: dict[str, Tensor], batch: Tensor) -> Tensor:
             return cast(Tensor, functional_call(self._stage, own, (batch,)))
 
+        if self._precision.autocast:  # vmap would take attention apart before autocast sees it
+            with self._precision.computing(inputs.device):
+                rows = [dict(zip(self._names, own, strict=True)) for own in zip(*weights, strict=True)]
+                return torch.stack([one(own, batch) for own, batch in zip(rows, inputs, strict=True)])
         run = cast(Callable[[dict[str, Tensor], Tensor], Tensor], vmap(one))
         parts: list[Tensor] = []
         with sdpa_kernel(SDPBackend.MATH):  # the other kernels have no batching rule and would run one by one

@@ -324,7 +324,7 @@ class Training:
         total, size = 0.0, 0
         for stage in self._stages:
             if stage.replicas > 1:
-                total += float(stage.fast.var(0).double().sum())
+                total += float(stage.fast.float().var(0).double().sum())
             size += stage.layout.size
         return SpreadPoint(
             step=self._tick, tokens=round(clock), learning_rate=self._rate(clock), spread=_finite(total / size)

@@ -1,0 +1,38 @@
+"""Precisions by name (`inner.precision`): how weights, AdamW's state and gradients are kept, and what computes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from noloco_node.config.run_spec import PrecisionName
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """One of `PRECISIONS`. Slow weights and all else of the outer step stay fp32 whatever it is."""
+
+    masters: torch.dtype
+    """Of the weights that AdamW changes, of its moments, and of the gradient that accumulates."""
+    published: torch.dtype
+    """Of the copies that forward and backward use, and of the activations that come in."""
+    autocast: bool = False
+    """Whether products are computed in bf16 although all tensors are fp32."""
+
+    def computing(self, device: torch.device) -> AbstractContextManager[object]:
+        """The context of a forward on `device`; backward needs none."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.autocast)
+
+    def bytes_a_parameter(self, versions: int = 2) -> int:
+        """Memory on the device for each parameter: weights, two moments, gradient, and so many published versions."""
+        return 4 * self.masters.itemsize + versions * self.published.itemsize
+
+
+PRECISIONS: dict[PrecisionName, Precision] = {
+    "fp32": Precision(torch.float32, torch.float32),
+    "bf16": Precision(torch.float32, torch.bfloat16),
+    "bf16-mixed": Precision(torch.float32, torch.float32, autocast=True),
+    "bf16-pure": Precision(torch.bfloat16, torch.bfloat16),
+}
