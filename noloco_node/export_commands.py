@@ -28,6 +28,7 @@ def export_arguments(command: argparse.ArgumentParser) -> None:
     add("--replicas", metavar="mean|best|PEER", default="mean", help="which of each stage (default: mean)")
     add("--config", metavar="CONFIG", type=Path, help=CONFIG_HELP)
     add("--shard-bytes", metavar="N", type=int, default=SHARD_BYTES, help="largest file of weights (default: 5 GB)")
+    add("--eval", action="store_true", help="say in its card what the model loses on the run's held-out text")
     guest_arguments(command)
     set_argument(command, OWN_TEXT)
     command.set_defaults(call=_export)
@@ -43,7 +44,7 @@ def _export(options: argparse.Namespace) -> int:
 
     check_out(options.out)
     with contextlib.ExitStack() as stack:
-        needs_text = options.replicas == BEST
+        needs_text = options.eval or options.replicas == BEST
         if are_addresses(options.sources):
             gathered = gathered_live(
                 options, stack, options.out, lambda run: with_text(run, options) if needs_text else run
@@ -65,6 +66,8 @@ def _print_exported(gathered: Gathered, exported: Exported, seconds: float) -> N
     if gathered.reported is not None:
         at = f"at {gathered.reported.clock:,.0f} tokens, as the swarm reported it"
         print(f"{'validation loss':<30} {gathered.reported.loss:.4f} nats per token {at}")
+    if exported.score is not None:
+        print(f"{'validation loss of the model':<30} {exported.score.loss:.4f} nats per token")
     made = f"{exported.folder}, {exported.parameters:,} parameters, in {seconds:,.0f} s"
     print(f"{'model (Hugging Face folder)':<30} {made}")
     print(f"{'what it is worth':<30} noloco-node eval {exported.folder}")

@@ -36,7 +36,7 @@ from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
 from noloco_node.swarm.directory import DirectoryView, PeerState
-from noloco_node.swarm.hello import check_same_run, serve_hello
+from noloco_node.swarm.hello import check_same_run, held_out_loss, serve_hello
 from noloco_node.swarm.outlook import Outlook, outlook_of
 from noloco_node.swarm.receipts import Receipts, open_receipts
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
@@ -145,7 +145,7 @@ async def _live(
         start_checks.report(await asyncio.to_thread(checks))
         net.reach.tell(lambda now: emit(Reachability(way=now.way.value, words=now.words())))
         net.supervisor.on_restart = lambda cause: emit(P2pdRestarted(cause=cause, restarts=net.supervisor.restarts))
-        serve_hello(net.transport, spec, lambda: stays.stage)
+        serve_hello(net.transport, spec, lambda: stays.stage, held_out=lambda: held_out_loss(telemetry.evaluation))
         serve_spec(net.transport, spec)
         place = _Place(net, folder, checkpoints, thread, stays, telemetry, saved)
         del saved  # it holds a copy of everything, and is `place`'s to let go of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import shutil
 import tempfile
 import time
@@ -75,6 +76,17 @@ def nothing_left_behind() -> Iterator[Path]:
     finally:
         tempfile.tempdir = previous
         shutil.rmtree(base, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """The file system refuses to this process what would make a file larger than `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def printed_file(folder: Path) -> IO[bytes]:

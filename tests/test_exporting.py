@@ -20,6 +20,7 @@ from noloco_node.model.export import load_exported
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import SLOW, Manifest
 from tests.made_runs import MICRO, OWN_TEXT, RUN, TEXT, finished, under_way, weights
+from tests.support import files_up_to
 
 WITH_TEXT = ("--set", f"run.data.path={TEXT}")
 ALICE, BOB = "12D3KooWalice", "12D3KooWbob123"
@@ -138,6 +139,10 @@ def test_eval_gives_the_loss_of_the_run_and_of_single_replicas(
     assert rows["merged"] == pytest.approx(expected, abs=1e-4)
     assert len(set(rows.values())) == 3
     assert main(["eval", str(out)]) == ExitCode.CONFIG
+    scored = tmp_path / "scored"
+    assert main(["export", *map(str, folders), "--out", str(scored), "--eval"]) == ExitCode.CONFIG
+    assert main(["export", *map(str, folders), "--out", str(scored), "--eval", *WITH_TEXT]) == ExitCode.OK
+    assert f"held-out loss of this model | {expected:.4f} nats" in (scored / "README.md").read_text(encoding="utf-8")
     assert "run.data.path" in capsys.readouterr().err
 
 
@@ -227,15 +232,11 @@ def test_a_full_disk_leaves_nothing_half_written(
         small.setattr("noloco_node.exporting.write.free_disk", lambda _: 1000)
         assert main(command) == ExitCode.RUN_FOLDER
         assert "1.0 kB are free" in capsys.readouterr().err
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as filling:
-        filling.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", full)
-        assert main(command) == ExitCode.RUN_FOLDER
-    assert "No space left on device" in capsys.readouterr().err
-    assert list((tmp_path / "models").iterdir()) == []
+    for room in (64 << 10, 1 << 10):  # enough for the configuration, and not even for that
+        with files_up_to(room):
+            assert main(command) == ExitCode.RUN_FOLDER
+        assert "File too large" in capsys.readouterr().err
+        assert list((tmp_path / "models").iterdir()) == []
 
 
 def test_a_folder_of_an_older_version_is_exported_with_the_runs_configuration(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.exporting.gathered import Gathered
-from noloco_node.exporting.live import Gatherer
+from noloco_node.exporting.gathered import Gathered, Reported, Shapes
+from noloco_node.exporting.live import Gatherer, reported_by
 from noloco_node.exporting.write import export
 from noloco_node.merge import mean_of
 from noloco_node.model.export import load_exported
@@ -23,14 +24,20 @@ from noloco_node.replica import Replica
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.guard import StageCopies
+from noloco_node.swarm.hello import HeldOutLoss, Hello, serve_hello
 from noloco_node.swarm.memory_directory import MemoryDirectory
 from noloco_node.swarm.memory_transport import MemoryTransport
 from noloco_node.swarm.slow_weights import of_one_mind
 from noloco_node.swarm.transport import PeerId
+from tests.support import files_up_to
 from tests.worlds import World, micro_spec, world
 
 LIMITS = LimitsSpec(record_seconds=5.0, chunk_bytes=4096, exchange_progress_seconds=5.0)
 OUTSIDER = PeerId("one-who-looks-on")
+
+
+async def nothing_happens(_: Replica) -> None:
+    """Before a chunk is given."""
 
 
 class Trained:
@@ -40,10 +47,15 @@ class Trained:
         self.made = made
         self.copies = copies
         self.paced: list[tuple[int, str]] = []
+        self.given: list[Replica] = []
+        """Who gave, chunk by chunk."""
+        self.before_chunk: Callable[[Replica], Awaitable[None]] = nothing_happens
 
-    async def pace(self, size: int, reader: str) -> None:
+    async def pace(self, replica: Replica, size: int, reader: str) -> None:
         """What a donor's rate is asked."""
         self.paced.append((size, reader))
+        self.given.append(replica)
+        await self.before_chunk(replica)
 
     def gatherer(self, spool: Path) -> tuple[Gatherer, MemoryTransport, list[tuple[int, int]]]:
         """One who looks on, and what it is told."""
@@ -52,7 +64,7 @@ class Trained:
         spool.mkdir()
         rng, spec = random.Random(0), self.made.replicas[0].spec
         return (
-            Gatherer(spec, transport, directory, spool, lambda *has: told.append(has), rng, pause=0.0),
+            Gatherer(spec, Shapes(spec), transport, directory, spool, lambda *has: told.append(has), rng, pause=0.0),
             transport,
             told,
         )
@@ -88,7 +100,7 @@ async def trained(replicas: int = 2) -> AsyncIterator[Trained]:
                 await replica.membership.announce(PeerState.TRAINING)
                 copies.append(StageCopies(spec, sizes, replica._transport, random.Random(0)))
                 copies[-1].serve()
-                keeping = copies[-1].keep(replica.membership, replica.worker, swarm.pace)
+                keeping = copies[-1].keep(replica.membership, replica.worker, partial(swarm.pace, replica))
                 tasks.append(group.create_task(keeping))
             await asyncio.sleep(0)
             yield swarm
@@ -144,6 +156,71 @@ async def test_a_donor_that_dies_is_left_out_or_replaced(tmp_path: Path) -> None
     assert {len(found) for number, found in gathered.replicas.items() if number != stage} == {3}
 
 
+async def test_a_donor_that_dies_within_its_copy_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a few of its chunks: another one of its stage is asked, and nothing of the dead one's is in the model."""
+    monkeypatch.setattr("noloco_node.exporting.live.MOST_REPLICAS", 1)
+    dead: list[Replica] = []
+
+    async def dies(replica: Replica) -> None:
+        if swarm.given.count(replica) == 3 and not dead:
+            dead.append(replica)
+            await replica._transport.close()
+
+    async with trained(replicas=3) as swarm:
+        swarm.before_chunk = dies
+        gathered = await swarm.gather(tmp_path / "spool")
+        (died,) = dead
+        (taken,) = gathered.replicas[died.stage]
+        (other,) = [r for r in swarm.made.replicas if r._transport.peer_id == taken.peer]
+        others = tuple(number for number, replica in enumerate(swarm.made.replicas) if replica is not other)
+        expected = await mean_slow(swarm.made, died.stage, leave_out=others)
+    assert other is not died
+    assert same(dict(taken.load()), expected)
+    assert len(list((tmp_path / "spool").iterdir())) == 2, "what came of the dead one's copy is gone"
+
+
+async def test_one_that_is_leaving_gives_where_its_stage_has_no_other(tmp_path: Path) -> None:
+    """Else those that stay are asked, and they alone."""
+    async with trained() as swarm:
+        leaving, alone, gone = swarm.made.replicas[0], swarm.made.replicas[2], swarm.made.replicas[3]
+        await leaving.membership.announce(PeerState.DRAINING)
+        await alone.membership.announce(PeerState.DRAINING)
+        await gone.membership.announce(PeerState.GONE)
+        gathered = await swarm.gather(tmp_path / "spool")
+        asked = {one.peer for found in gathered.replicas.values() for one in found}
+        assert asked == {swarm.made.replicas[1]._transport.peer_id, alone._transport.peer_id}
+
+
+async def test_what_the_swarm_has_measured_comes_with_the_weights(tmp_path: Path) -> None:
+    """The median of what its nodes of stage 0 say; it stands in the card, beside what the model is worth."""
+    async with trained(replicas=3) as swarm:
+        spec = swarm.made.replicas[0].spec
+        for number, replica in enumerate(swarm.made.replicas[:3]):
+            said = HeldOutLoss(loss=2.0 + number, clock=1000.0 + number)
+            replica._transport.withdraw("hello")
+            serve_hello(replica._transport, spec, lambda: 0, held_out=lambda said=said: said)
+        gathered = await swarm.gather(tmp_path / "spool")
+    assert gathered.reported == Reported(3.0, 1001.0)
+    export(gathered, tmp_path / "out", "mean", lambda _: None)
+    assert "3.0000 nats per token at 1,001 tokens" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_report_is_moved_by_no_minority() -> None:
+    """Nodes that have measured nothing, one that lies about its loss, one about its clock, and one far behind."""
+    hello = Hello(run="", name="", protocol=1, version="1", stage=0)
+
+    def says(*pairs: tuple[float, float]) -> list[Hello]:
+        losses = [HeldOutLoss(loss=loss, clock=clock) for loss, clock in pairs]
+        return [hello, *(hello.model_copy(update={"held_out": each}) for each in losses)]
+
+    assert reported_by(says(), 100.0) is None
+    honest = [(2.0, 950.0), (2.1, 1000.0)]
+    assert reported_by(says(*honest), 100.0) == Reported(2.0, 950.0)
+    for lie in ((0.0, 1000.0), (99.0, 1000.0), (0.0, 1e18), (5.0, 0.0)):
+        found = reported_by(says(*honest, lie), 100.0)
+        assert found in (Reported(2.0, 950.0), Reported(2.1, 1000.0)), lie
+
+
 async def test_a_stage_that_gives_nothing_is_named(tmp_path: Path) -> None:
     """After a few looks, with the exit code of missing donors."""
     async with trained(replicas=1) as swarm:
@@ -156,19 +233,15 @@ async def test_a_stage_that_gives_nothing_is_named(tmp_path: Path) -> None:
     assert "stage 1" in caught.value.message
 
 
-async def test_a_full_disk_ends_it_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_ends_it_with_a_remedy(tmp_path: Path) -> None:
     """Before a byte is written to a map that would end the process."""
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("noloco_node.exporting.live.os.posix_fallocate", full)
     async with trained() as swarm:
         gatherer, transport, _ = swarm.gatherer(tmp_path / "spool")
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError) as caught, files_up_to(64 << 10):
             await gatherer.gather()
         await transport.close()
     assert caught.value.exit_code is ExitCode.RUN_FOLDER
+    assert "File too large" in caught.value.message
 
 
 def test_of_three_the_odd_one_out_is_no_part_of_the_model() -> None:

@@ -9,18 +9,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from noloco_node import __version__
 from noloco_node.config.load import render
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.exporting.evaluation import Score
 from noloco_node.exporting.gathered import Gathered
 from noloco_node.merge import SavedReplica
 
 NAME = "README.md"
+REPORTED = (
+    "What the swarm reports it measures while it trains, with the weights of single replicas, at the named clock. That",
+    "comes to this model's own loss where the learning rate has come to nothing; before, it differs by what the model",
+    "learns meanwhile and by what averaging makes of it.",
+)
 MOST_NAMED = 64
 """Replicas that are named; the rest are counted."""
 
 
-def model_card(gathered: Gathered, used: Mapping[int, Sequence[SavedReplica]], parameters: int, title: str) -> str:
-    """A Hugging Face model card with the run's facts. `used` are the replicas behind each stage."""
+def model_card(
+    gathered: Gathered,
+    used: Mapping[int, Sequence[SavedReplica]],
+    parameters: int,
+    title: str,
+    score: Score | None = None,
+) -> str:
+    """A Hugging Face model card with the run's facts. `used` are the replicas behind each stage; `score` is the model's
+    own, where it is known."""
     run = gathered.run
-    rows = "\n".join(f"| {name} | {value} |" for name, value in _facts(gathered, used, parameters))
+    facts = [*_facts(gathered, used, parameters), *_worth(gathered, score)]
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts)
     return "\n".join(
         [
             "---",
@@ -51,6 +65,8 @@ def model_card(gathered: Gathered, used: Mapping[int, Sequence[SavedReplica]], p
             "",
             "Clocks count the tokens of the whole swarm. Several replicas of a stage were averaged.",
             "",
+            *REPORTED,
+            "",
             "## Settings of the run",
             "",
             "```yaml",
@@ -64,7 +80,7 @@ def model_card(gathered: Gathered, used: Mapping[int, Sequence[SavedReplica]], p
 def _facts(
     gathered: Gathered, used: Mapping[int, Sequence[SavedReplica]], parameters: int
 ) -> Iterator[tuple[str, str]]:
-    run, reported = gathered.run, gathered.reported
+    run = gathered.run
     yield "run", f"{run.name} (`{run.run_id}`)"
     yield "parameters", f"{parameters:,}"
     yield "tokens", f"{gathered.clock:,.0f} of {run.inner.target_tokens:,}"
@@ -72,10 +88,17 @@ def _facts(
     yield "tokenizer", _plain(run.data.tokenizer)
     yield "stages", f"{run.stages}"
     yield "replicas averaged", ", ".join(f"{len(used[stage])} of stage {stage}" for stage in sorted(used))
+    yield "made with", f"noloco-node {_plain(gathered.version or __version__)}"
+
+
+def _worth(gathered: Gathered, score: Score | None) -> Iterator[tuple[str, str]]:
+    reported = gathered.reported
+    if score is not None:
+        worth = f"{score.loss:.4f} nats per token, perplexity {score.perplexity:,.3f}, over {score.tokens:,} tokens"
+        yield "held-out loss of this model", worth
     if reported is not None and math.isfinite(reported.loss):
         at = f"at {reported.clock:,.0f} tokens"
         yield "held-out loss, as the swarm reported it", f"{reported.loss:.4f} nats per token {at}"
-    yield "made with", f"noloco-node {_plain(gathered.version or __version__)}"
 
 
 def _made_of(used: Mapping[int, Sequence[SavedReplica]]) -> Iterator[str]:

@@ -66,6 +66,10 @@ class Bench:
         self._run = run
         self._held_out = held_out_windows
 
+    def score(self, state: Mapping[str, Tensor]) -> Score:
+        """What the model with these weights loses."""
+        return self._held_out.score(model_of(self._run.model, state))
+
     def singles(
         self,
         kept: Mapping[int, Sequence[SavedReplica]],

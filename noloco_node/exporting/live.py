@@ -6,10 +6,11 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median_low
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.exporting.gathered import Gathered, Shapes
+from noloco_node.exporting.gathered import Gathered, Reported, Shapes
 from noloco_node.interrupts import interruptible
 from noloco_node.merge import SavedReplica
 from noloco_node.model.stage import build_stage
@@ -26,6 +27,7 @@ from noloco_node.onlooking import looking_on
 from noloco_node.swarm.access import Access
 from noloco_node.swarm.directory import Directory, PeerState
 from noloco_node.swarm.first_look import FIRST_LOOK_SECONDS, look_for_others
+from noloco_node.swarm.hello import Hello, ask_hello
 from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.slow_weights import fetch_slow, of_one_mind
 from noloco_node.swarm.transport import PeerId, Refused, Transport, TransportError
@@ -42,6 +44,9 @@ LOOKS = 4
 LOOK_SECONDS = 3.0
 """Between two looks at who is there, where a stage has given nothing yet."""
 GIVING = (PeerState.TRAINING, PeerState.FINISHING)
+LEAVING = (PeerState.DRAINING,)
+"""Asked where a stage has no others: they may be gone before the copy is whole."""
+HELLO_SECONDS = 5.0
 
 Progress = Callable[[int, int], None]
 """Told how many bytes have come, and how many will."""
@@ -62,7 +67,7 @@ async def gather_live(
     settings: NodeSettings, spool: Path, told: Progress, agreed: Callable[[RunSpec], object] = lambda _: None
 ) -> Gathered:
     """Fetch the slow weights of each stage's replicas of the run at `settings.initial_peers`, into files in `spool`.
-    `agreed` sees the run before anything is fetched.
+    `agreed` sees the run, off the event loop, before anything is fetched.
 
     Raises UserError as `looking_on` and `agreed` do; NO_DONOR where the replicas of a stage give nothing, RUN_FOLDER
     where the disk refuses; KeyboardInterrupt where a signal ended it.
@@ -71,10 +76,11 @@ async def gather_live(
     with interruptible() as interrupts:
         try:
             async with looking_on(settings, as_guest=True) as outside:
-                agreed(outside.spec)
                 directory = ScreenedDirectory(outside.directory, Access(outside.spec))
+                await asyncio.to_thread(agreed, outside.spec)
+                shapes = await asyncio.to_thread(Shapes, outside.spec)  # it loads libraries, which takes seconds
                 await look_for_others(directory, outside.door.identity.peer_id, FIRST_LOOK_SECONDS)
-                gatherer = Gatherer(outside.spec, outside.door.transport, directory, spool, told)
+                gatherer = Gatherer(outside.spec, shapes, outside.door.transport, directory, spool, told)
                 return await outside.supervisor.beside(gatherer.gather())
         except asyncio.CancelledError:
             if not interrupts.cancelled_by_signal:
@@ -88,6 +94,7 @@ class Gatherer:
     def __init__(
         self,
         run: RunSpec,
+        shapes: Shapes,
         transport: Transport,
         directory: Directory,
         spool: Path,
@@ -102,7 +109,7 @@ class Gatherer:
         self._told = told
         self._rng = rng or random.Random()
         self._pause = pause
-        self._shapes = Shapes(run)
+        self._shapes = shapes
         self._came = self._wanted = self._files = 0
         self._asked: set[PeerId] = set()
 
@@ -127,13 +134,28 @@ class Gatherer:
                 f"no replica of stage {', '.join(lost)} of run '{self._run.name}' gave its weights",
                 "try again when nodes train it (noloco-node watch shows them), or export the run folders of its nodes",
             )
-        return Gathered(self._run, replicas, None, "")
+        hellos = await self._hellos([copy.peer for copy in copies if copy.stage == 0])
+        reported = reported_by(hellos, self._run.max_lag_tokens)
+        return Gathered(self._run, replicas, reported, hellos[0].version if hellos else "")
 
-    def _candidates(self, stage: int) -> Iterator[PeerId]:
-        now = self._directory.now()
-        records = [record for record in self._directory.view.live(stage, now) if record.state in GIVING]
-        self._rng.shuffle(records)
-        yield from (PeerId(record.peer_id) for record in records)
+    async def _hellos(self, peers: Sequence[PeerId]) -> list[Hello]:
+        """What those say of themselves that answer for this run."""
+        asked = (ask_hello(self._transport, peer, HELLO_SECONDS) for peer in peers)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        hellos: list[Hello] = []
+        for answer in answers:
+            if isinstance(answer, Hello):
+                hellos.append(answer)
+            elif not isinstance(answer, Refused | TransportError):
+                raise answer
+        return [hello for hello in hellos if hello.run == self._run.run_id]
+
+    def _candidates(self, stage: int) -> list[PeerId]:
+        live = self._directory.view.live(stage, self._directory.now())
+        there = [PeerId(record.peer_id) for record in live if record.state in GIVING]
+        there = there or [PeerId(record.peer_id) for record in live if record.state in LEAVING]
+        self._rng.shuffle(there)
+        return there
 
     async def _of_stage(self, stage: int) -> list[_Copy]:
         """Copies of up to `MOST_REPLICAS` replicas; each who fails is replaced as long as there are others."""
@@ -193,6 +215,18 @@ class Gatherer:
     def _saved(self, copy: _Copy) -> SavedReplica:
         load = partial(self._shapes.unflattened, copy.stage, copy.weights, copy.peer)
         return self._shapes.checked(SavedReplica(copy.stage, copy.clock, copy.peer, load, copy.peer))
+
+
+def reported_by(hellos: Sequence[Hello], max_lag: float) -> Reported | None:
+    """The median of the held-out losses that nodes of stage 0 have measured last, among those within `max_lag` tokens
+    of their median clock: less than half of them, whatever they say, move it no further than to what another one says.
+    None where nobody has measured any."""
+    said = [hello.held_out for hello in hellos if hello.held_out is not None]
+    if not said:
+        return None
+    middle = median_low([each.clock for each in said])
+    losses = sorted((each.loss, each.clock) for each in said if abs(each.clock - middle) <= max_lag)
+    return Reported(*losses[(len(losses) - 1) // 2])
 
 
 async def all_or_first_error(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

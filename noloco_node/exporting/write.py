@@ -13,7 +13,7 @@ from noloco_node.checks import free_disk
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.card import NAME as CARD
 from noloco_node.exporting.card import model_card
-from noloco_node.exporting.evaluation import Bench
+from noloco_node.exporting.evaluation import Bench, Score
 from noloco_node.exporting.gathered import Gathered, chosen
 from noloco_node.merge import SavedReplica, mean_of, write_model
 from noloco_node.model.export import SHARD_BYTES
@@ -39,6 +39,8 @@ class Exported:
     used: Mapping[int, Sequence[SavedReplica]]
     left_out: int
     """Replicas too far behind."""
+    score: Score | None
+    """On the run's held-out text, where that was asked for."""
 
 
 def check_out(out: Path) -> None:
@@ -58,7 +60,8 @@ def check_out(out: Path) -> None:
 def export(
     gathered: Gathered, out: Path, which: str, tell: Tell, shard_bytes: int = SHARD_BYTES, bench: Bench | None = None
 ) -> Exported:
-    """Make the model and write it to `out`. `which`: `mean`, `best` (needs `bench`), or a replica's name.
+    """Make the model and write it to `out`. `which`: `mean`, `best` (needs `bench`), or a replica's name. What the
+    model is worth is said in its card where there is a `bench`.
 
     Raises UserError as `Gathered.kept`, `chosen` and `write_model` do, and where the disk is too small.
     """
@@ -74,11 +77,12 @@ def export(
         used, state = bench.best_of(kept, state, tell)
     parameters = sum(tensor.numel() for tensor in state.values())
     _check_room(out, sum(tensor.nbytes for tensor in state.values()))
-    texts = {CARD: model_card(gathered, used, parameters, run.name), RUN_FILE: run.agreed_json}
+    score = bench.score(state) if bench is not None else None
+    texts = {CARD: model_card(gathered, used, parameters, run.name, score), RUN_FILE: run.agreed_json}
     tell(f"writing {as_bytes(4 * parameters)} to {out}")
     write_model(run, state, out, texts, shard_bytes)
     left_out = sum(map(len, gathered.replicas.values())) - sum(map(len, kept.values()))
-    return Exported(out, parameters, used, left_out)
+    return Exported(out, parameters, used, left_out, score)
 
 
 def _check_room(out: Path, size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from noloco_node.errors import ExitCode, UserError, version_remedy
 from noloco_node.swarm.peer_addresses import parse_address
 from noloco_node.swarm.transport import Message, PeerId, Refused, Transport, TransportError
 from noloco_node.swarm.typed_calls import ask
-from noloco_node.swarm.wire import ProtocolVersion, StageIndex, WireModel, no_tensors
+from noloco_node.swarm.wire import ClockValue, ProtocolVersion, StageIndex, WireModel, no_tensors
+from noloco_node.telemetry.events import Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,15 @@ CLOCK_TRIES = 3
 
 Plain = Annotated[str, Field(max_length=64, pattern=r"^[ -~]*$")]
 """Text of a stranger that can be shown on a terminal: printable ASCII, without control characters."""
+
+
+class HeldOutLoss(WireModel):
+    """What a node of stage 0 has measured last on the run's held-out text."""
+
+    loss: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
+    """Nats per token."""
+    clock: ClockValue
+    """Swarm tokens."""
 
 
 class Hello(WireModel):
@@ -43,6 +54,8 @@ class Hello(WireModel):
     """The peer's clock as it answers, seconds since 1970."""
     over: bool = False
     """The run has come to its end, as a seed remembers its records."""
+    held_out: HeldOutLoss | None = None
+    """None where this node has measured none."""
 
 
 def serve_hello(
@@ -50,9 +63,11 @@ def serve_hello(
     spec: RunSpec | None,
     stage: Callable[[], int | None],
     over: Callable[[], bool] = lambda: False,
+    held_out: Callable[[], HeldOutLoss | None] = lambda: None,
 ) -> None:
     """Answer `hello` from now on; `stage` gives the one that this node serves when it is asked. A seed has no stage,
-    and need not know of any run; `over` says whether it remembers the run's end."""
+    and need not know of any run; `over` says whether it remembers the run's end, `held_out` what a node of stage 0 has
+    measured last."""
     run, name = ("", "") if spec is None else (spec.run_id, spec.name)
 
     async def handle(_peer: PeerId, _message: Message) -> Message:
@@ -64,10 +79,18 @@ def serve_hello(
             stage=stage(),
             time=time.time(),
             over=over(),
+            held_out=held_out(),
         )
         return Message(own.model_dump(mode="json"))
 
     transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=4)
+
+
+def held_out_loss(last: Evaluation | None) -> HeldOutLoss | None:
+    """What `hello` says of the evaluation that this node took last; None where that gave no number."""
+    if last is None or not math.isfinite(last.loss):
+        return None
+    return HeldOutLoss(loss=last.loss, clock=last.clock)
 
 
 async def ask_hello(transport: Transport, peer: PeerId, limit: float = TIMEOUT_SECONDS) -> Hello:

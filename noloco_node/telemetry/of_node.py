@@ -12,7 +12,7 @@ from noloco_node import __version__
 from noloco_node.aio import Heartbeat
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.telemetry.disk import free_bytes
-from noloco_node.telemetry.events import AnyEvent, EventFile
+from noloco_node.telemetry.events import AnyEvent, Evaluation, EventFile
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.memory_limit import MemoryWatch, memory_use
 from noloco_node.telemetry.metrics import Metrics
@@ -44,6 +44,8 @@ class Telemetry:
         self._web = web or self._own_web
         write = None if self._display is None else self._display.line
         configure_logging(settings.log_level, self._log, write, tail, style=settings.log_format)
+        self.evaluation: Evaluation | None = None
+        """The last one that this node has taken."""
 
     @property
     def address(self) -> str | None:
@@ -76,6 +78,8 @@ class Telemetry:
         self._metrics.observe(event)
         self._log.observe(event)
         self._state.observe(event)
+        if isinstance(event, Evaluation):
+            self.evaluation = event
         if self._display is not None:
             self._display.observe(event)
 
