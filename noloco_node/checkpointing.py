@@ -16,7 +16,15 @@ from noloco_node.address_space import refused_memory
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.replica import Replica
-from noloco_node.storage.checkpoint import Checkpoint, CheckpointFailed, CheckpointFolder, HeldSample, Standing, Written
+from noloco_node.storage.checkpoint import (
+    Checkpoint,
+    CheckpointFailed,
+    CheckpointFolder,
+    HeldSample,
+    Standing,
+    Written,
+    held_name,
+)
 from noloco_node.swarm.microbatch import Sample
 from noloco_node.telemetry.events import AnyEvent, CheckpointTaken
 from noloco_node.training.progress import Progress
@@ -64,10 +72,14 @@ class CheckpointKeeper:
         """
         standing, tensors = checkpoint.standing, dict(checkpoint.tensors)
         random_state = tensors.pop(RANDOM, None)
+        windows = [tensors.pop(held_name(number), None) for number in range(len(standing.held))]
         state = WholeState(
             standing.progress, standing.credit, standing.tokens_accumulated, standing.loss_accumulated, tensors
         )
         try:
+            held = [
+                Sample(self._checked(rows), each.put_backs) for each, rows in zip(standing.held, windows, strict=True)
+            ]
             await self._replica.worker.resume(state)
             if random_state is not None:
                 self._replica.rng.setstate((3, tuple(int(word) for word in random_state), None))
@@ -79,7 +91,7 @@ class CheckpointKeeper:
             ) from None
         ledger = self._replica.ledger
         ledger.resume(standing.ledger)
-        ledger.waiting.extend(Sample(held.windows, held.put_backs) for held in standing.held)
+        ledger.waiting.extend(held)
         if self._replica.origin is None:  # else its text goes on from there already
             ledger.walk = standing.walk
         self._replica.exchanger.free_since_step = standing.progress.steps
@@ -112,7 +124,8 @@ class CheckpointKeeper:
         standing = self._standing(state)  # no await in between: see `StageWorker.whole_state`
         self._round = state.progress.outer_rounds
         self._held.append(state.held_seconds)
-        tensors = {**state.tensors, RANDOM: self._random_state()}
+        held = {held_name(number): each.windows for number, each in enumerate(self._replica.held_samples)}
+        tensors = {**state.tensors, RANDOM: self._random_state(), **held}
         written, error = None, ""
         try:
             work = self._folder.write
@@ -149,12 +162,21 @@ class CheckpointKeeper:
             tokens_accumulated=state.tokens_accumulated,
             loss_accumulated=state.loss_accumulated,
             walk=self._replica.walk_position(),
-            held=tuple(
-                HeldSample(windows=tuple(sample.windows), put_backs=sample.put_backs)
-                for sample in self._replica.held_samples
-            ),
+            held=tuple(HeldSample(put_backs=sample.put_backs) for sample in self._replica.held_samples),
             ledger=self._replica.ledger.counts,
         )
+
+    def _checked(self, windows: Tensor | None) -> Tensor:
+        """A held sample's windows. ValueError where no such text could have given them."""
+        spec = self._replica.spec
+        most = (spec.inner.microbatch_windows, spec.data.sequence_length + 1)
+        if windows is None or windows.dtype != torch.int32 or windows.dim() != 2:
+            raise ValueError("a sample that it holds has no windows")
+        if not 1 <= windows.shape[0] <= most[0] or windows.shape[1] != most[1]:
+            raise ValueError(f"a sample that it holds has windows of {tuple(windows.shape)}, not {most}")
+        if not (windows >= 0).all() or not (windows < self._replica.vocab_size).all():
+            raise ValueError("a sample that it holds has tokens outside the vocabulary")
+        return windows
 
     def _random_state(self) -> Tensor:
         """Of the choices of routes and partners, so that a node that comes back does not choose as it did before."""

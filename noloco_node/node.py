@@ -23,9 +23,8 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
 from noloco_node.custody import last_of_stage, unusable_checkpoints
 from noloco_node.data.prepared import check_text_here
-from noloco_node.data.samples import Samples
-from noloco_node.data.walk import WalkPosition, WindowWalk
-from noloco_node.data.windows import load_windows
+from noloco_node.data.reading import Reader, open_samples
+from noloco_node.data.samples import Position, Samples
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.interrupts import Interrupts, interruptible
 from noloco_node.model.stage import Stage, build_stage
@@ -210,7 +209,10 @@ async def _stay(place: _Place, stage_index: int) -> AsyncGenerator[_Stay | None]
     async with contextlib.AsyncExitStack() as stack:
         async with stays.arriving(stage_index):
             walk = stays.ledger.walk if saved is None else saved.standing.walk
-            stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, net.daemon.own_id, walk)
+            ahead = net.settings.prefetch_bytes
+            stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, net.daemon.own_id, walk, ahead)
+            if samples is not None:
+                stack.push_async_callback(asyncio.to_thread, samples.close)
             replica = Replica(
                 spec,
                 net.settings,
@@ -311,24 +313,17 @@ def _open_run(
     return checkpoints.newest(spec.run_id, None if settings.stage == "auto" else settings.stage)
 
 
-def _prepare(spec: RunSpec, stage_index: int, own: PeerId, position: WalkPosition) -> tuple[Stage, Samples | None]:
+def _prepare(
+    spec: RunSpec, stage_index: int, own: PeerId, position: Position, prefetch_bytes: int
+) -> tuple[Stage, Samples | None]:
     """Build the stage and, on stage 0, read the text from `position` on. Runs off the event loop."""
     stage = build_stage(spec.model, stage_index)
     check_microbatch_bytes(spec, stage.hidden_size)
     _spare_the_collector()
     if stage_index > 0:
         return stage, None
-    windows = load_windows(spec.data, stage.vocab_size)
-    walk = _walk(windows.train_count, spec.data.seed, own, position)
-    samples = Samples(
-        draw=lambda: walk.take(spec.inner.microbatch_windows),
-        train=windows.train,
-        validation=windows.validation,
-        held_out=windows.validation_indices(spec.evaluation.windows),
-        count=windows.train_count,
-        position=lambda: walk.position,
-    )
-    return stage, samples
+    reader = Reader(own, spec.inner.microbatch_windows, spec.evaluation.windows, prefetch_bytes)
+    return stage, open_samples(spec.data, stage.vocab_size, reader, position)
 
 
 def _spare_the_collector() -> None:
@@ -336,14 +331,6 @@ def _spare_the_collector() -> None:
     0.27 s of CPU for the 412,000 objects of a node's libraries and a small stage, 6 µs afterwards."""
     gc.collect()
     gc.freeze()
-
-
-def _walk(count: int, seed: int, own: PeerId, position: WalkPosition) -> WindowWalk:
-    try:
-        return WindowWalk.at(count, seed, own, position)
-    except ValueError as error:
-        logger.warning("the walk through the text begins anew, the text has changed: %s", error)
-        return WindowWalk(count, seed, own)
 
 
 async def run_and_save(run: Awaitable[None], save: Callable[[], Awaitable[None]]) -> None:

@@ -16,8 +16,7 @@ from noloco_node.aio import Pulse
 from noloco_node.compute_device import resolve_device
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.data.samples import Samples
-from noloco_node.data.walk import WalkPosition
+from noloco_node.data.samples import Position, Samples
 from noloco_node.first_state import FirstState
 from noloco_node.model.stage import Stage
 from noloco_node.outer_steps import OuterSteps
@@ -86,6 +85,7 @@ class Replica:
         self.spec = spec
         self.cut = stage.cut
         self.stage = stage.cut.index
+        self.vocab_size = stage.vocab_size
         self.full_names = stage.full_names()
         """Parameter name of the stage -> name in the whole model."""
         self._settings = settings
@@ -275,7 +275,7 @@ class Replica:
         """Fires whenever something has changed: a step, an exchange, the directory."""
         return self._moved
 
-    def walk_position(self) -> WalkPosition:
+    def walk_position(self) -> Position:
         """Where the next sample comes from, also on a later stage: this node may return to stage 0."""
         return self._samples.position() if self._samples else self.ledger.walk
 

@@ -10,7 +10,7 @@ import resource
 import signal
 import subprocess
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,20 +21,30 @@ import torch
 from noloco_node.checkpointing import HELD_SHARE, CheckpointKeeper, is_due
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec, RunSpec
-from noloco_node.data.samples import Batch, Samples
+from noloco_node.data.samples import Samples
 from noloco_node.data.walk import WalkPosition, WindowWalk
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import build_stage
 from noloco_node.outer.codec import CodecName
 from noloco_node.replica import Replica, on_its_device
-from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder, Standing, Written, read_checkpoint
+from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder, Standing, Written, held_name, read_checkpoint
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
 from noloco_node.swarm.microbatch import Ledger, Sample
 from noloco_node.telemetry.events import Account, AnyEvent, CheckpointTaken, EventFile, InnerStep, read_events
 from noloco_node.training.compute_thread import ComputeThread
 from tests.support import eventually
-from tests.worlds import MICROBATCH, WINDOWS, micro_spec, peer_name, run_to_the_end, window_batch, world
+from tests.worlds import (
+    LENGTH,
+    MICROBATCH,
+    VOCABULARY,
+    WINDOWS,
+    micro_spec,
+    peer_name,
+    run_to_the_end,
+    window_rows,
+    world,
+)
 
 OUTER = OuterSpec(inner_steps=2, alpha=0.5, beta=0.5, codec="fp16")
 COUNT = 23
@@ -67,25 +77,17 @@ class Node:
 
 
 @contextlib.asynccontextmanager
-async def lone_node(
-    spec: RunSpec, folder: CheckpointFolder, saved: Checkpoint | None = None, count: int = COUNT
-) -> AsyncIterator[Node]:
-    """A node in memory on its own compute thread, from the seed or from a checkpoint; its text has `count` windows."""
+async def lone_node(spec: RunSpec, folder: CheckpointFolder, saved: Checkpoint | None = None) -> AsyncIterator[Node]:
+    """A node in memory on its own compute thread, from the seed or from a checkpoint; its text has COUNT windows."""
     drawn, events = list[list[int]](), list[AnyEvent]()
-    walk = WindowWalk.at(count, 7, "peer", saved.standing.walk) if saved else WindowWalk(count, 7, "peer")
+    walk = WindowWalk.at(COUNT, 7, "peer", saved.standing.walk) if saved else WindowWalk(COUNT, 7, "peer")
 
-    def draw() -> list[int]:
+    async def draw() -> torch.Tensor:
         drawn.append(walk.take(WINDOWS))
-        return drawn[-1]
+        return window_rows(drawn[-1])
 
     settings = NodeSettings(in_flight=1, checkpoint_rounds=2, checkpoint_seconds=0.0)
-
-    def train(windows: Sequence[int]) -> Batch:
-        if max(windows) >= count:
-            raise IndexError("the text has no such window")
-        return window_batch(windows)
-
-    samples = Samples(draw, train, window_batch, range(10**6, 10**6 + 4), count, lambda: walk.position)
+    samples = Samples(draw, window_rows(range(10**6, 10**6 + 4)), lambda: walk.position)
     thread, transport = ComputeThread(), MemoryTransport(MemoryNetwork(), peer_name(0, 0))
     try:
         directory, stage = MemoryDirectory(MemoryDirectoryHub(1)), build_stage(spec.model, 0)
@@ -174,16 +176,18 @@ async def test_a_checkpoint_is_of_one_moment_while_three_microbatches_are_under_
             saving.cancel()
             for keeper in keepers:
                 await keeper.save()
-        found = [[c.standing for c in all_of(folder, spec)] for folder in folders]
+        found = [list(all_of(folder, spec)) for folder in folders]
     assert min(map(len, found)) >= 10
-    for standing in found[0]:
+    for checkpoint in found[0]:
+        standing = checkpoint.standing
         ledger = standing.ledger
         assert ledger["drawn"] == ledger["trained"] + ledger["dropped"] + len(standing.held)
         assert standing.progress.tokens + standing.tokens_accumulated == ledger["trained"] * MICROBATCH
-        windows = [list(held.windows) for held in standing.held]
-        assert all(batch in made.drawn[0].batches[: ledger["drawn"]] for batch in windows)
-    assert max(len(standing.held) for standing in found[0]) > 1
-    for standing in found[1]:
+        drawn = [window_rows(batch) for batch in made.drawn[0].batches[: ledger["drawn"]]]
+        windows = [checkpoint.tensors[held_name(number)] for number in range(len(standing.held))]
+        assert all(any(torch.equal(rows, batch) for batch in drawn) for rows in windows)
+    assert max(len(checkpoint.standing.held) for checkpoint in found[0]) > 1
+    for standing in (checkpoint.standing for checkpoint in found[1]):
         assert standing.held == ()
         assert standing.progress.tokens + standing.tokens_accumulated >= standing.ledger["served"] * MICROBATCH
 
@@ -198,7 +202,8 @@ async def test_a_checkpoint_of_a_later_stage_keeps_what_is_left_from_stage_0(tmp
     """A node that moved on, and was ended there, returns to stage 0 with its samples and its place in the text."""
     spec, settings = micro_spec(stages=2, outer=OUTER), NodeSettings()
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
-    left = Ledger(drawn=5, trained=4, waiting=deque([Sample((3, 1), 2)]), walk=WalkPosition(epoch=1, offset=2))
+    windows = window_rows((3, 1))
+    left = Ledger(drawn=5, trained=4, waiting=deque([Sample(windows, 2)]), walk=WalkPosition(epoch=1, offset=2))
     ledger = Ledger()
     thread, transport = ComputeThread(), MemoryTransport(MemoryNetwork(), peer_name(1, 0))
     try:
@@ -221,7 +226,9 @@ async def test_a_checkpoint_of_a_later_stage_keeps_what_is_left_from_stage_0(tmp
         await transport.close()
         await thread.close()
     assert (ledger.drawn, ledger.trained, ledger.walk) == (5, 4, left.walk)
-    assert [(tuple(sample.windows), sample.put_backs) for sample in ledger.waiting] == [((3, 1), 2)]
+    (sample,) = ledger.waiting
+    assert sample.put_backs == 2
+    assert torch.equal(sample.windows, windows)
 
 
 async def test_samples_under_way_are_trained_first_in_the_next_life(tmp_path: Path) -> None:
@@ -231,7 +238,7 @@ async def test_samples_under_way_are_trained_first_in_the_next_life(tmp_path: Pa
     async with lone_node(spec, folder) as node:
         assert node.replica.origin is not None
         await node.train(2)
-        node.replica.ledger.waiting.extend([node.replica.origin._draw_new() for _ in range(2)])  # pyright: ignore[reportPrivateUsage]
+        node.replica.ledger.waiting.extend([await node.replica.origin._draw_new() for _ in range(2)])  # pyright: ignore[reportPrivateUsage]
         await node.keeper.save()
     saved = folder.newest(spec.run_id, 0)
     assert saved is not None
@@ -246,24 +253,29 @@ async def test_samples_under_way_are_trained_first_in_the_next_life(tmp_path: Pa
     assert sorted(every) == sorted(WindowWalk(COUNT, 7, "peer").take(5 * WINDOWS))
 
 
-async def test_samples_of_a_text_that_was_longer_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The text has changed between two lives: what it does not hold any more is counted as dropped, and said; the rest
-    is trained, and the account closes."""
-    spec = micro_spec(stages=1, outer=OUTER)
-    folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (torch.zeros(2, 3, dtype=torch.int32), "windows of"),
+        (torch.zeros(1000, LENGTH + 1, dtype=torch.int32), "windows of"),
+        (torch.full((1, LENGTH + 1), VOCABULARY, dtype=torch.int32), "outside the vocabulary"),
+        (torch.full((1, LENGTH + 1), -1, dtype=torch.int32), "outside the vocabulary"),
+        (torch.zeros(LENGTH + 1), "no windows"),
+    ],
+)
+async def test_samples_that_no_text_could_have_given_are_not_taken_up(
+    rows: torch.Tensor, words: str, tmp_path: Path
+) -> None:
+    """Sealed by whoever wrote it, they would end the node on its first step."""
+    spec, folder = micro_spec(stages=1, outer=OUTER), CheckpointFolder(tmp_path / "checkpoints", keep=2)
     async with lone_node(spec, folder) as node:
-        await node.train(1)
-        node.replica.ledger.drawn += 3
-        node.replica.ledger.waiting.extend(Sample(windows) for windows in ((0, 1, 2, 3), (4, 5, 6, COUNT - 1), (1,)))
+        node.replica.ledger.waiting.append(Sample(rows))
         await node.keeper.save()
-    saved = folder.newest(spec.run_id, 0)
-    assert saved is not None
-    async with lone_node(spec, folder, saved, count=COUNT - 1) as resumed:
-        ledger, origin = resumed.replica.ledger, resumed.replica.origin
-        assert origin is not None
-        await origin.run(1, lambda: ledger.trained < 4, lambda: asyncio.sleep(0))
-        assert (ledger.drawn, ledger.trained, ledger.dropped, origin.held) == (5, 4, 1, 0)
-    assert "held samples dropped: 1; the text has changed" in caplog.text
+        saved = folder.newest(spec.run_id, 0)
+        assert saved is not None
+        with pytest.raises(UserError, match=words) as caught:
+            await node.keeper.resume(saved)
+        assert caught.value.exit_code is ExitCode.RUN_FOLDER
 
 
 async def test_checkpoints_come_by_themselves_every_few_rounds_and_the_last_ones_stay(tmp_path: Path) -> None:

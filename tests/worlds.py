@@ -15,7 +15,7 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, OuterSpec, PipelineSpec, RunSpec
-from noloco_node.data.samples import Samples
+from noloco_node.data.samples import Batch, Samples, inputs_and_labels
 from noloco_node.model.stage import build_stage
 from noloco_node.replica import Replica, on_its_device
 from noloco_node.swarm.dht_directory import join_directory
@@ -92,8 +92,8 @@ def micro_spec(
     )
 
 
-def window_batch(indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of numbered windows: a learnable sequence with noise, a pure function of the numbers."""
+def window_rows(indices: Sequence[int]) -> Tensor:
+    """Numbered windows: a learnable sequence with noise, a pure function of the numbers."""
     rows: list[Tensor] = []
     for index in indices:
         generator = torch.Generator().manual_seed(index)
@@ -101,8 +101,12 @@ def window_batch(indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         row = (start + (1 + stride % 5) * torch.arange(LENGTH + 1)) % VOCABULARY
         noise = torch.randint(VOCABULARY, (LENGTH + 1,), generator=generator)
         rows.append(torch.where(torch.rand(LENGTH + 1, generator=generator) < 0.1, noise, row))
-    batch = torch.stack(rows)
-    return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+    return torch.stack(rows).to(torch.int32)
+
+
+def window_batch(indices: Sequence[int]) -> Batch:
+    """Inputs and labels of numbered windows."""
+    return inputs_and_labels(window_rows(indices))
 
 
 @dataclass
@@ -121,9 +125,11 @@ class Drawn:
 
 def samples_of(drawn: Drawn) -> Samples:
     """Training windows from `drawn`, held-out windows far away from them."""
-    return Samples(
-        draw=drawn.draw, train=window_batch, validation=window_batch, held_out=range(10**6, 10**6 + 4), count=10**6
-    )
+
+    async def draw() -> Tensor:
+        return window_rows(drawn.draw())
+
+    return Samples(draw=draw, held_out=window_rows(range(10**6, 10**6 + 4)))
 
 
 @dataclass

@@ -59,6 +59,8 @@ class NodeSettings(Settings):
     """CPU threads of the compute library."""
     in_flight: Annotated[int, Field(gt=0, le=256)] = 3
     """Microbatches that a stage-0 replica keeps under way."""
+    prefetch_bytes: Positive = 16_000_000
+    """Windows of the text that a stage-0 replica reads ahead, 4 bytes a token; one microbatch at least."""
     max_pending: Annotated[int, Field(gt=0, le=256)] = 8
     """Microbatches of other peers that this node holds before it answers `busy`."""
     exchange_streams: Annotated[int, Field(gt=0, le=64)] = 4

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from noloco_node.data.turns import TurnPosition
 from noloco_node.data.walk import WalkPosition
 
+Position = WalkPosition | TurnPosition
+"""Where drawing goes on: in a walk over numbered windows, or in a row of blocks."""
+
 Batch = tuple[Tensor, Tensor]
+"""Inputs and labels, both int64 [b, T]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Stage 0's text: `draw()` gives the next microbatch's windows, `train` and `validation` load windows as
-    (inputs, labels) int64 [b, T], `held_out` are the fixed windows of every evaluation, and `position()` says where
-    `draw` goes on."""
+    """Stage 0's text. Windows are rows of token ids, int32 [b, T + 1]."""
 
-    draw: Callable[[], Sequence[int]]
-    train: Callable[[Sequence[int]], Batch]
-    validation: Callable[[Sequence[int]], Batch]
-    held_out: Sequence[int]
-    count: int
-    """Windows to train on; `train` takes indices below it."""
-    position: Callable[[], WalkPosition] = WalkPosition
+    draw: Callable[[], Awaitable[Tensor]]
+    """The next microbatch's windows. Raises UserError (DATA) where the text cannot be read on."""
+    held_out: Tensor
+    """The fixed windows of every evaluation."""
+    position: Callable[[], Position] = WalkPosition
+    """Where `draw` goes on."""
+    waited_seconds: Callable[[], float] = float
+    """Time that drawing has had to wait for the text, so far."""
+    close: Callable[[], None] = lambda: None
+    """Read no further; may take as long as the reading of one document."""
+
+
+def inputs_and_labels(windows: Tensor) -> Batch:
+    """Of rows of token ids: labels are the inputs moved on by one token."""
+    rows = windows.to(torch.int64)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

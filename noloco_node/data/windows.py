@@ -13,6 +13,7 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.documents import data_error
 from noloco_node.data.encoding import encode, fitting_tokenizer
 from noloco_node.data.prepared import open_prepared
+from noloco_node.data.samples import Batch, inputs_and_labels
 from noloco_node.data.sources import divided
 from noloco_node.data.token_file import TokenFile
 from noloco_node.data.walk import Permutation
@@ -47,13 +48,21 @@ class Windows:
         """Windows held out."""
         return self._validation.count // self._length
 
-    def train(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of training windows."""
-        return _inputs_and_labels(self._training.windows(indices, self._length))
+    def rows(self, indices: Sequence[int]) -> Tensor:
+        """Training windows as they are, int32 [len(indices), sequence_length + 1]."""
+        return _rows(self._training.windows(indices, self._length))
 
-    def validation(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def train(self, indices: Sequence[int]) -> Batch:
+        """Inputs and labels of training windows."""
+        return inputs_and_labels(self.rows(indices))
+
+    def validation(self, indices: Sequence[int]) -> Batch:
         """Inputs and labels of held-out windows."""
-        return _inputs_and_labels(self._validation.windows(indices, self._length))
+        return inputs_and_labels(_rows(self._validation.windows(indices, self._length)))
+
+    def held_out(self, count: int) -> Tensor:
+        """The windows of every evaluation (`validation_indices`), int32 [count, sequence_length + 1]."""
+        return _rows(self._validation.windows(self.validation_indices(count), self._length))
 
     def validation_indices(self, count: int) -> list[int]:
         """`count` held-out windows (all, where there are fewer), spread over the text; equal on every machine."""
@@ -79,6 +88,5 @@ def load_windows(spec: DataSpec, vocab_size: int) -> Windows:
     return Windows(training, validation, spec)
 
 
-def _inputs_and_labels(windows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    rows = torch.from_numpy(windows)  # pyright: ignore[reportUnknownMemberType]
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+def _rows(windows: NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(windows.astype(np.int32))  # pyright: ignore[reportUnknownMemberType]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from noloco_node import __version__
 from noloco_node.config.canonical import canonical_json
-from noloco_node.data.walk import WalkPosition
+from noloco_node.data.samples import Position
 from noloco_node.storage import atomic
 from noloco_node.storage.weights import MANIFEST, Sha256, file_sha256
 from noloco_node.training.progress import Progress
@@ -44,12 +44,17 @@ Count = Annotated[int, Field(ge=0, le=MOST)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
+def held_name(number: int) -> str:
+    """Of the tensor of the windows of the sample held at this place."""
+    return f"held_{number}"
+
+
 class HeldSample(BaseModel):
-    """A sample that was drawn and neither trained nor dropped yet: to be trained first."""
+    """A sample that was drawn and neither trained nor dropped yet: to be trained first. Its windows are the tensor
+    `held_name` of its place among those held."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    windows: tuple[Count, ...]
     put_backs: Count
 
 
@@ -66,7 +71,7 @@ class Standing(BaseModel):
     tokens_accumulated: Count
     """Tokens behind the gradient that no inner step has used yet."""
     loss_accumulated: Finite
-    walk: WalkPosition
+    walk: Position
     """Where the next sample comes from; on stage 0 only."""
     held: tuple[HeldSample, ...]
     ledger: dict[str, int]
@@ -97,7 +102,7 @@ class CheckpointManifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     version: str
     """noloco-node's version that wrote it."""
     written: float

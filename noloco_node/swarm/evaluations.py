@@ -49,7 +49,7 @@ class Evaluations:
     async def _evaluate(self, *, final: bool) -> bool:
         progress = self._worker.progress
         try:
-            loss, tokens = await self._origin.evaluate(self._samples.held_out, self._samples.validation)
+            loss, tokens = await self._origin.evaluate(self._samples.held_out)
         except HopFailed as failure:
             logger.warning("evaluation at clock %.0f came to nothing: %s", progress.clock, failure)
             return False

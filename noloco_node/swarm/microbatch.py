@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION
+from noloco_node.data.samples import Position
 from noloco_node.data.walk import WalkPosition
 from noloco_node.swarm.origins_seen import DrawnBy
 from noloco_node.swarm.transport import JsonObject, PeerId, Refusal, Refused, TensorSpec
@@ -117,9 +118,9 @@ def given_up(reason: Refusal, why: str, reached: bool) -> HopFailed:
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """Windows that make one microbatch, and how often they were put back."""
+    """Windows that make one microbatch, int32 [b, T + 1], and how often they were put back."""
 
-    windows: Sequence[int]
+    windows: Tensor
     put_backs: int = 0
 
 
@@ -144,7 +145,7 @@ class Ledger:
     served: int = 0
     waiting: deque[Sample] = field(default_factory=deque[Sample])
     """Samples that were put back. A node that leaves stage 0 keeps them, and trains them should it return."""
-    walk: WalkPosition = field(default_factory=WalkPosition)
+    walk: Position = field(default_factory=WalkPosition)
     """Where the next sample of its text comes from, once it has left stage 0."""
     done_for: OrderedDict[PeerId, Done] = field(default_factory=OrderedDict[PeerId, Done])
     """What this node did for peers that have not receipted it yet."""

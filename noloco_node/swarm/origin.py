@@ -6,15 +6,14 @@ import asyncio
 import logging
 import random
 import secrets
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 import torch
 from torch import Tensor
 
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.data.samples import Samples
+from noloco_node.data.samples import Samples, inputs_and_labels
 from noloco_node.swarm.microbatch import HopFailed, Ledger, Mode, Outgoing, Sample
 from noloco_node.swarm.origins_seen import DrawnBy
 from noloco_node.swarm.pipeline import Downstream
@@ -52,8 +51,11 @@ class Origin:
         self._rng = rng
         self._waiting = ledger.waiting
         self._under_way: dict[Sample, None] = {}
-        self.data_wait_seconds = 0.0
-        """Time that drawing and reading windows has taken, all of it on the event loop."""
+
+    @property
+    def data_wait_seconds(self) -> float:
+        """Time that drawing has waited for the text."""
+        return self._samples.waited_seconds()
 
     @property
     def under_way(self) -> int:
@@ -90,28 +92,16 @@ class Origin:
                     await asyncio.sleep(pause * self._rng.uniform(0.5, 1.5))
                     pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-        self._drop_what_the_text_lacks()
         async with asyncio.TaskGroup() as group:
             for _ in range(in_flight):
                 group.create_task(keep_drawing())
-
-    def _drop_what_the_text_lacks(self) -> None:
-        """Samples held from an earlier stay or life name windows of the text as it was then, which may have been
-        longer."""
-        known = [sample for sample in self._waiting if all(window < self._samples.count for window in sample.windows)]
-        dropped = len(self._waiting) - len(known)
-        if dropped:
-            self._ledger.dropped += dropped
-            logger.warning("held samples dropped: %d; the text has changed and has no such windows any more", dropped)
-            self._waiting.clear()
-            self._waiting.extend(known)
 
     async def train_one(self) -> bool:
         """Draw one sample (one that was put back, if there is any) and carry it to its end or back into the queue.
 
         True where it was trained.
         """
-        sample = self._waiting.popleft() if self._waiting else self._draw_new()
+        sample = self._waiting.popleft() if self._waiting else await self._draw_new()
         self._under_way[sample] = None
         try:
             await self._carry_through(sample)
@@ -132,17 +122,18 @@ class Origin:
             self._ledger.trained += 1
             return True
 
-    async def evaluate(
-        self, windows: Sequence[int], load: Callable[[Sequence[int]], tuple[Tensor, Tensor]]
-    ) -> tuple[float, int]:
-        """Mean loss (nats per token) of held-out windows through the swarm, and their tokens. Raises HopFailed."""
+    async def evaluate(self, windows: Tensor) -> tuple[float, int]:
+        """Mean loss (nats per token) of held-out windows, int32 [n, T + 1], through the swarm, and their tokens.
+
+        Raises HopFailed.
+        """
         size = self._spec.inner.microbatch_windows
         parts = [windows[start : start + size] for start in range(0, len(windows), size)]
         results: list[tuple[float, int]] = []
 
         async def work_off() -> None:
             while parts:
-                results.append(await self._evaluate_part(parts.pop(), load))
+                results.append(await self._evaluate_part(parts.pop()))
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -154,9 +145,7 @@ class Origin:
         return sum(loss for loss, _ in results) / tokens, tokens
 
     async def _carry_through(self, sample: Sample) -> None:
-        began = time.perf_counter()
-        inputs, labels = self._samples.train(sample.windows)
-        self.data_wait_seconds += time.perf_counter() - began
+        inputs, labels = inputs_and_labels(sample.windows)
         if self._downstream is None:
             await self._worker.loss(inputs, labels, draw=True)
             return
@@ -173,10 +162,8 @@ class Origin:
             await run_to_end(self._worker.discard(passage))
             raise
 
-    async def _evaluate_part(
-        self, windows: Sequence[int], load: Callable[[Sequence[int]], tuple[Tensor, Tensor]]
-    ) -> tuple[float, int]:
-        inputs, labels = load(windows)
+    async def _evaluate_part(self, windows: Tensor) -> tuple[float, int]:
+        inputs, labels = inputs_and_labels(windows)
         try:
             if self._downstream is None:
                 return await self._worker.evaluate_loss(inputs, labels), labels.numel()
@@ -197,12 +184,10 @@ class Origin:
     def _outgoing(mode: Mode, drawn: DrawnBy, outputs: Tensor, labels: Tensor) -> Outgoing:
         return Outgoing(secrets.token_hex(16), mode, drawn, outputs, labels.to(torch.int32))
 
-    def _draw_new(self) -> Sample:
-        self._ledger.drawn += 1
-        began = time.perf_counter()
-        sample = Sample(self._samples.draw())
-        self.data_wait_seconds += time.perf_counter() - began
-        return sample
+    async def _draw_new(self) -> Sample:
+        windows = await self._samples.draw()
+        self._ledger.drawn += 1  # no await after the draw: the books close at every moment
+        return Sample(windows)
 
     def _put_back(self, sample: Sample, failure: HopFailed) -> None:
         if failure.reached:  # where nobody had it in hand, an outage says nothing against the sample

@@ -32,7 +32,7 @@ def standing(clock: float, *, run_id: str = RUN, stage: int = 1) -> Standing:
         tokens_accumulated=64,
         loss_accumulated=3.25,
         walk=WalkPosition(epoch=2, offset=5),
-        held=(HeldSample(windows=(4, 2), put_backs=1),),
+        held=(HeldSample(put_backs=1),),
         ledger={"drawn": 12, "trained": 11},
     )
 
@@ -120,7 +120,7 @@ def without_state(path: Path) -> None:
 def of_a_later_version(path: Path) -> None:
     """A field that this version does not know."""
     manifest = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
+    (path / MANIFEST).write_text(json.dumps({**manifest, "format": 3}))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from tests.worlds import (
     run_to_the_end,
     run_with_faults,
     samples_of,
+    window_rows,
     world,
 )
 
@@ -165,7 +166,7 @@ async def test_a_node_that_leaves_stage_0_keeps_its_books_and_what_was_put_back(
         later = made.replicas[1]
         ledger = later.ledger
         ledger.drawn, ledger.trained = 5, 3
-        ledger.waiting.extend((Sample([1, 2, 3, 4]), Sample([5, 6, 7, 8])))
+        ledger.waiting.extend((Sample(window_rows([1, 2, 3, 4])), Sample(window_rows([5, 6, 7, 8]))))
         later.books.write()
         account = last_account(made.events[1])
         assert (account.drawn, account.trained, account.held_at_end) == (5, 3, 2)

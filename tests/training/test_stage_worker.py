@@ -17,7 +17,17 @@ from noloco_node.training import schedule, stage_worker
 from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
 from tests.support import eventually
 from tests.training.made_trainers import lone_worker, make_trainer
-from tests.worlds import LENGTH, MICROBATCH, WINDOWS, micro_spec, peer_name, run_to_the_end, window_batch, world
+from tests.worlds import (
+    LENGTH,
+    MICROBATCH,
+    WINDOWS,
+    micro_spec,
+    peer_name,
+    run_to_the_end,
+    window_batch,
+    window_rows,
+    world,
+)
 
 HIDDEN = 32
 CONTRACT_CHANGES: list[dict[str, object]] = [{}, {"codec": "fp16"}, {"momentum": "local"}, {"fragments": 2}]
@@ -96,7 +106,7 @@ async def test_a_run_of_one_stage_survives_a_loss_that_is_not_finite() -> None:
         assert (ledger.drawn, ledger.put_back, ledger.dropped, ledger.trained) == (1, attempts - 1, 1, 0)
         assert replica.origin.held == replica.worker.progress.tokens == 0
         with pytest.raises(HopFailed):
-            await replica.origin.evaluate(range(4), window_batch)
+            await replica.origin.evaluate(window_rows(range(4)))
         trainer.load(sound, trainer.optimizer_state())
         await replica.origin.train_one()
         assert ledger.trained == 1
