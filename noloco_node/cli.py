@@ -334,7 +334,7 @@ def _join(options: argparse.Namespace) -> int:
 
             from noloco_node.node import join_node
 
-        return _exit_code(uvloop.run(join_node(config.run.data, config.node, print_run, web)))
+        return _exit_code(uvloop.run(join_node(config.run, config.node, print_run, web)))
 
 
 def _on_devices(options: argparse.Namespace, settings: NodeSettings) -> int:

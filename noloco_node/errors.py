@@ -38,7 +38,7 @@ EXIT_MEANINGS: dict[ExitCode, str] = {
     ExitCode.P2P_DAEMON: "hivemind's p2pd did not start, or died",
     ExitCode.NO_DONOR: "the run is under way and no replica of the stage could give its state",
     ExitCode.WRONG_RUN: "the peer serves another run (its RunSpec differs) or speaks another protocol version",
-    ExitCode.DATA: "the training text cannot be used",
+    ExitCode.DATA: "the training text, or the weights to start from, cannot be used",
     ExitCode.NODE_DIED: "a node of the local swarm died before the run's end",
     ExitCode.CHECK_FAILED: "a check of this machine or its network failed: disk, memory, clock, versions, reachability",
     ExitCode.NOT_ADMITTED: "the run does not admit this node: not listed, or no invitation that holds",

@@ -7,7 +7,16 @@ import logging
 from collections.abc import Collection
 
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.swarm.beginning import ASK_SECONDS, BEGINNINGS, DOUBT_SECONDS, HEARD, run_has_ended, where_to_begin
+from noloco_node.swarm.beginning import (
+    ASK_SECONDS,
+    BEGINNINGS,
+    DOUBT_SECONDS,
+    HEARD,
+    lacks_first_weights,
+    no_first_weights,
+    run_has_ended,
+    where_to_begin,
+)
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.first_look import LOOK_AGAIN_SECONDS
 from noloco_node.swarm.late_join import BUSY_PATIENCE_SECONDS, NoDonor, StateCopier
@@ -51,7 +60,8 @@ class FirstState:
     async def take(self, own_clock: float | None) -> PeerId | None:
         """Copy a fellow's state where that is where to begin (`where_to_begin`); the donor, or None where the weights
         stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError (NO_DONOR)
-        where a fellow's state is needed and nobody gave it."""
+        where a fellow's state is needed and nobody gave it; it is needed, too, where the run began with weights that
+        this node has no folder of."""
         there, joined = await self._who_answers(), self._joined
         begin = where_to_begin(
             own_clock,
@@ -71,12 +81,15 @@ class FirstState:
         logger.info("begins from %s: %s", BEGINNINGS[begin.source], begin.why)
         if begin.source == "seed" and joined and not there:
             logger.warning(STARTS_ALONE)
-        if begin.source != "peer":
+        lacking = own_clock is None and lacks_first_weights(self._spec)
+        if begin.source != "peer" and not lacking:
             return None
         try:
             return await self._copy_a_fellow(DOUBT_SECONDS if begin.doubtful else BUSY_PATIENCE_SECONDS)
         except NoDonor as error:
             explained = error.explained(self._spec, self._stage)
+            if lacking and (begin.source == "seed" or begin.doubtful):
+                raise no_first_weights(self._spec, self._stage) from None
             if own_clock is None and not begin.doubtful:
                 raise explained from None
             source = "seed" if own_clock is None else "checkpoint"

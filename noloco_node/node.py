@@ -18,7 +18,7 @@ import torch
 from noloco_node import __version__, start_checks
 from noloco_node.checkpointing import CheckpointKeeper
 from noloco_node.compute_device import check_device, describe_device, device_name, peak_flop_per_second
-from noloco_node.config.load import OwnData
+from noloco_node.config.load import OwnRun
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
 from noloco_node.custody import last_of_stage, unusable_checkpoints
@@ -28,6 +28,7 @@ from noloco_node.data.samples import Position, Samples
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.interrupts import Interrupts, interruptible
 from noloco_node.model.stage import Stage, build_stage
+from noloco_node.model.weights_check import with_own_weights
 from noloco_node.network import Agree, Entrance, Network, network
 from noloco_node.replica import Replica, on_its_device
 from noloco_node.stays import BeginsFrom, Stays, stays_of
@@ -69,7 +70,7 @@ async def run_node(spec: RunSpec, settings: NodeSettings, web: WebServer | None 
     return await _run(agree, settings, None, spec.run_id, web)
 
 
-async def join_node(own: OwnData, settings: NodeSettings, show: Show, web: WebServer | None = None) -> NodeStopped:
+async def join_node(own: OwnRun, settings: NodeSettings, show: Show, web: WebServer | None = None) -> NodeStopped:
     """`run_node` for the run that the initial peers serve: its RunSpec comes from one of them, and is shown."""
 
     async def agree(door: Entrance) -> RunSpec:
@@ -77,11 +78,12 @@ async def join_node(own: OwnData, settings: NodeSettings, show: Show, web: WebSe
         spec = await fetch_run_spec(
             door.transport,
             joined,
-            own,
+            own.data,
             reads_text=reads_text,
             met_in=door.known.run,
             brings_state=RunFolder(settings.run_folder).checkpoints.is_dir(),
         )
+        spec = await asyncio.to_thread(with_own_weights, spec, own.model.from_pretrained)
         if reads_text:
             await asyncio.to_thread(check_text_here, spec.data)  # before a stage is chosen, announced and built
         return spec

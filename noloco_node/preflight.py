@@ -28,6 +28,8 @@ class Plan:
     """Bytes that a replica of each stage sends in one exchange, but for the last of the run."""
     warnings: tuple[str, ...]
     """What is allowed but seldom meant."""
+    weights: tuple[str, ...] = ()
+    """What the weights to start from are, and what of them is not as their folder has it; nothing for a seed."""
 
     @property
     def parameters(self) -> int:
@@ -46,9 +48,10 @@ def plan_run(run: RunSpec) -> Plan:
 
     Loads transformers, but allocates no weights. Raises UserError (CONFIG) as `model.cut.cut_model` does, where a
     microbatch is too large to travel, where a window is longer than the model's positions, and where a stage is too
-    small for its fragments.
+    small for its fragments; DATA where the weights to start from are not there, or not the model's.
     """
     from noloco_node.model.cut import build_config, cut_model
+    from noloco_node.model.weights_check import pretrained_lines
     from noloco_node.sizing.footprint import footprint_of
     from noloco_node.training.stage_worker import check_fragments
 
@@ -69,6 +72,7 @@ def plan_run(run: RunSpec) -> Plan:
         outer_bytes=tuple(sum(each) for each in sizes),
         peak_bytes=tuple(max(each) for each in sizes),
         warnings=(),
+        weights=tuple(pretrained_lines(run.model)),
     )
 
 
@@ -108,6 +112,7 @@ def plan_lines(run: RunSpec, numbers: Plan) -> list[str]:
         f"  inner steps       {numbers.inner_steps:,} per replica",
         f"  outer rounds      about {numbers.outer_rounds:,} per replica, {steps}",
         f"  outer step        {sizes} MB sent per replica ({run.outer.codec}){peak}, as many received",
+        *(f"  {'' if index else 'first weights':<17} {line}" for index, line in enumerate(numbers.weights)),
     ]
 
 
@@ -137,6 +142,11 @@ def _warnings(config: Config, inner_steps: int) -> list[str]:
         lines.append(
             f"run.outer.beta / (1 - run.outer.alpha) is {run.outer.beta / (1 - run.outer.alpha):.2f}: above 1 the "
             "outer step overshoots, which costs loss early in the training"
+        )
+    if run.model.fingerprint is not None and run.data.tokenizer == "bytes" and run.model.config["vocab_size"] != 256:
+        lines.append(
+            "run.data.tokenizer is bytes, which the weights of run.model.from_pretrained were hardly trained with: set "
+            "it to the model's own, the same folder or name where it holds a tokenizer"
         )
     share = run.inner.global_batch_tokens / config.local_swarm.replicas
     if share < run.microbatch_tokens:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.storage.checkpoint import Checkpoint
+from noloco_node.swarm.beginning import lacks_first_weights, no_first_weights
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.membership import SERVING, Membership
@@ -41,7 +42,8 @@ async def revive_if_lost(
     called off the event loop). One failed look-up must not bring forth untrained weights beside trained ones: unless
     the loss is `confirmed`, the stage must be seen empty for the life of a record. Of several who come at once the one
     with the smallest peer id restores it, the others wait for that one. A seeded stage's clock is 0: should a fellow
-    appear after all, it is this replica that lags and takes the other's state.
+    appear after all, it is this replica that lags and takes the other's state. Raises UserError (NO_DONOR) where the
+    run began with weights that this node does not have, and nothing else is left.
     """
     if not await _is_lost(spec, membership, own, confirmed):
         return None
@@ -61,6 +63,8 @@ async def revive_if_lost(
         )
         return "checkpoint"
     if copy is None:
+        if lacks_first_weights(spec):
+            raise no_first_weights(spec, stage)
         return "seed"
     clocks = [record.clock for record in membership.others_there()]
     clock = min(copy.clock, median(clocks)) if clocks else copy.clock

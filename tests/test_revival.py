@@ -17,6 +17,7 @@ from noloco_node import PROTOCOL_VERSION, revival
 from noloco_node.checkpointing import CheckpointKeeper
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.replica import Replica
 from noloco_node.revival import revive_if_lost
 from noloco_node.sizing.footprint import footprint_of
@@ -192,6 +193,17 @@ async def test_without_a_copy_the_seed_stands() -> None:
         progress, after = await newcomer.worker.full_state()
         assert progress.clock == 0.0
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+async def test_without_a_copy_and_without_the_first_weights_nothing_is_made_up() -> None:
+    """Who has no folder of what the run began with leaves a lost stage to who has."""
+    async with trained_world(guards=0) as (made, (_, _, _, newcomer), copies):
+        model = newcomer.spec.model.model_copy(update={"fingerprint": "weights-" + "0" * 32})
+        spec = newcomer.spec.model_copy(update={"model": model})
+        await lose(made, 2)
+        with pytest.raises(UserError, match="this node has no folder of those weights") as raised:
+            await revive_if_lost(spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1), confirmed=True)
+        assert raised.value.exit_code is ExitCode.NO_DONOR
 
 
 async def test_nothing_is_revived_where_a_fellow_serves_or_comes_into_sight_in_time() -> None:

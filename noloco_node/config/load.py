@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 from noloco_node.config.environment import node_environment, variable_of
 from noloco_node.config.lab_spec import LabSpec
 from noloco_node.config.node_settings import LocalSwarmSettings, NodeSettings
+from noloco_node.config.pretrained import with_pretrained
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.config.settings import Settings
 from noloco_node.config.shipped import find_config, nearest_config
@@ -64,9 +65,17 @@ class OwnData(Settings):
     """The run's own value, as consent to read it where it lies on this machine."""
 
 
+class OwnModel(Settings):
+    """What the one who joins says of the run's model."""
+
+    from_pretrained: str | None = None
+    """Where this machine keeps the weights that the run began with, for a stage that nobody serves."""
+
+
 class OwnRun(Settings):
     """The part of `run:` that a joiner may have an opinion on."""
 
+    model: OwnModel = OwnModel()
     data: OwnData = OwnData()
 
 
@@ -125,7 +134,9 @@ def load_join(overrides: Sequence[str], environ: Mapping[str, str] = NO_ENVIRONM
 
 
 def validate(raw: Mapping[str, Any], where: str) -> Config:
-    """Validate a parsed configuration; `where` names it in messages. Raises `UserError` (CONFIG)."""
+    """Validate a parsed configuration; `where` names it in messages. Raises `UserError` (CONFIG), and as
+    `with_pretrained` does."""
+    raw = with_pretrained(raw)
     return _validated(Config, raw, where, f"correct it, then check with: noloco-node config validate {where}")
 
 

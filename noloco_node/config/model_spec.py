@@ -6,21 +6,42 @@ from typing import Annotated
 
 from pydantic import Field, JsonValue, model_validator
 
-from noloco_node.config.settings import Settings
+from noloco_node.config.settings import Positive, Settings
 
 MAX_PARTS = 1024
 """Most layers, heads or experts that a model may have; the largest that are known have a few hundred."""
 
 
 class ModelSpec(Settings):
-    """The model, as arguments of `transformers.AutoConfig.for_model`, and the seed of its first weights."""
+    """The model, as arguments of `transformers.AutoConfig.for_model`, and its first weights: drawn from a seed, or
+    those of a model that is there already."""
 
-    config: dict[str, JsonValue]
-    """Must hold `model_type`; everything else goes to that architecture's config class."""
+    config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Must hold `model_type`; everything else goes to that architecture's config class. What is not set here is that of
+    `from_pretrained`, where there is one."""
+    from_pretrained: Annotated[str, Field(min_length=1)] | None = None
+    """Weights to start from: a folder of this machine with config.json and safetensors, or a name of the Hugging Face
+    hub. Each stage reads its own tensors. Where a volunteer keeps them is no part of the run."""
+    fingerprint: Annotated[str, Field(pattern=r"^weights-[0-9a-f]{32}$")] | None = None
+    """What those weights are; taken from `from_pretrained` where it is not set. Who has a fellow's state, or joins one,
+    needs no files; who must begin from the first weights is refused others."""
     seed: int = 0
     """Seed of the first weights: each module is initialised from (seed, its full name)."""
     stages: Annotated[int, Field(gt=0, le=256)] = 1
     """Into how many pipeline stages the layers are cut."""
+    layers_per_stage: tuple[Positive, ...] | None = None
+    """How many layers each stage has, by hand; not set makes the most expensive stage as cheap as can be."""
+
+    @model_validator(mode="after")
+    def _is_named(self) -> ModelSpec:
+        if not self.config:
+            raise ValueError(
+                "run.model.config is not set: give it with its model_type, or name weights to start from, with their "
+                "own config, as run.model.from_pretrained"
+            )
+        if self.from_pretrained is not None and self.fingerprint is None:
+            raise ValueError("run.model.from_pretrained is set without the fingerprint of its weights")
+        return self
 
     @model_validator(mode="after")
     def _can_be_laid_out(self) -> ModelSpec:
@@ -31,4 +52,13 @@ class ModelSpec(Settings):
                     f"run.model.config.{name} is {str(value)[:20]}: to lay out so many would take this machine minutes "
                     f"or hours; set it to {MAX_PARTS} or less"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _layers_by_hand(self) -> ModelSpec:
+        if self.layers_per_stage is not None and len(self.layers_per_stage) != self.stages:
+            raise ValueError(
+                f"run.model.layers_per_stage names {len(self.layers_per_stage)} stages, and run.model.stages is "
+                f"{self.stages}: give one number for each stage"
+            )
         return self

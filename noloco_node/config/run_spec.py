@@ -258,10 +258,11 @@ class RunSpec(Settings):
     def agreed_json(self) -> str:
         """What all peers have in common, as canonical JSON: what the run id is the hash of, and what a joiner is told.
 
-        Where a volunteer keeps the text of a `text` source, or a prepared one, is its own affair: those paths are not
-        in it.
+        Where a volunteer keeps the text of a `text` source, or a prepared one, or the weights that the run began with,
+        is its own affair: those paths are not in it.
         """
         agreed = self.model_dump(mode="json")
+        del agreed["model"]["from_pretrained"]
         del agreed["data"]["prepared"]
         if self.data.source == "text":
             del agreed["data"]["path"]

@@ -120,7 +120,8 @@ def _text(run: RunSpec) -> str:
 
 
 def _public(run: RunSpec) -> RunSpec:
-    """Without where this machine keeps a text."""
+    """Without where this machine keeps a text, or weights."""
+    run = run.model_copy(update={"model": run.model.model_copy(update={"from_pretrained": None})})
     if run.data.source != "text":
         return run
     return run.model_copy(update={"data": run.data.model_copy(update={"path": "(the owner's)"})})

@@ -8,16 +8,13 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from noloco_node.config.model_spec import ModelSpec
+from noloco_node.config.pretrained import setting_names
 from noloco_node.config.wording import value_in_words
 from noloco_node.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_ACCEPTED_UNDECLARED = frozenset(
-    {"model_type", "head_dim", "torch_dtype", "rope_theta", "rope_scaling", "partial_rotary_factor"}
-)
-"""Keys that config classes take although they declare no such field."""
 _POSITIVE_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -72,12 +69,13 @@ def build_config(spec: ModelSpec) -> PretrainedConfig:
 
 
 def cut_model(spec: ModelSpec) -> tuple[StageCut, ...]:
-    """Divide the model's layers among `model.stages` so that the most expensive stage is as cheap as can be.
+    """Divide the model's layers among `model.stages` so that the most expensive stage is as cheap as can be; as
+    `model.layers_per_stage` says, where it is set.
 
     A layer or head costs the multiplications per token of its matrices; the embedding's look-up costs nothing. Where
     several cuts are as good, the most even one is taken, with longer stages first. The answer depends on the spec
-    only, so all peers find the same. Raises UserError (CONFIG) as `build_config` does, and when there are more stages
-    than layers.
+    only, so all peers find the same. Raises UserError (CONFIG) as `build_config` does, when there are more stages
+    than layers, and where the layers by hand are not those of the model in number.
     """
     config = build_config(spec)
     layers: int = config.num_hidden_layers
@@ -87,12 +85,24 @@ def cut_model(spec: ModelSpec) -> tuple[StageCut, ...]:
             "every stage needs at least one layer",
             f"set run.model.stages to {layers} or less, or give the model more layers",
         )
-    counts = _layers_per_stage(layers, spec.stages, _layer_cost(config), config.hidden_size * config.vocab_size)
+    counts = _by_hand(spec.layers_per_stage, layers) or _layers_per_stage(
+        layers, spec.stages, _layer_cost(config), config.hidden_size * config.vocab_size
+    )
     ends = [sum(counts[: index + 1]) for index in range(spec.stages)]
     return tuple(
         StageCut(index=index, stages=spec.stages, first_layer=end - count, end_layer=end)
         for index, (count, end) in enumerate(zip(counts, ends, strict=True))
     )
+
+
+def _by_hand(counts: Sequence[int] | None, layers: int) -> list[int]:
+    if counts is not None and sum(counts) != layers:
+        raise _config_error(
+            f"run.model.layers_per_stage names {' + '.join(map(str, counts))} = {sum(counts)} layers, but "
+            f"run.model.config.num_hidden_layers is {layers}",
+            f"change one of them: the sum must be {layers}",
+        )
+    return list(counts or ())
 
 
 def _layers_per_stage(layers: int, stages: int, layer_cost: int, head_cost: int) -> list[int]:
@@ -149,8 +159,7 @@ def _make_config(model_type: str, values: dict[str, Any]) -> PretrainedConfig:
 
 def _check_keys(model_type: str, values: dict[str, Any], config: PretrainedConfig) -> None:
     known = {field.name for field in fields(config)}
-    aliases: dict[str, str] = config.attribute_map
-    unknown = sorted(values.keys() - known - aliases.keys() - _ACCEPTED_UNDECLARED)
+    unknown = sorted(values.keys() - (setting_names(model_type) or frozenset()))
     if unknown:
         raise _config_error(
             f"run.model.config.{unknown[0]} is not a setting of the '{model_type}' architecture",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import StageCut, build_config, cut_model, not_llama_type
+from noloco_node.model.pretrained import Weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -59,10 +60,12 @@ class Stage(nn.Module):
 def build_stage(spec: ModelSpec, index: int) -> Stage:
     """Stage `index` with its first weights: fp32, on the CPU.
 
-    Each module is drawn from (model.seed, its full name) by the architecture's own rule, so two builds agree bit for
-    bit whatever the cut. Only the stage's own part is allocated. The global random state is left as it was.
+    They are read where the model names a folder of weights. Else each module is drawn from (model.seed, its full name)
+    by the architecture's own rule, so two builds agree bit for bit whatever the cut. Only the stage's own part is
+    allocated. The global random state is left as it was.
 
-    Raises UserError (CONFIG) as `cut_model` does, and where the architecture is not of the Llama type.
+    Raises UserError (CONFIG) as `cut_model` does, and where the architecture is not of the Llama type; DATA where the
+    folder does not hold this stage.
     """
     config = build_config(spec)
     cut = cut_model(spec)[index]
@@ -70,7 +73,13 @@ def build_stage(spec: ModelSpec, index: int) -> Stage:
     _check_anatomy(causal, config)
     _take_out_other_stages(causal, cut)
     _allocate(causal)
+    weights = None if spec.from_pretrained is None else Weights(spec)
+    if weights is not None:
+        for parameter in causal.parameters():
+            parameter._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue] # nothing is drawn for it
     _initialise(causal, spec.seed, cut.first_layer)
+    if weights is not None:
+        _read(causal, weights, cut.first_layer)
     _check_all_initialised(causal, config)
     return Stage(cut, causal)
 
@@ -163,6 +172,13 @@ def _initialise(causal: PreTrainedModel, seed: int, first_layer: int) -> None:
                 initialise(module)
     finally:
         torch.default_generator.set_state(state)
+
+
+def _read(causal: PreTrainedModel, weights: Weights, first_layer: int) -> None:
+    parameters = {_full_name(name, first_layer): value for name, value in nn.Module.named_parameters(causal)}
+    weights.check({name: tuple(value.shape) for name, value in parameters.items()})
+    for name, value in parameters.items():
+        weights.read(name, value)
 
 
 def _module_seed(seed: int, full_name: str) -> int:

@@ -102,3 +102,19 @@ def run_has_ended(spec: RunSpec, why: str) -> UserError:
         "start a new run, with another run.name or a higher run.inner.target_tokens; to begin this one anew, start its "
         "first node in a new folder and without initial peers",
     )
+
+
+def lacks_first_weights(spec: RunSpec) -> bool:
+    """Whether the run began with weights that this node has no folder of: it must not make up others."""
+    return spec.model.fingerprint is not None and spec.model.from_pretrained is None
+
+
+def no_first_weights(spec: RunSpec, stage: int) -> UserError:
+    """The end of a node that would have to begin with weights that it does not have."""
+    return UserError(
+        ExitCode.NO_DONOR,
+        f"run '{spec.name}' begins with the weights {spec.model.fingerprint}, nobody gives a state of stage {stage}, "
+        "and this node has no folder of those weights",
+        "get the folder from whoever started the run, and say where it lies with --set "
+        "run.model.from_pretrained=FOLDER; a stage that somebody serves can be joined without it",
+    )

@@ -91,7 +91,8 @@ async def fetch_run_spec(
 
 
 def read_agreed(text: bytes) -> RunSpec:
-    """Parse what a peer hands out. The path of a `text` source, whatever the peer says, is `NOT_READ`.
+    """Parse what a peer hands out. The path of a `text` source, whatever the peer says, is `NOT_READ`, and weights to
+    start from have none.
 
     Raises ValueError (ValidationError included) for what is no RunSpec: other JSON, unknown settings, values out of
     bounds, an inadmissible γ; and for text that a terminal should not be shown.
@@ -102,7 +103,9 @@ def read_agreed(text: bytes) -> RunSpec:
     raw = cast("dict[str, Any]", parsed)
     if not all(word.isprintable() for word in _words(raw)):
         raise ValueError("it holds control characters")
-    data = raw.get("data")
+    data, model = raw.get("data"), raw.get("model")
+    if isinstance(model, dict):
+        cast("dict[str, Any]", model).pop("from_pretrained", None)
     if isinstance(data, dict):
         told = cast("dict[str, Any]", data)
         told.pop("prepared", None)

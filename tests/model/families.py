@@ -34,8 +34,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3, "head_dim": 8},
     "gemma3_text": {"sliding_window": 5, "query_pre_attn_scalar": 8, "head_dim": 8},
     "smollm3": {"use_sliding_window": True, "sliding_window": 5},
+    "olmo2": {},
+    "gemma2": {
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 8,
+        "head_dim": 8,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 0.2,
+    },
+    "phi3": {"sliding_window": 5, "partial_rotary_factor": 0.5, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+        "head_dim": 8,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
 }
-"""Settings that make the layers of each family differ from one another."""
+"""Settings that make the layers of each family differ from one another, where they can."""
+MIXED_LAYERS = frozenset({"qwen2", "qwen3", "gemma3_text", "smollm3", "gemma2"})
+"""Families whose layers attend in two ways, by their number."""
+EXPERTS = frozenset({"qwen3_moe", "mixtral"})
+"""Mixtures of experts."""
 
 
 def spec_of(family: str, stages: int = 1, seed: int = 3, **changes: Any) -> ModelSpec:

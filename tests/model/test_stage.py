@@ -13,7 +13,7 @@ from noloco_node.config.model_spec import ModelSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import build_config
 from noloco_node.model.stage import Stage, build_stage
-from tests.model.families import FAMILIES, LAYERS, build_all, parameters_by_full_name, spec_of, token_ids
+from tests.model.families import FAMILIES, LAYERS, MIXED_LAYERS, build_all, parameters_by_full_name, spec_of, token_ids
 
 
 def compose(stages: list[Stage], ids: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def test_composed_stages_equal_the_ordinary_model_in_outputs_and_gradients(famil
         assert torch.allclose(weight.grad, wanted[name].grad, rtol=0, atol=1e-6), name
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"llama", "mistral"}))
+@pytest.mark.parametrize("family", sorted(MIXED_LAYERS))
 def test_the_layers_of_these_families_are_not_alike(family: str) -> None:
     """Guards the test above: were the layers alike, a wrong cut would pass it."""
     spec = spec_of(family)
@@ -79,8 +79,8 @@ def test_the_first_weights_do_not_depend_on_the_cut(family: str) -> None:
         assert set(cut) == set(whole)
         assert all(torch.equal(cut[name], whole[name]) for name in whole)
     other = parameters_by_full_name(build_all(spec_of(family, 1, seed=4)))
-    matrices = [name for name in whole if whole[name].dim() == 2]
-    assert len(matrices) >= 7 * LAYERS + 2
+    matrices = [name for name in whole if whole[name].dim() > 1]
+    assert len(matrices) >= 4 * LAYERS + 2
     assert not any(torch.equal(other[name], whole[name]) for name in matrices)
 
 
@@ -99,7 +99,7 @@ def test_every_tensor_follows_the_rule_of_the_architecture(family: str) -> None:
         else:
             assert 0.8 < float(ours[name].detach().std() / build_config(spec).initializer_range) < 1.2, name
             sums.add(float(ours[name].detach().sum()))
-    assert len(sums) == sum(tensor.dim() == 2 for tensor in theirs.values())
+    assert len(sums) == sum(tensor.dim() > 1 for tensor in theirs.values())
     buffers = dict(ordinary.named_buffers())
     assert buffers
     for name, buffer in stage.causal.named_buffers():

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.config.run_spec import LimitsSpec, OuterSpec, RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.codec import CodecName
 from noloco_node.replica import Replica
-from noloco_node.swarm import state_messages, state_transfer
+from noloco_node.swarm import late_join, state_messages, state_transfer
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.memory_transport import Fault, FaultKind
 from noloco_node.swarm.state_donor import StateDonor
@@ -76,6 +76,34 @@ async def test_in_a_young_swarm_the_seeded_weights_stand() -> None:
     async with world(micro_spec(stages=1, outer=OUTER), replicas=2) as made:
         await made.replicas[0].membership.announce(PeerState.TRAINING)
         assert await made.replicas[1].become_current() is None
+
+
+def begun_with_weights() -> RunSpec:
+    """A run that began with weights of which nobody here has a folder."""
+    spec = micro_spec(stages=1, outer=OUTER)
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"fingerprint": "weights-" + "0" * 32})})
+
+
+async def test_who_has_no_first_weights_copies_a_fellow_before_any_outer_round() -> None:
+    """A seed would not give what the run began with."""
+    async with world(begun_with_weights(), replicas=2) as made:
+        first, second = made.replicas
+        first.donor.accepting = True
+        await first.membership.announce(PeerState.TRAINING)
+        shift = torch.full_like((await first.worker.slow_weights())[1], 0.5)
+        await first.worker.load_slow_weights(0.0, 0, shift)
+        assert await second.become_current() == peer_name(0, 0)
+        assert torch.equal((await second.worker.slow_weights())[1], shift)
+
+
+async def test_who_has_no_first_weights_and_finds_nobody_is_told_what_to_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It neither begins from a seed nor waits."""
+    monkeypatch.setattr(late_join, "AWAY_PAUSE_SECONDS", 0.001)
+    async with world(begun_with_weights()) as made:
+        with pytest.raises(UserError, match="begins with the weights weights-0000") as error:
+            await made.replicas[0].become_current()
+        assert error.value.exit_code is ExitCode.NO_DONOR
+        assert "--set run.model.from_pretrained=FOLDER" in error.value.remedy
 
 
 async def test_when_the_first_donor_dies_midway_the_next_one_gives_the_state() -> None:

@@ -1,0 +1,149 @@
+"""A stage's first weights out of a folder of weights: its own tensors, read slice by slice, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import FileIO
+
+import torch
+from torch import Tensor
+
+from noloco_node.config.model_spec import ModelSpec
+from noloco_node.config.pretrained import Pretrained, StoredTensor, open_pretrained, other_weights
+from noloco_node.errors import ExitCode, UserError
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_OTHER_NAMES = (("", ""), (".mlp.", ".block_sparse_moe."))
+"""A part of a name, and how older files write it."""
+_FUSED = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+"""Experts that a model holds as one tensor, and the matrices, one after the other in its rows, that files have of each
+expert: by the names of one family or another."""
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_AT_ONCE = 16 << 20
+"""Numbers that are read at a time: no stage needs room for its weights twice."""
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What one parameter is made of: one tensor, or for each expert the matrices whose rows are put together."""
+
+    parts: tuple[tuple[str, ...], ...]
+    stacked: bool
+
+
+class Weights:
+    """Reads the parameters of a run's model out of the folder that it starts from."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        """Raises UserError (DATA) as `open_pretrained` does, and where the weights are not the run's."""
+        assert spec.from_pretrained is not None
+        self._name = spec.from_pretrained
+        self._found = open_pretrained(self._name)
+        if spec.fingerprint is not None and (fingerprint := self._found.fingerprint()) != spec.fingerprint:
+            raise other_weights(self._name, fingerprint, spec.fingerprint)
+
+    @property
+    def found(self) -> Pretrained:
+        """The folder."""
+        return self._found
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+        """Raise UserError (DATA) where these parameters, by full name, are not all there in these shapes; else the
+        names of the stored tensors that they are made of. Reads no weights."""
+        missing = [name for name in shapes if self._source(name, shapes[name]) is None]
+        if missing:
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            raise self._unfit(f"it has no {', '.join(missing[:_SHOWN])}{more}")
+        used: set[str] = set()
+        for name, shape in shapes.items():
+            source = self._source(name, shape)
+            assert source is not None
+            self._check_shape(name, shape, source)
+            used |= {part for parts in source.parts for part in parts}
+        return used
+
+    def read(self, name: str, into: Tensor) -> None:
+        """Fill a parameter of that full name, after `check`. Raises UserError (DATA) where the file cannot be read and
+        for what is no number."""
+        source = self._source(name, tuple(into.shape))
+        assert source is not None
+        targets = [(into[index] if source.stacked else into, parts) for index, parts in enumerate(source.parts)]
+        with torch.no_grad():
+            for target, parts in targets:
+                start = 0
+                for part in parts:
+                    rows = target.shape[0] // len(parts)
+                    self._read_tensor(part, target[start : start + rows])
+                    start += rows
+        if not bool(torch.isfinite(into.sum())):
+            raise self._unfit(f"{name} holds NaN or infinity")
+
+    def _read_tensor(self, name: str, into: Tensor) -> None:
+        stored = self._found.tensors[name]
+        dtype, flat = _DTYPES[stored.dtype], into.view(-1)
+        try:
+            with stored.file.open("rb", buffering=0) as file:
+                file.seek(stored.start)
+                for start in range(0, flat.numel(), _AT_ONCE):
+                    part = flat[start : start + _AT_ONCE]
+                    room = bytearray(part.numel() * dtype.itemsize)
+                    if not _filled(file, memoryview(room)):
+                        raise self._unfit(f"{stored.file} ends within {name}")
+                    part.copy_(torch.frombuffer(room, dtype=dtype))
+        except OSError as error:
+            raise self._unfit(f"{name} cannot be read: {error.strerror or error}") from None
+
+    def _source(self, name: str, shape: tuple[int, ...]) -> _Source | None:
+        """Where a parameter comes from; None where the folder does not have it."""
+        tensors = self._found.tensors
+        for ours, theirs in _OTHER_NAMES:
+            if ours and ours not in name:
+                continue
+            stored = name.replace(ours, theirs) if ours else name
+            if stored in tensors:
+                return _Source(((stored,),), stacked=False)
+            if (source := self._experts(stored, shape)) is not None:
+                return source
+        return _Source(((EMBEDDING,),), stacked=False) if name == HEAD and EMBEDDING in tensors else None
+
+    def _experts(self, name: str, shape: tuple[int, ...]) -> _Source | None:
+        prefix, _, last = name.rpartition(".")
+        if len(shape) != 3 or not prefix.endswith(".experts"):
+            return None
+        for matrices in _FUSED.get(last, ()):
+            parts = tuple(
+                tuple(f"{prefix}.{expert}.{matrix}.weight" for matrix in matrices) for expert in range(shape[0])
+            )
+            if all(part in self._found.tensors for each in parts for part in each):
+                return _Source(parts, stacked=True)
+        return None
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], source: _Source) -> None:
+        inner = shape[1:] if source.stacked else shape
+        for parts in source.parts:
+            wanted = (inner[0] // len(parts), *inner[1:])
+            for part in parts:
+                stored: StoredTensor = self._found.tensors[part]
+                if stored.shape != wanted:
+                    raise self._unfit(f"{part} is {list(stored.shape)} where {list(wanted)} belongs ({name})")
+                if stored.dtype not in _DTYPES:
+                    raise self._unfit(f"{part} holds {stored.dtype}, not one of {', '.join(_DTYPES)}")
+
+    def _unfit(self, why: str) -> UserError:
+        return UserError(
+            ExitCode.DATA,
+            f"the weights of run.model.from_pretrained ('{self._name}') are not those of run.model.config: {why}",
+            "leave out what run.model.config changes of the folder's own config, or get the folder again",
+        )
+
+
+def _filled(file: FileIO, room: memoryview) -> bool:
+    """Read until `room` is full; False where the file ends before."""
+    while room:
+        count = file.readinto(room)
+        if not count:
+            return False
+        room = room[count:]
+    return True
