@@ -51,8 +51,9 @@ class InnerSpec(Settings):
     """Of AdamW: added to the root of the second moment."""
     clip_norm: PositiveFloat = 1.0
     """Gradient norm bound of each stage (a stage cannot know the norm of the others)."""
-    backward: Literal["keep", "recompute"] = "keep"
-    """`keep` holds a microbatch's graph until its gradient comes back; `recompute` holds its input only."""
+    backward: Literal["keep", "recompute", "checkpoint"] = "keep"
+    """`keep` holds a microbatch's graph until its gradient comes back; `recompute` holds its input only and computes
+    the whole stage again, `checkpoint` holds each layer's input and computes one layer again at a time."""
     precision: PrecisionName = "fp32"
     """`bf16`: forward and backward on bf16 copies of fp32 masters; `bf16-mixed`: on fp32 copies, products in bf16
     (torch's autocast); `bf16-pure`: weights and AdamW's state in bf16, no masters, as in the paper."""

@@ -20,6 +20,7 @@ from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsa
 
 from noloco_node.config.run_spec import InnerSpec
 from noloco_node.model.stage import Stage
+from noloco_node.training.layer_checkpoints import checkpoint_layers
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.loss_bound import LossBound
 from noloco_node.training.norm_bound import NormBound
@@ -85,6 +86,8 @@ class StageTrainer:
         self._stage = stage.to(self.device)
         _without_weights(self._stage)
         self._recompute = inner.backward == "recompute"
+        if inner.backward == "checkpoint":
+            checkpoint_layers(self._stage)
         self._clip_norm = inner.clip_norm
         self.returned_bound = NormBound(GRADIENT_MULTIPLE)
         """On the gradients that the next stage gives back."""

@@ -60,7 +60,7 @@ def test_giving_back_more_than_was_taken_is_a_programming_error() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("backward", ["keep", "recompute"])
+@pytest.mark.parametrize("backward", ["keep", "recompute", "checkpoint"])
 def test_a_late_backward_gives_the_gradient_of_its_forwards_weights(backward: str, stage: int) -> None:
     """Five versions are published between forward and backward: equal to plain autograd on the weights of the
     forward, and different from that on the present ones."""
