@@ -103,6 +103,8 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _print_head(run: RunSpec, held_out: HeldOut, at: str = "") -> None:
     print(f"run {run.name} ({run.run_id}){at}: {held_out.windows} held-out windows, {held_out.tokens:,} tokens")
+    if held_out.bytes is None:
+        print("bits a byte are not known: the run trains on token ids, without a tokenizer (run.data.tokenizer: none)")
     print(f"{'':<{FIRST_COLUMN}} {'loss':>8} {'perplexity':>12} {'bits/byte':>10}", flush=True)
 
 
@@ -118,4 +120,5 @@ def _alone(replica: SavedReplica) -> str:
 
 def _print_score(name: str, score: Score) -> None:
     perplexity = f"{score.perplexity:,.3f}" if math.isfinite(score.perplexity) else "infinite"
-    print(f"{name:<{FIRST_COLUMN}} {score.loss:>8.4f} {perplexity:>12} {score.bits_per_byte:>10.4f}", flush=True)
+    bits = "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
+    print(f"{name:<{FIRST_COLUMN}} {score.loss:>8.4f} {perplexity:>12} {bits:>10}", flush=True)

@@ -11,13 +11,16 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
+from noloco_node.config.data_spec import NO_TOKENIZER
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.data.encoding import fitting_tokenizer
 from noloco_node.data.tokenizers import load_tokenizer
 from noloco_node.data.windows import Windows, load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import build_config
 from noloco_node.model.export import (
     SHARD_BYTES,
+    continue_ids,
     evaluate_model,
     export_model,
     generate_sample,
@@ -128,7 +131,8 @@ def write_model(
     Raises UserError: RUN_FOLDER where the weights are not those of the run's model or the disk refuses, DATA where
     there is no such tokenizer.
     """
-    load_tokenizer(run.data.tokenizer)
+    if run.data.tokenizer != NO_TOKENIZER:
+        load_tokenizer(run.data.tokenizer)
     try:
         with atomic.new_folder(folder) as partial_folder:
             export_model(run.model, state, partial_folder, run.data.tokenizer, shard_bytes)
@@ -160,14 +164,17 @@ def held_out_indices(run: RunSpec, windows: Windows) -> list[int]:
 
 
 def _samples(run: RunSpec, windows: Windows, model: Path, indices: Sequence[int]) -> str:
-    tokenizer = load_tokenizer(run.data.tokenizer)
+    tokenizer = fitting_tokenizer(run.data, build_config(run.model).vocab_size)
     length = run.data.sequence_length
     parts: list[str] = []
     for number, index in enumerate(indices):
         inputs, _ = windows.validation([index])
         beginning = inputs[0, : max(1, length // PROMPT_SHARE)]
         prompt = tokenizer.decode([int(token) for token in beginning])
-        text = generate_sample(model, prompt, length - length // PROMPT_SHARE, seed=run.data.seed + number)
-        rest = text.removeprefix(prompt)
+        wanted, seed = length - length // PROMPT_SHARE, run.data.seed + number
+        if run.data.tokenizer == NO_TOKENIZER:
+            rest = tokenizer.decode(continue_ids(load_exported(model), beginning, wanted, seed)[len(beginning) :])
+        else:
+            rest = generate_sample(model, prompt, wanted, seed=seed).removeprefix(prompt)
         parts.append(f"--- held-out beginning {number + 1} ---\n{prompt}\n--- continued by the model ---\n{rest}\n")
     return "\n".join(parts)

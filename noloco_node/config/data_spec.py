@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from noloco_node.config.settings import Settings
 
+NO_TOKENIZER = "none"
+"""The tokenizer of a text that is token ids, whoever made them and however."""
+
 
 class DataSpec(Settings):
     """The training text and how it becomes windows of tokens."""
@@ -30,7 +33,8 @@ class DataSpec(Settings):
     prepared: str | None = None
     """A folder that `noloco-node data prepare` wrote of this text on this machine, to be read in its place."""
     tokenizer: str = "bytes"
-    """`bytes` (vocabulary 256), or what `AutoTokenizer.from_pretrained` takes."""
+    """`bytes` (vocabulary 256), or what `AutoTokenizer.from_pretrained` takes; `none` where the text is token ids and
+    what they stand for is not known."""
     sequence_length: Annotated[int, Field(ge=2, le=131072)] = 128
     """Tokens that are predicted in each window."""
     holdout: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.05
@@ -47,6 +51,10 @@ class DataSpec(Settings):
         if self.source == "stdlib" and self.path:
             raise ValueError(
                 "run.data.path is set but run.data.source is 'stdlib': set run.data.source to text to train on it"
+            )
+        if self.source == "stdlib" and self.tokenizer == NO_TOKENIZER:
+            raise ValueError(
+                "run.data.tokenizer is 'none' but run.data.source is 'stdlib', which is text: name one, or bytes"
             )
         if self.subset is not None and self.source != "huggingface":
             raise ValueError(

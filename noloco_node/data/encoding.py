@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 
-from noloco_node.config.data_spec import DataSpec
+from noloco_node.config.data_spec import NO_TOKENIZER, DataSpec
 from noloco_node.data.documents import Document, data_error
-from noloco_node.data.loaders import ends_of_ids
+from noloco_node.data.loaders import ends_of_ids, load
 from noloco_node.data.places import find_files
-from noloco_node.data.tokenizers import Tokenizer, Tokens, load_tokenizer
+from noloco_node.data.tokenizers import NoTokenizer, Tokenizer, Tokens, load_tokenizer, no_tokenizer
 from noloco_node.errors import ExitCode, UserError
 
 
 def fitting_tokenizer(spec: DataSpec, vocab_size: int) -> Tokenizer:
-    """The run's tokenizer. Raises UserError (DATA) where there is none such, and where it has more tokens than the
-    model's vocabulary."""
+    """The run's tokenizer; for `none` what stands for one. Raises UserError (DATA) where there is none such, and where
+    it has more tokens than the model's vocabulary."""
+    if spec.tokenizer == NO_TOKENIZER:
+        return NoTokenizer(vocab_size)
     tokenizer = load_tokenizer(spec.tokenizer)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
@@ -43,19 +47,31 @@ def encode(document: Document, tokenizer: Tokenizer, spec: DataSpec) -> Tokens:
 
 def check_ids(least: int, largest: int, where: str, tokenizer: Tokenizer, spec: DataSpec) -> None:
     """Raise UserError (DATA) where token ids of the text lie outside the vocabulary of the run's tokenizer."""
-    if least < 0 or largest >= tokenizer.vocab_size:
+    if least >= 0 and largest < tokenizer.vocab_size:
+        return
+    bad = least if least < 0 else largest
+    if spec.tokenizer == NO_TOKENIZER:
         raise data_error(
-            f"run.data.text_field '{spec.text_field}' holds the token id {least if least < 0 else largest} in {where}, "
-            f"outside the {tokenizer.vocab_size} tokens of run.data.tokenizer '{spec.tokenizer}'",
-            "set run.data.tokenizer to the tokenizer that made them",
+            f"run.data.text_field '{spec.text_field}' holds the token id {bad} in {where}, outside the model's "
+            f"vocabulary: run.model.config.vocab_size is {tokenizer.vocab_size}",
+            "set run.model.config.vocab_size to that of the tokenizer that made them",
         )
+    raise data_error(
+        f"run.data.text_field '{spec.text_field}' holds the token id {bad} in {where}, outside the "
+        f"{tokenizer.vocab_size} tokens of run.data.tokenizer '{spec.tokenizer}'",
+        "set run.data.tokenizer to the tokenizer that made them",
+    )
 
 
 def check_made_tokens(spec: DataSpec, tokenizer: Tokenizer) -> None:
-    """Raise UserError (DATA) where files say beforehand that they hold ids outside the vocabulary, as Parquet may."""
+    """Raise UserError (DATA) where files say beforehand that they hold ids outside the vocabulary, as Parquet may, and
+    where they hold text for which there is no tokenizer."""
     if spec.source != "text" or spec.path is None or spec.prepared is not None:
         return
     for file in find_files(spec.path, spec.split).files:
+        beginning = islice(load(file, spec.text_field), 1 if spec.tokenizer == NO_TOKENIZER else 0)
+        if any(document.ids is None for document in beginning):
+            raise no_tokenizer(f"run.data.text_field '{spec.text_field}' holds text in '{file.name}'")
         ends = ends_of_ids(file, spec.text_field)
         if ends is not None:
             check_ids(*ends, f"'{file.name}'", tokenizer, spec)

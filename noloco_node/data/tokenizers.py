@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from noloco_node.config.data_spec import NO_TOKENIZER
 from noloco_node.errors import ExitCode, UserError
 
 BYTES = "bytes"
@@ -58,6 +59,26 @@ class ByteTokenizer:
         return bytes(ids).decode("utf-8", errors="replace")
 
 
+class NoTokenizer:
+    """Stands for a tokenizer where the text is token ids: all below a bound, and nothing put between documents."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    @property
+    def separator(self) -> Tokens:
+        """None is known."""
+        return np.zeros(0, dtype=np.int64)
+
+    def encode(self, text: str) -> Tokens:
+        """UserError (DATA) for any text."""
+        raise no_tokenizer(f"there is no tokenizer for text such as {text[:20]!r}")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The ids as numbers: nobody here knows what they stand for."""
+        return " ".join(map(str, ids))
+
+
 class PretrainedTokenizer:
     """A tokenizer of transformers, from the hub or a folder."""
 
@@ -95,8 +116,20 @@ def encodable(text: str) -> str:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or what `AutoTokenizer.from_pretrained` takes. Raises UserError (DATA) when there is none such."""
+    """`bytes`, or what `AutoTokenizer.from_pretrained` takes. Raises UserError (DATA) when there is none such, and for
+    `none`."""
+    if name == NO_TOKENIZER:
+        raise no_tokenizer("there is nothing that turns text into tokens, or back")
     return ByteTokenizer() if name == BYTES else PretrainedTokenizer(name)
+
+
+def no_tokenizer(what: str) -> UserError:
+    """Text meets a run whose text is token ids."""
+    return UserError(
+        ExitCode.DATA,
+        f"run.data.tokenizer is 'none', and {what}",
+        "name a column of token ids with run.data.text_field, or the tokenizer of the text",
+    )
 
 
 def _load_backend(name: str) -> Any:

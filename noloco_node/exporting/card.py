@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from noloco_node import __version__
+from noloco_node.config.data_spec import NO_TOKENIZER
 from noloco_node.config.load import render
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.exporting.evaluation import Score
@@ -49,10 +50,7 @@ def model_card(
             "arXiv 2506.10911) and met over hivemind's directory. Its weights are slow weights, fp32.",
             "",
             "```python",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            'model = AutoModelForCausalLM.from_pretrained("FOLDER")',
-            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
+            *_how_to_load(gathered.run.data.tokenizer != NO_TOKENIZER),
             "```",
             "",
             "| | |",
@@ -77,6 +75,14 @@ def model_card(
     )
 
 
+def _how_to_load(has_tokenizer: bool) -> Iterator[str]:
+    yield "from transformers import AutoModelForCausalLM" + (", AutoTokenizer" if has_tokenizer else "")
+    yield ""
+    yield 'model = AutoModelForCausalLM.from_pretrained("FOLDER")'
+    if has_tokenizer:
+        yield 'tokenizer = AutoTokenizer.from_pretrained("FOLDER")'
+
+
 def _facts(
     gathered: Gathered, used: Mapping[int, Sequence[SavedReplica]], parameters: int
 ) -> Iterator[tuple[str, str]]:
@@ -85,7 +91,8 @@ def _facts(
     yield "parameters", f"{parameters:,}"
     yield "tokens", f"{gathered.clock:,.0f} of {run.inner.target_tokens:,}"
     yield "text", _plain(_text(run))
-    yield "tokenizer", _plain(run.data.tokenizer)
+    tokenizer = run.data.tokenizer
+    yield "tokenizer", "none: it was trained on token ids" if tokenizer == NO_TOKENIZER else _plain(tokenizer)
     yield "stages", f"{run.stages}"
     yield "replicas averaged", ", ".join(f"{len(used[stage])} of stage {stage}" for stage in sorted(used))
     yield "made with", f"noloco-node {_plain(gathered.version or __version__)}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from noloco_node.config.data_spec import NO_TOKENIZER
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.windows import load_windows
 from noloco_node.exporting.text_bytes import text_bytes
@@ -31,7 +32,8 @@ class Score:
     loss: float
     """Nats per token."""
     tokens: int
-    text_bytes: int
+    text_bytes: int | None
+    """None where the run has no tokenizer: what its tokens stand for is not known."""
 
     @property
     def perplexity(self) -> float:
@@ -39,8 +41,10 @@ class Score:
         return math.exp(self.loss) if self.loss < MOST_NATS else math.inf
 
     @property
-    def bits_per_byte(self) -> float:
+    def bits_per_byte(self) -> float | None:
         """Of the text: what tokenizers of different kinds can be compared by."""
+        if self.text_bytes is None:
+            return None
         return self.loss * self.tokens / (self.text_bytes * math.log(2.0))
 
 
@@ -52,7 +56,9 @@ class HeldOut:
         self.batches: list[tuple[Tensor, Tensor]] = list(held_out(run, windows))
         self.windows = sum(len(labels) for _, labels in self.batches)
         self.tokens = sum(labels.numel() for _, labels in self.batches)
-        self.bytes = max(1, text_bytes(run.data.tokenizer, (labels for _, labels in self.batches)))
+        self.bytes: int | None = None
+        if run.data.tokenizer != NO_TOKENIZER:
+            self.bytes = max(1, text_bytes(run.data.tokenizer, (labels for _, labels in self.batches)))
 
     def score(self, model: PreTrainedModel) -> Score:
         """What a model loses on them."""

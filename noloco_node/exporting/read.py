@@ -15,6 +15,8 @@ from noloco_node.model.export import generate_sample, load_exported
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
 
 def open_model(folder: Path) -> PreTrainedModel:
     """The model of a folder, fp32. UserError (RUN_FOLDER) where it cannot be loaded."""
@@ -25,11 +27,17 @@ def open_model(folder: Path) -> PreTrainedModel:
 def continued(folder: Path, prompt: str, tokens: int, seed: int, temperature: float) -> str:
     """The prompt and up to `tokens` further tokens of a folder's model, as `generate_sample` draws them.
 
-    UserError: RUN_FOLDER where it cannot be loaded, USAGE for a prompt without a token.
+    UserError: RUN_FOLDER where it cannot be loaded or has no tokenizer, USAGE for a prompt without a token.
     """
     if not prompt:
         raise UserError(ExitCode.USAGE, "--prompt is empty", "name the beginning of a text")
     with _whole(folder):
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            raise UserError(
+                ExitCode.RUN_FOLDER,
+                f"the model in '{folder}' has no tokenizer, so that no text is its beginning",
+                "copy the files of the tokenizer that made its token ids into that folder",
+            )
         return generate_sample(folder, prompt, tokens, seed, temperature)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from noloco_node.config.data_spec import NO_TOKENIZER
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.model.byte_tokenizer import build_byte_tokenizer
 from noloco_node.model.cut import build_config
@@ -50,18 +51,19 @@ def export_model(
     """Write config, weights, generation config and tokenizer to `folder`, for transformers alone to load.
 
     `state` holds every parameter of the whole model under its full Hugging Face name (ValueError otherwise) and is
-    saved in fp32, in files of `shard_bytes` at most, with an index where they are several; `tokenizer` is `bytes` or
-    what `AutoTokenizer.from_pretrained` takes.
+    saved in fp32, in files of `shard_bytes` at most, with an index where they are several; `tokenizer` is `bytes`,
+    `none` for none, or what `AutoTokenizer.from_pretrained` takes.
     """
-    backend = build_byte_tokenizer() if tokenizer == "bytes" else _pretrained_tokenizer(tokenizer)
-    config = build_config(spec)
+    config, backend = build_config(spec), _tokenizer_to_write(tokenizer)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(config, key, getattr(backend, key))
+        if backend is not None:
+            setattr(config, key, getattr(backend, key))
     model = build_on_meta(config)
     _assign(model, state)
     with _quiet():
         cast(Any, model).save_pretrained(folder, max_shard_size=shard_bytes)
-        backend.save_pretrained(folder)
+        if backend is not None:
+            backend.save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", weights)  # safetensors lets nobody but the owner read what it writes
 
@@ -113,16 +115,23 @@ def generate_sample(folder: Path, prompt: str, tokens: int, seed: int, temperatu
     The same seed gives the same text; the global random state is left as it was. The sample ends early at the model's
     last position. ValueError for an empty prompt.
     """
-    model: Any = load_exported(folder)
     tokenizer = _pretrained_tokenizer(str(folder))
     ids: Tensor = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     if ids.shape[1] == 0:
         raise ValueError("the prompt holds no token")
+    return cast(str, tokenizer.decode(continue_ids(load_exported(folder), ids[0], tokens, seed, temperature)))
+
+
+def continue_ids(
+    model: PreTrainedModel, prompt: Tensor, tokens: int, seed: int, temperature: float = TEMPERATURE
+) -> list[int]:
+    """`generate_sample` without a tokenizer: ids int64 [T] and up to `tokens` further ones."""
+    ids = prompt.reshape(1, -1)
     room = max(1, min(tokens, model.config.max_position_embeddings - ids.shape[1]))
     state = torch.default_generator.get_state()
     try:
         torch.default_generator.manual_seed(seed)
-        drawn: Tensor = model.generate(
+        drawn: Tensor = cast(Any, model).generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=room,
@@ -131,7 +140,7 @@ def generate_sample(folder: Path, prompt: str, tokens: int, seed: int, temperatu
         )
     finally:
         torch.default_generator.set_state(state)
-    return cast(str, tokenizer.decode(drawn[0]))
+    return cast("list[int]", drawn[0].tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def _assign(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
@@ -146,6 +155,13 @@ def _check_names(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
     wrong = sorted(expected.keys() ^ state.keys()) or [name for name in state if state[name].shape != expected[name]]
     if wrong:
         raise ValueError(f"the state does not fit the model at {', '.join(wrong[:5])}")
+
+
+def _tokenizer_to_write(name: str) -> Any:
+    """None where the run has none."""
+    if name == NO_TOKENIZER:
+        return None
+    return build_byte_tokenizer() if name == "bytes" else _pretrained_tokenizer(name)
 
 
 def _pretrained_tokenizer(name: str) -> Any:

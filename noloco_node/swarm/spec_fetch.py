@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from noloco_node import PROTOCOL_VERSION, __version__
-from noloco_node.config.data_spec import DataSpec
+from noloco_node.config.data_spec import NO_TOKENIZER, DataSpec
 from noloco_node.config.load import OwnData
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
@@ -174,7 +174,7 @@ def _local(spec: RunSpec, name: str, value: str) -> UserError:
 
 def _is_local(name: str) -> bool:
     """Whether the loaders of datasets and tokenizers might take the name for a file or folder of this machine."""
-    if name in (DataSpec().tokenizer, NOT_READ):
+    if name in (DataSpec().tokenizer, NO_TOKENIZER, NOT_READ):
         return False
     return name.startswith(("/", ".", "~")) or any(os.path.exists(part) for part in (name, name.partition(":")[0]))
 
