@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from noloco_node.config.settings import Positive, PositiveFloat, Settings
+from noloco_node.config.settings import Fraction, Positive, PositiveFloat, Settings
 
 Algorithm = Literal["noloco", "diloco", "data_parallel", "local", "gossip"]
 
-Plot = Literal["convergence", "spread", "gamma", "sweep", "scaling"]
+Plot = Literal["convergence", "spread", "gamma", "sweep", "scaling", "frontier"]
 
 
 class WorldSpec(Settings):
@@ -39,6 +39,16 @@ class WorldSpec(Settings):
     """Standard deviation of a disturbance of every replica's first weights, to watch it being averaged away."""
     allow_inadmissible: bool = False
     """Whether γ may lie where the spread grows. A daemon never may."""
+    nesterov: bool = False
+    """`diloco` only: its outer momentum looks ahead (Nesterov's, as DiLoCo was published), with `outer.alpha` and
+    `outer.beta` as momentum and learning rate."""
+    data_skew: Fraction = 0.0
+    """Share of each replica's windows that come from a part of the text of its own, one stretch for each replica; the
+    others are drawn from the whole text."""
+    weight_noise: Annotated[float, Field(ge=0.0)] = 0.0
+    """`data_parallel` only: standard deviation of the noise on the weights with which each replica computes its
+    gradient, drawn anew for each inner step, at the highest learning rate; it falls with the rate, as the spread across
+    replicas does."""
 
 
 class VariantSpec(Settings):
@@ -88,6 +98,8 @@ class LabSpec(Settings):
     """Plots to draw from the results."""
     reference: str = "data parallel"
     """The variant that gaps are measured against in the table."""
+    target_loss: PositiveFloat | None = None
+    """Where given, the table says after how many tokens each line's validation loss reached it."""
     baseline: str | None = None
     """The variant whose gap the others close: the table says how much of it."""
     workers: Positive = 2

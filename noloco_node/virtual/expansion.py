@@ -209,6 +209,7 @@ def _point(
             found += [_named(index, variant, p, prefix, options) for p in problems_of(error, raw, model)]
         else:
             found += _unfit_group(index, variant, built_world, replicas)
+            found += _unfit_algorithm(index, variant, built_world)
             point = Point(variant.name, variant.algorithm, options, swept, replicas, built_run, built_world)
             if not found:
                 return point
@@ -256,3 +257,16 @@ def _unfit_group(index: int, variant: VariantSpec, world: WorldSpec, replicas: i
             f"lab.variants[{index}] ({variant.name}): groups of world.group_size {world.group_size} cannot be formed "
             f"of {replicas} replicas (lab.replicas)"
         )
+
+
+def _unfit_algorithm(index: int, variant: VariantSpec, world: WorldSpec) -> Iterator[str]:
+    """Settings of the world that mean something for one algorithm only."""
+    for name, given, algorithm in (
+        ("world.nesterov", world.nesterov, "diloco"),
+        ("world.weight_noise", world.weight_noise > 0.0, "data_parallel"),
+    ):
+        if given and variant.algorithm != algorithm:
+            yield (
+                f"lab.variants[{index}] ({variant.name}): {name} is for the algorithm {algorithm}, and this variant's "
+                f"is {variant.algorithm}; set it in the variants of that one"
+            )

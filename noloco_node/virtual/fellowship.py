@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from noloco_node.config.lab_spec import Algorithm, WorldSpec
 from noloco_node.config.run_spec import OuterSpec, RunSpec
@@ -259,7 +260,10 @@ class Fellowship:
         for place, index in enumerate(meeting.members):
             account, replica = self._accounts[index], self.replicas[index]
             scale = self._clip(index, meeting) if paired else 1.0
+            before = replica.momentum[meeting.part.slice].clone() if self._world.nesterov else None
             self._stage.fast[index, meeting.part.slice].add_(replica.commit(scale))
+            if before is not None:
+                self._look_ahead(index, meeting.part, before)
             snapshot = meeting.snapshots[place]
             account.progress = account.progress.after_outer_step(
                 meeting.fragment, snapshot, mean_clock - snapshot.clock
@@ -278,6 +282,14 @@ class Fellowship:
                 self._stage.average_moments(meeting.members, meeting.part.start, meeting.part.end)
         else:
             self.tally.alone += 1
+
+    def _look_ahead(self, index: int, part: Part, before: Tensor) -> None:
+        """Nesterov's momentum: of φ ← φ + α δ' + β Δ, with δ' = α δ + β Δ, heavy-ball momentum has made φ + δ'; what is
+        missing is α (δ' − δ)."""
+        replica = self.replicas[index]
+        ahead = (replica.momentum[part.slice] - before).mul_(replica.rule.alpha)
+        replica.slow[part.slice].add_(ahead)
+        self._stage.fast[index, part.slice].add_(ahead)
 
     def _exchange(self, meeting: Meeting) -> None:
         """Sketches, then all chunks, each to every other member."""

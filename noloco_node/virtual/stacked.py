@@ -57,11 +57,17 @@ class StackedStage:
         """R."""
         return len(self.fast)
 
-    def forward(self, rows: Tensor, inputs: Tensor) -> Passage:
-        """Microbatch m through replica rows[m]: `inputs` [M, B, T] ids or [M, B, T, hidden]; outputs accordingly."""
+    def forward(
+        self, rows: Tensor, inputs: Tensor, noise: float = 0.0, generator: torch.Generator | None = None
+    ) -> Passage:
+        """Microbatch m through replica rows[m]: `inputs` [M, B, T] ids or [M, B, T, hidden]; outputs accordingly. With
+        `noise`, each on weights disturbed by Gaussian noise of that standard deviation, which no replica keeps."""
         if not self._is_first:
             inputs = inputs.detach().to(self._precision.published).requires_grad_()
-        weights = [weight.requires_grad_() for weight in self._weights(self.fast.detach()[rows])]
+        flat = self.fast.detach()[rows]
+        if noise:
+            flat += noise * torch.randn(flat.shape, generator=generator)
+        weights = [weight.requires_grad_() for weight in self._weights(flat)]
         return Passage(rows, weights, inputs, self._run(weights, inputs))
 
     def evaluate(self, weights: Tensor, inputs: Tensor) -> Tensor:

@@ -79,6 +79,24 @@ def _windows_of(data: str, vocabulary: int) -> Windows:
     return load_windows(DataSpec.model_validate_json(data), vocabulary)
 
 
+class _Walk:
+    """One replica's way through the windows: over all of them, but for a share that comes from a stretch of its own."""
+
+    def __init__(self, count: int, seed: int, replica: int, replicas: int, skew: float) -> None:
+        low, high = count * replica // replicas, count * (replica + 1) // replicas
+        self._whole = WindowWalk(count, seed, f"{replica:06d}")
+        self._low, self._skew = low, skew
+        self._own = WindowWalk(max(1, high - low), seed, f"own/{replica:06d}")
+        self._rng = random.Random(f"skew/{seed}/{replica}")
+
+    def take(self, count: int) -> list[int]:
+        """The next windows' numbers."""
+        if not self._skew:
+            return self._whole.take(count)
+        own = sum(self._rng.random() < self._skew for _ in range(count))
+        return [self._low + number for number in self._own.take(own)] + self._whole.take(count - own)
+
+
 class Training:
     """The replicas of all stages, their outer steps, and what has been measured."""
 
@@ -87,14 +105,16 @@ class Training:
         self._exchanging = algorithm not in ("local", "data_parallel")
         stacked = 1 if algorithm == "data_parallel" else replicas
         windows = microbatch_windows(run, world, replicas)
+        self._noisy = world.weight_noise > 0.0
+        self._noise = torch.Generator().manual_seed(seed)
         self._walkers_a_row = replicas // stacked
         self._windows_a_walker = windows
-        self._microbatch_tokens = windows * self._walkers_a_row * run.data.sequence_length
-        data = run.data.model_copy(update={"seed": seed})
         vocabulary = run.model.config.get("vocab_size", 256)
         assert isinstance(vocabulary, int)
         self._windows = windows_of(run.data, vocabulary)
-        self._walks = [WindowWalk(self._windows.train_count, data.seed, f"{index:06d}") for index in range(replicas)]
+        self._walks = [
+            _Walk(self._windows.train_count, seed, index, replicas, world.data_skew) for index in range(replicas)
+        ]
         self._held_out = self._windows.validation_indices(run.evaluation.windows)
         self._rng = random.Random(f"world/{seed}")
         model = run.model.model_copy(update={"seed": seed})
@@ -203,6 +223,10 @@ class Training:
                     drawn.append(index)
         if drawn:
             inputs, labels = self._batches(drawn)
+            if self._noisy:  # a microbatch for each replica, all on the weights that they share
+                self._train([torch.zeros(self._replicas, dtype=torch.int64)] * len(self._stages), inputs, labels)
+                self._step_where_due()
+                return
             for places, routes in self._waves(drawn):
                 self._train(routes, inputs[places], labels[places])
                 self._step_where_due()
@@ -232,7 +256,7 @@ class Training:
             for walker in range(row * self._walkers_a_row, (row + 1) * self._walkers_a_row):
                 taken += self._walks[walker].take(self._windows_a_walker)
         inputs, labels = self._windows.train(taken)
-        shape = (len(rows), -1, inputs.shape[1])
+        shape = (self._replicas if self._noisy else len(rows), -1, inputs.shape[1])
         return inputs.view(shape), labels.view(shape)
 
     def _train(self, routes: Sequence[Tensor], inputs: Tensor, labels: Tensor) -> None:
@@ -240,8 +264,9 @@ class Training:
         wire = WIRE_DTYPES[self._run.pipeline.activations]
         passages: list[Passage] = []
         values = inputs
+        noise = self._world.weight_noise * self._rate(self._clock()) / self._run.inner.learning_rate
         for index, (stage, rows) in enumerate(zip(self._stages, routes, strict=True)):
-            passages.append(stage.forward(rows, values.to(wire) if index else values))
+            passages.append(stage.forward(rows, values.to(wire) if index else values, noise, self._noise))
             values = passages[-1].outputs
         passages[-1], losses = self._stages[-1].with_loss(passages[-1], labels)
         total = float(losses.sum())
@@ -250,7 +275,7 @@ class Training:
             return
         gradient: Tensor | None = None
         for stage, passage in zip(reversed(self._stages), reversed(passages), strict=True):
-            gradient = stage.backward(passage, gradient, self._microbatch_tokens)
+            gradient = stage.backward(passage, gradient, labels[0].numel())
             if gradient is not None:
                 gradient = gradient.to(wire).to(gradient.dtype)
         self._trained += labels.numel()
