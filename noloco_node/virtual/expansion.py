@@ -83,13 +83,19 @@ class Job:
         return float(self.run.inner.target_tokens)
 
 
+def is_one_for_all(point: Point) -> bool:
+    """Whether a training is the same whatever the number of replicas: data parallel without anything of a replica's
+    own."""
+    return point.algorithm == "data_parallel" and not point.world.data_skew and not point.world.weight_noise
+
+
 def job_of(point: Point, seed: int, lab: LabSpec) -> Job:
     """The training behind a point.
 
     Gradients averaged in every step make all replicas one: what counts is the global batch, not among how many it is
     divided. So `data_parallel` is trained once, at the least number of replicas, and recorded with each.
     """
-    replicas = min(lab.replicas) if point.algorithm == "data_parallel" else point.replicas
+    replicas = min(lab.replicas) if is_one_for_all(point) else point.replicas
     return Job(
         run=point.run,
         world=point.world,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from noloco_node.config.lab_spec import LabSpec
-from noloco_node.virtual.expansion import Cell, Job, Point, job_of
+from noloco_node.virtual.expansion import Cell, Job, Point, is_one_for_all, job_of
 from noloco_node.virtual.journal import Journal
 from noloco_node.virtual.result import Result
 from noloco_node.virtual.workers import Workers
@@ -162,7 +162,7 @@ def planned(lab: LabSpec, cells: Iterable[Cell]) -> tuple[Planned, Planned, Plan
     counts, costs, tokens = [0, 0, 0], [0.0, 0.0, 0.0], [0, 0, 0]
     for cell in cells:
         point = cell.points[0]
-        if point.algorithm == "data_parallel" and point.replicas != min(lab.replicas):
+        if is_one_for_all(point) and point.replicas != min(lab.replicas):
             continue
         for phase, count in enumerate(_phases(lab, cell)):
             counts[phase] += count

@@ -63,6 +63,10 @@ class Line:
         """Validation loss over seeds, in nats per token; None where a seed diverged."""
         return None if self.diverged else self.figure(lambda result: result.validation_loss)
 
+    def tokens_to(self, loss: float) -> Spot | None:
+        """Tokens until the validation loss on the way was `loss`, over seeds; None where it was not on one of them."""
+        return self.figure(lambda result: tokens_to(result, loss))
+
     @property
     def root_of_final_spread(self) -> Spot | None:
         """√spread at the last moment recorded, over seeds; None where a seed diverged or has no spread."""
@@ -130,6 +134,21 @@ def spread_follows_rate(record: Results, result: Result) -> float | None:
     warmup = setting(record, result, "inner.warmup_tokens")
     points = [(p.learning_rate, p.spread) for p in result.spread if p.tokens > warmup and p.spread is not None]
     return pearson([rate for rate, _ in points], [math.sqrt(spread) for _, spread in points])
+
+
+def tokens_to(result: Result, loss: float) -> float | None:
+    """Where the validation loss of a training first was `loss`, between its points along a straight line."""
+    before: tuple[int, float] | None = None
+    for point in result.curve:
+        own = point.validation_loss
+        if own is None:
+            return None
+        if own <= loss:
+            if before is None or before[1] <= own:
+                return float(point.tokens)
+            return before[0] + (point.tokens - before[0]) * (before[1] - loss) / (before[1] - own)
+        before = point.tokens, own
+    return None
 
 
 def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:

@@ -1,4 +1,4 @@
-"""Plots of an experiment: loss by tokens, spread beside the learning rate, sweeps, γ, scaling."""
+"""Plots of an experiment: loss by tokens, by bytes, spread beside the learning rate, sweeps, γ, scaling."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def draw(plot: Plot, record: Results, path: Path) -> Path:
         "gamma": gamma,
         "sweep": sweep,
         "scaling": scaling,
+        "frontier": frontier,
     }
     sheet = painters[plot](record)
     sheet.legend()
@@ -277,6 +278,31 @@ def scaling(record: Results) -> Sheet:
     losses.set_ylabel(LOSS_LABEL)
     spreads.set_ylabel(f"{SPREAD_LABEL} at the end")
     logarithmic(spreads)
+    return sheet
+
+
+def frontier(record: Results) -> Sheet:
+    """Loss by bytes sent in an inner step, a panel for each number of replicas, for the longest training: every point
+    of every variant that exchanges. The reference is a line across: what it sends is another matter."""
+    rows = _longest(lines(record))
+    counts = _replicas(rows)
+    sheet = Sheet(1, len(counts), title=f"{record.run['name']}: loss by traffic", width=5.2)
+    reference = record.lab["reference"]
+    for panel, count in zip(sheet.panels[0], counts, strict=True):
+        shown = [line for line in rows if line.replicas == count and line.variant != reference]
+        limit = TALLEST * min((line.loss.mean for line in shown if line.loss is not None), default=math.inf)
+        for variant in dict.fromkeys(line.variant for line in shown):
+            chosen = [line for line in shown if line.variant == variant]
+            traffic = [(line.figure(lambda result: result.bytes_per_inner_step), line.loss) for line in chosen]
+            spots = sorted((sent.mean, loss) for sent, loss in traffic if sent is not None and sent.mean > 0.0)
+            _error_bars(panel, spots, _look(record, chosen[0]), variant, limit=limit)
+        against = best_of(reference, rows, count, rows[0].tokens)
+        if against is not None and against.loss is not None:
+            panel.axhline(against.loss.mean, color=REFERENCE_COLOUR, lw=1.2, ls="--", label=reference)
+        panel.set_xscale("log")
+        panel.set_xlabel("bytes sent by a replica of each stage in an inner step")
+        caption(panel, f"{count} replicas")
+    sheet.panels[0][0].set_ylabel(LOSS_LABEL)
     return sheet
 
 

@@ -19,6 +19,7 @@ COLUMNS = (
     "gap",
     "gap in perplexity",
     "gap closed",
+    "tokens to the target",
     "sent per outer step",
     "sent per inner step",
     "outer rounds",
@@ -56,6 +57,11 @@ def _header(record: Results) -> Iterator[str]:
         f"replicas' weights. *Gap* is loss / loss of `{lab['reference']}` − 1, *gap in perplexity* exp(difference of "
         "the losses) − 1"
         + (f", *gap closed* the share of the gap of `{lab['baseline']}`" if lab.get("baseline") else "")
+        + (
+            f", *tokens to the target* those until the loss on the way was {lab['target_loss']:g}"
+            if lab.get("target_loss")
+            else ""
+        )
         + ". Bytes are sent by one "
         "replica of each stage together. *Alone* is the share of outer steps without a partner, *clipped* the share of "
         "exchanges whose pull was clipped, *r* the Pearson correlation of the square root of the spread across "
@@ -66,6 +72,8 @@ def _header(record: Results) -> Iterator[str]:
 def _blocks(record: Results) -> Iterator[str]:
     rows = lines(record)
     hidden = {"gap closed"} if not record.lab.get("baseline") else set[str]()
+    if not record.lab.get("target_loss"):
+        hidden.add("tokens to the target")
     if not any(line.options for line in rows):
         hidden.add("settings")
     for tokens in dict.fromkeys(line.tokens for line in rows):
@@ -92,6 +100,7 @@ def _row(record: Results, rows: Sequence[Line], line: Line) -> list[str]:
         gap,
         perplexity,
         _closed(line, against, baseline),
+        _number(line.tokens_to(record.lab["target_loss"]) if record.lab.get("target_loss") else None, "{:,.0f}"),
         _number(line.figure(lambda result: result.bytes_per_outer_step), _bytes),
         _number(line.figure(lambda result: result.bytes_per_inner_step), _bytes),
         _number(line.figure(lambda result: result.outer_rounds), "{:.1f}"),

@@ -79,7 +79,7 @@ def _windows_of(data: str, vocabulary: int) -> Windows:
     return load_windows(DataSpec.model_validate_json(data), vocabulary)
 
 
-class _Walk:
+class DrawnWindows:
     """One replica's way through the windows: over all of them, but for a share that comes from a stretch of its own."""
 
     def __init__(self, count: int, seed: int, replica: int, replicas: int, skew: float) -> None:
@@ -113,7 +113,7 @@ class Training:
         assert isinstance(vocabulary, int)
         self._windows = windows_of(run.data, vocabulary)
         self._walks = [
-            _Walk(self._windows.train_count, seed, index, replicas, world.data_skew) for index in range(replicas)
+            DrawnWindows(self._windows.train_count, seed, index, replicas, world.data_skew) for index in range(replicas)
         ]
         self._held_out = self._windows.validation_indices(run.evaluation.windows)
         self._rng = random.Random(f"world/{seed}")
@@ -197,6 +197,11 @@ class Training:
             bytes_per_inner_step=sent / max(1.0, mean_steps),
             seconds=seconds,
         )
+
+    @property
+    def parts(self) -> tuple[Sequence[Fellowship], Sequence[StackedStage]]:
+        """The outer steps and the replicas of each stage."""
+        return self._fellowships, self._stages
 
     def merged_weights(self) -> list[Tensor]:
         """The mean of the replicas' weights, [size], for each stage."""

@@ -140,6 +140,23 @@ def test_data_parallel_is_one_training_whatever_the_number_of_replicas() -> None
     }
 
 
+@pytest.mark.parametrize("world", [{"data_skew": 0.5}, {"weight_noise": 0.01}])
+def test_what_each_replica_has_of_its_own_makes_data_parallel_one_for_each_number(world: dict[str, Any]) -> None:
+    """Text of their own, or noise of their own."""
+    config = made.config(
+        {"replicas": [4, 8], "world": world, "variants": [{"name": "dp", "algorithm": "data_parallel"}]}
+    )
+    assert len({job_of(point, 1, config.lab).key for point in made.points(config)}) == 2
+
+
+@pytest.mark.parametrize(("setting", "value"), [("world.nesterov", True), ("world.weight_noise", 0.1)])
+def test_settings_of_one_algorithm_are_refused_for_others(setting: str, value: Any) -> None:
+    """They would change nothing, and a table would say that they did not help."""
+    message = refusal({"variants": [noloco(set={setting: value})]}).message
+    assert setting in message
+    assert "algorithm" in message
+
+
 def test_the_key_of_a_training_holds_all_that_it_depends_on_and_nothing_else() -> None:
     """Seed, settings, world, algorithm, replicas and measurements change it; names and purposes do not."""
     config = made.config({"variants": [noloco()], "replicas": [4]})

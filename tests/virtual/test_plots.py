@@ -176,6 +176,28 @@ def test_scaling_is_by_replicas_with_a_tick_for_each() -> None:
     assert list(panel.get_xticks()) == [4.0, 8.0, 16.0]
 
 
+def test_the_frontier_has_a_point_for_each_setting_by_its_bytes() -> None:
+    """Of all that exchanges; the reference is a line across."""
+    record = made.everything(
+        made.config(
+            {
+                "variants": [
+                    {"name": "data parallel", "algorithm": "data_parallel"},
+                    {"name": "H", "algorithm": "noloco", "sweep": {"outer.inner_steps": [5, 10, 40]}},
+                ],
+                "seeds": [4, 5],
+            }
+        )
+    )
+    sheet = plots.frontier(record)
+    sent = {r.bytes_per_inner_step for r in record.results if r.variant == "H"}
+    assert set(labels(sheet)["H"].lines[0].get_xdata()) == sent
+    least = [r.validation_loss or 0 for r in record.results if r.variant == "data parallel"]
+    assert labels(sheet)["data parallel"].get_ydata()[0] == pytest.approx(sum(least) / 2)
+    panel: Any = sheet.panels[0][0]
+    assert panel.get_xscale() == "log"
+
+
 def test_a_variant_has_the_same_colour_in_every_plot() -> None:
     """Though data parallel is missing among the spreads."""
     record = comparison()
@@ -187,5 +209,5 @@ def test_an_experiment_in_which_all_diverged_still_has_its_plots(tmp_path: Path)
     """Nothing to draw is no failure."""
     config = made.config({"replicas": [4, 8]})
     record = made.record(config, [made.diverged(point, 1) for point in made.points(config)])
-    for plot in ("convergence", "spread", "scaling"):
+    for plot in ("convergence", "spread", "scaling", "frontier"):
         assert plots.draw(plot, record, tmp_path / f"{plot}.png").stat().st_size > 5_000

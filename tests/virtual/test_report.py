@@ -9,7 +9,7 @@ import pytest
 
 from noloco_node.virtual.figures import lines, pearson, spread_follows_rate
 from noloco_node.virtual.report import markdown
-from noloco_node.virtual.result import Results
+from noloco_node.virtual.result import LossPoint, Results
 from tests.virtual import made_results as made
 
 VARIANTS = [
@@ -60,6 +60,17 @@ def test_a_baseline_shows_how_much_of_its_gap_each_closes() -> None:
     assert rows["49,152 tokens, 4 replicas", "none", "–"]["gap closed"] == "0%"
     assert rows["49,152 tokens, 4 replicas", "data parallel", "–"]["gap closed"] == "100%"
     assert rows["49,152 tokens, 4 replicas", "noloco", "outer.gamma 0.6"]["gap closed"] == "75%"
+
+
+def test_a_target_loss_gives_the_tokens_until_it_was_reached() -> None:
+    """Along a straight line between two points of the curve; none where a seed never came there."""
+    curve = [LossPoint(tokens=tokens, validation_loss=loss) for tokens, loss in ((0, 5.0), (100, 3.0), (200, 2.0))]
+    config = made.config({"seeds": [1], "replicas": [4], "target_loss": 2.5, "variants": VARIANTS})
+    (_, point, *_) = made.points(config)
+    reached = made.record(config, [made.result(point, 1, curve=curve)])
+    assert [row["tokens to the target"] for row in table(reached).values()] == ["150"]
+    never = made.record(config, [made.result(point, 1, curve=curve[:2])])
+    assert [row["tokens to the target"] for row in table(never).values()] == ["–"]
 
 
 def test_there_is_a_block_for_each_length_and_number_of_replicas_and_a_row_for_each_point() -> None:

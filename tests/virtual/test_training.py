@@ -6,14 +6,17 @@ import math
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from noloco_node.config.lab_spec import Algorithm, WorldSpec
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.data.walk import WindowWalk
 from noloco_node.outer.clipping import Judgement, PartnerBound
 from noloco_node.outer.stability import contraction_factor
 from noloco_node.virtual.result import Measured
-from noloco_node.virtual.training import Training, simulate
+from noloco_node.virtual.training import DrawnWindows, Training, simulate
 from tests.virtual import made_results as made
 
 GLOBAL_BATCH = 1024
@@ -129,3 +132,55 @@ def test_lagging_exchanges_span_inner_steps() -> None:
     at_once, late = (trained(run, "noloco", lag=lag) for lag in (0, 3))
     assert at_once.inner_steps == late.inner_steps
     assert late.outer_rounds < 0.8 * at_once.outer_rounds
+
+
+def test_diloco_with_nesterov_is_torchs_sgd_on_the_outer_gradient() -> None:
+    """Momentum 0.9, learning rate 0.7, over three outer steps; heavy-ball momentum ends elsewhere."""
+    settings = ("run.outer.inner_steps=2", "run.outer.alpha=0.9", "run.outer.beta=0.7", "run.outer.codec=fp32")
+    run = spec(*settings, "run.outer.momentum=averaged")
+    ends: dict[bool, list[Tensor]] = {}
+    for nesterov in (True, False):
+        training = Training(run, WorldSpec(nesterov=nesterov, token_weights=False), "diloco", 2, seed=1)
+        (fellowship, *_), (stage, *_) = training.parts
+        slow = fellowship.replicas[0].slow.clone()
+        reference = slow.clone().requires_grad_()
+        outer = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(3):
+            learnt = 0.01 * torch.randn(stage.fast.shape, generator=generator)
+            for row, replica in enumerate(fellowship.replicas):
+                stage.fast[row].copy_(replica.slow + learnt[row])
+            reference.grad = -learnt.mean(0)
+            outer.step()
+            fellowship.last()
+        ends[nesterov] = [replica.slow for replica in fellowship.replicas]
+        assert float((stage.fast[0] - fellowship.replicas[0].slow).abs().max()) < 1e-6
+        error = max(float((end - reference.detach()).abs().max()) for end in ends[nesterov])
+        assert (error < 1e-6) == nesterov, error
+
+
+def test_skewed_replicas_draw_mostly_from_a_stretch_of_their_own() -> None:
+    """Nine in ten windows of each from its quarter of the text, the quarters disjoint; the rest from anywhere."""
+    walks = [DrawnWindows(1000, 1, replica, 4, 0.9) for replica in range(4)]
+    for replica, walk in enumerate(walks):
+        taken = [number for _ in range(100) for number in walk.take(8)]
+        inside = sum(250 * replica <= number < 250 * (replica + 1) for number in taken) / len(taken)
+        assert inside == pytest.approx(0.9 + 0.1 / 4, abs=0.03)
+        assert min(taken) >= 0
+        assert max(taken) < 1000
+    assert DrawnWindows(1000, 1, 2, 4, 0.0).take(50) == WindowWalk(1000, 1, "000002").take(50)
+
+
+def test_noise_on_the_weights_is_gone_after_the_step_and_none_is_data_parallel() -> None:
+    """A noise too small to see gives data parallel's losses, though each replica has a microbatch of its own; a large
+    one costs loss, and the weights that are evaluated carry none of it."""
+    plain, unseen, loud = (trained(spec(), "data_parallel", weight_noise=noise) for noise in (0.0, 1e-12, 0.1))
+    assert unseen.validation_loss == pytest.approx(plain.validation_loss, abs=1e-4)
+    assert loud.validation_loss is not None
+    assert plain.validation_loss is not None
+    assert loud.validation_loss > plain.validation_loss + 0.01
+    training = Training(spec(), WorldSpec(weight_noise=0.1), "data_parallel", 4, seed=1)
+    (_, *_), (stage, *_) = training.parts
+    before = stage.fast.clone()
+    stage.forward(torch.zeros(4, dtype=torch.int64), torch.zeros(4, 1, 8, dtype=torch.int64), 0.1, torch.Generator())
+    assert torch.equal(stage.fast, before)
