@@ -29,6 +29,8 @@ def export_arguments(command: argparse.ArgumentParser) -> None:
     add("--config", metavar="CONFIG", type=Path, help=CONFIG_HELP)
     add("--shard-bytes", metavar="N", type=int, default=SHARD_BYTES, help="largest file of weights (default: 5 GB)")
     add("--eval", action="store_true", help="say in its card what the model loses on the run's held-out text")
+    add("--push", metavar="OWNER/NAME", help="upload it to the Hugging Face hub too, with your own token, as private")
+    add("--public", action="store_true", help="a repository that --push makes is for everybody")
     guest_arguments(command)
     set_argument(command, OWN_TEXT)
     command.set_defaults(call=_export)
@@ -40,9 +42,14 @@ def _export(options: argparse.Namespace) -> int:
         raise UserError(ExitCode.USAGE, f"--shard-bytes is {options.shard_bytes}", "name a size of 1 byte or more")
     with loading():
         from noloco_node.exporting.evaluation import Bench, HeldOut
+        from noloco_node.exporting.push import check_push, push
         from noloco_node.exporting.write import BEST, check_out, export
 
     check_out(options.out)
+    if options.push is not None:
+        check_push(options.push)
+    elif options.public:
+        raise UserError(ExitCode.USAGE, "--public says nothing without --push", "name --push OWNER/NAME, too")
     with contextlib.ExitStack() as stack:
         needs_text = options.eval or options.replicas == BEST
         if are_addresses(options.sources):
@@ -54,6 +61,8 @@ def _export(options: argparse.Namespace) -> int:
         bench = Bench(gathered.run, HeldOut(with_text(gathered.run, options))) if needs_text else None
         exported = export(gathered, options.out, options.replicas, say, options.shard_bytes, bench)
     _print_exported(gathered, exported, time.monotonic() - began)
+    if options.push is not None:
+        print(f"{'pushed':<30} {push(exported.folder, options.push, public=options.public)}")
     return int(ExitCode.OK)
 
 
