@@ -14,8 +14,9 @@ from torch import Tensor
 from noloco_node.config.data_spec import NO_TOKENIZER
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.encoding import fitting_tokenizer
+from noloco_node.data.reading import held_out_windows
+from noloco_node.data.samples import Batch, inputs_and_labels
 from noloco_node.data.tokenizers import load_tokenizer
-from noloco_node.data.windows import Windows, load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import build_config
 from noloco_node.model.export import (
@@ -75,10 +76,10 @@ def merge_run(run: RunSpec, saved: Mapping[int, Sequence[Path]], folder: Path) -
         state |= mean_of(in_time([final_weights(path) for path in saved[stage]], run.max_lag_tokens))
     model = folder / "model"
     write_model(run, state, model)
-    windows = load_windows(run.data, build_config(run.model).vocab_size)
-    loss = evaluate_model(load_exported(model), held_out(run, windows))
+    windows = held_out_windows(run.data, build_config(run.model).vocab_size, run.evaluation.windows)
+    loss = evaluate_model(load_exported(model), batches_of(run, windows))
     sample = folder / "sample.txt"
-    sample.write_text(_samples(run, windows, model, held_out_indices(run, windows)[:SAMPLES]), encoding="utf-8")
+    sample.write_text(_samples(run, model, windows[:SAMPLES]), encoding="utf-8")
     return MergedModel(model, sample, loss)
 
 
@@ -152,24 +153,18 @@ def write_model(
         ) from None
 
 
-def held_out(run: RunSpec, windows: Windows) -> Iterator[tuple[Tensor, Tensor]]:
-    """The run's held-out windows in microbatches of (inputs, labels), both int64 [B, T]."""
-    indices, size = held_out_indices(run, windows), run.inner.microbatch_windows
-    return (windows.validation(indices[start : start + size]) for start in range(0, len(indices), size))
+def batches_of(run: RunSpec, windows: Tensor) -> Iterator[Batch]:
+    """Windows, int32 [n, T + 1], in microbatches of (inputs, labels), both int64 [B, T]."""
+    size = run.inner.microbatch_windows
+    return (inputs_and_labels(windows[start : start + size]) for start in range(0, len(windows), size))
 
 
-def held_out_indices(run: RunSpec, windows: Windows) -> list[int]:
-    """Which windows the run is evaluated on."""
-    return windows.validation_indices(run.evaluation.windows)
-
-
-def _samples(run: RunSpec, windows: Windows, model: Path, indices: Sequence[int]) -> str:
+def _samples(run: RunSpec, model: Path, windows: Tensor) -> str:
     tokenizer = fitting_tokenizer(run.data, build_config(run.model).vocab_size)
     length = run.data.sequence_length
     parts: list[str] = []
-    for number, index in enumerate(indices):
-        inputs, _ = windows.validation([index])
-        beginning = inputs[0, : max(1, length // PROMPT_SHARE)]
+    for number, window in enumerate(windows):
+        beginning = window[: max(1, length // PROMPT_SHARE)].long()
         prompt = tokenizer.decode([int(token) for token in beginning])
         wanted, seed = length - length // PROMPT_SHARE, run.data.seed + number
         if run.data.tokenizer == NO_TOKENIZER:

@@ -31,15 +31,14 @@ def print_plan(config: Config) -> None:
 
 def print_fingerprint(run: RunSpec) -> None:
     """Of the text on this machine, which is read for it. UserError as `fingerprint_of` raises it."""
-    if run.data.source == "huggingface":
+    if run.data.source == "huggingface" and not run.data.streaming:
         return
-    from noloco_node.data.prepared import read_manifest
-    from noloco_node.data.sources import fingerprint_of
+    from noloco_node.data.prepared import fingerprint_of
 
     said = (
         "as the run has it" if run.data.fingerprint else "set run.data.fingerprint to it, and every node is held to it"
     )
-    found = read_manifest(run.data).fingerprint if run.data.prepared else fingerprint_of(run.data)
+    found = fingerprint_of(run.data)
     print(f"  text              {found} ({said})")
     sys.stdout.flush()
 

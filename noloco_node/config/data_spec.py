@@ -10,6 +10,10 @@ from noloco_node.config.settings import Settings
 
 NO_TOKENIZER = "none"
 """The tokenizer of a text that is token ids, whoever made them and however."""
+TEXT, SHARDS, REVISION = "text-", "shards-", "revision-"
+"""What a fingerprint begins with: of all documents; of the beginnings and ends of a streamed text's shards; of a
+dataset of the hub."""
+FINGERPRINT = rf"^(({TEXT}|{SHARDS})[0-9a-f]{{32}}|{REVISION}[0-9a-f]{{40}})$"
 
 
 class DataSpec(Settings):
@@ -27,7 +31,13 @@ class DataSpec(Settings):
     text_field: str = "text"
     """The column of rows that holds the text, or lists of token ids that the run's tokenizer made; padding is dropped
     where a column `attention_mask` beside it is 0."""
-    fingerprint: Annotated[str, Field(pattern=r"^text-[0-9a-f]{32}$")] | None = None
+    streaming: bool = False
+    """Read the text as it is needed, shard by shard, instead of tokenising all of it at the start. A shard is a file,
+    or one of a hub's dataset."""
+    parts_per_shard: Annotated[int, Field(gt=0, le=1024)] = 1
+    """Blocks of a shard of a streamed text: a replica reads one at a time. There should be several times as many blocks
+    as replicas of the first stage."""
+    fingerprint: Annotated[str, Field(pattern=FINGERPRINT)] | None = None
     """What `noloco-node config validate` prints for the text: set it so that a node that holds another one is told so
     before it trains."""
     prepared: str | None = None
@@ -55,6 +65,10 @@ class DataSpec(Settings):
         if self.source == "stdlib" and self.tokenizer == NO_TOKENIZER:
             raise ValueError(
                 "run.data.tokenizer is 'none' but run.data.source is 'stdlib', which is text: name one, or bytes"
+            )
+        if self.streaming and self.source == "stdlib":
+            raise ValueError(
+                "run.data.streaming is on but run.data.source is 'stdlib', which is small: leave it off, or name a text"
             )
         if self.subset is not None and self.source != "huggingface":
             raise ValueError(

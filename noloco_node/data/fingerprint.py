@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
+from noloco_node.config.data_spec import TEXT
 from noloco_node.data.documents import Document
 
-PREFIX = "text-"
 _BYTES = 16
 
 
@@ -17,7 +17,7 @@ class Fingerprint:
     """
 
     def __init__(self, text: str | None = None) -> None:
-        self._digest = bytes(_BYTES) if text is None else bytes.fromhex(text.removeprefix(PREFIX))
+        self._digest = bytes(_BYTES) if text is None else bytes.fromhex(text.removeprefix(TEXT))
 
     def add(self, document: Document) -> None:
         """Take one more document."""
@@ -32,4 +32,4 @@ class Fingerprint:
     @property
     def text(self) -> str:
         """As `run.data.fingerprint` has it: `text-` and 32 hex digits."""
-        return PREFIX + self._digest.hex()
+        return TEXT + self._digest.hex()

@@ -14,7 +14,9 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.documents import data_error
 from noloco_node.data.encoding import encode
 from noloco_node.data.fingerprint import Fingerprint
-from noloco_node.data.sources import check_fingerprint, check_source, divided
+from noloco_node.data.hub import revision_of
+from noloco_node.data.shards import fingerprint_of_shards, shard_files
+from noloco_node.data.sources import check_fingerprint, check_source, divided, fingerprint_of_documents
 from noloco_node.data.token_file import TokenFile, token_type
 from noloco_node.data.tokenizers import Tokenizer
 from noloco_node.errors import UserError
@@ -134,11 +136,28 @@ def read_manifest(spec: DataSpec) -> Manifest:
 
 
 def check_text_here(spec: DataSpec) -> None:
-    """`check_source`, or of a prepared text that it is one. Raises UserError (DATA)."""
-    if spec.prepared is None:
-        check_source(spec)
-    else:
+    """`check_source`, and that the shards are the run's; or of a prepared text that it is one.
+
+    Raises UserError (DATA).
+    """
+    if spec.prepared is not None:
         read_manifest(spec)
+        return
+    check_source(spec)
+    if spec.streaming and spec.source == "text":
+        check_fingerprint(spec, fingerprint_of_shards(shard_files(spec)))
+
+
+def fingerprint_of(spec: DataSpec) -> str:
+    """Of the text: prepared, streamed, or read whole for it. Raises UserError (DATA) as reading does, and where it is
+    not the one that the run names."""
+    if spec.prepared is not None:
+        return read_manifest(spec).fingerprint
+    if not spec.streaming:
+        return fingerprint_of_documents(spec)
+    found = revision_of(spec) if spec.source == "huggingface" else fingerprint_of_shards(shard_files(spec))
+    check_fingerprint(spec, found)
+    return found
 
 
 def _begun(spec: DataSpec, tokenizer: Tokenizer, folder: Path) -> Manifest:

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, islice
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from noloco_node.config.data_spec import DataSpec
+from noloco_node.data.block_reader import BlockReader
+from noloco_node.data.blocks import StreamedBlocks, cut_windows
+from noloco_node.data.documents import data_error
+from noloco_node.data.encoding import fitting_tokenizer
 from noloco_node.data.prefetch import Portion, Portions, Prefetch
 from noloco_node.data.samples import Position, Samples
+from noloco_node.data.shards import Shards, TextShards
+from noloco_node.data.turns import OwnTurns, TurnPosition, Turns
 from noloco_node.data.walk import WalkPosition, WindowWalk
 from noloco_node.data.windows import Windows, load_windows
 
@@ -24,11 +36,20 @@ class Reader:
     prefetch_bytes: int
 
 
-def open_samples(spec: DataSpec, vocab_size: int, reader: Reader, position: Position) -> Samples:
+MakeTurns = Callable[[int, TurnPosition], Turns]
+"""Makes the turns over so many blocks, from a position on."""
+
+
+def open_samples(
+    spec: DataSpec, vocab_size: int, reader: Reader, position: Position, make_turns: MakeTurns | None = None
+) -> Samples:
     """All that stage 0 asks of its text, from `position` on. A thread reads ahead until `close`.
 
+    `make_turns` says who reads which block of a streamed text next; without it each replica walks through all of them.
     Raises UserError (DATA) as `load_windows` does.
     """
+    if spec.streaming:
+        return _streamed(spec, vocab_size, reader, position, make_turns)
     windows = load_windows(spec, vocab_size)
     walk = _walk(windows.train_count, spec.seed, reader.peer_id, position)
     prefetch = Prefetch(_walked(windows, walk, reader.microbatch_windows), walk.position, reader.prefetch_bytes)
@@ -39,6 +60,58 @@ def open_samples(spec: DataSpec, vocab_size: int, reader: Reader, position: Posi
         waited_seconds=lambda: prefetch.waited_seconds,
         close=prefetch.close,
     )
+
+
+def held_out_windows(spec: DataSpec, vocab_size: int, count: int) -> Tensor:
+    """The windows of every evaluation, `count` or fewer, int32 [n, sequence_length + 1]; equal on every machine.
+
+    Raises UserError (DATA) as `load_windows` does.
+    """
+    if spec.streaming:
+        return _first_held_out(_shards(spec, vocab_size), spec, count)
+    return load_windows(spec, vocab_size).held_out(count)
+
+
+def _streamed(
+    spec: DataSpec, vocab_size: int, reader: Reader, position: Position, make_turns: MakeTurns | None
+) -> Samples:
+    shards = _shards(spec, vocab_size)
+    blocks = StreamedBlocks(shards, spec.parts_per_shard, spec.sequence_length + 1)
+    held_out = _first_held_out(shards, spec, reader.held_out_windows)
+    begin = position if isinstance(position, TurnPosition) else TurnPosition()
+    turns = make_turns(blocks.count, begin) if make_turns else OwnTurns(blocks.count, spec.seed, reader.peer_id, begin)
+    source = BlockReader(blocks, turns, reader.microbatch_windows)
+    prefetch = Prefetch(source.portions(), begin, reader.prefetch_bytes)
+
+    def close() -> None:
+        source.close()
+        prefetch.close()
+
+    return Samples(
+        draw=prefetch.draw,
+        held_out=held_out,
+        position=lambda: turns.position,
+        waited_seconds=lambda: prefetch.waited_seconds,
+        close=close,
+    )
+
+
+def _shards(spec: DataSpec, vocab_size: int) -> Shards:
+    return TextShards(spec, fitting_tokenizer(spec, vocab_size))
+
+
+def _first_held_out(shards: Shards, spec: DataSpec, count: int) -> Tensor:
+    """The first ones, in the order of the shards: what lies behind them is not read."""
+    documents = chain.from_iterable(shards.held_out(shard) for shard in range(len(shards.names)))
+    rows = list(islice(cut_windows(documents, spec.sequence_length + 1), count))
+    if not rows:
+        raise data_error(
+            f"the documents that are held out of the streamed text have fewer tokens than one window of "
+            f"run.data.sequence_length + 1 ({spec.sequence_length + 1})",
+            "raise run.data.holdout, lower run.data.sequence_length, or leave run.data.streaming off: then a text of "
+            "few documents is cut into pieces",
+        )
+    return torch.from_numpy(np.stack(rows).astype(np.int32))  # pyright: ignore[reportUnknownMemberType]
 
 
 def _walked(windows: Windows, walk: WindowWalk, size: int) -> Portions:

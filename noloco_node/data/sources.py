@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import logging
 import math
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from noloco_node.config.data_spec import DataSpec
+from noloco_node.config.data_spec import TEXT, DataSpec
 from noloco_node.data.documents import Document, data_error, unreadable
 from noloco_node.data.fingerprint import Fingerprint
 from noloco_node.data.formats import Format
-from noloco_node.data.loaders import MASK, document_of, first_look, load, no_column
+from noloco_node.data.hub import check_not_here, hub_documents
+from noloco_node.data.loaders import first_look, load
 from noloco_node.data.places import find_files, walk_files
 
 logger = logging.getLogger(__name__)
@@ -38,10 +37,10 @@ def divided(spec: DataSpec, found: Fingerprint | None = None) -> Iterator[tuple[
     sides: set[bool] = set()
     for document in documents:
         first.append(document)
-        sides.add(_share(document.key) < spec.holdout)
+        sides.add(is_held_out(document, spec))
         if len(sides) == 2 and len(first) >= _wanted(spec):
             for each in chain(first, documents):
-                yield each, _share(each.key) < spec.holdout
+                yield each, is_held_out(each, spec)
             check_fingerprint(spec, found.text)
             return
     check_fingerprint(spec, found.text)
@@ -61,7 +60,7 @@ def counted(documents: Iterable[Document], fingerprint: Fingerprint) -> Iterator
             yield document
 
 
-def fingerprint_of(spec: DataSpec) -> str:
+def fingerprint_of_documents(spec: DataSpec) -> str:
     """Of the whole text, which is read for it; memory does not grow with it. Raises UserError (DATA) as reading does,
     and where it is not the one that the run names."""
     found = Fingerprint()
@@ -73,7 +72,11 @@ def fingerprint_of(spec: DataSpec) -> str:
 
 def check_fingerprint(spec: DataSpec, found: str) -> None:
     """Raise UserError (DATA) where the run names another text."""
-    if spec.fingerprint is not None and spec.fingerprint != found:
+    if (
+        spec.fingerprint is not None
+        and spec.fingerprint != found
+        and (not spec.streaming or not found.startswith(TEXT))
+    ):
         raise data_error(
             f"the text of {_setting(spec)} is not the run's: its fingerprint is {found}, and run.data.fingerprint is "
             f"{spec.fingerprint}",
@@ -88,7 +91,7 @@ def read_documents(spec: DataSpec) -> Iterator[Document]:
         return _standard_library()
     if spec.source == "text":
         return _local(spec)
-    return _hub(spec)
+    return hub_documents(spec)
 
 
 def check_source(spec: DataSpec) -> None:
@@ -98,7 +101,7 @@ def check_source(spec: DataSpec) -> None:
     if spec.source == "stdlib" or spec.path is None:
         return
     if spec.source == "huggingface":
-        _check_not_here(spec.path)
+        check_not_here(spec.path)
         return
     files = find_files(spec.path, spec.split).files
     for file in files:
@@ -115,6 +118,11 @@ def check_source(spec: DataSpec) -> None:
             f"({spec.sequence_length})",
             "name a longer text, or lower run.data.sequence_length",
         )
+
+
+def is_held_out(document: Document, spec: DataSpec) -> bool:
+    """By a hash of its key alone: of a text of many documents."""
+    return _share(document.key) < spec.holdout
 
 
 def held_out_of(documents: Sequence[Document], holdout: float) -> frozenset[str]:
@@ -176,41 +184,6 @@ def _local(spec: DataSpec) -> Iterator[Document]:
         )
     for file in found.files:
         yield from load(file, spec.text_field)
-
-
-def _hub(spec: DataSpec) -> Iterator[Document]:
-    """The rows of a dataset of the hub. It is downloaded once, and read from the disk row by row."""
-    name, field = spec.path or "", spec.text_field
-    _check_not_here(name)
-    table = _hub_table(spec)
-    columns: list[str] = table.column_names
-    if field not in columns:
-        raise no_column(field, f"the dataset '{name}'", columns)
-    wanted = [column for column in (field, MASK) if column in columns]
-    for number, row in enumerate(table.select_columns(wanted)):
-        yield document_of(f"{number}", f"row {number} of '{name}'", row[field], row.get(MASK), field)
-
-
-def _hub_table(spec: DataSpec) -> Any:
-    datasets: Any = importlib.import_module("datasets")  # untyped, and slow to import where it is not needed
-    try:
-        return datasets.load_dataset(spec.path, spec.subset, split=spec.split)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise data_error(
-            f"run.data.path is '{spec.path}' (run.data.subset {spec.subset or 'not set'}, run.data.split "
-            f"'{spec.split}'), which the datasets library cannot load: {reason}",
-            "name a dataset of the Hugging Face hub (owner/name), one of its subsets and splits; what lies on this "
-            "machine is read with run.data.source text",
-        ) from error
-
-
-def _check_not_here(name: str) -> None:
-    if Path(name).exists():
-        raise data_error(
-            f"run.data.source is 'huggingface', but '{name}' lies on this machine",
-            "set run.data.source to text to read it; to read the hub's, start noloco-node in another folder",
-        )
 
 
 def _setting(spec: DataSpec) -> str:

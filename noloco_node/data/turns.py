@@ -32,8 +32,13 @@ class TurnPosition(BaseModel):
 
 
 class Turns(Protocol):
-    """Hands out the slots. `take` and `finished` of an empty block come from the reader's thread, the others from the
-    event loop's: implementations bear both at once."""
+    """Hands out the slots. `take` is called by the reader's thread, the rest by the event loop's, in the order of what
+    is drawn: implementations bear both at once."""
+
+    @property
+    def position(self) -> TurnPosition:
+        """Where drawing goes on, for a checkpoint."""
+        ...
 
     def take(self) -> Turn | None:
         """The next slot for this replica; None where there is none now, and the reader asks again soon."""
@@ -55,6 +60,7 @@ class OwnTurns:
         assert count > 0
         self._count, self._key = count, f"blocks/{seed}/{peer_id}"
         self._slot, self._start = begin.slot, begin.start
+        self.position = begin
 
     def take(self) -> Turn:
         """The next slot; the first one from where it was left."""
@@ -64,7 +70,9 @@ class OwnTurns:
         return Turn(slot, Permutation(self._count, f"{self._key}/{epoch}")[place], epoch, start)
 
     def reached(self, slot: int, position: int) -> None:
-        """Nobody else wants to know."""
+        """Goes on after these windows."""
+        self.position = TurnPosition(slot=slot, start=position)
 
     def finished(self, slot: int) -> None:
-        """Nobody else wants to know."""
+        """Goes on with the next slot."""
+        self.position = TurnPosition(slot=slot + 1)

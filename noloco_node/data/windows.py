@@ -17,6 +17,7 @@ from noloco_node.data.samples import Batch, inputs_and_labels
 from noloco_node.data.sources import divided
 from noloco_node.data.token_file import TokenFile
 from noloco_node.data.walk import Permutation
+from noloco_node.errors import ExitCode, UserError
 
 
 class Windows:
@@ -74,9 +75,15 @@ def load_windows(spec: DataSpec, vocab_size: int) -> Windows:
     """Read, split, tokenize and pack the text of the run, into files that are gone when this process ends; a prepared
     text is only opened.
 
-    Raises UserError (DATA) when the source or tokenizer cannot be used, when the tokenizer's vocabulary exceeds the
-    model's `vocab_size`, or when training or validation text is shorter than one window.
+    Raises UserError: CONFIG for a streamed text; DATA when the source or tokenizer cannot be used, when the tokenizer's
+    vocabulary exceeds the model's `vocab_size`, or when training or validation text is shorter than one window.
     """
+    if spec.streaming:
+        raise UserError(
+            ExitCode.CONFIG,
+            "run.data.streaming is on, and here every replica walks through all windows of a text",
+            "leave run.data.streaming off, and name a part of the text that fits on the disk",
+        )
     tokenizer = fitting_tokenizer(spec, vocab_size)
     if spec.prepared is not None:
         return Windows(*open_prepared(spec, tokenizer.vocab_size), spec)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from noloco_node.config.data_spec import NO_TOKENIZER
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.data.windows import load_windows
+from noloco_node.data.reading import held_out_windows
 from noloco_node.exporting.text_bytes import text_bytes
-from noloco_node.merge import SavedReplica, held_out
+from noloco_node.merge import SavedReplica, batches_of
 from noloco_node.model.cut import build_config
 from noloco_node.model.export import evaluate_model, model_of
 
@@ -52,8 +52,8 @@ class HeldOut:
     """The held-out windows of a run. UserError (DATA) where the text cannot be read."""
 
     def __init__(self, run: RunSpec) -> None:
-        windows = load_windows(run.data, build_config(run.model).vocab_size)
-        self.batches: list[tuple[Tensor, Tensor]] = list(held_out(run, windows))
+        windows = held_out_windows(run.data, build_config(run.model).vocab_size, run.evaluation.windows)
+        self.batches: list[tuple[Tensor, Tensor]] = list(batches_of(run, windows))
         self.windows = sum(len(labels) for _, labels in self.batches)
         self.tokens = sum(labels.numel() for _, labels in self.batches)
         self.bytes: int | None = None

@@ -13,7 +13,8 @@ import pytest
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.data import loaders
 from noloco_node.data.documents import Document
-from noloco_node.data.sources import _hub, check_source, read_documents
+from noloco_node.data.hub import hub_documents
+from noloco_node.data.sources import check_source, read_documents
 from noloco_node.errors import ExitCode, UserError
 from tests.data.made_files import TABLES, lines, write_texts
 from tests.data.splits import load_split
@@ -86,7 +87,7 @@ def test_what_the_datasets_library_saved_is_read(tmp_path: Path) -> None:
 def test_a_dataset_of_the_hub_gives_subset_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the library lays them out; a folder stands for the hub, which is not asked from here."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("noloco_node.data.sources._check_not_here", lambda _name: None)
+    monkeypatch.setattr("noloco_node.data.hub.check_not_here", lambda _name: None)
     monkeypatch.chdir(tmp_path)
     for language in ("en", "de"):
         folder = tmp_path / "owner" / "name" / language
@@ -100,14 +101,14 @@ def test_a_dataset_of_the_hub_gives_subset_and_split(tmp_path: Path, monkeypatch
     )
     (tmp_path / "owner" / "name" / "README.md").write_text(about + "---\n")
     spec = DataSpec(source="huggingface", path="owner/name", subset="de")
-    assert list(_hub(spec)) == [Document("0", "de"), Document("1", "de two")]
-    assert [document.text for document in _hub(spec.model_copy(update={"split": "test"}))] == ["de test"]
+    assert list(hub_documents(spec)) == [Document("0", "de"), Document("1", "de two")]
+    assert [document.text for document in hub_documents(spec.model_copy(update={"split": "test"}))] == ["de test"]
     for change, words in (({"subset": "fr"}, "subset fr"), ({"text_field": "body"}, "has the columns text, url")):
         with pytest.raises(UserError, match=words):
-            list(_hub(spec.model_copy(update=change)))
+            list(hub_documents(spec.model_copy(update=change)))
 
 
-def test_what_lies_here_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lies_here_is_not_asked_of_thehub_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of the dataset's name would be read in its place."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)

@@ -12,7 +12,7 @@ from noloco_node.config.load import OwnData, load_config
 from noloco_node.data import prepared
 from noloco_node.data.documents import Document
 from noloco_node.data.prepared import Manifest, check_text_here, prepare
-from noloco_node.data.sources import fingerprint_of
+from noloco_node.data.sources import fingerprint_of_documents
 from noloco_node.data.tokenizers import ByteTokenizer, Tokens
 from noloco_node.data.windows import Windows, load_windows
 from noloco_node.errors import ExitCode, UserError
@@ -63,7 +63,7 @@ def interrupting(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
 
 def test_a_prepared_text_gives_the_windows_of_the_text(spec: DataSpec, tmp_path: Path) -> None:
     """And its fingerprint; the text itself is asked for no more."""
-    direct, fingerprint = load_windows(spec, 256), fingerprint_of(spec)
+    direct, fingerprint = load_windows(spec, 256), fingerprint_of_documents(spec)
     done = prepare(spec, ByteTokenizer(), tmp_path / "tokens")
     assert (done.fingerprint, done.documents) == (fingerprint, 60)
     held = spec.model_copy(update={"prepared": str(tmp_path / "tokens"), "path": "/gone", "fingerprint": fingerprint})

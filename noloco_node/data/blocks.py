@@ -1,0 +1,69 @@
+"""Blocks: what one replica reads alone at a time, and the windows in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import numpy as np
+
+from noloco_node.data.shards import Shards
+from noloco_node.data.tokenizers import Tokens
+from noloco_node.data.turns import Turn
+
+
+class Blocks(Protocol):
+    """A text in blocks. Used by the reader's thread."""
+
+    @property
+    def count(self) -> int:
+        """All blocks of a pass."""
+        ...
+
+    def name(self, block: int) -> str:
+        """Where the block lies, for a person."""
+        ...
+
+    def read(self, turn: Turn) -> Iterator[Tokens]:
+        """The windows of the turn's block, from `turn.start` on. Raises UserError (DATA)."""
+        ...
+
+
+class StreamedBlocks:
+    """Parts of shards: block b is part b modulo `parts` of shard b // `parts`. Windows are `length` tokens; what is
+    left at the end of a block is no window."""
+
+    def __init__(self, shards: Shards, parts: int, length: int) -> None:
+        self._shards, self._parts, self._length = shards, parts, length
+
+    @property
+    def count(self) -> int:
+        """All blocks of a pass."""
+        return len(self._shards.names) * self._parts
+
+    def name(self, block: int) -> str:
+        """Of the shard."""
+        return self._shards.names[block // self._parts]
+
+    def read(self, turn: Turn) -> Iterator[Tokens]:
+        """The windows of the turn's block, from `turn.start` on."""
+        shard, part = divmod(turn.block, self._parts)
+        return cut_windows(self._shards.training(shard, part, self._parts), self._length, turn.start)
+
+
+def cut_windows(documents: Iterable[Tokens], length: int, start: int = 0) -> Iterator[Tokens]:
+    """The tokens of the documents, one after the other, in windows, from window `start` on."""
+    passed_over, waiting, held = start * length, list[Tokens](), 0
+    for document in documents:
+        if passed_over >= len(document):
+            passed_over -= len(document)
+            continue
+        waiting.append(document[passed_over:])
+        held += len(document) - passed_over
+        passed_over = 0
+        if held >= length:
+            joined = np.concatenate(waiting)
+            whole = held - held % length
+            for at in range(0, whole, length):
+                yield joined[at : at + length]
+            waiting, held = [joined[whole:]], held - whole

@@ -1,0 +1,114 @@
+"""Datasets of the hub: downloaded once and read from the disk, or streamed shard by shard."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from noloco_node.config.data_spec import REVISION, DataSpec
+from noloco_node.data.documents import Document, data_error
+from noloco_node.data.loaders import MASK, document_of, no_column
+from noloco_node.errors import UserError
+
+ShardReader = Callable[[], Iterator[Document]]
+
+
+def hub_documents(spec: DataSpec) -> Iterator[Document]:
+    """The rows of a dataset of the hub. It is downloaded once, and read from the disk row by row, or
+    streamed."""
+    if spec.streaming:
+        for read in hub_shards(spec):
+            yield from read()
+        return
+    name, field = spec.path or "", spec.text_field
+    check_not_here(name)
+    table = _loaded(spec)
+    columns: list[str] = table.column_names
+    if field not in columns:
+        raise no_column(field, f"the dataset '{name}'", columns)
+    wanted = [column for column in (field, MASK) if column in columns]
+    for number, row in enumerate(table.select_columns(wanted)):
+        yield document_of(f"{number}", f"row {number} of '{name}'", row[field], row.get(MASK), field)
+
+
+def hub_shards(spec: DataSpec) -> list[ShardReader]:
+    """What reads each shard of a dataset of the hub as it comes over the network; nothing of it is kept."""
+    check_not_here(spec.path or "")
+    dataset = _loaded(spec)
+    count: int = dataset.num_shards
+    return [_shard_reader(spec, dataset, number, count) for number in range(count)]
+
+
+def revision_of(spec: DataSpec) -> str:
+    """`revision-` and the commit of the dataset that the hub has now. Raises UserError (DATA) where it does not say."""
+    hub: Any = importlib.import_module("huggingface_hub")
+    try:
+        sha: str = hub.HfApi().dataset_info(spec.path, timeout=20.0).sha
+    except _troubles() as error:
+        raise _unreachable(spec, error) from error
+    return REVISION + sha
+
+
+def check_not_here(name: str) -> None:
+    """Raise UserError (DATA) where the name of a dataset is that of something on this machine."""
+    if Path(name).exists():
+        raise data_error(
+            f"run.data.source is 'huggingface', but '{name}' lies on this machine",
+            "set run.data.source to text to read it; to read the hub's, start noloco-node in another folder",
+        )
+
+
+def _shard_reader(spec: DataSpec, dataset: Any, number: int, count: int) -> ShardReader:
+    name, field = f"shard {number} of '{spec.path}'", spec.text_field
+
+    def read() -> Iterator[Document]:
+        try:
+            for place, row in enumerate(dataset.shard(num_shards=count, index=number)):
+                if field not in row:
+                    raise no_column(field, name, list(row))
+                yield document_of(f"{number}:{place}", f"row {place} of {name}", row[field], row.get(MASK), field)
+        except _troubles() as error:
+            raise data_error(
+                f"run.data.path: {name} cannot be read on: {_reason(error)}", "see that the hub can be reached"
+            ) from error
+
+    return read
+
+
+def _loaded(spec: DataSpec) -> Any:
+    datasets: Any = importlib.import_module("datasets")  # untyped, and slow to import where it is not needed
+    pinned = spec.fingerprint or ""
+    revision = pinned.removeprefix(REVISION) if pinned.startswith(REVISION) else None
+    try:
+        return datasets.load_dataset(
+            spec.path, spec.subset, split=spec.split, streaming=spec.streaming, revision=revision
+        )
+    except _troubles() as error:
+        raise _unreachable(spec, error) from error
+
+
+def _unreachable(spec: DataSpec, error: Exception) -> UserError:
+    return data_error(
+        f"run.data.path is '{spec.path}' (run.data.subset {spec.subset or 'not set'}, run.data.split "
+        f"'{spec.split}'), which the datasets library cannot load: {_reason(error)}",
+        "name a dataset of the Hugging Face hub (owner/name), one of its subsets and splits; what lies on this "
+        "machine is read with run.data.source text",
+    )
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _troubles() -> tuple[type[Exception], ...]:
+    """What `datasets` raises where a hub or a file of it is in trouble; httpx and aiohttp are the hub's own."""
+    datasets: Any = importlib.import_module("datasets")
+    found: list[type[Exception]] = [OSError, ValueError, RuntimeError, EOFError, datasets.exceptions.DatasetsError]
+    for library, name in (("httpx", "HTTPError"), ("aiohttp", "ClientError")):
+        try:
+            found.append(getattr(importlib.import_module(library), name))
+        except ImportError:
+            continue
+    return tuple(found)

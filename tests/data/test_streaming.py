@@ -1,0 +1,338 @@
+"""Streamed texts: block by block the text's own windows, resumable, bounded in memory, and a bad file ends no run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tracemalloc
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from noloco_node.config.data_spec import DataSpec
+from noloco_node.data import block_reader
+from noloco_node.data.block_reader import BlockReader
+from noloco_node.data.blocks import StreamedBlocks, cut_windows
+from noloco_node.data.prefetch import Prefetch
+from noloco_node.data.prepared import check_text_here, fingerprint_of
+from noloco_node.data.reading import Reader, held_out_windows, open_samples
+from noloco_node.data.samples import Position, Samples
+from noloco_node.data.shards import TextShards
+from noloco_node.data.tokenizers import ByteTokenizer
+from noloco_node.data.turns import OwnTurns, Turn, TurnPosition, Turns
+from noloco_node.data.walk import Permutation
+from noloco_node.data.windows import load_windows
+from noloco_node.errors import ExitCode, UserError
+from tests.data.made_files import lines, write_texts
+from tests.data.test_sources import text_spec
+from tests.support import eventually
+
+STORIES = [f"tale {number}: " + "and so on, " * (5 + number % 7) for number in range(120)]
+SHARDS = 6
+LENGTH = 17
+BEGIN = TurnPosition()
+
+
+def write_shards(folder: Path, suffix: str = ".jsonl.gz", shards: int = SHARDS) -> Path:
+    """The stories, a few to a file."""
+    folder.mkdir(exist_ok=True)
+    for shard in range(shards):
+        write_texts(folder / f"{shard:02}{suffix}", STORIES[shard::shards])
+    return folder
+
+
+def streamed(place: Path | str, **changes: object) -> DataSpec:
+    """A streamed text; a fifth of it is held out."""
+    return text_spec(place, streaming=True, holdout=0.2, **changes)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> DataSpec:
+    """Six shards, two blocks in each."""
+    return streamed(write_shards(tmp_path / "text"), parts_per_shard=2)
+
+
+@asynccontextmanager
+async def opened(
+    spec: DataSpec, position: Position = BEGIN, peer: str = "peer", size: int = 1, ahead: int = 1
+) -> AsyncIterator[Samples]:
+    """As stage 0 opens it; one microbatch is read ahead."""
+    samples = await asyncio.to_thread(open_samples, spec, 256, Reader(peer, size, 4, ahead), position)
+    try:
+        yield samples
+    finally:
+        await asyncio.to_thread(samples.close)
+
+
+async def drawn(samples: Samples, count: int) -> list[bytes]:
+    """So many microbatches, to compare."""
+    return [bytes((await samples.draw()).numpy().astype(np.uint8)) for _ in range(count)]
+
+
+def files_of(spec: DataSpec) -> list[Path]:
+    """Its shards."""
+    return sorted(Path(spec.path or "").iterdir())
+
+
+def blocks_of(spec: DataSpec) -> StreamedBlocks:
+    """All blocks of a text of bytes."""
+    return StreamedBlocks(TextShards(spec, ByteTokenizer()), spec.parts_per_shard, spec.sequence_length + 1)
+
+
+def windows_in(blocks: StreamedBlocks, block: int, start: int = 0) -> list[bytes]:
+    """The windows of a block."""
+    return [bytes(window) for window in blocks.read(Turn(0, block, 0, start))]
+
+
+def test_windows_are_the_documents_tokens_one_after_the_other() -> None:
+    """From any of them on; the tail shorter than a window is left out."""
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 256, size).astype(np.uint8) for size in (0, 3, 40, 1, 16, 17, 18, 200, 5)]
+    whole = np.concatenate(documents)
+    rows = whole[: len(whole) // LENGTH * LENGTH].reshape(-1, LENGTH)
+    for start in range(len(rows) + 2):
+        found = list(cut_windows(documents, LENGTH, start))
+        assert np.array_equal(np.array(found).reshape(-1, LENGTH), rows[start:])
+
+
+def test_blocks_hold_each_training_document_once_and_none_that_is_held_out(tmp_path: Path) -> None:
+    """The parts of a shard share out its documents; those held out are held out as where a text is read whole."""
+    whole = streamed(write_shards(tmp_path / "text", ".jsonl"))
+    reading = TextShards(whole, ByteTokenizer())
+    for shard in range(SHARDS):
+        every = [bytes(tokens) for tokens in reading.training(shard, 0, 1)]
+        parts = [[bytes(tokens) for tokens in reading.training(shard, part, 3)] for part in range(3)]
+        assert parts == [every[part::3] for part in range(3)]
+        held_out = [bytes(tokens) for tokens in reading.held_out(shard)]
+        assert Counter(every + held_out) == Counter(story.encode() + b"\n" for story in STORIES[shard::SHARDS])
+    validation = load_windows(whole.model_copy(update={"streaming": False}), 256)
+    rows = validation._validation.windows(range(validation.validation_count), LENGTH).astype(np.uint8)
+    held = held_out_windows(whole, 256, 1000).numpy().astype(np.uint8)
+    assert np.array_equal(held, rows), "the same documents, in the same order"
+    assert np.array_equal(held_out_windows(whole, 256, 3), held[:3])
+
+
+async def test_each_pass_reads_every_block_once_in_an_order_of_the_replica(spec: DataSpec) -> None:
+    """And goes on with the next pass; another replica's order is another."""
+    blocks = blocks_of(spec)
+    assert blocks.count == 12
+    order = [[Permutation(12, f"blocks/0/peer/{epoch}")[place] for place in range(12)] for epoch in range(2)]
+    expected = [window for block in (*order[0], *order[1]) for window in windows_in(blocks, block)]
+    async with opened(spec) as samples:
+        assert await drawn(samples, len(expected)) == expected
+    async with opened(spec, peer="other") as samples:
+        other = await drawn(samples, len(expected) // 2)
+    assert other != expected[: len(other)]
+    assert Counter(other) == Counter(expected[: len(other)])
+
+
+async def test_it_goes_on_where_it_was_left(spec: DataSpec) -> None:
+    """At any point, also within a microbatch over two blocks; what was only read ahead is read again."""
+    async with opened(spec, size=4, ahead=1 << 20) as samples:
+        positions, batches = [samples.position()], list[bytes]()
+        for _ in range(60):
+            batches += await drawn(samples, 1)
+            positions.append(samples.position())
+    assert len({position.slot for position in positions if isinstance(position, TurnPosition)}) > 5
+    for begun in range(0, 60, 7):
+        async with opened(spec, positions[begun], size=4) as samples:
+            assert samples.position() == positions[begun]
+            assert await drawn(samples, 60 - begun) == batches[begun:]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".jsonl.zst", ".csv", ".parquet", ".arrow"])
+async def test_every_format_gives_the_same_blocks(suffix: str, spec: DataSpec, tmp_path: Path) -> None:
+    """Documents have the keys of their rows, so names of equal length and form hold the same ones out: none here."""
+    one, other = (
+        blocks_of(streamed(write_shards(tmp_path / name, each)).model_copy(update={"holdout": 1e-9}))
+        for name, each in (("gz", ".jsonl.gz"), ("other", suffix))
+    )
+    assert [windows_in(one, block) for block in range(SHARDS)] == [windows_in(other, block) for block in range(SHARDS)]
+    assert len(windows_in(one, 0)) > 20
+
+
+async def test_a_dataset_of_the_hub_is_streamed_by_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the library's own streaming; a folder stands for the hub."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("noloco_node.data.hub.check_not_here", lambda _name: None)
+    monkeypatch.chdir(tmp_path)
+    write_shards(tmp_path / "owner", ".jsonl", 3).rename(tmp_path / "name")
+    hub = DataSpec(source="huggingface", path="name", streaming=True, sequence_length=16, holdout=1e-9)
+    blocks = blocks_of(hub)
+    assert blocks.count == 3
+    for shard in range(3):
+        assert windows_in(blocks, shard) == [
+            bytes(window)
+            for window in cut_windows([np.frombuffer(s.encode() + b"\n", np.uint8) for s in STORIES[shard::3]], LENGTH)
+        ]
+    wrong = blocks_of(hub.model_copy(update={"text_field": "body"}))
+    with pytest.raises(UserError, match="has the columns text, url"):
+        windows_in(wrong, 0)
+    assert not list((tmp_path / "cache").rglob("*.arrow")), "nothing of it is kept"
+
+
+async def test_memory_is_flat_over_a_hundred_times_as_much_text(tmp_path: Path) -> None:
+    """What is allocated at most while a whole pass is drawn does not grow with the text; 12 MB after 120 kB."""
+    peaks: list[int] = []
+    for shards in (1, 100):
+        folder = tmp_path / str(shards)
+        folder.mkdir()
+        for shard in range(shards):
+            write_texts(folder / f"{shard:03}.jsonl", ["words and so on, " * 350] * 20)
+        spec = streamed(folder).model_copy(update={"sequence_length": 1023})
+        tracemalloc.start()
+        async with opened(spec, size=16, ahead=1 << 18) as samples:
+            for _ in range(5 * shards):
+                await samples.draw()
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 500_000, peaks
+
+
+class Watching:
+    """Turns that remember what they were told."""
+
+    def __init__(self, inner: Turns) -> None:
+        self._inner = inner
+        self.taken: list[int] = []
+        self.done: list[int] = []
+
+    @property
+    def position(self) -> TurnPosition:
+        """The other's."""
+        return self._inner.position
+
+    def take(self) -> Turn | None:
+        """Every third time there is none."""
+        turn = None if len(self.taken) % 3 == 2 and self.taken[-1] >= 0 else self._inner.take()
+        self.taken.append(-1 if turn is None else turn.slot)
+        return turn
+
+    def reached(self, slot: int, position: int) -> None:
+        """Goes through."""
+        self._inner.reached(slot, position)
+
+    def finished(self, slot: int) -> None:
+        """Goes through, and is remembered."""
+        self.done.append(slot)
+        self._inner.finished(slot)
+
+
+async def test_a_replica_holds_two_blocks_at_most(spec: DataSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The present one and the next, however much may be read ahead; where there is none it asks again."""
+    monkeypatch.setattr(block_reader, "ASK_AGAIN_SECONDS", 0.001)
+    blocks, turns = blocks_of(spec), Watching(OwnTurns(12, 0, "peer", BEGIN))
+    reader = BlockReader(blocks, turns, 2)
+    prefetch = Prefetch(reader.portions(), BEGIN, 1 << 30)
+    try:
+        for _ in range(200):
+            await prefetch.draw()
+            taken = [slot for slot in turns.taken if slot >= 0]
+            assert len(taken) <= len(turns.done) + 3, "one of them may lie whole within a microbatch that is not full"
+        assert turns.done == list(range(len(turns.done)))
+        assert len(turns.done) > 5
+        assert -1 in turns.taken
+        await eventually(lambda: len([s for s in turns.taken if s >= 0]) >= len(turns.done) + 2, what="it read ahead")
+    finally:
+        reader.close()
+        prefetch.close()
+    assert not prefetch._thread.is_alive(), "although it waited for a turn"
+
+
+def cut_off(path: Path) -> None:
+    """A copy that broke off."""
+    path.write_bytes(path.read_bytes()[:-30])
+
+
+def no_rows(path: Path) -> None:
+    """Nothing was copied."""
+    path.write_bytes(b"")
+
+
+def another_column(path: Path) -> None:
+    """Somebody put another text in its place."""
+    path.write_bytes(lines(["a"]).replace(b"text", b"body"))
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [(cut_off, "cut off or damaged"), (Path.unlink, "damaged"), (no_rows, "rows"), (another_column, "columns body")],
+)
+async def test_a_shard_that_goes_bad_under_way_is_passed_over_and_named_once(
+    harm: Callable[[Path], None],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What can be read of it is trained on, and the rest of the text goes on, pass after pass."""
+    monkeypatch.setattr(block_reader, "FIRST_PAUSE_SECONDS", 0.001)
+    spec = streamed(write_shards(tmp_path / "text", ".jsonl"), parts_per_shard=1)
+    if harm is cut_off:
+        spec = streamed(write_shards(tmp_path / "gz"), parts_per_shard=1)
+    blocks = blocks_of(spec)
+    bad = files_of(spec)[4]
+    sound = sum(len(windows_in(blocks, block)) for block in range(SHARDS) if block != 4)
+    async with opened(spec) as samples:
+        harm(bad)
+        with caplog.at_level(logging.WARNING):
+            await drawn(samples, 3 * sound)
+    told = [record.message for record in caplog.records if "passed over" in record.message]
+    assert len(told) == 1
+    assert words in told[0]
+    assert "'04.jsonl" in told[0]
+
+
+async def test_a_text_that_is_gone_ends_the_reading(spec: DataSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After as many tries as there are blocks, ten at most: who draws is told."""
+    monkeypatch.setattr(block_reader, "FIRST_PAUSE_SECONDS", 0.001)
+    async with opened(spec) as samples:
+        for path in files_of(spec):
+            path.unlink()
+        with pytest.raises(UserError, match="damaged") as caught:
+            await drawn(samples, 10_000)
+        assert caught.value.exit_code is ExitCode.DATA
+
+
+async def test_blocks_without_one_window_are_said(tmp_path: Path) -> None:
+    """A whole pass of them: it would look for text for ever."""
+    spec = streamed(write_shards(tmp_path / "text"), parts_per_shard=32)
+    async with opened(spec.model_copy(update={"sequence_length": 200})) as samples:
+        with pytest.raises(UserError, match="no block of the text has as many tokens as one window"):
+            await samples.draw()
+    with pytest.raises(UserError, match="held out of the streamed text have fewer tokens"):
+        held_out_windows(spec.model_copy(update={"holdout": 1e-9}), 256, 4)
+
+
+def test_a_fingerprint_reads_beginnings_and_ends(spec: DataSpec, tmp_path: Path) -> None:
+    """Names, sizes and what lies there; another text is told before anything is trained."""
+    found = fingerprint_of(spec)
+    assert found.startswith("shards-")
+    check_text_here(spec.model_copy(update={"fingerprint": found}))
+    moved = (tmp_path / "text").rename(tmp_path / "elsewhere")
+    assert fingerprint_of(spec.model_copy(update={"path": str(moved)})) == found
+    seen = {found}
+
+    def changed(change: Callable[[], object]) -> None:
+        change()
+        seen.add(fingerprint_of(streamed(moved)))
+        with pytest.raises(UserError, match=r"is not the run's: its fingerprint is shards-"):
+            check_text_here(streamed(moved, fingerprint=found))
+
+    changed(lambda: (moved / "00.jsonl.gz").rename(moved / "99.jsonl.gz"))
+    changed(lambda: write_texts(moved / "99.jsonl.gz", ["other", *STORIES[1::SHARDS]]))
+    changed((moved / "03.jsonl.gz").unlink)
+    assert len(seen) == 4
+
+
+def test_what_walks_through_numbered_windows_does_not_take_a_streamed_text(spec: DataSpec) -> None:
+    """The laboratory; and there is no streaming of the standard library."""
+    with pytest.raises(UserError, match=r"run\.data\.streaming is on") as caught:
+        load_windows(spec, 256)
+    assert caught.value.exit_code is ExitCode.CONFIG
+    with pytest.raises(ValueError, match=r"run\.data\.source is 'stdlib'"):
+        DataSpec(streaming=True)
