@@ -179,7 +179,9 @@ def parser() -> argparse.ArgumentParser:
     report_arguments(_command(commands, "report", "make a page and pictures out of a run folder", REPORT_HELP))
     export_arguments(_command(commands, "export", "make one model out of what nodes have saved", EXPORT_HELP))
     eval_arguments(_command(commands, "eval", "say what a model is worth on the run's held-out text", EVAL_HELP))
-    generate_arguments(_command(commands, "generate", "let an exported model continue a text", GENERATE_HELP))
+    generate_arguments(
+        _command(commands, "generate", "let a model continue a text: exported, or while it trains", GENERATE_HELP)
+    )
     _text_commands(commands)
     health_arguments(_command(commands, "health", "ask this machine's node whether it is alive", HEALTH_HELP))
     top_arguments(_command(commands, "top", "watch one node in this terminal", TOP_HELP))

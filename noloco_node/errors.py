@@ -37,7 +37,7 @@ EXIT_MEANINGS: dict[ExitCode, str] = {
     ExitCode.IDENTITY_TAKEN: "another running node uses the same identity file",
     ExitCode.RUN_FOLDER: "the run folder cannot be written, holds another run, or is in use by another node",
     ExitCode.P2P_DAEMON: "hivemind's p2pd did not start, or died",
-    ExitCode.NO_DONOR: "the run is under way and no replica of the stage could give its state",
+    ExitCode.NO_DONOR: "the run is under way and no replica of a stage could give its state, or its part of a text",
     ExitCode.WRONG_RUN: "the peer serves another run (its RunSpec differs) or speaks another protocol version",
     ExitCode.DATA: "the training text, or the weights to start from, cannot be used",
     ExitCode.NODE_DIED: "a node of the local swarm died before the run's end",

@@ -15,7 +15,9 @@ from noloco_node.exporting.sources import (
     check_text_named,
     gathered_folders,
     gathered_live,
+    guest_settings,
     named_run,
+    say,
     with_text,
 )
 from noloco_node.node_options import CONFIG_HELP, OWN_TEXT, guest_arguments, set_argument
@@ -43,11 +45,14 @@ def eval_arguments(command: argparse.ArgumentParser) -> None:
 def generate_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `generate`."""
     add = command.add_argument
-    add("folder", metavar="DIR", type=Path, help="what `export` wrote, or another model of transformers")
+    places = "what `export` wrote, or another model of transformers; or nodes of a run under way"
+    add("sources", metavar="DIR|ADDRESS", nargs="+", help=places)
     add("--prompt", metavar="TEXT", required=True, help="how the text begins")
     add("--max-tokens", metavar="N", type=int, default=200, help="so many tokens at most (default: 200)")
     add("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
     add("--seed", metavar="N", type=int, default=0, help="another seed gives another text (default: 0)")
+    guest_arguments(command)
+    set_argument(command, "run.data.tokenizer=DIR where the run's tokenizer lies on this machine")
     command.set_defaults(call=_generate)
 
 
@@ -94,11 +99,43 @@ def _generate(options: argparse.Namespace) -> int:
     if options.max_tokens < 1 or not 0.0 <= options.temperature <= 100.0:
         message = f"--max-tokens is {options.max_tokens} and --temperature {options.temperature:g}"
         raise UserError(ExitCode.USAGE, message, "name 1 token or more, and a temperature from 0 to 100")
+    if not options.prompt:
+        raise UserError(ExitCode.USAGE, "--prompt is empty", "name the beginning of a text")
+    if are_addresses(options.sources):
+        return _generate_live(options)
+    if len(options.sources) > 1:
+        message = f"{len(options.sources)} folders are named"
+        raise UserError(ExitCode.USAGE, message, "name one folder, which `noloco-node export` wrote")
     with loading():
         from noloco_node.exporting.read import continued
 
-    print(continued(options.folder, options.prompt, options.max_tokens, options.seed, options.temperature))
+    folder = Path(options.sources[0])
+    print(continued(folder, options.prompt, options.max_tokens, options.seed, options.temperature))
     return int(ExitCode.OK)
+
+
+def _generate_live(options: argparse.Namespace) -> int:
+    settings = guest_settings(options)
+    with loading():
+        import uvloop
+
+        from noloco_node.config.load import load_join
+        from noloco_node.exporting.generating import Wish, generate_live
+
+    wish = Wish(options.prompt, options.max_tokens, options.temperature, options.seed)
+    try:
+        run, spoken = uvloop.run(generate_live(settings, load_join(options.set).run.data, wish, _write, say))
+    finally:
+        print(flush=True)
+    asked = f"; {spoken.replaced} peers replaced" if spoken.replaced else ""
+    say(f"{spoken.tokens} tokens in {spoken.seconds:,.1f} s, by {run.stages} stages of run {run.name}{asked}")
+    if spoken.full:
+        say(f"the text ends where the run's windows do: run.data.sequence_length is {run.data.sequence_length}")
+    return int(ExitCode.OK)
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
 
 
 def _print_head(run: RunSpec, held_out: HeldOut, at: str = "") -> None:

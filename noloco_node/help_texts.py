@@ -111,8 +111,15 @@ example:
 GENERATE_HELP = """\
 Let a model continue a text, with plain transformers, on the processor. The same seed gives the same text.
 
+With the ADDRESS of a node instead, through the stages of a run that is under way, token by token, on random routes;
+this machine takes no part in the run, and holds none of its weights. There is no cache: for each token the whole text
+so far goes through every stage anew, to this machine and on. Nodes give a small share of what they train to who asks
+(node.generate_share), and are busy beyond it. The text ends where the run's windows do. The weights move meanwhile: the
+same seed gives another text a moment later.
+
 example:
-  noloco-node generate my-model --prompt "def main(" --max-tokens 100 --temperature 0.7"""
+  noloco-node generate my-model --prompt "def main(" --max-tokens 100 --temperature 0.7
+  noloco-node generate /ip4/10.0.0.5/tcp/31337/p2p/Qm... --prompt Once"""
 
 LAB_HELP = """\
 Compare algorithms on many replicas simulated in this process: NoLoCo, DiLoCo, data parallel, plain gossip, none. The

@@ -28,6 +28,7 @@ from noloco_node.swarm.ending import EndOfRun
 from noloco_node.swarm.evaluations import Evaluations
 from noloco_node.swarm.exchange import Exchanger
 from noloco_node.swarm.fellow_clocks import FarBehind, FellowClocks
+from noloco_node.swarm.inference import InferenceServer
 from noloco_node.swarm.late_join import StateCopier
 from noloco_node.swarm.membership import Membership, OwnFigures
 from noloco_node.swarm.microbatch import Ledger, Sample
@@ -108,6 +109,9 @@ class Replica:
             spec.outer.inner_steps, lambda reason, steps: self.outer_steps.probation_ended(reason, steps)
         )
         self.server = self._make_server(stage)
+        self.inference = InferenceServer(
+            spec, stage.cut, stage.hidden_size, stage.vocab_size, self.worker, settings.generate_share
+        )
         self._clocks = FellowClocks(
             spec.max_lag_tokens,
             own=lambda: self.worker.progress.clock,
@@ -120,7 +124,8 @@ class Replica:
         self._copier = self._make_copier()
         self._pace = Pace()
         self.outer_steps = self._make_outer_steps()
-        self._behind = self.server.behind = self.outer_steps.behind = FarBehind(self._clocks)
+        self._behind = self.server.behind = self.inference.behind = FarBehind(self._clocks)
+        self.outer_steps.behind = self._behind
         self.origin = self._make_origin(samples) if samples else None
         self.stop = asyncio.Event()
         self._capacity = Capacity(self.worker.busy_seconds)
@@ -307,6 +312,7 @@ class Replica:
         """Register all methods with the transport; nothing is accepted before `run`."""
         if self.stage > 0:
             self._transport.serve(microbatch.METHOD, self.server.admit, self.server.handle, max_concurrent_per_peer=64)
+        self.inference.serve(self._transport)
         self.exchanger.serve()
         self.donor.serve()
         serve_records(self._transport, self.spec.run_id, self._directory, lambda: self.stage)
@@ -316,13 +322,14 @@ class Replica:
         this one's place: two stages may be more than the memory holds."""
         self.ledger.walk = self.walk_position()
         self._transport.conduct.on_ban = None
-        self._transport.withdraw("microbatch", "outer", "state", "contribution", "records")
+        self._transport.withdraw("microbatch", "inference", "outer", "state", "contribution", "records")
         self.donor.let_go()
         self.worker.let_go()
 
     async def run(self) -> None:
         """Train to the run's end, or until `stop` is set; then leave in order."""
-        self.server.accepting = self.exchanger.accepting = self.donor.accepting = True
+        self.server.accepting = self.inference.accepting = True
+        self.exchanger.accepting = self.donor.accepting = True
         self.books.write()
         async with asyncio.TaskGroup() as group:
             await self.membership.announce(PeerState.TRAINING)
@@ -340,7 +347,8 @@ class Replica:
             ]
             await self._live_through_the_run(group)
             self.books.write()
-            self.server.accepting = self.exchanger.accepting = self.donor.accepting = False
+            self.server.accepting = self.inference.accepting = False
+            self.exchanger.accepting = self.donor.accepting = False
             for task in background:
                 task.cancel()
         await self.membership.announce(PeerState.GONE)
@@ -356,7 +364,7 @@ class Replica:
 
     async def _drain(self, course: asyncio.Task[None]) -> None:
         """Told to stop: draw nothing new, refuse new work, finish what is under way within the configured time."""
-        self.server.accepting = self.exchanger.accepting = False
+        self.server.accepting = self.inference.accepting = self.exchanger.accepting = False
         await self.membership.announce(PeerState.DRAINING)
         try:
             async with asyncio.timeout(self._settings.drain_seconds):

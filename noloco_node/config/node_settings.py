@@ -63,6 +63,9 @@ class NodeSettings(Settings):
     """Windows of the text that a stage-0 replica reads ahead, 4 bytes a token; one microbatch at least."""
     max_pending: Annotated[int, Field(gt=0, le=256)] = 8
     """Microbatches of other peers that this node holds before it answers `busy`."""
+    generate_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.03
+    """Forwards through this node's stage for who generates a text through the swarm: so many tokens at most for each
+    that is trained here. 0: none."""
     exchange_streams: Annotated[int, Field(gt=0, le=64)] = 4
     """Chunks of weights in flight at once during an exchange."""
     donor_places: Annotated[int, Field(gt=0, le=64)] = 2

@@ -11,7 +11,8 @@ PEERS_REMEMBERED = 1024
 
 
 class Budget:
-    """`most` at once, refilled by `a_second`. The clock gives seconds and never goes back."""
+    """`most` at once, refilled by `a_second`. The clock gives seconds, or what else a budget grows with, and never goes
+    back."""
 
     def __init__(self, most: float, a_second: float, clock: Callable[[], float]) -> None:
         self._most, self._a_second, self._clock = most, a_second, clock

@@ -126,15 +126,21 @@ def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
             raise _no_text(spec)
         data = data.model_copy(update={"path": own.path or data.path})
     for name, value, named in (("path", data.path, own.path), ("tokenizer", data.tokenizer, own.tokenizer)):
-        if named is not None and named != value:
-            raise UserError(
-                ExitCode.CONFIG,
-                f"run.data.{name} is '{named}', but for run '{spec.name}' it is {_quoted(value)}",
-                f"leave out --set run.data.{name}: who joins takes the run as it is",
-            )
-        if reads_text and named is None and value is not None and _is_local(value):
-            raise _local(spec, name, value)
+        check_own_word(spec, name, value, named, reads=reads_text)
     return spec.model_copy(update={"data": data})
+
+
+def check_own_word(spec: RunSpec, name: str, value: str | None, named: str | None, *, reads: bool = True) -> None:
+    """Raise UserError (CONFIG) where the run's `data.NAME` is this `value` and the volunteer has `named` another; and
+    where it is a file of this machine, which is read here, without the volunteer's word."""
+    if named is not None and named != value:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"run.data.{name} is '{named}', but for run '{spec.name}' it is {_quoted(value)}",
+            f"leave out --set run.data.{name}: who joins takes the run as it is",
+        )
+    if reads and named is None and value is not None and _is_local(value):
+        raise _local(spec, name, value)
 
 
 def _of_all(hellos: Collection[Hello]) -> str:

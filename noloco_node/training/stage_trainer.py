@@ -192,6 +192,15 @@ class StageTrainer:
             raise MicrobatchNotFinite("the loss of this microbatch is not finite")
         return loss_sum
 
+    def last_logits(self, inputs: Tensor) -> Tensor:
+        """Last stage, forward only: logits of the last position, fp32 [B, vocab] on the host. Raises
+        MicrobatchNotFinite."""
+        with torch.no_grad():
+            logits = self._run(self._versions.current, self._to_device(inputs))[:, -1].to("cpu", torch.float32)
+        if not math.isfinite(float(logits.sum())):
+            raise MicrobatchNotFinite("the logits are not finite")
+        return logits.contiguous()
+
     def discard(self, passage: Passage) -> None:
         """Let go of a passage's graph and weights; harmless for one that is empty."""
         version, passage.version = passage.version, None

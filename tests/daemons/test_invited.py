@@ -42,6 +42,14 @@ async def test_a_guest_with_an_invitation_trains_and_one_without_is_told_why(tmp
             found, complaint = await asyncio.to_thread(refused, *arguments)
             assert found == code, complaint
             assert words in complaint
+        speak = ("generate", first.addresses[0], "--prompt", "import ", "--max-tokens", "4")
+        found, complaint = await asyncio.to_thread(refused, *speak)
+        assert found == ExitCode.NOT_ADMITTED, complaint
+        said = asyncio.create_task(
+            asyncio.to_thread(
+                subprocess.run, command(*speak, "--invitation", file), capture_output=True, text=True, timeout=120
+            )
+        )
         async with node(guest, "join", first.addresses[0], "--invitation", str(file)) as joined:
             await eventually(lambda: [e for e in joined if isinstance(e, InnerStep)], 180, "it trains")
             paired = await eventually(
@@ -51,3 +59,5 @@ async def test_a_guest_with_an_invitation_trains_and_one_without_is_told_why(tmp
             await eventually(
                 lambda: [e for e in events if isinstance(e, OuterStep) and e.kind == "paired"], 180, "on both sides"
             )
+            spoken = await said
+            assert (spoken.returncode, spoken.stdout[:7]) == (0, "import "), spoken.stderr

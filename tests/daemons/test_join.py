@@ -15,6 +15,7 @@ from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode
 from noloco_node.local_swarm import LocalSwarm
 from noloco_node.telemetry.events import AnyEvent, EventReader, InnerStep, NodeStarted, NodeStopped, OuterStep
+from tests.made_runs import OWN_TEXT
 from tests.support import eventually, printed_file
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(240)]
@@ -52,17 +53,39 @@ async def node(folder: Path, *arguments: str) -> AsyncIterator[list[AnyEvent]]:
         await process.wait()
 
 
+async def looked_at(address: str) -> tuple[str, str]:
+    """What `eval` and `generate` say of a run under way."""
+
+    async def said(*arguments: str) -> str:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "noloco_node", *arguments, stdout=asyncio.subprocess.PIPE
+        )
+        told, _ = await asyncio.wait_for(process.communicate(), 120)
+        assert process.returncode == ExitCode.OK, arguments
+        return told.decode()
+
+    scores, text = await asyncio.gather(
+        said("eval", address, "--set", OWN_TEXT[1]), said("generate", address, "--prompt", "import ", "--seed", "3")
+    )
+    return scores, text
+
+
 async def test_a_late_joiner_copies_a_fellow_trains_and_leaves_in_order(tmp_path: Path, temporary: Path) -> None:
     """It takes a stage by itself, starts from a fellow's state at its clock, averages with fellows, and on SIGTERM
-    says goodbye: the others see it come and go."""
-    swarm = LocalSwarm(load_config(MICRO, [ENDLESS]), tmp_path / "run")
+    says goodbye: the others see it come and go. Before that `eval` and `generate` look on."""
+    swarm = LocalSwarm(load_config(MICRO, [ENDLESS, *OWN_TEXT]), tmp_path / "run")
     try:
         await swarm.start()
         waiting = asyncio.create_task(swarm.wait())
         first = swarm.node("s0-r0")
         await eventually(lambda: sum(isinstance(e, OuterStep) for e in first.events) >= 3, within=60, what="rounds")
         assert first.started is not None
-        arguments = ["run", str(MICRO), "--set", ENDLESS, "--initial-peers", first.started.addresses[0]]
+        arguments = ["run", str(MICRO), "--initial-peers", first.started.addresses[0]]
+        arguments += [word for setting in (ENDLESS, *OWN_TEXT) for word in ("--set", setting)]
+        scores, text = await looked_at(first.started.addresses[0])
+        assert scores.count("\nstage 0 of …") == scores.count("\nstage 1 of …") == 2
+        assert text.startswith("import ")
+        assert len(text.encode()) > len("import ")
         async with node(tmp_path / "joiner", *arguments) as events:
             started = await eventually(lambda: [e for e in events if isinstance(e, NodeStarted)], 60, "it is up")
             paired = await eventually(

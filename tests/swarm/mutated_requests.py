@@ -16,6 +16,7 @@ from noloco_node.swarm import (
     exchange_messages,
     guard,
     hello,
+    inference,
     microbatch,
     receipts,
     records_call,
@@ -27,6 +28,7 @@ from tests.worlds import VOCABULARY
 
 REQUESTS: Mapping[str, type[WireModel] | None] = {
     microbatch.METHOD: microbatch.MicrobatchHeader,
+    inference.METHOD: inference.ForwardHeader,
     exchange_messages.PROPOSE: exchange_messages.Proposal,
     exchange_messages.OPEN: exchange_messages.Opening,
     exchange_messages.CHUNK: exchange_messages.ChunkHeader,

@@ -35,6 +35,7 @@ from noloco_node.swarm import (
     dial_back,
     exchange,
     guard,
+    inference,
     microbatch,
     patience,
     receipts,
@@ -106,6 +107,9 @@ class Target:
                 header = {"id": f"{recipe.number:032x}", "budget_ms": 3000, "mode": recipe.mode, "run": run}
                 drawn = {"origin": self.strangers[recipe.peer].peer_id, "origin_clock": clock}
                 return {**header, **drawn, "stage": stage}, (activations, labels)
+            case inference.METHOD:
+                window = torch.randn(1, 1 + recipe.number % LENGTH, HIDDEN)
+                return {"run": run, "stage": stage}, (window,)
             case exchange.PROPOSE:
                 named = {"exchange": EXCHANGE, "run": run, "stage": stage, "contract": contract}
                 fragment = (None, *range(FRAGMENTS))[recipe.number % (FRAGMENTS + 1)]
@@ -331,7 +335,7 @@ async def start(made: Swarm, spec: RunSpec, stage: int, strangers: list[Transpor
     await serve_the_rest(target, file)
     count_handled(target, transport._desk)
     for each in made.replicas:
-        each.server.accepting = each.exchanger.accepting = each.donor.accepting = True
+        each.server.accepting = each.exchanger.accepting = each.donor.accepting = each.inference.accepting = True
         await each.membership.announce(PeerState.TRAINING)
     target.tasks.append(asyncio.create_task(replica.exchanger.run()))
     if spec.stages != stage + 1:

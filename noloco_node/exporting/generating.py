@@ -1,0 +1,155 @@
+"""A text that a model continues, token by token: drawn here, shown as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noloco_node.config.load import OwnData
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.data.encoding import fitting_tokenizer
+from noloco_node.data.tokenizers import PretrainedTokenizer, Tokenizer
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.interrupts import interruptible
+from noloco_node.model.cut import build_config
+from noloco_node.onlooking import looking_on
+from noloco_node.swarm.access import Access
+from noloco_node.swarm.first_look import FIRST_LOOK_SECONDS, look_for_others
+from noloco_node.swarm.live_model import LiveModel
+from noloco_node.swarm.screened_directory import ScreenedDirectory
+from noloco_node.swarm.spec_fetch import check_own_word
+from noloco_node.telemetry.logging import NodeLog, configure_logging
+
+HALF_A_CHARACTER = "\ufffd"
+"""What a tokenizer shows for bytes that make no character yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked of a model."""
+
+    prompt: str
+    tokens: int
+    """So many at most."""
+    temperature: float
+    """0: always the likeliest."""
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """What came of it."""
+
+    tokens: int
+    full: bool
+    """It ends since the model sees no longer text."""
+    seconds: float
+    """From the first question to the last answer."""
+    replaced: int = 0
+    """Peers that were asked for their part and did not give it."""
+
+
+class Shown:
+    """Text that grows by tokens, given on in whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int], write: Callable[[str], None]) -> None:
+        self._tokenizer = tokenizer
+        self._write = write
+        self.ids = list(ids)
+        self._came = len(tokenizer.decode(self.ids))
+
+    def add(self, token: int) -> None:
+        """One more token."""
+        self.ids.append(token)
+        text = self._tokenizer.decode(self.ids)
+        if not text.endswith(HALF_A_CHARACTER):
+            self._give(text)
+
+    def end(self) -> None:
+        """Nothing more comes: also what is no whole character."""
+        self._give(self._tokenizer.decode(self.ids))
+
+    def _give(self, text: str) -> None:
+        if len(text) > self._came:
+            self._write(text[self._came :])
+            self._came = len(text)
+
+
+def drawn(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    """A token by its logits [vocabulary], as transformers draws it; at temperature 0 the likeliest."""
+    if temperature == 0.0:
+        return int(logits.argmax())
+    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
+
+
+async def continue_text(
+    next_logits: Callable[[Sequence[int]], Awaitable[Tensor]],
+    longest: int,
+    tokenizer: Tokenizer,
+    wish: Wish,
+    write: Callable[[str], None],
+) -> Spoken:
+    """Write the prompt, and what comes after it as it comes. The same seed and weights give the same text.
+
+    `longest`: tokens that the model sees. Raises UserError: USAGE for a prompt without a token, or a longer one.
+    """
+    ids = [int(token) for token in tokenizer.encode(wish.prompt)]
+    if not ids:
+        raise UserError(ExitCode.USAGE, "--prompt is empty", "name the beginning of a text")
+    if len(ids) > longest:
+        message = f"--prompt has {len(ids)} tokens, and the run's windows have {longest}"
+        raise UserError(ExitCode.USAGE, message, "name a shorter beginning: the model has never seen a longer text")
+    generator = torch.Generator().manual_seed(wish.seed)
+    write(wish.prompt)
+    shown, last = Shown(tokenizer, ids, write), end_of_text(tokenizer)
+    came, began = 0, time.monotonic()
+    while came < wish.tokens and len(shown.ids) <= longest:
+        token = drawn(await next_logits(shown.ids), wish.temperature, generator)
+        came += 1
+        if token == last:
+            break
+        shown.add(token)
+    shown.end()
+    return Spoken(came, came < wish.tokens and len(shown.ids) > longest, time.monotonic() - began)
+
+
+def end_of_text(tokenizer: Tokenizer) -> int | None:
+    """The token after which a document is over, where the tokenizer has one."""
+    backend: Any = tokenizer.backend if isinstance(tokenizer, PretrainedTokenizer) else None
+    return None if backend is None else backend.eos_token_id
+
+
+async def generate_live(
+    settings: NodeSettings, own: OwnData, wish: Wish, write: Callable[[str], None], say: Callable[[str], None]
+) -> tuple[RunSpec, Spoken]:
+    """Continue a text through the stages of the run at `settings.initial_peers`, as one who looks on.
+
+    Raises UserError as `looking_on` and `continue_text` do; CONFIG where the run names a tokenizer of this machine
+    without `own` word, DATA where it cannot be used, NO_DONOR where a stage gives nothing; KeyboardInterrupt where a
+    signal ended it.
+    """
+    configure_logging("WARNING", NodeLog())
+    with interruptible() as interrupts:
+        try:
+            async with looking_on(settings, as_guest=True) as outside:
+                spec = outside.spec
+                check_own_word(spec, "tokenizer", spec.data.tokenizer, own.tokenizer)
+                vocabulary: int = build_config(spec.model).vocab_size
+                tokenizer = fitting_tokenizer(spec.data, vocabulary)
+                directory = ScreenedDirectory(outside.directory, Access(spec))
+                await look_for_others(directory, outside.door.identity.peer_id, FIRST_LOOK_SECONDS)
+                model = LiveModel(spec, outside.door.transport, directory, say)
+                spoken = continue_text(model.next_logits, model.longest, tokenizer, wish, write)
+                came = await outside.supervisor.beside(spoken)
+                return spec, replace(came, replaced=model.replaced)
+        except asyncio.CancelledError:
+            if not interrupts.cancelled_by_signal:
+                raise
+            raise KeyboardInterrupt from None

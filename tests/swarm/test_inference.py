@@ -1,0 +1,277 @@
+"""A text through the stages of a swarm in memory: what the whole model would say, whoever dies, within a ration."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.data.tokenizers import ByteTokenizer, Tokens
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.exporting.generating import Wish, continue_text
+from noloco_node.model.export import model_of
+from noloco_node.swarm.directory import PeerState
+from noloco_node.swarm.inference import METHOD, SAVED_WINDOWS, ForwardHeader, Rations
+from noloco_node.swarm.live_model import LiveModel
+from noloco_node.swarm.memory_directory import MemoryDirectory
+from noloco_node.swarm.memory_transport import MemoryTransport
+from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
+from noloco_node.training.fair_queue import Turn
+from tests.worlds import LENGTH, VOCABULARY, World, micro_spec, world
+
+ASKER = PeerId("one-who-generates")
+PROMPT = [7, 3, 11, 60]
+
+
+class Numbers(ByteTokenizer):
+    """Ids below the vocabulary of the tiny run, as letters."""
+
+    vocab_size = VOCABULARY
+
+    def encode(self, text: str) -> Tokens:
+        """Letters from A on."""
+        return super().encode(text) - ord("A")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """And back."""
+        return "".join(chr(ord("A") + number) for number in ids)
+
+
+class Asked:
+    """A swarm that answers, and one who asks it."""
+
+    def __init__(self, made: World) -> None:
+        self.made = made
+        self.spec = made.replicas[0].spec
+        self.said: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def model(self, name: PeerId = ASKER, patience: float = 0.0) -> AsyncIterator[LiveModel]:
+        """Asked stage by stage."""
+        transport = MemoryTransport(self.made.network, name)
+        directory, rng = MemoryDirectory(self.made.hub), random.Random(1)
+        try:
+            yield LiveModel(
+                self.spec, transport, directory, self.said.append, rng=rng, pause=(0.0, 0.0), patience=patience
+            )
+        finally:
+            await transport.close()
+
+    async def whole(self) -> Any:
+        """The same weights in one piece."""
+        state: dict[str, Tensor] = {}
+        for stage in range(self.spec.stages):
+            replica = self.made.of_stage(stage)[0]
+            _, fast = await replica.worker.named_weights()
+            state |= {replica.full_names[name]: value for name, value in fast.items()}
+        return model_of(self.spec.model, state)
+
+
+@contextlib.asynccontextmanager
+async def answering(stages: int = 3, replicas: int = 2, share: float = 0.03) -> AsyncIterator[Asked]:
+    """Replicas that accept as they do while they train."""
+    settings = NodeSettings(in_flight=1, drain_seconds=1, generate_share=share)
+    async with world(micro_spec(stages=stages), replicas=replicas, settings=settings) as made:
+        for replica in made.replicas:
+            replica.inference.accepting = True
+            await replica.membership.announce(PeerState.TRAINING)
+        yield Asked(made)
+
+
+async def told(asked: Asked, wish: Wish) -> str:
+    """The text that comes of it."""
+    parts: list[str] = []
+    async with asked.model() as model:
+        await continue_text(model.next_logits, model.longest, Numbers(), wish, parts.append)
+    return "".join(parts)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+async def test_the_stages_of_a_swarm_say_what_the_whole_model_says(stages: int) -> None:
+    """The same logits on random routes, and so, with the same seed, the text that transformers draws; nobody sees a
+    record of who asked, and no node counts work."""
+    async with answering(stages) as asked:
+        whole = await asked.whole()
+        async with asked.model() as model:
+            logits = await model.next_logits(PROMPT)
+        with torch.no_grad():
+            expected = whole(torch.tensor([PROMPT])).logits[0, -1]
+        assert torch.allclose(logits, expected, atol=1e-5)
+        wish = Wish(Numbers().decode(PROMPT), tokens=8, temperature=0.9, seed=5)
+        text = await told(asked, wish)
+        torch.manual_seed(5)
+        options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "max_new_tokens": 8, "pad_token_id": 0}
+        drawn = whole.generate(torch.tensor([PROMPT]), **options, eos_token_id=None)
+        assert text == Numbers().decode(drawn[0].tolist())
+        likeliest = Wish(wish.prompt, tokens=8, temperature=0.0, seed=1)
+        assert await told(asked, likeliest) == await told(asked, Wish(wish.prompt, 8, 0.0, seed=2)) != text
+        records = asked.made.replicas[0].membership._directory
+        await records.refresh()
+        shown = {record.peer_id for stage in range(stages) for record in records.view.live(stage, records.now())}
+        assert ASKER not in shown
+        assert all(replica.ledger.served == 0 for replica in asked.made.replicas)
+
+
+async def test_a_peer_that_dies_or_answers_nonsense_is_replaced_and_the_text_is_the_same() -> None:
+    """One replica of stage 1 leaves without a word between two tokens; one of stage 2 gives too short an answer."""
+    async with answering(replicas=3) as asked:
+        wish = Wish("ABC", tokens=10, temperature=0.7, seed=3)
+        whole = await told(asked, wish)
+        dead, liar = asked.made.of_stage(1)[0], asked.made.of_stage(2)[0]
+
+        async def short(_peer: PeerId, _message: Message) -> Message:
+            return Message({}, (torch.zeros(1, VOCABULARY - 1),))
+
+        cast(MemoryTransport, liar._transport)._desk._methods[METHOD].handle = short
+        parts: list[str] = []
+
+        def write(text: str) -> None:
+            parts.append(text)
+            if len(parts) == 3:
+                asked.made.network.kill(dead._transport.peer_id)
+
+        async with asked.model() as model:
+            await continue_text(model.next_logits, model.longest, Numbers(), wish, write)
+            assert model.replaced >= 2
+        assert "".join(parts) == whole
+
+
+async def test_a_stage_that_answers_nothing_ends_the_text_with_a_reason() -> None:
+    """Nobody there, and nobody who gives any: by setting, or while it leaves."""
+    async with answering(replicas=1) as asked:
+        asked.made.replicas[1].inference.accepting = False
+        with pytest.raises(UserError, match=r"stage 1 .* draining") as caught:
+            await told(asked, Wish("A", 1, 0.0, 0))
+        assert caught.value.exit_code is ExitCode.NO_DONOR
+        await asked.made.replicas[1].membership.announce(PeerState.GONE)
+        with pytest.raises(UserError, match=r"stage 1 .* the directory shows none"):
+            await told(asked, Wish("A", 1, 0.0, 0))
+    async with answering(replicas=1, share=0.0) as asked:
+        with pytest.raises(UserError, match=r"stage 0 .* unknown_method"):
+            async with asked.model(patience=1e9) as model:
+                await model.next_logits([1])
+
+
+async def test_a_text_ends_where_the_windows_of_the_run_do() -> None:
+    """And a prompt that is longer, or none, is refused before anybody is asked."""
+    async with answering(replicas=1) as asked, asked.model() as model:
+        wish, parts = Wish("A" * LENGTH, tokens=9, temperature=0.0, seed=0), list[str]()
+        spoken = await continue_text(model.next_logits, model.longest, Numbers(), wish, parts.append)
+        assert (spoken.tokens, spoken.full, len("".join(parts))) == (1, True, LENGTH + 1)
+        for prompt in ("", "A" * (LENGTH + 1)):
+            with pytest.raises(UserError) as caught:
+                await continue_text(model.next_logits, model.longest, Numbers(), Wish(prompt, 1, 0.0, 0), parts.append)
+            assert caught.value.exit_code is ExitCode.USAGE
+
+
+async def test_who_asks_for_much_gets_what_was_saved_and_then_a_share_of_what_is_trained() -> None:
+    """However many keys ask; none of them takes what the others may have."""
+    trained = 0
+    rations = Rations(0.05, 16, lambda: trained)
+    peers = [PeerId(f"asker-{number}") for number in range(40)]
+
+    def had(asked: Sequence[PeerId]) -> int:
+        came = 0
+        for peer in asked:
+            with contextlib.suppress(Refused):
+                while True:
+                    rations.take(peer, 16)
+                    came += 16
+        return came
+
+    assert had(peers[:1]) == SAVED_WINDOWS * 16 // 2
+    assert had(peers[1:]) == SAVED_WINDOWS * 16 // 2
+    trained = 64_000
+    assert had(peers) == SAVED_WINDOWS * 16, "no more is saved up than at first"
+    served = 0
+    for _ in range(100):
+        trained += 1000
+        served += had(peers)
+    assert served == pytest.approx(0.05 * 100_000, rel=0.01)
+    trained = 0
+    assert had(peers) == 0
+
+
+async def test_a_node_holds_few_windows_of_askers_and_says_busy() -> None:
+    """Whatever else it does: one a peer, two in all; places are free again when the answer is there."""
+    async with answering(stages=2, replicas=1) as asked:
+        server = asked.made.replicas[0].inference
+        header = ForwardHeader(run=asked.spec.run_id, stage=0).model_dump()
+        message = Message(header, (torch.zeros(1, 4, dtype=torch.int32),))
+        places = [server.admit(PeerId(f"asker-{number}"), header, message.specs) for number in range(2)]
+        with pytest.raises(Refused) as refused:
+            server.admit(ASKER, header, message.specs)
+        assert refused.value.reason is Refusal.BUSY
+        for free in places:
+            assert free is not None
+            free()
+        async with asked.model() as model:
+            first = await model.next_logits([1, 2])
+        assert first.shape == (VOCABULARY,)
+        assert server._held == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "tensors", "reason"),
+    [
+        (0, (torch.zeros(1, LENGTH + 1, dtype=torch.int32),), Refusal.TOO_LARGE),
+        (0, (torch.zeros(2, 4, dtype=torch.int32),), Refusal.MALFORMED),
+        (0, (torch.full((1, 4), VOCABULARY, dtype=torch.int32),), Refusal.MALFORMED),
+        (0, (torch.full((1, 4), -1, dtype=torch.int32),), Refusal.MALFORMED),
+        (0, (torch.zeros(1, 0, dtype=torch.int32),), Refusal.TOO_LARGE),
+        (0, (), Refusal.MALFORMED),
+        (1, (torch.zeros(1, 4, dtype=torch.int32),), Refusal.MALFORMED),
+        (1, (torch.zeros(1, 4, 31),), Refusal.MALFORMED),
+        (1, (torch.full((1, 4, 32), torch.inf),), Refusal.NOT_FINITE),
+        (1, (torch.full((1, 4, 32), 3e38),), Refusal.DIVERGED),
+    ],
+)
+async def test_what_is_no_window_is_refused_and_no_weight_moves(
+    stage: int, tensors: tuple[Tensor, ...], reason: Refusal
+) -> None:
+    """Typed, and most of it before the body."""
+    async with answering(stages=3, replicas=1) as asked:
+        replica = asked.made.of_stage(stage)[0]
+        before = replica.worker._trainer.master.clone()
+        asker = MemoryTransport(asked.made.network, ASKER)
+        header = ForwardHeader(run=asked.spec.run_id, stage=stage).model_dump(mode="json")
+        with pytest.raises(Refused) as refused:
+            await asker.call(
+                replica._transport.peer_id, METHOD, Message(header, tensors),
+                timeout=5, progress=5, max_answer_bytes=1 << 20,
+            )  # fmt: skip
+        await asker.close()
+        assert refused.value.reason is reason
+        assert torch.equal(replica.worker._trainer.master, before)
+        assert replica.worker._trainer.tokens_accumulated == 0
+
+
+async def test_askers_take_turns_with_the_training_and_do_not_wait_for_its_end() -> None:
+    """Beside a stage that is never without work an asker is answered, and gets no more than its part of the turns."""
+    async with answering(stages=2, replicas=1) as asked:
+        last, under_way = asked.made.of_stage(1)[0], True
+        trained = 0
+
+        async def keep_training(source: str) -> None:
+            nonlocal trained
+            inputs = torch.randn(4, LENGTH, 32)
+            labels = torch.zeros(4, LENGTH, dtype=torch.int32)
+            while under_way:
+                await last.worker.evaluate_loss(inputs, labels, Turn((source,), 4 * LENGTH))
+                trained += 1
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(3):
+                group.create_task(keep_training(f"sender-{number}"))
+            async with asked.model() as model:
+                for _ in range(4):
+                    await asyncio.wait_for(model.next_logits([1, 2, 3]), 20)
+            under_way = False
+        assert trained >= 4
