@@ -57,6 +57,11 @@ class StackedStage:
         """R."""
         return len(self.fast)
 
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """Weights [size] of one replica by their names in the whole model."""
+        names = self._stage.full_names()
+        return {names[name]: value for name, value in self.layout.views(flat).items()}
+
     def forward(
         self, rows: Tensor, inputs: Tensor, noise: float = 0.0, generator: torch.Generator | None = None
     ) -> Passage:
