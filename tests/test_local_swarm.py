@@ -12,15 +12,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from noloco_node.cli import main
 from noloco_node.config.load import Config, load_config
+from noloco_node.data.reading import held_out_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.local_swarm import STOP_SECONDS, LocalSwarm, Observer, SwarmNode
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.telemetry.events import InnerStep, OuterStep
+from noloco_node.telemetry.events import Evaluation, InnerStep, OuterStep
 from noloco_node.telemetry.summary import Summary
 from tests.support import eventually, last_account, nothing_left_behind
 
@@ -272,11 +278,15 @@ def micro(*overrides: str) -> Config:
 @pytest.mark.timeout(300)
 async def test_two_of_six_die_and_the_others_reach_the_target(tmp_path: Path, temporary: Path) -> None:
     """kill -9 of the node that all others joined through and of one of the other stage, while they train: both deaths
-    are reported; on the four survivors every sample is accounted for, none is dropped, repeats stay below 1 %."""
+    are reported; on the four survivors every sample is accounted for, none is dropped, repeats stay below 1 %. Their
+    folders, brought together from elsewhere, are a model with the loss that they have reported themselves."""
     deaths = Deaths()
     target = 200_000
     config = micro(
-        "local_swarm.replicas=3", f"run.inner.target_tokens={target}", f"run.evaluation.every_tokens={target}"
+        "local_swarm.replicas=3",
+        f"run.inner.target_tokens={target}",
+        f"run.evaluation.every_tokens={target}",
+        "run.inner.min_learning_rate_ratio=0",
     )
     swarm = LocalSwarm(config, tmp_path / "run", observer=deaths)
     victims = ("s0-r0", "s1-r2")
@@ -307,6 +317,20 @@ async def test_two_of_six_die_and_the_others_reach_the_target(tmp_path: Path, te
     for node in survivors:
         last_steps = [event for event in node.events if isinstance(event, InnerStep)][-5:]
         assert all(event.live_replicas <= 2 for event in last_steps), "the dead are no longer counted"
+    folders = [shutil.move(node.folder, tmp_path / f"machine-{number}") for number, node in enumerate(survivors)]
+    assert main(["export", *map(str, folders), "--out", str(tmp_path / "model")]) == ExitCode.OK
+    reported = [e.loss for node in survivors for e in node.events if isinstance(e, Evaluation) and e.final]
+    assert len(reported) == 2
+    loss = await asyncio.to_thread(scored_by_transformers_alone, tmp_path / "model", config)
+    assert loss == pytest.approx(fmean(reported), abs=1e-3)
+
+
+def scored_by_transformers_alone(model: Path, config: Config) -> float:
+    """What transformers says that a folder's model loses on the run's held-out tokens, nats per token."""
+    tokens = held_out_windows(config.run.data, 256, config.run.evaluation.windows).long()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        return float(loaded(tokens, labels=tokens).loss)
 
 
 def paired_steps(node: SwarmNode) -> int:
