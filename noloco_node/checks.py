@@ -18,8 +18,6 @@ from noloco_node.address_space import address_space_left
 from noloco_node.errors import ExitCode, UserError, version_remedy
 from noloco_node.telemetry.words import as_bytes
 
-MEMORY_BYTES_PER_PARAMETER = 40
-"""Masters, Adam's moments, slow weights, momentum, snapshot, payload, gradients, published versions."""
 WEIGHTS_BYTES_PER_PARAMETER = 8
 """What a stage leaves at its end: slow and fast weights in fp32."""
 CHECKPOINT_BYTES_PER_PARAMETER = 24
@@ -65,13 +63,13 @@ def check_disk(free: int, parameters: int, where: str, elsewhere: int = 0) -> Ch
     return Check("disk", Outcome.PASS, found)
 
 
-def check_memory(available: int, total: int, parameters: int) -> Check:
-    """Memory for a stage of so many parameters; `available` and `total` in bytes, a container's limit included."""
-    needed = MEMORY_BYTES_PER_PARAMETER * parameters
+def check_memory(available: int, total: int, needed: int, least: int = 0) -> Check:
+    """Memory of the host for a stage that needs so much at the highest, and `least` between two checkpoints; all in
+    bytes, a container's limit included."""
     found = f"{as_bytes(available)} of {as_bytes(total)} free"
-    if parameters:
+    if needed:
         found += f", about {as_bytes(needed)} needed"
-    if needed > total:
+    if least > total:
         return Check("memory", Outcome.FAIL, found, "serve a smaller stage with --stage, or use a machine with more")
     if needed > available:
         return Check("memory", Outcome.WARN, found, "end other programs, or the system may kill this one")

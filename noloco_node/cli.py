@@ -67,6 +67,7 @@ from noloco_node.node_options import (
     seed_arguments,
     seed_settings,
     set_argument,
+    sizing_arguments,
 )
 from noloco_node.printing import (
     print_fingerprint,
@@ -76,6 +77,7 @@ from noloco_node.printing import (
     print_result,
     print_run,
     print_seed,
+    print_sized_plan,
 )
 from noloco_node.small_commands import (
     completed,
@@ -229,6 +231,7 @@ def _config_commands(config: argparse.ArgumentParser) -> None:
     show.set_defaults(call=_show)
     validate = _command(actions, "validate", "check a configuration and print what it comes to", VALIDATE_HELP)
     _config_arguments(validate)
+    sizing_arguments(validate)
     validate.set_defaults(call=_validate)
     init_arguments(_command(actions, "init", "write an example with comments", INIT_HELP))
     list_arguments(_command(actions, "list", "name the configurations that come with noloco-node", LIST_HELP))
@@ -437,7 +440,7 @@ def _validate(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_config
 
     config = load_config(options.config, options.set, os.environ)
-    print_plan(config)
+    print_sized_plan(config, options.device, options.uplink, options.round_trip)
     print_fingerprint(config.run)
     if "lab" in config.model_fields_set:
         print_lab_plan(config)

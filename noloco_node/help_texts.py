@@ -139,10 +139,13 @@ example:
 
 VALIDATE_HELP = """\
 Check a configuration file: names, values, and whether model, stages and batch sizes fit each other. Prints what it
-comes to: run id, parameters, inner steps, outer rounds, bytes of an outer step.
+comes to: run id, parameters, inner steps, outer rounds, bytes of a microbatch and of an outer step, and what memory a
+replica of each stage takes, part by part. With --device it says how much of the time such a device would work on links
+like --uplink and --round-trip, what limits it, and which settings would lift that.
 
-example:
-  noloco-node config validate tiny"""
+examples:
+  noloco-node config validate tiny
+  noloco-node config validate consumer-24gb --device "RTX 4090" --uplink 20Mbit --round-trip 100ms"""
 
 IDENTITY_HELP = """\
 Look at a node's identity, back it up, bring it back. An identity is the private key file behind a node's peer id; one

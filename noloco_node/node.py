@@ -142,7 +142,7 @@ async def _live(
         await asyncio.to_thread(net.known.save, spec.run_id)  # the folder is this run's now
         stays = await _choose(net, saved, show)
         stays.emit = emit
-        checks = partial(start_checks.for_a_stage, spec, stays.stage, folder, moves=stays.may_move)
+        checks = partial(start_checks.for_a_stage, spec, net.settings, stays.stage, folder, moves=stays.may_move)
         start_checks.report(await asyncio.to_thread(checks))
         net.reach.tell(lambda now: emit(Reachability(way=now.way.value, words=now.words())))
         net.supervisor.on_restart = lambda cause: emit(P2pdRestarted(cause=cause, restarts=net.supervisor.restarts))

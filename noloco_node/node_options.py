@@ -30,6 +30,14 @@ def set_argument(command: argparse.ArgumentParser, example: str) -> None:
     command.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help=help_text)
 
 
+def sizing_arguments(command: argparse.ArgumentParser) -> None:
+    """What `config validate` is told of volunteers' machines."""
+    add = command.add_argument
+    add("--device", metavar="NAME", help='say how much of the time it would work: "RTX 4090", or 20TFLOP')
+    add("--uplink", metavar="RATE", default="20Mbit", help="of each node, a second (default: 20Mbit)")
+    add("--round-trip", metavar="TIME", default="100ms", help="between two nodes (default: 100ms)")
+
+
 def node_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `run` and `join`."""
     add = command.add_argument

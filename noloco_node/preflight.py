@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from noloco_node.config.load import Config
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
 from noloco_node.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from noloco_node.sizing.footprint import Footprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,9 @@ class Plan:
     receives as many."""
     peak_bytes: tuple[int, ...]
     """Bytes that a replica of each stage sends in one exchange, but for the last of the run."""
+    microbatch_bytes: tuple[float, ...]
+    """Bytes that a replica of each stage sends for a microbatch: on to the next stage and back to the one before."""
+    footprint: Footprint
     warnings: tuple[str, ...]
     """What is allowed but seldom meant."""
     weights: tuple[str, ...] = ()
@@ -50,27 +57,30 @@ def plan_run(run: RunSpec) -> Plan:
     microbatch is too large to travel, where a window is longer than the model's positions, and where a stage is too
     small for its fragments; DATA where the weights to start from are not there, or not the model's.
     """
-    from noloco_node.model.cut import build_config, cut_model
+    from noloco_node.model.cut import build_config
     from noloco_node.model.weights_check import pretrained_lines
     from noloco_node.sizing.footprint import footprint_of
+    from noloco_node.sizing.traffic import traffic_of
     from noloco_node.training.stage_worker import check_fragments
 
-    cuts = cut_model(run.model)
     config = build_config(run.model)
     _check_positions(run, getattr(config, "max_position_embeddings", None))
     check_microbatch_bytes(run, config.hidden_size)
-    parameters = footprint_of(run).parameters
+    footprint = footprint_of(run)
+    parameters = footprint.parameters
     inner_steps = -(-run.inner.target_tokens // run.inner.global_batch_tokens)
     for count in parameters:
         check_fragments(run, count)
-    sizes = [_exchange_bytes(run, count) for count in parameters]
+    traffic = traffic_of(run, footprint)
     return Plan(
         stage_parameters=parameters,
-        layers=tuple(cut.end_layer - cut.first_layer for cut in cuts),
+        layers=footprint.layers,
         inner_steps=inner_steps,
         outer_rounds=inner_steps * run.outer.fragments // run.outer.inner_steps + 1,
-        outer_bytes=tuple(sum(each) for each in sizes),
-        peak_bytes=tuple(max(each) for each in sizes),
+        outer_bytes=tuple(each.outer_step for each in traffic),
+        peak_bytes=tuple(max(each.fragments) for each in traffic),
+        microbatch_bytes=tuple(each.microbatch for each in traffic),
+        footprint=footprint,
         warnings=(),
         weights=tuple(pretrained_lines(run.model)),
     )
@@ -104,25 +114,19 @@ def plan_lines(run: RunSpec, numbers: Plan) -> list[str]:
     steps = f"one in {run.outer.inner_steps} inner steps{parts}"
     sizes = " / ".join(f"{count / 1e6:,.2f}" for count in numbers.outer_bytes)
     peak = f", at most {max(numbers.peak_bytes) / 1e6:,.2f} MB at a time" if run.outer.fragments > 1 else ""
+    sent = " / ".join(f"{count / 1e6:,.2f}" for count in numbers.microbatch_bytes)
+    wire = [] if run.stages == 1 else [f"  microbatch        {sent} MB sent per replica ({run.pipeline.activations})"]
     return [
         f"run {run.name} ({run.run_id})",
         f"  parameters        {numbers.parameters:,} ({each})",
         f"  stages            {run.stages}, with {' + '.join(map(str, numbers.layers))} layers",
         f"  tokens            {run.inner.target_tokens:,}, {run.inner.global_batch_tokens:,} an inner step",
+        *wire,
         f"  inner steps       {numbers.inner_steps:,} per replica",
         f"  outer rounds      about {numbers.outer_rounds:,} per replica, {steps}",
         f"  outer step        {sizes} MB sent per replica ({run.outer.codec}){peak}, as many received",
         *(f"  {'' if index else 'first weights':<17} {line}" for index, line in enumerate(numbers.weights)),
     ]
-
-
-def _exchange_bytes(run: RunSpec, parameters: int) -> list[int]:
-    """Bytes on the wire for each fragment of a stage."""
-    from noloco_node.outer.codec import CODECS
-    from noloco_node.outer.replica import fragments_of
-
-    codec = CODECS[run.outer.codec]
-    return [codec.wire_bytes(part.size) for part in fragments_of(parameters, run.outer.fragments)]
 
 
 def _warnings(config: Config, inner_steps: int) -> list[str]:

@@ -18,15 +18,50 @@ if TYPE_CHECKING:
 
 def print_plan(config: Config) -> None:
     """What a configuration comes to. UserError as `plan` and `check_text` raise it."""
+    _print_numbers(config)
+    _check_text(config)
+
+
+def print_sized_plan(config: Config, device: str | None, uplink: str, round_trip: str) -> None:
+    """`print_plan` with memory by part and, where a device is named, how much it would work. UserError also (USAGE) as
+    `device_by_name` and the quantities raise it."""
+    _print_numbers(config)
     with loading():
-        from noloco_node.preflight import check_text, plan, plan_lines
+        from noloco_node.sizing.advice import expect
+        from noloco_node.sizing.devices import bytes_a_second, device_by_name, seconds
+        from noloco_node.sizing.footprint import footprint_of
+        from noloco_node.sizing.memory import memory_of
+        from noloco_node.sizing.screen import expectation_lines, memory_lines
+        from noloco_node.sizing.utilisation import Link
+
+    footprint = footprint_of(config.run)
+    lines = memory_lines(config, footprint)
+    if device is not None:
+        link = Link(bytes_a_second(uplink), seconds(round_trip))
+        named = device_by_name(device, config.run.inner.precision)
+        needs = memory_of(config.run, config.node, footprint, config.local_swarm.replicas)
+        found = expect(config, link, named.flop_per_second)
+        lines += expectation_lines(config, named, link, found, needs)
+    print("\n".join(lines))
+    sys.stdout.flush()
+    _check_text(config)
+
+
+def _print_numbers(config: Config) -> None:
+    with loading():
+        from noloco_node.preflight import plan, plan_lines
 
     numbers = plan(config)
-    check_text(config.run)
     print("\n".join(plan_lines(config.run, numbers)))
     for warning in numbers.warnings:
         print(f"  note: {warning}")
     sys.stdout.flush()
+
+
+def _check_text(config: Config) -> None:
+    from noloco_node.preflight import check_text
+
+    check_text(config.run)
 
 
 def print_fingerprint(run: RunSpec) -> None:

@@ -20,8 +20,11 @@ from noloco_node.checks import (
     memory,
     raise_file_limit,
 )
+from noloco_node.compute_device import resolve_device
+from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.preflight import plan_run
+from noloco_node.sizing.footprint import footprint_of
+from noloco_node.sizing.memory import memory_of
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.dial_back import MAX_PORTS, Dialled, Reached, ask_dial_back
 from noloco_node.swarm.hello import Measured, measure_hello
@@ -97,16 +100,20 @@ def relayed_instead(check: Check, willing: int) -> Check:
     return Check(check.name, Outcome.WARN, found, f"for the fastest way {check.remedy}")
 
 
-def for_a_stage(spec: RunSpec, stage: int, folder: RunFolder, *, moves: bool = False) -> list[Check]:
+def for_a_stage(
+    spec: RunSpec, settings: NodeSettings, stage: int, folder: RunFolder, *, moves: bool = False
+) -> list[Check]:
     """Of the machine, for the stage that it will serve: disk and memory. Where it moves it keeps a checkpoint of each
     stage that it was at. Loads transformers."""
-    stages = plan_run(spec).stage_parameters
-    parameters = stages[stage]
-    elsewhere = sum(stages) - parameters if moves else 0
+    footprint = footprint_of(spec)
+    parameters = footprint.parameters[stage]
+    elsewhere = sum(footprint.parameters) - parameters if moves else 0
+    own_memory = resolve_device(settings.device).startswith("cuda")
+    need = memory_of(spec, settings, footprint, spec.limits.max_replicas)[stage]
     available, total = memory()
     return [
         check_disk(free_disk(folder.path), parameters, str(folder.path), elsewhere),
-        check_memory(available, total, parameters),
+        check_memory(available, total, need.total(own_memory=own_memory).host, need.always(own_memory=own_memory).host),
     ]
 
 

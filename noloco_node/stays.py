@@ -17,7 +17,9 @@ from noloco_node.custody import HOLDER_SECONDS, stage_lost, state_elsewhere, wai
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.replica import Replica
 from noloco_node.revival import revive_if_lost
-from noloco_node.sizing.footprint import Footprint, fitting_stages, footprint_of, free_memory, memory_needed
+from noloco_node.sizing.footprint import Footprint, footprint_of
+from noloco_node.sizing.machine import free_memory
+from noloco_node.sizing.memory import fitting_stages, memory_of
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.swarm.arrival import Arrival
 from noloco_node.swarm.balancing import Server, as_seen_at_work, servers_of, usual_strength
@@ -61,7 +63,8 @@ class Stays:
         self._known = transport.acquaintances
         self._roll = self._make_roll(transport)
         self._arrival = Arrival(directory, self._own, spec.limits.record_seconds, self._known, self._ask_all)
-        self._fitting = fitting_stages(footprint.parameters, spec.outer.codec, free_memory(settings.device))
+        self._needs = memory_of(spec, settings, footprint, spec.limits.max_replicas)
+        self._fitting = fitting_stages(self._needs, free_memory(settings.device))
         self._began = 0.0
         self._looked_in_vain = False
         self.ledger = Ledger()
@@ -276,9 +279,7 @@ class Stays:
 
     def _shortage(self, stage: int) -> str:
         free = free_memory(self._settings.device)
-        parameters = self._footprint.parameters[stage]
-        needed = memory_needed(parameters, self._spec.outer.codec, own_memory=free.device > 0)
-        return f"it needs {needed}; free are {free}"
+        return f"it needs {self._needs[stage].total(own_memory=free.device > 0)}; free are {free}"
 
     def _too_small(self) -> UserError:
         parameters = self._footprint.parameters

@@ -28,9 +28,10 @@ from noloco_node.checks import (
     raise_file_limit,
 )
 from noloco_node.config.load import load_config
+from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.preflight import plan_run
-from noloco_node.sizing.footprint import free_memory
+from noloco_node.sizing.machine import free_memory
 from noloco_node.start_checks import among_peers, for_a_stage, report
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.hello import serve_hello
@@ -49,9 +50,10 @@ MILLION = 10**6
         (check_disk(7 * GB, 100 * MILLION, "here"), Outcome.WARN, "7.0 GB free"),
         (check_disk(9 * GB, 100 * MILLION, "here", 100 * MILLION), Outcome.WARN, "up to 10.5 GB wanted"),
         (check_disk(GB // 2, 100 * MILLION, "here"), Outcome.FAIL, "500.0 MB free"),
-        (check_memory(8 * GB, 16 * GB, 100 * MILLION), Outcome.PASS, "8.0 GB of 16.0 GB free, about 4.0 GB needed"),
-        (check_memory(3 * GB, 16 * GB, 100 * MILLION), Outcome.WARN, "3.0 GB of 16.0 GB"),
-        (check_memory(16 * GB, 16 * GB, 1000 * MILLION), Outcome.FAIL, "about 40.0 GB needed"),
+        (check_memory(8 * GB, 16 * GB, 4 * GB), Outcome.PASS, "8.0 GB of 16.0 GB free, about 4.0 GB needed"),
+        (check_memory(3 * GB, 16 * GB, 4 * GB), Outcome.WARN, "3.0 GB of 16.0 GB"),
+        (check_memory(16 * GB, 16 * GB, 40 * GB, 20 * GB), Outcome.FAIL, "about 40.0 GB needed"),
+        (check_memory(16 * GB, 16 * GB, 20 * GB, 16 * GB), Outcome.WARN, "about 20.0 GB needed"),
         (check_files(8192), Outcome.PASS, "8,192"),
         (check_files(256), Outcome.WARN, "256"),
         (check_clock([]), Outcome.PASS, "not compared"),
@@ -90,7 +92,7 @@ def test_the_machine_is_measured(tmp_path: Path) -> None:
     assert free_disk(tmp_path / "not" / "there") == pytest.approx(free_disk(tmp_path), rel=0.2)
     available, total = memory()
     assert 0 < available <= total
-    checks = for_a_stage(load_config(MICRO).run, 1, RunFolder.create(tmp_path))
+    checks = for_a_stage(load_config(MICRO).run, NodeSettings(), 1, RunFolder.create(tmp_path))
     assert [check.name for check in checks] == ["disk", "memory"]
 
 
@@ -102,7 +104,7 @@ def test_a_node_that_moves_wants_room_for_a_checkpoint_of_the_other_stage(
     run, folder = load_config(MICRO).run, RunFolder.create(tmp_path)
 
     def wanted(*, moves: bool) -> float:
-        found = for_a_stage(run, 1, folder, moves=moves)[0].found
+        found = for_a_stage(run, NodeSettings(), 1, folder, moves=moves)[0].found
         return float(found.split("up to ")[1].split()[0].replace(",", ""))
 
     assert wanted(moves=True) - wanted(moves=False) == 24 * plan_run(run).stage_parameters[0]

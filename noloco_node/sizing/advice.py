@@ -1,0 +1,154 @@
+"""What to expect of a run on given devices and links, and which settings would lift it. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from noloco_node.config.load import Config
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.outer.codec import CODECS
+from noloco_node.sizing.footprint import Footprint, footprint_of
+from noloco_node.sizing.memory import memory_of, microbatches_a_step
+from noloco_node.sizing.traffic import ELEMENT_BYTES, traffic_of
+from noloco_node.sizing.utilisation import Link, Outlook, StageLoad, outlook_of
+
+RECOMPUTED = 4.0 / 3.0
+"""Work of a stage that makes its graph anew: forward twice, backward once (which is two forwards)."""
+WORTH_SAYING = 1.05
+"""What lifts the device's share by less than so many times is listed without a figure."""
+MOST_UNDER_WAY = 16
+SUGGESTIONS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """One change of settings, and the share of the device's time that it would give."""
+
+    settings: tuple[str, ...]
+    share: float
+    more_memory: int
+    """Bytes that a device needs more for it, at the stage that needs most (less than nothing: fewer)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What the configuration gives, and what would lift it."""
+
+    outlook: Outlook
+    compute_seconds: float
+    """That a microbatch takes of all stages' devices together."""
+    suggestions: tuple[Suggestion, ...]
+    """Best first."""
+    in_vain: tuple[str, ...]
+    """Settings that would change nothing worth saying."""
+
+
+def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
+    """On devices that reach so much and links like that. Loads transformers; UserError as `footprint_of`."""
+    by_stages: dict[int, Footprint] = {}
+
+    def footprint(of: Config) -> Footprint:
+        """Of all that changes here, it depends on the number of stages alone."""
+        if of.run.stages not in by_stages:
+            by_stages[of.run.stages] = footprint_of(of.run)
+        return by_stages[of.run.stages]
+
+    def outlook(of: Config) -> Outlook:
+        return outlook_on(of, footprint(of), link, flop_per_second)
+
+    def device_bytes(of: Config) -> int:
+        needs = memory_of(of.run, of.node, footprint(of), of.local_swarm.replicas)
+        return max(need.on_device for need in needs)
+
+    now, before = outlook(config), device_bytes(config)
+    found: list[Suggestion] = []
+    in_vain: list[str] = []
+    for change in _changes(config):
+        other = _changed(config, change)
+        share = outlook(other).share
+        if share < WORTH_SAYING * now.share:
+            in_vain.append(_words(change)[0])
+        else:
+            found.append(Suggestion(_words(change), share, device_bytes(other) - before))
+    found.sort(key=lambda suggestion: -suggestion.share)
+    loads = loads_of(config.run, footprint(config), flop_per_second)
+    return Expectation(
+        outlook=now,
+        compute_seconds=sum(load.compute_seconds for load in loads),
+        suggestions=tuple(found[:SUGGESTIONS]),
+        in_vain=tuple(in_vain),
+    )
+
+
+def outlook_on(config: Config, footprint: Footprint, link: Link, flop_per_second: float) -> Outlook:
+    """What the configuration gives, as it is."""
+    run = config.run
+    return outlook_of(
+        loads_of(run, footprint, flop_per_second),
+        link,
+        in_flight=config.node.in_flight,
+        h=run.outer.inner_steps,
+        step_microbatches=microbatches_a_step(run, config.local_swarm.replicas),
+    )
+
+
+def loads_of(run: RunSpec, footprint: Footprint, flop_per_second: float) -> list[StageLoad]:
+    """What one microbatch asks of each stage."""
+    backward = run.inner.backward
+    traffic = traffic_of(run, footprint)
+    return [
+        StageLoad(
+            compute_seconds=run.microbatch_tokens
+            * footprint.flop_per_token[stage]
+            * (RECOMPUTED if backward == "checkpoint" or (backward == "recompute" and stage < run.stages - 1) else 1.0)
+            / flop_per_second,
+            sends=(traffic[stage].forward, traffic[stage].backward),
+            outer_bytes=float(traffic[stage].outer_step),
+        )
+        for stage in range(run.stages)
+    ]
+
+
+Change = dict[str, Any]
+
+
+def _changes(config: Config) -> Iterator[Change]:
+    """What an owner could turn, one thing at a time."""
+    run, under_way = config.run, config.node.in_flight
+    for more in (2 * under_way, 4 * under_way):
+        if more <= MOST_UNDER_WAY:
+            yield {"node.in_flight": more}
+    size = ELEMENT_BYTES[run.pipeline.activations]
+    if smaller := [name for name, bytes_each in ELEMENT_BYTES.items() if bytes_each < size]:
+        yield {"run.pipeline.activations": min(smaller, key=lambda name: (ELEMENT_BYTES[name], name))}
+    if run.stages > 1:
+        yield {"run.model.stages": math.ceil(run.stages / 2)}
+        if 2 * run.microbatch_tokens <= run.inner.global_batch_tokens:
+            yield {"run.inner.microbatch_windows": 2 * run.inner.microbatch_windows}
+    coded = CODECS[run.outer.codec].wire_bytes(1 << 20)
+    if coded > CODECS["int4"].wire_bytes(1 << 20):
+        yield {"run.outer.codec": "int4"}
+    yield {"run.outer.inner_steps": 2 * run.outer.inner_steps}
+    if run.outer.fragments == 1 and run.outer.inner_steps > 1:
+        yield {"run.outer.fragments": min(4, run.outer.inner_steps)}
+
+
+def _changed(config: Config, change: Change) -> Config:
+    """A copy with other values; groups on the way are copied, not validated anew."""
+    copied: Any = config
+    for name, value in change.items():
+        copied = _with(copied, name.split("."), value)
+    return copied
+
+
+def _with(group: Any, path: list[str], value: object) -> Any:
+    head, *rest = path
+    inner = value if not rest else _with(getattr(group, head), rest, value)
+    return group.model_copy(update={head: inner})
+
+
+def _words(change: Change) -> tuple[str, ...]:
+    return tuple(f"{name}={value}" for name, value in change.items())

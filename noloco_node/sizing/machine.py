@@ -1,0 +1,43 @@
+"""What is free on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from noloco_node.address_space import address_space_left
+from noloco_node.compute_device import resolve_device
+from noloco_node.sizing.memory import Memory
+
+
+def free_memory(device: str) -> Memory:
+    """Free bytes of `node.device` and of this machine, within what its container may take."""
+    own = torch.device(resolve_device(device))
+    on_device = torch.cuda.mem_get_info(own)[0] if own.type == "cuda" else 0
+    return Memory(on_device, _free_on_host())
+
+
+def _free_on_host() -> int:
+    """What can be had without swapping, and without exceeding what a container or this process is allowed."""
+    free = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
+    if limit and used and limit[0].isdigit():
+        free = min(free, max(0, int(limit[0]) - int(used[0]) + _reclaimable(group)))
+    left = address_space_left()
+    return free if left is None else min(free, left)
+
+
+def _reclaimable(group: Path) -> int:
+    """File cache that a container gives back when it needs memory."""
+    rows = (line.split() for line in _lines(group / "memory.stat"))
+    return sum(int(row[1]) for row in rows if row[0] == "inactive_file")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,156 @@
+"""What one replica of each stage takes of memory, part by part; what of it fits a machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.outer.codec import CODECS
+from noloco_node.sizing.footprint import Footprint
+from noloco_node.training.precision import PRECISIONS
+
+GIB = 1 << 30
+FP32 = 4
+OUTER_VECTORS = 5
+"""Slow weights, outer momentum, snapshot, the difference to a partner, and the way that the replica has been
+learning."""
+CHECKPOINT_VECTORS = 6
+"""Fast and slow weights, outer momentum, Adam's two moments, gradient gathered so far: `StageWorker.whole_state`."""
+GUARD_BYTES = 2
+"""A parameter of a copy of a stage, which is half precision."""
+PROGRAM_BYTES = 660 << 20
+"""Python, torch, transformers and hivemind before any weight (459 MiB), and what the allocator keeps back of small
+blocks of several threads (200 MiB): measured by `benchmarks.memory`, on the processor. CUDA's own is not in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the device and in the host's memory. A device that is the processor has none of its own."""
+
+    device: int
+    host: int
+
+    def __str__(self) -> str:
+        host = f"{self.host / GIB:.1f} GiB of the machine's memory"
+        return f"{self.device / GIB:.1f} GiB on the device and {host}" if self.device else host
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """What a replica of one stage takes at the highest, in bytes, the program itself aside."""
+
+    weights: int
+    """fp32 masters, or what takes their place."""
+    gradient: int
+    """Gathered until the inner step."""
+    moments: int
+    """AdamW's two."""
+    versions: int
+    """Published copies: the current one and those that microbatches under way still need."""
+    held: int
+    """What microbatches under way leave between forward and backward, but for the one that is worked on."""
+    at_work: int
+    """The graph of the one that is worked on with its logits, or the gradient of all parameters that it gives."""
+    outer: int
+    """Slow weights and what else an outer step needs, on the host."""
+    exchange: int
+    """Codes of the weights that are being sent, on the host."""
+    checkpoint: int
+    """A copy of the whole state while it is written, on the host."""
+    copies: int
+    """Of other stages, kept for the day on which one loses its last replica, and what is given of this one, on the
+    host."""
+    version_count: int
+    held_count: int
+
+    @property
+    def on_device(self) -> int:
+        """Bytes where the model is computed."""
+        return self.weights + self.gradient + self.moments + self.versions + self.held + self.at_work
+
+    @property
+    def on_host(self) -> int:
+        """Bytes in the machine's memory, whatever the device."""
+        return self.outer + self.exchange + self.checkpoint + self.copies
+
+    def total(self, *, own_memory: bool) -> Memory:
+        """`own_memory`: the device has some of its own."""
+        return _divided(self.on_device, self.on_host, own_memory=own_memory)
+
+    def always(self, *, own_memory: bool) -> Memory:
+        """Without what comes and goes, and is done without where there is no memory for it."""
+        return _divided(self.on_device, self.outer, own_memory=own_memory)
+
+
+def _divided(device: int, host: int, *, own_memory: bool) -> Memory:
+    return Memory(device, host) if own_memory else Memory(0, device + host)
+
+
+def memory_of(run: RunSpec, node: NodeSettings, footprint: Footprint, replicas: int) -> tuple[StageMemory, ...]:
+    """Of each stage, where so many replicas share the batch. Pure arithmetic."""
+    return tuple(_stage_memory(run, node, footprint, replicas, stage) for stage in range(run.stages))
+
+
+def fitting_stages(needs: Sequence[StageMemory], free: Memory) -> list[int]:
+    """The stages whose state fits into `free` memory."""
+    totals = [need.total(own_memory=free.device > 0) for need in needs]
+    return [stage for stage, need in enumerate(totals) if need.device <= free.device and need.host <= free.host]
+
+
+def microbatches_a_step(run: RunSpec, replicas: int) -> int:
+    """That a replica trains on between two inner steps, where so many share the batch."""
+    return max(1, math.ceil(run.inner.global_batch_tokens / (replicas * run.microbatch_tokens)))
+
+
+def held_microbatches(node: NodeSettings, stage: int, stages: int) -> int:
+    """That lie between their forward and their backward at `stage`. Routes are drawn, so later stages have up to twice
+    the mean; the last stage goes forward and backward in one."""
+    if stage == stages - 1:
+        return 0
+    return node.in_flight if stage == 0 else min(node.max_pending, 2 * node.in_flight)
+
+
+def _stage_memory(run: RunSpec, node: NodeSettings, footprint: Footprint, replicas: int, stage: int) -> StageMemory:
+    count, precision, codec = footprint.parameters[stage], PRECISIONS[run.inner.precision], CODECS[run.outer.codec]
+    held = held_microbatches(node, stage, run.stages)
+    versions = 1 + math.ceil(held / microbatches_a_step(run, replicas))
+    left, worked_on = _microbatch(run, footprint, stage)
+    trail = 1 if codec.trails else 0
+    others = [size for index, size in enumerate(footprint.parameters) if index != stage]
+    # A guard holds the old copy while the new one comes; its own is copied in fp32 before it is made half as large.
+    guards = GUARD_BYTES * 2 * max(others) + (FP32 + GUARD_BYTES) * count if run.guard_copies and others else 0
+    return StageMemory(
+        weights=precision.masters.itemsize * count,
+        gradient=precision.masters.itemsize * count,
+        moments=2 * precision.masters.itemsize * count,
+        versions=versions * precision.published.itemsize * count,
+        held=max(0, held - 1) * left,
+        at_work=max(worked_on, precision.published.itemsize * count),
+        outer=(OUTER_VECTORS + trail) * FP32 * count,
+        exchange=codec.wire_bytes(count) if codec.modulo else 0,
+        checkpoint=(CHECKPOINT_VECTORS + trail) * FP32 * count,
+        copies=guards,
+        version_count=versions,
+        held_count=held,
+    )
+
+
+def _microbatch(run: RunSpec, footprint: Footprint, stage: int) -> tuple[int, int]:
+    """Bytes that one leaves between forward and backward, and that it takes while it is worked on."""
+    tokens, graph = run.microbatch_tokens, footprint.graph
+    first = sum(footprint.layers[:stage])
+    layers = graph.layers[first : first + footprint.layers[stage]]
+    last = stage == run.stages - 1
+    rest = graph.entry + (graph.head + graph.logits if last else graph.entry + graph.peak)
+    inputs = len(layers) * graph.entry
+    match run.inner.backward:
+        case "keep":
+            left, whole = sum(layers) + 2 * graph.entry, sum(layers) + rest
+        case "recompute":
+            left, whole = graph.entry, sum(layers) + rest
+        case "checkpoint":
+            left, whole = inputs + 2 * graph.entry, inputs + max(layers) + rest
+    return math.ceil(tokens * left), math.ceil(tokens * whole)

@@ -1,0 +1,111 @@
+"""What a person reads of a plan: memory by part, and how much a device would work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from noloco_node.config.load import Config
+from noloco_node.sizing.advice import Expectation
+from noloco_node.sizing.devices import Device
+from noloco_node.sizing.footprint import Footprint
+from noloco_node.sizing.memory import PROGRAM_BYTES, StageMemory, memory_of
+from noloco_node.sizing.utilisation import Link
+
+GIB = 1 << 30
+STAGES_SHOWN = 6
+PARTS = ("weights", "gradient", "moments", "versions", "held", "at_work")
+NAMES = ("weights", "gradient", "Adam", "versions", "waiting", "at work")
+LIMITS = {
+    "device": "the device",
+    "uplink": "the uplink: microbatches wait for bytes",
+    "latency": "the round trip: too few microbatches are under way",
+    "outer step": "the outer step: it takes the uplink from the microbatches",
+}
+
+
+def memory_lines(config: Config, footprint: Footprint) -> list[str]:
+    """A replica of each stage, in GiB. The first row of numbers is the device's, the last ones the host's."""
+    run, node = config.run, config.node
+    needs = memory_of(run, node, footprint, config.local_swarm.replicas)
+    head = f"  memory in GiB     {'':9}{''.join(f'{name:>10}' for name in NAMES)}{'= device':>10}{'host':>8}"
+    rows = [_row(f"stage {stage}", need) for stage, need in _shown(needs)]
+    most = max(needs, key=lambda need: need.on_host)
+    rest = most.exchange + most.copies
+    return [
+        f"  precision         {run.inner.precision}, backward {run.inner.backward}, microbatches of "
+        f"{run.microbatch_tokens:,} tokens, {node.in_flight} under way of each first-stage replica",
+        head,
+        *rows,
+        f"                    host: outer step {_gib(most.outer)}, a checkpoint while it is written "
+        f"{_gib(most.checkpoint)}, codes and copies {_gib(rest)}; and {_gib(PROGRAM_BYTES)} for the program",
+        "                    without a GPU both are the machine's memory",
+    ]
+
+
+def expectation_lines(
+    config: Config, device: Device, link: Link, found: Expectation, needs: Sequence[StageMemory]
+) -> list[str]:
+    """What to expect of such devices on such links, and what would lift it."""
+    out, run = found.outlook, config.run
+    shares = ", ".join(map(_percent, out.device_share))
+    tokens = out.microbatches_a_second * run.microbatch_tokens
+    lines = [
+        f"on {device.name}, {link.uplink * 8e-6:,.4g} Mbit/s up, {1e3 * link.round_trip:,.4g} ms there and back, "
+        f"{config.local_swarm.replicas} replicas of each stage",
+        f"  device works      {_percent(out.share)} % of the time (by stage: {shares}); taken to reach "
+        f"{device.flop_per_second / 1e12:,.4g} TFLOP/s while it works",
+        f"  limited by        {LIMITS[out.limit]}",
+        f"  microbatch        {_seconds(out.cycle_seconds)} there and back, {_seconds(found.compute_seconds)} of it on "
+        f"devices; {tokens:,.0f} tokens/s a replica",
+        f"  uplink            {100 * max(out.uplink_share):.0f} % used at the stage that sends most",
+        f"  outer step        takes {_seconds(out.outer_seconds)}, one in {out.inner_steps:,.0f} inner steps"
+        + ("" if out.inner_steps <= run.outer.inner_steps else f": H = {run.outer.inner_steps} is not kept"),
+        f"  whole run         {_seconds(run.inner.target_tokens / (tokens * config.local_swarm.replicas))}",
+    ]
+    lines += _fits(device, needs)
+    for suggestion in found.suggestions:
+        more = suggestion.more_memory
+        memory = "" if abs(more) < GIB / 100 else f", {abs(more) / GIB:.2f} GiB {'more' if more > 0 else 'less'}"
+        lines.append(f"  would lift it     {', '.join(suggestion.settings)}: {_percent(suggestion.share)} %{memory}")
+    if found.in_vain:
+        lines.append(f"  would not         {', '.join(found.in_vain)}")
+    return lines
+
+
+def _fits(device: Device, needs: Sequence[StageMemory]) -> list[str]:
+    if device.memory is None:
+        return []
+    largest = max(range(len(needs)), key=lambda stage: needs[stage].on_device)
+    wanted, free = needs[largest].on_device, device.memory
+    verdict = "fits" if wanted <= device.memory else "does NOT fit: more stages, or fewer microbatches under way"
+    return [f"  memory            stage {largest} takes {_gib(wanted)} of {_gib(free)} GiB: {verdict}"]
+
+
+def _shown(needs: Sequence[StageMemory]) -> list[tuple[int, StageMemory]]:
+    """All of a few stages; of many the first two, the largest and the last."""
+    if len(needs) <= STAGES_SHOWN:
+        return list(enumerate(needs))
+    largest = max(range(len(needs)), key=lambda stage: needs[stage].on_device)
+    return [(stage, needs[stage]) for stage in sorted({0, 1, largest, len(needs) - 1})]
+
+
+def _row(name: str, need: StageMemory) -> str:
+    parts = "".join(f"{_gib(getattr(need, part)):>10}" for part in PARTS)
+    return f"                    {name:9}{parts}{_gib(need.on_device):>10}{_gib(need.on_host):>8}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}" if share >= 0.0995 else f"{100 * share:.1f}"
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.2f}"
+
+
+def _seconds(value: float) -> str:
+    if value < 1.0:
+        return f"{1e3 * value:.0f} ms"
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if value >= 2 * size:
+            return f"{value / size:,.1f} {unit}"
+    return f"{value:.1f} s"

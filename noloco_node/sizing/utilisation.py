@@ -1,0 +1,136 @@
+"""How much of the time a device works, by a model of the way that a microbatch goes there and back.
+
+One replica of each stage stands for all: routes are drawn evenly, so each carries as much as any other. A microbatch
+visits queues (the device of each stage twice, the uplink of each node that sends it on or back) and waits for round
+trips in between; `in_flight` of them are under way. Mean value analysis, with times of service that hardly vary, gives
+the rate. An outer step goes over the same uplink beside the training, in connections of its own: it takes what it
+needs, or half of the link where that is not enough, and then lasts longer than H inner steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+EXCHANGE_SHARE = 0.5
+"""Of an uplink that microbatches want too: connections share it evenly."""
+OUTER_BLAME = 0.33
+"""The outer step, and not the uplink, limits where so much of what a quick uplink would bring is its."""
+SETTLED = 1e-6
+ROUNDS = 200
+
+Limit = Literal["device", "uplink", "latency", "outer step"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoad:
+    """What one microbatch asks of a replica of one stage."""
+
+    compute_seconds: float
+    """Of its device, forward and backward together."""
+    sends: tuple[float, ...]
+    """Bytes of each message that it sends for it: on to the next stage, and back to the one before."""
+    outer_bytes: float
+    """Of a whole outer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What each node has to the others."""
+
+    uplink: float
+    """Bytes a second."""
+    round_trip: float
+    """Seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a replica of each stage may expect."""
+
+    microbatches_a_second: float
+    device_share: tuple[float, ...]
+    """Of the time that the device of each stage works."""
+    uplink_share: tuple[float, ...]
+    """Of each stage's uplink that is used, outer steps included."""
+    cycle_seconds: float
+    """From the draw of a microbatch to its end."""
+    outer_seconds: float
+    """That an outer step takes, at the stage where it takes longest."""
+    inner_steps: float
+    """Inner steps from one outer step to the next: H, or as many as one takes where that is more."""
+    limit: Limit
+
+    @property
+    def share(self) -> float:
+        """Of the device that works most."""
+        return max(self.device_share)
+
+
+def outlook_of(stages: Sequence[StageLoad], link: Link, *, in_flight: int, h: int, step_microbatches: int) -> Outlook:
+    """What comes of it. `h`: inner steps between outer steps; `step_microbatches`: those of a replica behind one inner
+    step. Pure arithmetic."""
+    between = float(h * step_microbatches)
+    rate = 1.0 / max(stage.compute_seconds for stage in stages)
+    for _ in range(ROUNDS):
+        left = [_left_for_microbatches(stage, link, rate, between) for stage in stages]
+        new = _rate(stages, left, link, in_flight)
+        settled, rate = abs(new - rate) < SETTLED * rate, (new + rate) / 2
+        if settled:
+            break
+    left = [_left_for_microbatches(stage, link, rate, between) for stage in stages]
+    outer = [stage.outer_bytes / _left_for_outer_steps(stage, link, rate) for stage in stages]
+    return Outlook(
+        microbatches_a_second=rate,
+        device_share=tuple(min(1.0, rate * stage.compute_seconds) for stage in stages),
+        uplink_share=tuple(
+            min(1.0, rate * (sum(stage.sends) + stage.outer_bytes / between) / link.uplink) for stage in stages
+        ),
+        cycle_seconds=in_flight / rate,
+        outer_seconds=max(outer),
+        inner_steps=max(float(h), max(outer) * rate / step_microbatches),
+        limit=_limit(stages, left, link, in_flight, rate),
+    )
+
+
+def _left_for_microbatches(stage: StageLoad, link: Link, rate: float, between: float) -> float:
+    """Bytes a second of the uplink that outer steps leave, on average: at least half of it."""
+    return max((1.0 - EXCHANGE_SHARE) * link.uplink, link.uplink - rate * stage.outer_bytes / between)
+
+
+def _left_for_outer_steps(stage: StageLoad, link: Link, rate: float) -> float:
+    return max(EXCHANGE_SHARE * link.uplink, link.uplink - rate * sum(stage.sends))
+
+
+def _rate(stages: Sequence[StageLoad], uplinks: Sequence[float], link: Link, in_flight: int) -> float:
+    """Microbatches a second by mean value analysis of a closed network."""
+    demands = [stage.compute_seconds for stage in stages]
+    demands += [sum(stage.sends) / uplink for stage, uplink in zip(stages, uplinks, strict=True)]
+    thinking = (len(stages) - 1) * link.round_trip
+    queued, busy, rate = [0.0] * len(demands), [0.0] * len(demands), 0.0
+    for count in range(1, in_flight + 1):
+        # Who comes finds one in service whose rest is half of it: times of service hardly vary.
+        stays = [d * (1.0 + q - 0.5 * b) for d, q, b in zip(demands, queued, busy, strict=True)]
+        rate = min(count / (thinking + sum(stays)), 1.0 / max(demands))
+        queued = [rate * stay for stay in stays]
+        busy = [min(1.0, rate * demand) for demand in demands]
+    return rate
+
+
+def _limit(stages: Sequence[StageLoad], uplinks: Sequence[float], link: Link, in_flight: int, rate: float) -> Limit:
+    """What holds the rate down most: taken away, it would bring the largest gain."""
+    slowest = max(stage.compute_seconds for stage in stages)
+    if rate * slowest > 0.9:
+        return "device"
+    full = [link.uplink] * len(stages)
+    quick = Link(float("inf"), link.round_trip)
+    gains: dict[Limit, float] = {
+        "uplink": _rate(stages, [float("inf")] * len(stages), quick, in_flight),
+        "latency": _rate(stages, uplinks, Link(link.uplink, 0.0), in_flight),
+        "outer step": _rate(stages, full, link, in_flight),
+    }
+    best = max(gains, key=lambda name: gains[name])
+    if best == "uplink" and gains["outer step"] - rate > OUTER_BLAME * (gains[best] - rate):
+        best = "outer step"
+    return best if gains[best] > rate * 1.02 else "device"

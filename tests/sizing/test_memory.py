@@ -1,0 +1,95 @@
+"""What a stage takes, part by part, and what of it fits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.model.stage import build_stage
+from noloco_node.sizing.footprint import footprint_of
+from noloco_node.sizing.machine import free_memory
+from noloco_node.sizing.memory import Memory, StageMemory, fitting_stages, memory_of
+from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.stage_trainer import StageTrainer
+from noloco_node.training.stage_worker import StageWorker, outer_of
+from tests.worlds import micro_spec
+
+
+def needs(run: RunSpec, **settings: int) -> tuple[StageMemory, ...]:
+    """Of each stage, with four replicas."""
+    return memory_of(run, NodeSettings.model_validate(settings), footprint_of(run), 4)
+
+
+def changed(run: RunSpec, part: str, **values: object) -> RunSpec:
+    """The run with other values in one of its groups."""
+    return RunSpec.model_validate({**run.model_dump(), part: {**getattr(run, part).model_dump(), **values}})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed", "bf16-pure"])
+def test_every_vector_of_a_stage_is_counted(precision: str) -> None:
+    """Weights, gradient, moments, versions and outer state are what the real objects hold, to the byte."""
+    run = changed(micro_spec(stages=2), "inner", precision=precision)
+    trainer = StageTrainer(build_stage(run.model, 0), run.inner, device="cpu", wire_dtype=torch.float32)
+    outer = outer_of(run, trainer.master)
+    planned, count = needs(run, in_flight=1)[0], trainer.layout.size
+    own = {name: tensor for name, tensor in vars(trainer).items() if isinstance(tensor, torch.Tensor)}
+    assert planned.weights == own["master"].nbytes
+    assert planned.gradient == own["_gradient"].nbytes
+    assert planned.moments == 2 * own["master"].nbytes
+    version = trainer._versions.current.flat  # pyright: ignore[reportPrivateUsage]
+    assert planned.versions == 2 * version.nbytes
+    vectors = [value for value in vars(outer).values() if isinstance(value, torch.Tensor)]
+    assert planned.outer == sum(vector.nbytes for vector in vectors) == 20 * count
+
+
+async def test_a_checkpoint_is_a_copy_of_the_whole_state() -> None:
+    """Also of the trail, where the codec has one."""
+    thread = ComputeThread()
+    for codec, vectors in (("int8", 6), ("sign", 7)):
+        run = changed(micro_spec(stages=2), "outer", codec=codec)
+        trainer = StageTrainer(build_stage(run.model, 1), run.inner, device="cpu", wire_dtype=torch.float32)
+        worker = StageWorker(run, trainer, outer_of(run, trainer.master), thread, lambda _: None)
+        room = worker._room()  # pyright: ignore[reportPrivateUsage]
+        flat = [tensor for tensor in room.values() if tensor.dim()]
+        assert needs(run)[1].checkpoint == sum(tensor.nbytes for tensor in flat) == 4 * vectors * trainer.layout.size
+    await thread.close()
+
+
+def test_microbatches_under_way_hold_graphs_or_inputs() -> None:
+    """The more of them the more memory, and hardly any where graphs are made anew; the last stage holds none."""
+    run = micro_spec(stages=2, layers=6)
+    few, many = needs(run, in_flight=1), needs(run, in_flight=4)
+    assert few[0].held == 0
+    assert many[0].held == 3 * (many[0].held - needs(run, in_flight=3)[0].held)
+    assert many[1].held == 0
+    assert many[1] == few[1]
+    again = needs(changed(run, "inner", backward="recompute"), in_flight=4)[0]
+    assert 0 < again.held < many[0].held / 5
+    assert again.at_work == many[0].at_work
+    layered = needs(changed(run, "inner", backward="checkpoint"), in_flight=4)[0]
+    assert again.held < layered.held < many[0].held
+    assert layered.at_work < many[0].at_work
+
+
+def test_a_stage_must_fit_the_device_and_the_host() -> None:
+    """Either one alone is not enough; the processor has no memory of its own."""
+    small, large = needs(micro_spec(stages=2))[1], needs(micro_spec(stages=1))[0]
+    both = (small, large)
+    assert large.on_device > small.on_device
+    assert large.on_host > small.on_host
+    room = Memory(large.on_device, large.on_host)
+    assert fitting_stages(both, room) == [0, 1]
+    assert fitting_stages(both, Memory(room.device - 1, room.host)) == [0]
+    assert fitting_stages(both, Memory(room.device, room.host - 1)) == [0]
+    assert fitting_stages(both, Memory(0, room.device + room.host)) == [0, 1]
+    assert fitting_stages(both, Memory(0, room.device + room.host - 1)) == [0]
+
+
+def test_this_machine_has_memory_for_a_tiny_model() -> None:
+    """The processor has none of its own; the host's is known and finite."""
+    free = free_memory("cpu")
+    assert free.device == 0
+    assert 1 << 20 < free.host < 1 << 50
+    assert fitting_stages(needs(micro_spec(stages=2)), free) == [0, 1]
