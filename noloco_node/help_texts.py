@@ -103,8 +103,12 @@ what `noloco-node export` wrote. With run folders instead, or with the ADDRESS o
 model, and beside it the model with each single replica in the place of its stage's mean: what averaging harms or mends
 shows there. From an address the weights are fetched as `export` does, into a temporary folder (TMPDIR says where).
 
+With --tasks instead, an exported model on tasks of lm-eval (pip install 'noloco-node[eval]'), on the processor: by the
+names of those that it brings, whose data comes from the Hugging Face hub, or of your own, a YAML file each.
+
 example:
   noloco-node eval my-model
+  noloco-node eval my-model --tasks lambada_openai,hellaswag --limit 200
   noloco-node eval runs/tiny-20260101-120000
   noloco-node eval /ip4/10.0.0.5/tcp/31337/p2p/Qm... --set run.data.path=text.jsonl"""
 
