@@ -57,6 +57,7 @@ def plan_run(run: RunSpec) -> Plan:
     microbatch is too large to travel, where a window is longer than the model's positions, and where a stage is too
     small for its fragments; DATA where the weights to start from are not there, or not the model's.
     """
+    from noloco_node.model.anatomy import check_cut
     from noloco_node.model.cut import build_config
     from noloco_node.model.weights_check import pretrained_lines
     from noloco_node.sizing.footprint import footprint_of
@@ -64,6 +65,7 @@ def plan_run(run: RunSpec) -> Plan:
     from noloco_node.training.stage_worker import check_fragments
 
     config = build_config(run.model)
+    check_cut(run.model)
     _check_positions(run, getattr(config, "max_position_embeddings", None))
     check_microbatch_bytes(run, config.hidden_size)
     footprint = footprint_of(run)
@@ -151,6 +153,11 @@ def _warnings(config: Config, inner_steps: int) -> list[str]:
         lines.append(
             "run.data.tokenizer is bytes, which the weights of run.model.from_pretrained were hardly trained with: set "
             "it to the model's own, the same folder or name where it holds a tokenizer"
+        )
+    if "num_experts_per_tok" in run.model.config and not run.model.config.get("output_router_logits"):
+        lines.append(
+            "run.model.config.output_router_logits is not true: the routers' own loss, which spreads tokens over the "
+            "experts, is not trained, as it is not by transformers then"
         )
     share = run.inner.global_batch_tokens / config.local_swarm.replicas
     if share < run.microbatch_tokens:

@@ -103,7 +103,9 @@ class Replica:
         self._roll = self._make_roll(directory)
         self._book = RoutingBook(spec.pipeline.routing, self._rng, time.monotonic)
         self._downstream = (
-            None if stage.cut.is_last else Downstream(spec, self.stage, transport, self._book, self.ledger, self._rng)
+            None
+            if stage.cut.is_last
+            else Downstream(spec, self.stage, transport, self._book, self.ledger, self._rng, stage.router)
         )
         self.standing = Standing(
             spec.outer.inner_steps, lambda reason, steps: self.outer_steps.probation_ended(reason, steps)

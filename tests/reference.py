@@ -50,9 +50,10 @@ def train(
     for start in range(0, len(batches), microbatches_a_step):
         step = batches[start : start + microbatches_a_step]
         inputs, labels = (torch.cat(part) for part in zip(*step, strict=True))
-        logits = model(input_ids=inputs, use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        loss.backward()
+        found = model(input_ids=inputs, use_cache=False)
+        loss = F.cross_entropy(found.logits.flatten(0, 1), labels.flatten())
+        routers = getattr(found, "aux_loss", None)
+        (loss if routers is None else loss + model.config.router_aux_loss_coef * routers).backward()
         for names in groups:
             torch.nn.utils.clip_grad_norm_([parameters[name] for name in names], inner.clip_norm)
         clock += labels.numel()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,6 +15,17 @@ from tests.worlds import Swarm, micro_spec, run_to_the_end, window_batch, world
 
 STEPS = 50
 TOLERANCE = 1e-6
+_TRAINED = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8, "mlp_only_layers": [1], **_TRAINED},
+    "mixtral": {"num_local_experts": 4, **_TRAINED},
+}
+EXPERTS = [
+    ("qwen3_moe", 1, "keep"),
+    ("qwen3_moe", 2, "recompute"),
+    ("qwen3_moe", 4, "keep"),
+    ("mixtral", 3, "keep"),
+]
 
 
 async def fast_weights(replica: Replica) -> dict[str, torch.Tensor]:
@@ -29,15 +42,15 @@ async def final_weights(made: Swarm) -> dict[str, torch.Tensor]:
     return merged
 
 
-async def run_and_compare(made: Swarm, spec: RunSpec) -> None:
+async def run_and_compare(made: Swarm, spec: RunSpec, steps: int = STEPS, learnt: float = 0.5) -> None:
     """Run to the end; every loss and every weight must be within 1e-6 of ordinary training on the same samples."""
     await run_to_the_end(made)
     weights = await final_weights(made)
     batches = [window_batch(indices) for indices in made.drawn[0].batches]
     losses = [event.loss for event in made.events[0] if isinstance(event, InnerStep)]
     expected_losses, expected_weights = train(spec, batches)
-    assert len(losses) == STEPS
-    assert expected_losses[0] - expected_losses[-1] > 0.5, "the reference must have learnt something"
+    assert len(losses) == steps
+    assert expected_losses[0] - expected_losses[-1] > learnt, "the reference must have learnt something"
     assert max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True)) < TOLERANCE
     assert weights.keys() == expected_weights.keys()
     worst = max(float((weights[name] - expected_weights[name]).abs().max()) for name in weights)
@@ -51,3 +64,21 @@ async def test_losses_and_weights_equal_single_process_training(stages: int, bac
     spec = micro_spec(stages=stages, steps=STEPS, inner={"backward": backward})
     async with world(spec) as made:
         await run_and_compare(made, spec)
+
+
+@pytest.mark.parametrize(("family", "stages", "backward"), EXPERTS)
+async def test_a_mixture_of_experts_is_trained_as_transformers_trains_it(
+    family: str, stages: int, backward: str
+) -> None:
+    """The routers' loss over all layers at once, whatever the cut: also where a stage has no experts."""
+    spec = micro_spec(stages=stages, steps=8, inner={"backward": backward, "warmup_tokens": 0, "eps": 1e-5})
+    config = spec.model.config | {"model_type": family} | MIXTURES[family]
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"config": config})})
+    async with world(spec) as made:
+        await run_and_compare(made, spec, steps=8, learnt=0.01)
+        plain = config | {"output_router_logits": False}
+        other = spec.model_copy(update={"model": spec.model.model_copy(update={"config": plain})})
+        _, without = train(other, [window_batch(indices) for indices in made.drawn[0].batches])
+        weights = await final_weights(made)
+        gate = next(name for name in weights if name.endswith("mlp.gate.weight"))
+        assert (weights[gate] - without[gate]).abs().max() > 1e-4, "the routers' loss changes what is learnt"

@@ -86,7 +86,7 @@ def cut_model(spec: ModelSpec) -> tuple[StageCut, ...]:
             f"set run.model.stages to {layers} or less, or give the model more layers",
         )
     counts = _by_hand(spec.layers_per_stage, layers) or _layers_per_stage(
-        layers, spec.stages, _layer_cost(config), config.hidden_size * config.vocab_size
+        layers, spec.stages, _cost_of_each_layer(config), config.hidden_size * config.vocab_size
     )
     ends = [sum(counts[: index + 1]) for index in range(spec.stages)]
     return tuple(
@@ -119,6 +119,20 @@ def _layers_per_stage(layers: int, stages: int, layer_cost: int, head_cost: int)
         return max(costs), sum(cost * cost for cost in costs)
 
     return min((division(in_last) for in_last in range(1, layers - stages + 2)), key=badness)
+
+
+def idle_experts(config: PretrainedConfig) -> float:
+    """Share of a mixture's experts that a token does not go to; 0 where there is no mixture."""
+    experts: int = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
+    active: int = getattr(config, "num_experts_per_tok", None) or experts
+    return 1.0 - active / experts if experts else 0.0
+
+
+def _cost_of_each_layer(config: PretrainedConfig) -> int:
+    try:
+        return _layer_cost(config)
+    except (TypeError, AttributeError, RuntimeError):  # a list for each layer, or transformers' own word for that
+        raise not_llama_type(config, "its layers differ in size") from None
 
 
 def _layer_cost(config: PretrainedConfig) -> int:

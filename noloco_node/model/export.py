@@ -13,9 +13,9 @@ from torch import Tensor
 
 from noloco_node.config.data_spec import NO_TOKENIZER
 from noloco_node.config.model_spec import ModelSpec
+from noloco_node.model.anatomy import build_on_meta
 from noloco_node.model.byte_tokenizer import build_byte_tokenizer
 from noloco_node.model.cut import build_config
-from noloco_node.model.stage import build_on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

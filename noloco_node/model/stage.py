@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from noloco_node.config.model_spec import ModelSpec
-from noloco_node.errors import ExitCode, UserError
+from noloco_node.model.anatomy import build_on_meta, check_anatomy
 from noloco_node.model.cut import StageCut, build_config, cut_model, not_llama_type
 from noloco_node.model.pretrained import Weights
+from noloco_node.model.router import Router, router_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -35,19 +36,25 @@ class Stage(nn.Module):
     Activations and logits have the precision of the parameters, and incoming activations must have it too.
     """
 
-    def __init__(self, cut: StageCut, causal: PreTrainedModel) -> None:
+    def __init__(self, cut: StageCut, causal: PreTrainedModel, router: Router | None = None) -> None:
         super().__init__()
         self.cut = cut
         self.causal = causal
+        self.router = router
+        """How its routers are trained; None where it has none, or where they are not."""
         self.hidden_size: int = causal.config.hidden_size
         self.vocab_size: int = causal.config.vocab_size
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Run the stage's layers. Positions count from 0, attention is causal within each row."""
-        source = {"input_ids": inputs} if self.cut.is_first else {"inputs_embeds": inputs}
-        if self.cut.is_last:
-            return self.causal(**source, use_cache=False).logits
-        return self.causal.get_submodule("model")(**source, use_cache=False).last_hidden_state
+    def forward(self, inputs: Tensor, *, routers: bool = False) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
+        """Run the stage's layers. Positions count from 0, attention is causal within each row. With `routers` the
+        logits of its routers come beside the outputs, [B·T, experts] for each layer that has one."""
+        source: dict[str, Any] = {"input_ids": inputs} if self.cut.is_first else {"inputs_embeds": inputs}
+        if self.router is not None:
+            source["output_router_logits"] = routers
+        whole: Any = self.causal if self.cut.is_last else self.causal.get_submodule("model")
+        found = whole(**source, use_cache=False)
+        outputs = cast(Tensor, found.logits if self.cut.is_last else found.last_hidden_state)
+        return (outputs, tuple(found.router_logits or ())) if routers else outputs
 
     def full_names(self) -> dict[str, str]:
         """Each parameter's name here -> its name in the full Hugging Face model."""
@@ -70,7 +77,8 @@ def build_stage(spec: ModelSpec, index: int) -> Stage:
     config = build_config(spec)
     cut = cut_model(spec)[index]
     causal = build_on_meta(config)
-    _check_anatomy(causal, config)
+    check_anatomy(causal, config)
+    router = router_of(causal, config, cut)
     _take_out_other_stages(causal, cut)
     _allocate(causal)
     weights = None if spec.from_pretrained is None else Weights(spec)
@@ -81,53 +89,19 @@ def build_stage(spec: ModelSpec, index: int) -> Stage:
     if weights is not None:
         _read(causal, weights, cut.first_layer)
     _check_all_initialised(causal, config)
-    return Stage(cut, causal)
+    return Stage(cut, causal, router)
 
 
 def stage_without_weights(spec: ModelSpec, index: int) -> Stage:
     """Stage `index` on the meta device: its parameters' names and shapes, no memory. UserError as `build_stage`."""
     config = build_config(spec)
     causal = build_on_meta(config)
-    _check_anatomy(causal, config)
+    check_anatomy(causal, config)
     cut = cut_model(spec)[index]
     _take_out_other_stages(causal, cut)
     if causal.config.tie_word_embeddings:
         causal.tie_weights()
     return Stage(cut, causal)
-
-
-def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
-    """The whole model without memory behind its weights. Raises UserError (CONFIG) where there is no such model."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
-
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise not_llama_type(config, "it has no causal language model")
-    try:
-        with torch.device("meta"):
-            return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=torch.float32))  # pyright: ignore[reportUnknownMemberType]
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
-        raise UserError(
-            ExitCode.CONFIG,
-            f"run.model.config: the '{config.model_type}' architecture cannot be built from it "
-            f"({type(error).__name__}: {' '.join(str(error).split())})",
-            "correct the value that the reason points to",
-        ) from error
-
-
-def _check_anatomy(causal: PreTrainedModel, config: PretrainedConfig) -> None:
-    children = {name for name, _ in causal.named_children()}
-    if children != {"model", "lm_head"}:
-        raise not_llama_type(config, f"its parts are {', '.join(sorted(children))}")
-    parts = dict(causal.get_submodule("model").named_children())
-    missing = {"embed_tokens", "layers", "norm"} - set(parts)
-    if missing:
-        raise not_llama_type(config, f"it has no {', '.join(sorted(missing))}")
-    strangers = {name for name, part in parts.items() if any(True for _ in part.parameters())}
-    strangers -= {"embed_tokens", "layers", "norm"}
-    if strangers:
-        raise not_llama_type(config, f"it has further weights: {', '.join(sorted(strangers))}")
-    if len(cast(nn.ModuleList, parts["layers"])) != config.num_hidden_layers:
-        raise not_llama_type(config, "its layers are not num_hidden_layers in number")
 
 
 def _take_out_other_stages(causal: PreTrainedModel, cut: StageCut) -> None:

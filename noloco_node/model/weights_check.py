@@ -10,9 +10,9 @@ from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.pretrained import Pretrained, ties
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.model.anatomy import build_on_meta
 from noloco_node.model.cut import build_config
 from noloco_node.model.pretrained import Weights
-from noloco_node.model.stage import build_on_meta
 
 _SHOWN = 3
 

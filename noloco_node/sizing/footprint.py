@@ -9,8 +9,8 @@ import torch
 
 from noloco_node.collector import loading
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.model.cut import build_config, cut_model
-from noloco_node.model.stage import build_on_meta
+from noloco_node.model.anatomy import build_on_meta
+from noloco_node.model.cut import build_config, cut_model, idle_experts
 from noloco_node.sizing.activations import Graph, graph_of
 from noloco_node.training.precision import PRECISIONS
 
@@ -23,7 +23,7 @@ class Footprint:
     """Parameters of each stage."""
     work: tuple[float, ...]
     """Relative work for a token at each stage, 1 on average: parameters that are multiplied with, so without the table
-    of token embeddings, which is only looked up."""
+    of token embeddings, which is only looked up, and without the experts that a token does not go to."""
     flop_per_token: tuple[float, ...]
     """Forward and backward at each stage: 6 for each such parameter, and 12 x layers x hidden size x sequence length
     for attention, as utilization is usually counted (PaLM, appendix B)."""
@@ -42,12 +42,15 @@ def footprint_of(run: RunSpec) -> Footprint:
         cuts, config = cut_model(run.model), build_config(run.model)
         ends = [cut.end_layer for cut in cuts]
         whole = build_on_meta(config)
+    idle = idle_experts(config)
     parameters, looked_up = [0] * len(ends), [0] * len(ends)
     for name, parameter in torch.nn.Module.named_parameters(whole):
         stage = _stage_of(name, ends)
         parameters[stage] += parameter.numel()
         if name.startswith("model.embed_tokens."):
             looked_up[stage] += parameter.numel()
+        elif ".experts." in name:
+            looked_up[stage] += round(parameter.numel() * idle)
     multiplied = [all_of - table for all_of, table in zip(parameters, looked_up, strict=True)]
     mean = sum(multiplied) / len(multiplied)
     attention = 12.0 * int(config.hidden_size) * run.data.sequence_length

@@ -11,8 +11,10 @@ from pydantic import Field
 from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION
+from noloco_node.config.model_spec import MAX_PARTS
 from noloco_node.data.samples import Position
 from noloco_node.data.walk import WalkPosition
+from noloco_node.model.router import Router
 from noloco_node.swarm.origins_seen import DrawnBy
 from noloco_node.swarm.transport import JsonObject, PeerId, Refusal, Refused, TensorSpec
 from noloco_node.swarm.typed_calls import Answer, BadAnswer
@@ -34,6 +36,9 @@ COUNTS = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "ser
 
 PEERS_COUNTED = 1024
 """Peers whose work is counted one by one; of more, those seen last."""
+
+Chosen = Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 40)], ...], Field(max_length=MAX_PARTS)]
+"""How often each expert of a mixture was chosen for the tokens of a microbatch."""
 
 Mode = Literal["train", "evaluate"]
 
@@ -57,6 +62,8 @@ class MicrobatchHeader(WireModel):
     """Peer id of the node that drew it; like its clock passed on unchanged by each hop, and the word of the sender."""
     origin_clock: ClockValue
     """The origin's clock (tokens) once it and all that the origin drew before it are trained."""
+    chosen: Chosen = ()
+    """By the stages before, where the run trains routers."""
     protocol: ProtocolVersion = PROTOCOL_VERSION
 
     @property
@@ -73,6 +80,8 @@ class MicrobatchAnswer(WireModel):
     tokens: Annotated[int, Field(gt=0, le=1 << 32)]
     load: Annotated[int, Field(ge=0, le=1 << 20)]
     """Microbatches that the answering node held when it answered, this one not counted."""
+    chosen: Chosen = ()
+    """By all stages, where the run trains routers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +93,8 @@ class Outgoing:
     drawn: DrawnBy
     activations: Tensor
     labels: Tensor
+    chosen: tuple[int, ...] = ()
+    """How often the stages so far chose each expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +108,8 @@ class Trained:
     """Root mean square of the gradient."""
     peer: str = ""
     """Who answered."""
+    chosen: tuple[int, ...] = ()
+    """How often all stages chose each expert."""
 
 
 class HopFailed(Exception):
@@ -204,11 +217,14 @@ def check_specs(specs: tuple[TensorSpec, ...], *, dtype: str, windows: int, leng
             raise Refused(Refusal.MALFORMED, f"{got.dtype} {got.shape} where {wanted.dtype} {wanted.shape} belongs")
 
 
-def read_answer(answer: Answer[MicrobatchAnswer], activations: Tensor) -> Trained:
-    """What came back for these activations. Raises BadAnswer where it counts other tokens than they have."""
+def read_answer(answer: Answer[MicrobatchAnswer], activations: Tensor, router: Router | None = None) -> Trained:
+    """What came back for these activations. Raises BadAnswer where it counts other tokens than they have, and where a
+    `router` is trained and the counts cannot be those of all stages."""
     header = answer.header
     if header.tokens != activations.shape[0] * activations.shape[1]:
         raise BadAnswer(f"the answer counts {header.tokens} tokens in activations {tuple(activations.shape)}")
     if not answer.tensors:
         return Trained(header.loss_sum, header.tokens, None)
-    return Trained(header.loss_sum, header.tokens, answer.tensors[0], answer.scales[0])
+    if router is not None and not router.whole(header.chosen, header.tokens):
+        raise BadAnswer("the answer's counts of chosen experts are not those of a microbatch")
+    return Trained(header.loss_sum, header.tokens, answer.tensors[0], answer.scales[0], chosen=header.chosen)

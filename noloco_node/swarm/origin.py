@@ -7,6 +7,7 @@ import logging
 import random
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -152,11 +153,16 @@ class Origin:
         passage, drawn = Passage(), self._drawn(self._downstream, labels.numel())
         try:
             outputs = await self._worker.forward(inputs, passage, draw=True)
-            outgoing = self._outgoing("train", drawn, outputs, labels)
+            outgoing = replace(self._outgoing("train", drawn, outputs, labels), chosen=passage.chosen)
             trained = await self._downstream.send(outgoing, self._spec.pipeline.budget_seconds)
             assert trained.gradient is not None
             await self._worker.backward(
-                passage, trained.gradient, trained.loss_sum, trained.tokens, source=trained.peer
+                passage,
+                trained.gradient,
+                trained.loss_sum,
+                trained.tokens,
+                source=trained.peer,
+                chosen=trained.chosen,
             )
         except BaseException:
             await run_to_end(self._worker.discard(passage))

@@ -14,11 +14,13 @@ import random
 import secrets
 import time
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.model.router import Router
 from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.audit import JURY, Auditor, share_of_a_hop
 from noloco_node.swarm.blockage import Blockage
@@ -84,8 +86,16 @@ class Downstream:
     """Sends microbatches to the next stage and brings their gradients back, trying several peers."""
 
     def __init__(
-        self, spec: RunSpec, stage: int, transport: Transport, book: RoutingBook, ledger: Ledger, rng: random.Random
+        self,
+        spec: RunSpec,
+        stage: int,
+        transport: Transport,
+        book: RoutingBook,
+        ledger: Ledger,
+        rng: random.Random,
+        router: Router | None = None,
     ) -> None:
+        """Answers are held to how the model's `router` is trained, where it is."""
         self._spec = spec
         self._stage = stage
         self._transport = transport
@@ -93,6 +103,7 @@ class Downstream:
         self._ledger = ledger
         self._rng = rng
         self._warn_again_at = 0.0
+        self._router = router
         self.blockage = Blockage()
         self.hop_seconds = Meter(HOP_SECONDS)
         """From sending a microbatch to one peer to its answer."""
@@ -198,6 +209,7 @@ class Downstream:
             stage=self._stage + 1,
             origin=outgoing.drawn.origin,
             origin_clock=outgoing.drawn.clock,
+            chosen=outgoing.chosen,
         )
         began, asked = self._book.sent(peer), time.monotonic()
         how = Outcome.FAILED
@@ -224,7 +236,7 @@ class Downstream:
         finally:
             self._book.done(peer, began, how)
         with judging(self._transport, peer, METHOD):
-            trained = read_answer(answer, activations)
+            trained = read_answer(answer, activations, self._router)
         self._book.reported(peer, answer.header.load)
         self.blockage.through()
         if mode == "train":
@@ -367,6 +379,9 @@ class PipelineServer:
         self._check_scale(name.sender, await scale_of(activations))
         if int(labels.min()) < 0 or int(labels.max()) >= self._vocabulary:  # on a GPU this would end the process
             raise Refused(Refusal.MALFORMED, f"a label is outside the vocabulary of {self._vocabulary}")
+        router = self._worker.router
+        if router is not None and header.mode == "train" and not router.before(header.chosen, labels.numel()):
+            raise Refused(Refusal.MALFORMED, "the counts of chosen experts are not those of the stages before")
         try:
             if header.mode == "evaluate":
                 return await self._evaluate(name, header, activations, labels, deadline)
@@ -386,20 +401,26 @@ class PipelineServer:
         if self._downstream is None:
             self._mark_trained(name)
             turn = _turn(name.sender, header, labels)
-            result = await self._worker.loss(activations, labels, source=name.sender, turn=turn)
+            result = await self._worker.loss(activations, labels, source=name.sender, turn=turn, chosen=header.chosen)
             self._note_work(name, header, result.tokens, result.taken_in)
-            return self._answer(Trained(result.loss_sum, result.tokens, result.input_gradient))
+            return self._answer(Trained(result.loss_sum, result.tokens, result.input_gradient, chosen=result.chosen))
         passage = Passage(source=name.sender)
         try:
             outputs = await self._worker.forward(activations, passage, turn=_turn(name.sender, header, labels))
-            trained = await self._send_on(header, outputs, labels, deadline)
+            chosen = tuple(before + own for before, own in zip(header.chosen, passage.chosen, strict=False))
+            trained = await self._send_on(header, outputs, labels, deadline, chosen)
             assert trained.gradient is not None
             self._mark_trained(name)
             gradient = await self._worker.backward(
-                passage, trained.gradient, trained.loss_sum, trained.tokens, source=trained.peer
+                passage,
+                trained.gradient,
+                trained.loss_sum,
+                trained.tokens,
+                source=trained.peer,
+                chosen=trained.chosen,
             )
             self._note_work(name, header, trained.tokens, passage.taken_in)
-            return self._answer(Trained(trained.loss_sum, trained.tokens, gradient))
+            return self._answer(Trained(trained.loss_sum, trained.tokens, gradient, chosen=trained.chosen))
         except BaseException:
             await run_to_end(self._worker.discard(passage))
             raise
@@ -414,16 +435,29 @@ class PipelineServer:
         outputs = await self._worker.evaluate(activations, turn)
         return self._answer(await self._send_on(header, outputs, labels, deadline))
 
-    async def _send_on(self, header: MicrobatchHeader, outputs: Tensor, labels: Tensor, deadline: float) -> Trained:
+    async def _send_on(
+        self,
+        header: MicrobatchHeader,
+        outputs: Tensor,
+        labels: Tensor,
+        deadline: float,
+        chosen: tuple[int, ...] = (),
+    ) -> Trained:
         assert self._downstream is not None
         try:
-            outgoing = Outgoing(header.id, header.mode, header.drawn, outputs, labels)
+            outgoing = Outgoing(header.id, header.mode, header.drawn, outputs, labels, chosen)
             return await self._downstream.send(outgoing, deadline - time.monotonic())
         except HopFailed as failure:
             raise Refused(failure.reason, failure.detail) from None
 
     def _answer(self, trained: Trained) -> Message:
-        header = {"loss_sum": trained.loss_sum, "tokens": trained.tokens, "load": max(0, self.pending - 1)}
+        header: dict[str, Any] = {
+            "loss_sum": trained.loss_sum,
+            "tokens": trained.tokens,
+            "load": max(0, self.pending - 1),
+        }
+        if trained.chosen:
+            header["chosen"] = list(trained.chosen)
         return Message(header, () if trained.gradient is None else (trained.gradient,))
 
     def _mark_trained(self, name: MicrobatchName) -> None:

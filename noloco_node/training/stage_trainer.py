@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage, reportUnknownVariableType]
 
 from noloco_node.config.run_spec import InnerSpec
+from noloco_node.model.router import Routed
 from noloco_node.model.stage import Stage
 from noloco_node.training.layer_checkpoints import checkpoint_layers
 from noloco_node.training.layout import FlatLayout
@@ -45,9 +46,12 @@ class Passage:
     """Who sent the inputs; empty for this node's own."""
     taken_in: bool = True
     """Whether its gradient was accumulated (`LossBound`); set by `backward`."""
+    chosen: tuple[int, ...] = ()
+    """How often this stage chose each expert, where its routers are trained; set by `forward`."""
     version: Version | None = None
     inputs: Tensor | None = None
     outputs: Tensor | None = field(default=None, repr=False)
+    routed: Routed | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ class LossResult:
     input_gradient: Tensor | None
     taken_in: bool = True
     """Whether the stage's own gradient was accumulated (`LossBound`)."""
+    chosen: tuple[int, ...] = ()
+    """How often all stages chose each expert, where routers are trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,7 @@ class StageTrainer:
         flat = self.layout.flatten(dict(stage.named_parameters()))
         self.master = flat.to(device=self.device, dtype=self._precision.masters)
         self._is_first, self._is_last = stage.cut.is_first, stage.cut.is_last
+        self.router = stage.router
         self._stage = stage.to(self.device)
         _without_weights(self._stage)
         self._recompute = inner.backward == "recompute"
@@ -127,55 +134,68 @@ class StageTrainer:
         if self._recompute:
             passage.inputs = inputs
             with torch.no_grad():
-                outputs = self._run(passage.version, inputs)
+                outputs, routed = self._run_routed(passage.version, inputs)
         else:
-            passage.inputs, passage.outputs = self._forward_with_graph(passage.version, inputs)
-            outputs = passage.outputs
+            passage.inputs, outputs, routed = self._forward_with_graph(passage.version, inputs)
+            passage.outputs, passage.routed = outputs, routed
+        passage.chosen = _counts(routed)
         return self._for_the_wire(outputs.detach())
 
     def backward(
-        self, passage: Passage, output_gradient: Tensor, loss_sum: float, tokens: int, *, source: str = ""
+        self,
+        passage: Passage,
+        output_gradient: Tensor,
+        loss_sum: float,
+        tokens: int,
+        *,
+        source: str = "",
+        chosen: Sequence[int] = (),
     ) -> Tensor | None:
         """Accumulate the gradient of a microbatch; returns that of its inputs (host, wire precision; None on stage 0).
 
         `output_gradient` [B, T, hidden] is that of the loss summed over the microbatch's `tokens`, as the peer `source`
         gave it back; its norm, and that of the stage's own gradient, are held to what is usual (`NormBound`), and so is
-        the loss (`LossBound`). Raises MicrobatchNotFinite; the passage stays for `discard` then.
+        the loss (`LossBound`). Where routers are trained, `chosen` is how often all stages chose each expert. Raises
+        MicrobatchNotFinite; the passage stays for `discard` then.
         """
         assert passage.version is not None, "backward needs a forward"
         assert passage.inputs is not None
-        inputs, outputs = passage.inputs, passage.outputs
+        inputs, outputs, routed = passage.inputs, passage.outputs, passage.routed
         if outputs is None:
-            inputs, outputs = self._forward_with_graph(passage.version, inputs)
+            inputs, outputs, routed = self._forward_with_graph(passage.version, inputs)
         gradient = output_gradient.to(device=self.device, dtype=outputs.dtype)
         cause = passage.source or source
         if source and (factor := _factor(gradient, source, tokens, self.returned_bound)) < 1.0:
             gradient, cause = gradient * factor, ""  # what is scaled down is no measure of what is usual here
         passage.taken_in = self._takes_in(passage.source, loss_sum, tokens)
-        input_gradient = self._differentiate(passage, inputs, outputs, gradient, cause, tokens)
+        beside = self._router_loss(routed, chosen, tokens)
+        input_gradient = self._differentiate(passage, inputs, (outputs, gradient), beside, cause, tokens)
         self.discard(passage)
         if passage.taken_in:
             self._count(loss_sum, tokens)
         return input_gradient
 
-    def loss(self, inputs: Tensor, labels: Tensor, *, source: str = "") -> LossResult:
+    def loss(self, inputs: Tensor, labels: Tensor, *, source: str = "", chosen: Sequence[int] = ()) -> LossResult:
         """Last stage: forward, loss and backward in one. `inputs` [B, T, hidden] (ids [B, T] where P = 1) of the peer
-        `source`, `labels` int [B, T]. Raises MicrobatchNotFinite."""
+        `source`, `labels` int [B, T]; where routers are trained, `chosen` is how often the stages before chose each
+        expert. The routers' loss is no part of the one that is given back. Raises MicrobatchNotFinite."""
         passage = Passage(source, version=self._versions.acquire())
         assert passage.version is not None
         try:
-            leaf, logits = self._forward_with_graph(passage.version, self._to_device(inputs))
+            leaf, logits, routed = self._forward_with_graph(passage.version, self._to_device(inputs))
             loss = _summed_loss(logits, labels.to(self.device))
             loss_sum = float(loss.detach())
             if not math.isfinite(loss_sum):
                 raise MicrobatchNotFinite("the loss of this microbatch is not finite")
             passage.taken_in = self._takes_in(source, loss_sum, labels.numel())
-            input_gradient = self._differentiate(passage, leaf, loss, None, source, labels.numel())
+            total = _added(chosen, _counts(routed))
+            beside = self._router_loss(routed, total, labels.numel())
+            input_gradient = self._differentiate(passage, leaf, (loss, None), beside, source, labels.numel())
         finally:
             self.discard(passage)
         if passage.taken_in:
             self._count(loss_sum, labels.numel())
-        return LossResult(loss_sum, labels.numel(), input_gradient, passage.taken_in)
+        return LossResult(loss_sum, labels.numel(), input_gradient, passage.taken_in, total)
 
     def evaluate(self, inputs: Tensor) -> Tensor:
         """Forward only: activations on the host in the wire precision. Raises MicrobatchNotFinite."""
@@ -204,7 +224,7 @@ class StageTrainer:
     def discard(self, passage: Passage) -> None:
         """Let go of a passage's graph and weights; harmless for one that is empty."""
         version, passage.version = passage.version, None
-        passage.inputs = passage.outputs = None
+        passage.inputs = passage.outputs = passage.routed = None
         if version is not None:
             self._versions.release(version)
 
@@ -297,10 +317,25 @@ class StageTrainer:
             (part, group["params"][0]) for part, group in zip(self._parts(), self._optimizer.param_groups, strict=True)
         ]
 
-    def _forward_with_graph(self, version: Version, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward_with_graph(self, version: Version, inputs: Tensor) -> tuple[Tensor, Tensor, Routed | None]:
         leaf = inputs if self._is_first else inputs.detach().requires_grad_()
         with torch.enable_grad():
-            return leaf, self._run(version, leaf)
+            return leaf, *self._run_routed(version, leaf)
+
+    def _run_routed(self, version: Version, inputs: Tensor) -> tuple[Tensor, Routed | None]:
+        """The outputs, and what the routers did, where they are trained."""
+        if self.router is None:
+            return self._run(version, inputs), None
+        with self._precision.computing(self.device):
+            found: Any = functional_call(self._stage, version.parameters, (inputs,), {"routers": True})
+        outputs, logits = cast("tuple[Tensor, tuple[Tensor, ...]]", found)
+        return outputs, self.router.routed(logits, self.device)
+
+    def _router_loss(self, routed: Routed | None, chosen: Sequence[int], tokens: int) -> Tensor | None:
+        """The stage's part, to be differentiated beside the tokens' loss; None where it has none."""
+        if self.router is None or routed is None or not routed.chances.requires_grad:
+            return None
+        return self.router.loss(routed.chances, torch.tensor(chosen, device=self.device), tokens)
 
     def _run(self, version: Version, inputs: Tensor) -> Tensor:
         with self._precision.computing(self.device):
@@ -310,13 +345,21 @@ class StageTrainer:
         return not source or self.loss_bound.takes_in(loss_sum / tokens, tokens)
 
     def _differentiate(
-        self, passage: Passage, inputs: Tensor, outputs: Tensor, gradient: Tensor | None, source: str, tokens: int
+        self,
+        passage: Passage,
+        inputs: Tensor,
+        outputs: tuple[Tensor, Tensor | None],
+        beside: Tensor | None,
+        source: str,
+        tokens: int,
     ) -> Tensor | None:
-        """The gradient of the inputs; the stage's own is accumulated, if it is taken in."""
+        """The gradient of the inputs, from the outputs with theirs and a loss `beside`; the stage's own is accumulated,
+        if it is taken in."""
         assert passage.version is not None
         parameters = list(passage.version.parameters.values()) if passage.taken_in else []
         wanted = parameters if self._is_first else [*parameters, inputs]
-        gradients = torch.autograd.grad(outputs, wanted, gradient)
+        ends = [outputs] if beside is None else [outputs, (beside, None)]
+        gradients = torch.autograd.grad([end for end, _ in ends], wanted, [given for _, given in ends])
         own = gradients[: len(parameters)]
         norm = float(nn.utils.get_total_norm(own))
         rest = 0.0 if self._is_first else float(nn.utils.get_total_norm(gradients[-1]))
@@ -357,6 +400,14 @@ class StageTrainer:
 
 def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.reshape(-1).to(torch.int64), reduction="sum")
+
+
+def _counts(routed: Routed | None) -> tuple[int, ...]:
+    return () if routed is None else tuple(cast("list[int]", routed.chosen.tolist()))  # pyright: ignore[reportUnknownMemberType]
+
+
+def _added(before: Sequence[int], own: Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(before, own, strict=True))) if before else tuple(own)
 
 
 def _factor(gradient: Tensor, source: str, tokens: int, bound: NormBound) -> float:

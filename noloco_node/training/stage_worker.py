@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.model.router import Router
 from noloco_node.model.stage import Stage
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.replica import OuterReplica, Part, fragments_of
@@ -184,6 +185,11 @@ class StageWorker:
         return self.outer.whole if fragment is None else self.outer.fragments[fragment]
 
     @property
+    def router(self) -> Router | None:
+        """How the model's routers are trained; None where it has none, or where they are not."""
+        return self._trainer.router
+
+    @property
     def live_versions(self) -> int:
         """Published weights that are current or held by a microbatch."""
         return self._trainer.live_versions
@@ -244,25 +250,40 @@ class StageWorker:
         return await self._thread.run(priority, lambda: self._trainer.forward(inputs, passage), turn)
 
     async def backward(
-        self, passage: Passage, gradient: Tensor, loss_sum: float, tokens: int, *, source: str = ""
+        self,
+        passage: Passage,
+        gradient: Tensor,
+        loss_sum: float,
+        tokens: int,
+        *,
+        source: str = "",
+        chosen: Sequence[int] = (),
     ) -> Tensor | None:
-        """Gradient of the passage's inputs, from that of its outputs as the peer `source` gave it back; takes an inner
-        step when this replica's share of the batch is reached."""
+        """Gradient of the passage's inputs, from that of its outputs as the peer `source` gave it back, with how often
+        all stages `chosen` each expert; takes an inner step when this replica's share of the batch is reached."""
 
         def work() -> Tensor | None:
-            result = self._trainer.backward(passage, gradient, loss_sum, tokens, source=source)
+            result = self._trainer.backward(passage, gradient, loss_sum, tokens, source=source, chosen=chosen)
             self._count_gradient()
             return result
 
         return await self._thread.run(Priority.BACKWARD, work)
 
     async def loss(
-        self, inputs: Tensor, labels: Tensor, *, draw: bool = False, source: str = "", turn: Turn = OWN
+        self,
+        inputs: Tensor,
+        labels: Tensor,
+        *,
+        draw: bool = False,
+        source: str = "",
+        turn: Turn = OWN,
+        chosen: Sequence[int] = (),
     ) -> LossResult:
-        """Last stage: loss and gradient of the inputs that the peer `source` sent; takes an inner step when due."""
+        """Last stage: loss and gradient of the inputs that the peer `source` sent, with how often the stages before it
+        `chosen` each expert; takes an inner step when due."""
 
         def work() -> LossResult:
-            result = self._trainer.loss(inputs, labels, source=source)
+            result = self._trainer.loss(inputs, labels, source=source, chosen=chosen)
             self._count_gradient()
             return result
 

@@ -14,6 +14,7 @@ from pydantic import JsonValue, ValidationError
 from noloco_node.config.canonical import canonical_json
 from noloco_node.config.lab_spec import Algorithm, LabSpec, Plot, VariantSpec, WorldSpec
 from noloco_node.config.load import Config, Problem, problems_of
+from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 
@@ -125,21 +126,32 @@ def expand(config: Config) -> tuple[Cell, ...]:
 
 
 def check_points(cells: tuple[Cell, ...]) -> None:
-    """Raise UserError (CONFIG) where a point's model cannot be built, as `cut_model` does, or where its global batch
-    cannot be divided among its replicas. Loads torch and transformers."""
-    from noloco_node.model.cut import cut_model
+    """Raise UserError (CONFIG) where a point's model cannot be cut, as `check_cut` does, or trains routers, or where
+    its global batch cannot be divided among its replicas. Loads torch and transformers."""
+    from noloco_node.model.anatomy import check_cut
     from noloco_node.virtual.training import microbatch_windows
 
     points = [point for cell in cells for point in cell.points]
     models = {canonical_json(point.run.model.model_dump(mode="json")): point.run.model for point in points}
     for model in models.values():
-        cut_model(model)
+        check_cut(model)
+        _check_routers(model)
     for point in points:
         try:
             microbatch_windows(point.run, point.world, point.replicas)
         except UserError as error:
             message = f"lab.variants: '{point.variant}' on {point.replicas} replicas: {error.message}"
             raise UserError(error.exit_code, message, error.remedy) from None
+
+
+def _check_routers(model: ModelSpec) -> None:
+    if model.config.get("output_router_logits"):
+        raise UserError(
+            ExitCode.CONFIG,
+            "run.model.config.output_router_logits is true: the laboratory does not train the routers of a mixture of "
+            "experts",
+            "set it to false for the laboratory: routers learn from the tokens' loss alone then",
+        )
 
 
 def _reference_problems(lab: LabSpec) -> Iterator[str]:

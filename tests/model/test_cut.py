@@ -9,6 +9,7 @@ import pytest
 
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.model.anatomy import check_cut
 from noloco_node.model.cut import build_config, cut_model
 from noloco_node.model.stage import build_stage
 from tests.model.families import FAMILIES, spec_of
@@ -68,6 +69,45 @@ def test_a_heavy_head_takes_the_place_of_layers() -> None:
     assert sizes(num_hidden_layers=8, stages=2, vocab_size=16) == [4, 4]
     assert sizes(num_hidden_layers=8, stages=2, vocab_size=256) == [5, 3]
     assert sizes(num_hidden_layers=8, stages=2, vocab_size=2000) == [7, 1]
+
+
+def test_layers_by_hand_are_taken_as_they_are() -> None:
+    """However uneven; their sum and their number must be the model's."""
+    spec = spec_of("llama", 3).model_copy(update={"layers_per_stage": (1, 4, 1)})
+    assert [cut.end_layer - cut.first_layer for cut in cut_model(spec)] == [1, 4, 1]
+    wrong = spec.model_copy(update={"layers_per_stage": (1, 4, 2)})
+    with pytest.raises(UserError, match=r"layers_per_stage names 1 \+ 4 \+ 2 = 7 layers, but .* is 6") as caught:
+        cut_model(wrong)
+    assert caught.value.exit_code is ExitCode.CONFIG
+    with pytest.raises(ValueError, match=r"names 2 stages, and run\.model\.stages is 3"):
+        ModelSpec.model_validate(spec.model_dump() | {"layers_per_stage": (3, 3)})
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "gpt2", "embd_pdrop": 0, "resid_pdrop": 0, "attn_pdrop": 0}, "no pipeline plan"),
+        ({"model_type": "gpt_neox"}, "no pipeline plan"),
+        ({"model_type": "granite", "embedding_multiplier": 12.0}, "changes activations outside its layers"),
+        ({"model_type": "gemma3n_text", "num_key_value_heads": 2}, "its layers differ in size"),
+        ({"model_type": "gemma4_text"}, "its layers differ in size"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_the_reason(config: dict[str, Any], reason: str) -> None:
+    """Before anything is built; two stages must not silently be another model than one."""
+    base = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    spec = ModelSpec(config=base | tokens | {"tie_word_embeddings": False} | config, stages=2)
+    with pytest.raises(UserError, match=f"cannot be cut into stages: .*{reason}") as caught:
+        check_cut(spec)
+    assert caught.value.exit_code is ExitCode.CONFIG
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_no_family_that_is_proved_exact_is_refused(family: str) -> None:
+    """Whole or cut."""
+    for stages in (1, 3):
+        check_cut(spec_of(family, stages))
 
 
 def refused(config: dict[str, Any], stages: int = 1) -> UserError:

@@ -24,3 +24,18 @@ def test_a_stage_is_counted_as_it_is_built(stages: int) -> None:
         table = vocabulary * hidden
         first, last = footprint.parameters
         assert footprint.work[0] / footprint.work[1] == pytest.approx((first - table) / last)
+
+
+def test_experts_that_a_token_does_not_go_to_are_memory_and_no_work() -> None:
+    """Of four experts two work for a token: half of their matrices, and all of the others."""
+    spec = micro_spec(stages=1)
+    mixture = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    model = spec.model.model_copy(update={"config": spec.model.config | mixture})
+    spec = spec.model_copy(update={"model": model})
+    built = dict(build_stage(model, 0).named_parameters())
+    experts = sum(value.numel() for name, value in built.items() if ".experts." in name)
+    table = 61 * 32
+    footprint = footprint_of(spec)
+    assert footprint.parameters[0] == sum(value.numel() for value in built.values())
+    attention = 12 * 32 * spec.data.sequence_length * 4
+    assert footprint.flop_per_token[0] == 6 * (footprint.parameters[0] - table - experts / 2) + attention

@@ -195,3 +195,10 @@ def test_the_plan_counts_trainings_and_tokens_by_phase() -> None:
     assert [phase.tokens for phase in phases] == [count * 49_152 for count in (10, 8, 9)]
     whole = made.config({**lab, "tune_halving": False})
     assert [phase.trainings for phase in planned(whole.lab, expand(whole))] == [10, 20, 9]
+
+
+def test_routers_are_not_trained_here_and_it_says_so() -> None:
+    """The setting that is in the way is named."""
+    mixture = ("model_type=mixtral", "num_local_experts=4", "output_router_logits=true")
+    error = refusal({}, *(f"run.model.config.{setting}" for setting in mixture))
+    assert "output_router_logits is true" in error.message
