@@ -142,9 +142,8 @@ def test_a_name_that_is_none_gets_the_nearest(
     """Also a path of the repository, where the package was installed without one."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["config", "show", name]) == ExitCode.CONFIG
-    assert "did you mean tiny? name a YAML file, or one that comes with noloco-node: own-text, tiny, lab/" in (
-        capsys.readouterr().err
-    )
+    said = f"did you mean tiny? name a YAML file, or one that comes with noloco-node: {', '.join(shipped_configs())}"
+    assert said in capsys.readouterr().err
     assert cli.main(["config", "init", name]) == ExitCode.CONFIG
     assert "did you mean tiny?" in capsys.readouterr().err
 

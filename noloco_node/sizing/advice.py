@@ -124,10 +124,10 @@ def _changes(config: Config) -> Iterator[Change]:
     size = ELEMENT_BYTES[run.pipeline.activations]
     if smaller := [name for name, bytes_each in ELEMENT_BYTES.items() if bytes_each < size]:
         yield {"run.pipeline.activations": min(smaller, key=lambda name: (ELEMENT_BYTES[name], name))}
-    if run.stages > 1:
+    if run.stages > 1 and run.model.layers_per_stage is None:
         yield {"run.model.stages": math.ceil(run.stages / 2)}
-        if 2 * run.microbatch_tokens <= run.inner.global_batch_tokens:
-            yield {"run.inner.microbatch_windows": 2 * run.inner.microbatch_windows}
+    if run.stages > 1 and 2 * run.microbatch_tokens <= run.inner.global_batch_tokens:
+        yield {"run.inner.microbatch_windows": 2 * run.inner.microbatch_windows}
     coded = CODECS[run.outer.codec].wire_bytes(1 << 20)
     if coded > CODECS["int4"].wire_bytes(1 << 20):
         yield {"run.outer.codec": "int4"}

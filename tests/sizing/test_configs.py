@@ -1,0 +1,53 @@
+"""The files that come along are what their names say: parameters, memory, the paper's settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from noloco_node.config.load import load_config
+from noloco_node.config.shipped import shipped_configs
+from noloco_node.preflight import plan
+from noloco_node.sizing.footprint import footprint_of
+from noloco_node.sizing.memory import GIB, memory_of
+
+PAPER = {"125m": (309.9e6, 0.5e6), "1.3b": (2.135e9, 1e6), "6.8b": (9.639e9, 2e6)}
+"""Parameters with the published code's vocabulary and three matrices in the feed-forward part, and the batch."""
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_configs() if not name.startswith("lab/")])
+def test_every_file_for_nodes_fits_together(name: str) -> None:
+    """Model, stages, batch and bytes; nothing of it needs the text."""
+    config = load_config(Path(name))
+    assert plan(config).parameters > 0
+
+
+@pytest.mark.parametrize("size", PAPER)
+def test_the_papers_models_have_its_sizes_and_settings(size: str) -> None:
+    """Within 1 % of what the published code's model of that name holds."""
+    run = load_config(Path(f"paper-{size}")).run
+    parameters, batch = PAPER[size]
+    assert sum(footprint_of(run).parameters) == pytest.approx(parameters, rel=0.01)
+    assert run.inner.global_batch_tokens == pytest.approx(batch, rel=0.05)
+    assert run.inner.target_tokens == 25_000 * run.inner.global_batch_tokens
+    assert run.inner.warmup_tokens == 1_000 * run.inner.global_batch_tokens
+    assert (run.outer.inner_steps, run.outer.alpha, run.outer.beta, run.outer.momentum) == (50, 0.5, 0.7, "local")
+    assert run.data.sequence_length == 1024
+
+
+@pytest.mark.parametrize("size", PAPER)
+def test_the_papers_runs_read_tokens_that_others_made(size: str) -> None:
+    """As the comment in the file says."""
+    changes = ["run.data.path=tokens/*.parquet", "run.data.text_field=input_ids"]
+    assert load_config(Path(f"paper-{size}"), changes).run.data.text_field == "input_ids"
+
+
+@pytest.mark.parametrize(("size", "host"), [(8, 16), (16, 32), (24, 64)])
+def test_a_consumers_card_holds_a_stage_of_its_file(size: int, host: int) -> None:
+    """With a tenth of the card left for CUDA's own and what the allocator keeps, and a fifth of the machine's memory
+    for all else; no less than a third of the card, or the file would waste it."""
+    config = load_config(Path(f"consumer-{size}gb"))
+    needs = memory_of(config.run, config.node, footprint_of(config.run), config.local_swarm.replicas)
+    assert size / 3 < max(need.on_device for need in needs) / GIB < 0.9 * size
+    assert max(need.on_host for need in needs) / GIB < 0.8 * host
