@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 from noloco_node.collector import loading
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.exporting.sources import are_addresses, gathered_folders, gathered_live, say, with_text
+from noloco_node.exporting.sources import (
+    are_addresses,
+    check_own_files,
+    gathered_folders,
+    gathered_live,
+    say,
+    with_text,
+)
 from noloco_node.node_options import CONFIG_HELP, OWN_TEXT, guest_arguments, set_argument
 
 if TYPE_CHECKING:
@@ -54,7 +61,7 @@ def _export(options: argparse.Namespace) -> int:
         needs_text = options.eval or options.replicas == BEST
         if are_addresses(options.sources):
             gathered = gathered_live(
-                options, stack, options.out, lambda run: with_text(run, options) if needs_text else run
+                options, stack, options.out, lambda run: check_own_files(run, options, reads_text=needs_text)
             )
         else:
             gathered = gathered_folders(options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import random
@@ -17,6 +18,7 @@ from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.gathered import Gathered, Reported, Shapes
 from noloco_node.exporting.live import Gatherer, reported_by
+from noloco_node.exporting.sources import check_own_files
 from noloco_node.exporting.write import export
 from noloco_node.merge import mean_of
 from noloco_node.model.export import load_exported
@@ -242,6 +244,19 @@ async def test_a_full_disk_ends_it_with_a_remedy(tmp_path: Path) -> None:
         await transport.close()
     assert caught.value.exit_code is ExitCode.RUN_FOLDER
     assert "File too large" in caught.value.message
+
+
+def test_a_live_run_chooses_no_tokenizer_among_the_files_of_who_exports_it(tmp_path: Path) -> None:
+    """It would be read here and go out with the model: only with the word of whoever exports."""
+    spec = micro_spec()
+    run = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer": str(tmp_path)})})
+    options = argparse.Namespace(config=None, set=[])
+    check_own_files(spec, options, reads_text=False)
+    with pytest.raises(UserError) as caught:
+        check_own_files(run, options, reads_text=False)
+    assert caught.value.exit_code is ExitCode.CONFIG
+    options.set = [f"run.data.tokenizer={tmp_path}"]
+    check_own_files(run, options, reads_text=False)
 
 
 def test_of_three_the_odd_one_out_is_no_part_of_the_model() -> None:

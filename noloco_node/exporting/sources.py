@@ -84,6 +84,18 @@ def named_run(options: argparse.Namespace) -> RunSpec | None:
     return load_config(options.config, options.set).run if options.config is not None else None
 
 
+def check_own_files(run: RunSpec, options: argparse.Namespace, *, reads_text: bool) -> None:
+    """Raise UserError (CONFIG) where a run that comes from strangers names files of this machine without the word of
+    whoever exports it: its tokenizer, which goes with the model, and its text where that is read."""
+    from noloco_node.config.load import load_join
+    from noloco_node.swarm.spec_fetch import check_own_word
+
+    if reads_text:
+        with_text(run, options)
+    elif named_run(options) is None:
+        check_own_word(run, "tokenizer", run.data.tokenizer, load_join(options.set).run.data.tokenizer)
+
+
 def with_text(run: RunSpec, options: argparse.Namespace) -> RunSpec:
     """With the place of the text, as `--config` or who joins a run says it. UserError: CONFIG where it must be named,
     WRONG_RUN where the configuration is another run's."""
