@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,10 @@ from noloco_node.collector import loading
 from noloco_node.errors import ExitCode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
     from noloco_node.data.prepared import Manifest
+    from noloco_node.data.prepared_shards import Reached
 
 
 def prepare_arguments(command: argparse.ArgumentParser) -> None:
@@ -26,17 +30,34 @@ def _prepare(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.set, os.environ)
     with loading():
         from noloco_node.data.encoding import fitting_tokenizer
-        from noloco_node.data.prepared import prepare
+        from noloco_node.data.prepared import prepare, prepare_streamed
         from noloco_node.model.cut import build_config
-    from rich.console import Console
-
     tokenizer = fitting_tokenizer(config.run.data, build_config(config.run.model).vocab_size)
-    console = Console(stderr=True)
-    with console.status("reading the text") as status:
-        done = prepare(config.run.data, tokenizer, options.to, lambda so_far: status.update(_words(so_far)))
+    with _bar() as told:
+        if config.run.data.streaming:
+            done = prepare_streamed(config.run.data, tokenizer, options.to, told)
+        else:
+            done = prepare(config.run.data, tokenizer, options.to, told)
     print(f"{_words(done)} in '{options.to}'\nfingerprint {done.fingerprint}")
     print(f"to train on it: --set run.data.prepared={options.to}")
     return int(ExitCode.OK)
+
+
+@contextmanager
+def _bar() -> Generator[Callable[[Reached], None]]:
+    """A progress bar on the terminal, and what moves it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("reading the text", total=None)
+
+        def told(reached: Reached) -> None:
+            words = f"{reached.tokens:,} tokens"
+            progress.update(bar, completed=reached.done_bytes, total=reached.all_bytes or None, description=words)
+
+        yield told
 
 
 def _words(manifest: Manifest) -> str:

@@ -63,6 +63,9 @@ class UserError(Exception):
     def __str__(self) -> str:
         return f"{self.message}\n  remedy: {self.remedy}"
 
+    def __reduce__(self) -> tuple[type[UserError], tuple[ExitCode, str, str]]:
+        return UserError, (self.exit_code, self.message, self.remedy)  # so that one comes back from another process
+
 
 def version_remedy(protocol: int, others: int, their_release: str) -> str:
     """What to do where this node speaks one protocol version and its peers, who run `their_release`, another."""

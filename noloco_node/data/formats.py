@@ -104,12 +104,43 @@ def look(path: Path) -> Look:
     return Look(path, size, format, packing, doubt)
 
 
-def open_unpacked(path: Path, packing: Packing | None) -> BinaryIO:
+@dataclass(slots=True)
+class Meter:
+    """How many bytes of files, as they lie on the disk, have gone by."""
+
+    before: int = 0
+    """Of the files before this one."""
+    passed: int = 0
+    """Of this one."""
+
+    @property
+    def total(self) -> int:
+        """Of all of them."""
+        return self.before + self.passed
+
+
+class _Metered(io.FileIO):
+    """A file that tells its meter how far it was read."""
+
+    def __init__(self, path: Path, meter: Meter) -> None:
+        super().__init__(path, "rb")
+        self._meter = meter
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        """As any file does."""
+        count = super().readinto(buffer)
+        self._meter.passed = self.tell()
+        return count
+
+
+def open_unpacked(path: Path, packing: Packing | None, meter: Meter | None = None) -> BinaryIO:
     """The bytes of the file, decompressed as they are read. Reading raises OSError where they break off."""
+    raw = io.BufferedReader(_Metered(path, meter), 1 << 20) if meter else path.open("rb")
     if packing is None:
-        return path.open("rb")
+        return cast(BinaryIO, raw)
     pa: Any = importlib.import_module("pyarrow")
-    return cast(BinaryIO, io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), packing.value), 1 << 20))
+    source = pa.PythonFile(raw) if meter else pa.OSFile(str(path))
+    return cast(BinaryIO, io.BufferedReader(pa.CompressedInputStream(source, packing.value), 1 << 20))
 
 
 def _told(head: bytes, suffix: str, packing: Packing | None) -> tuple[Format | None, str]:

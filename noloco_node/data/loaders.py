@@ -143,7 +143,7 @@ def _decoded(file: SourceFile) -> TextIO:
     """The text of a file; what is no UTF-8 shows as the replacement character."""
     with open_unpacked(file.path, file.packing) as probe:
         encoding = "utf-16" if probe.read(2) in UTF_16 else "utf-8"
-    stream = open_unpacked(file.path, file.packing)
+    stream = open_unpacked(file.path, file.packing, file.meter)
     return io.TextIOWrapper(stream, encoding=encoding, errors="replace", newline="")
 
 
@@ -246,7 +246,8 @@ def _parquet(file: SourceFile, field: str) -> Iterator[Document]:
     parquet = _open_parquet(file, field)
     try:
         columns = [name for name in (field, MASK) if name in parquet.schema_arrow.names]
-        yield from _of_batches(parquet.iter_batches(BATCH_ROWS, columns=columns), file, field)
+        batches = parquet.iter_batches(BATCH_ROWS, columns=columns)
+        yield from _of_batches(batches, file, field, rows=parquet.metadata.num_rows)
     except pa.ArrowException as error:
         raise damaged(file.path, error) from error
     finally:
@@ -287,9 +288,11 @@ def _column_of(schema: Any, field: str, file: SourceFile) -> None:
         raise no_column(field, f"'{file.name}'", names)
 
 
-def _of_batches(batches: Any, file: SourceFile, field: str) -> Iterator[Document]:
+def _of_batches(batches: Any, file: SourceFile, field: str, rows: int = 0) -> Iterator[Document]:
     number = 0
     for batch in batches:
+        if file.meter is not None and rows:
+            file.meter.passed = file.size * number // rows
         column = batch.column(batch.schema.get_field_index(field))
         masked = batch.schema.get_field_index(MASK)
         values = _values(column)

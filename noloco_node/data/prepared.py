@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from noloco_node.config.data_spec import DataSpec
-from noloco_node.data.documents import data_error
+from noloco_node.data.documents import Document, data_error
 from noloco_node.data.encoding import encode
 from noloco_node.data.fingerprint import Fingerprint
+from noloco_node.data.formats import Meter
 from noloco_node.data.hub import revision_of
+from noloco_node.data.prepared_shards import LOOK_SECONDS, PreparedShards, Reached, prepare_shards
 from noloco_node.data.shards import fingerprint_of_shards, shard_files
 from noloco_node.data.sources import check_fingerprint, check_source, divided, fingerprint_of_documents
 from noloco_node.data.token_file import TokenFile, token_type
-from noloco_node.data.tokenizers import Tokenizer
-from noloco_node.errors import UserError
+from noloco_node.data.tokenizers import Tokenizer, Tokens
+from noloco_node.errors import ExitCode, UserError
 
+BATCH_LENGTH = 1 << 18
+"""Characters that a thread tokenises at a time."""
+_Batch = list[tuple[Document, bool]]
 SAVE_SECONDS = 5.0
 """How often a preparation writes down how far it has come."""
 _DONE, _UNDER_WAY = "manifest.json", "unfinished.json"
-_NOT_THE_TEXTS = frozenset({"path", "prepared", "fingerprint", "seed"})
+_NOT_THE_TEXTS = frozenset({"path", "prepared", "fingerprint", "seed", "parts_per_shard"})
 """Settings of `run.data` that tokens do not depend on."""
 
 Count = Annotated[int, Field(ge=0)]
@@ -48,12 +55,14 @@ class Manifest(BaseModel):
     """Tokens to train on."""
     validation: Count = 0
     """Tokens held out."""
+    shards: Count = 0
+    """Of a streamed text: each has a folder."""
     fingerprint: str = ""
     """Of the whole text, once all of it is there."""
 
 
 def prepare(
-    spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[[Manifest], None] = lambda _: None
+    spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[[Reached], None] = lambda _: None
 ) -> Manifest:
     """Write the tokens of the text to `folder`; one that was interrupted there is gone on with. `told` hears now and
     then how far it has come.
@@ -75,24 +84,115 @@ def prepare(
         changes = {"documents": number, "so_far": walked.text, "fingerprint": fingerprint}
         return begun.model_copy(update={**counts, **changes})
 
-    for document, held_out in divided(spec, whole):
+    meter, size, looked = Meter(), _bytes_of(spec), 0.0
+    for document, held_out, tokens in _tokenised(divided(spec, whole, meter), begun.documents, tokenizer, spec):
         number += 1
         walked.add(document)
         if number == begun.documents and walked.text != begun.so_far:
             raise _changed(folder)
-        if number <= begun.documents:
+        if tokens is None:
             continue
-        files[held_out].append(encode(document, tokenizer, spec))
-        if time.monotonic() - saved >= SAVE_SECONDS:
+        files[held_out].append(tokens)
+        now = time.monotonic()
+        if now - looked >= LOOK_SECONDS:
+            told(Reached(meter.total, size, sum(file.count for file in files.values())))
+            looked = now
+        if now - saved >= SAVE_SECONDS:
             _save(folder, files, reached())
-            told(reached())
-            saved = time.monotonic()
+            saved = now
     if number < begun.documents:
         raise _changed(folder)
     done = reached(whole.text)
     _save(folder, files, done)
     (folder / _UNDER_WAY).rename(folder / _DONE)
     return done
+
+
+def _bytes_of(spec: DataSpec) -> int:
+    return sum(file.size for file in shard_files(spec)) if spec.source == "text" else 0
+
+
+def _tokenised(
+    documents: Iterable[tuple[Document, bool]], done: int, tokenizer: Tokenizer, spec: DataSpec
+) -> Iterator[tuple[Document, bool, Tokens | None]]:
+    """In their order, with their tokens but for the first `done` of them, by as many threads as there are cores: a
+    tokenizer lets go of Python's lock."""
+    threads, waiting = os.cpu_count() or 1, deque[tuple[_Batch, Future[list[Tokens]] | None]]()
+
+    def tokens_of(batch: _Batch) -> list[Tokens]:
+        return [encode(document, tokenizer, spec) for document, _ in batch]
+
+    def first() -> Iterator[tuple[Document, bool, Tokens | None]]:
+        batch, made = waiting.popleft()
+        tokens = [None] * len(batch) if made is None else made.result()
+        return ((document, held_out, each) for (document, held_out), each in zip(batch, tokens, strict=True))
+
+    number = 0
+    with ThreadPoolExecutor(threads, thread_name_prefix="tokens") as pool:
+        for batch in _batches(documents, done):
+            number += len(batch)
+            waiting.append((batch, pool.submit(tokens_of, batch) if number > done else None))
+            while len(waiting) > 2 * threads:
+                yield from first()
+        while waiting:
+            yield from first()
+
+
+def _batches(documents: Iterable[tuple[Document, bool]], done: int) -> Iterator[_Batch]:
+    """Of about BATCH_LENGTH; one ends with document `done`."""
+    batch, length = list[tuple[Document, bool]](), 0
+    for number, document in enumerate(documents, start=1):
+        batch.append(document)
+        length += len(document[0])
+        if length >= BATCH_LENGTH or number == done:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
+
+
+def prepare_streamed(
+    spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[[Reached], None] = lambda _: None
+) -> Manifest:
+    """`prepare` for a streamed text: each shard by a process of its own, as many at once as there are cores. `told`
+    hears how far it has come.
+
+    Raises UserError: DATA as `prepare` does, CONFIG for a dataset of the hub.
+    """
+    if spec.source == "huggingface":
+        raise UserError(
+            ExitCode.CONFIG,
+            "a dataset of the hub that is streamed cannot be prepared: nothing of it is kept",
+            "leave run.data.streaming off, or download its files and name them with run.data.source text",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = _begun(spec, tokenizer, folder)
+    fingerprint = fingerprint_of(spec.model_copy(update={"prepared": None}))
+    if begun.fingerprint:
+        if begun.fingerprint != fingerprint:
+            raise _changed(folder)
+        return begun
+    _save(folder, {}, begun)
+    shards = prepare_shards(spec, tokenizer.vocab_size, folder, told)
+    done = begun.model_copy(
+        update={
+            "documents": sum(sum(shard.documents) for shard in shards),
+            "training": sum(shard.tokens[0] for shard in shards),
+            "validation": sum(shard.tokens[1] for shard in shards),
+            "shards": len(shards),
+            "fingerprint": fingerprint,
+        }
+    )
+    _save(folder, {}, done)
+    (folder / _UNDER_WAY).rename(folder / _DONE)
+    return done
+
+
+def open_shards(spec: DataSpec, vocab_size: int) -> PreparedShards:
+    """Of a prepared streamed text, `vocab_size` being that of the run's tokenizer. Raises UserError (DATA)."""
+    folder, manifest = Path(spec.prepared or ""), read_manifest(spec)
+    _check_vocabulary(manifest, folder, vocab_size)
+    return PreparedShards(folder, manifest.shards, vocab_size)
 
 
 def open_prepared(spec: DataSpec, vocab_size: int) -> tuple[TokenFile, TokenFile]:
@@ -102,8 +202,7 @@ def open_prepared(spec: DataSpec, vocab_size: int) -> tuple[TokenFile, TokenFile
     """
     folder = Path(spec.prepared or "")
     manifest = read_manifest(spec)
-    if manifest.vocab_size != vocab_size:
-        raise _another(folder, f"of a tokenizer with {manifest.vocab_size} tokens, not {vocab_size}")
+    _check_vocabulary(manifest, folder, vocab_size)
     return (
         TokenFile.at(_tokens(folder, False), vocab_size),
         TokenFile.at(_tokens(folder, True), vocab_size),
@@ -122,6 +221,13 @@ def read_manifest(spec: DataSpec) -> Manifest:
             "make it, or go on with it, with `noloco-node data prepare CONFIG --to DIR`",
         )
     _check_same(spec, manifest, folder)
+    if not spec.streaming:
+        _check_sizes(folder, manifest)
+    check_fingerprint(spec, manifest.fingerprint)
+    return manifest
+
+
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
     for held_out, count in ((False, manifest.training), (True, manifest.validation)):
         path = _tokens(folder, held_out)
         wanted = count * token_type(manifest.vocab_size).itemsize
@@ -131,8 +237,6 @@ def read_manifest(spec: DataSpec) -> Manifest:
                 f"run.data.prepared: '{path}' has {size} bytes, and its manifest says {wanted}",
                 "copy it again, or take the folder away and prepare it anew",
             )
-    check_fingerprint(spec, manifest.fingerprint)
-    return manifest
 
 
 def check_text_here(spec: DataSpec) -> None:
@@ -166,14 +270,19 @@ def _begun(spec: DataSpec, tokenizer: Tokenizer, folder: Path) -> Manifest:
     if begun is None:
         return fresh
     _check_same(spec, begun, folder)
-    if begun.vocab_size != fresh.vocab_size:
-        raise _another(folder, f"of a tokenizer with {begun.vocab_size} tokens, not {fresh.vocab_size}")
+    _check_vocabulary(begun, folder, fresh.vocab_size)
     return begun
+
+
+def _check_vocabulary(manifest: Manifest, folder: Path, vocab_size: int) -> None:
+    if manifest.vocab_size != vocab_size:
+        raise _another(folder, f"of a tokenizer with {manifest.vocab_size} tokens, not {vocab_size}")
 
 
 def _check_same(spec: DataSpec, manifest: Manifest, folder: Path) -> None:
     wanted = _settings(spec)
-    other = [f"{name} {manifest.text.get(name)!r}" for name in wanted if manifest.text.get(name) != wanted[name]]
+    made = DataSpec().model_dump(mode="json") | manifest.text
+    other = [f"{name} {made[name]!r}" for name in wanted if made[name] != wanted[name]]
     if other:
         raise _another(folder, "made with run.data." + ", run.data.".join(other))
 

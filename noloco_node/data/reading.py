@@ -17,6 +17,7 @@ from noloco_node.data.blocks import StreamedBlocks, cut_windows
 from noloco_node.data.documents import data_error
 from noloco_node.data.encoding import fitting_tokenizer
 from noloco_node.data.prefetch import Portion, Portions, Prefetch
+from noloco_node.data.prepared import open_shards
 from noloco_node.data.samples import Position, Samples
 from noloco_node.data.shards import Shards, TextShards
 from noloco_node.data.turns import OwnTurns, TurnPosition, Turns
@@ -97,7 +98,10 @@ def _streamed(
 
 
 def _shards(spec: DataSpec, vocab_size: int) -> Shards:
-    return TextShards(spec, fitting_tokenizer(spec, vocab_size))
+    tokenizer = fitting_tokenizer(spec, vocab_size)
+    if spec.prepared is not None:
+        return open_shards(spec, tokenizer.vocab_size)
+    return TextShards(spec, tokenizer)
 
 
 def _first_held_out(shards: Shards, spec: DataSpec, count: int) -> Tensor:

@@ -7,13 +7,14 @@ import logging
 import math
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 from noloco_node.config.data_spec import TEXT, DataSpec
 from noloco_node.data.documents import Document, data_error, unreadable
 from noloco_node.data.fingerprint import Fingerprint
-from noloco_node.data.formats import Format
+from noloco_node.data.formats import Format, Meter
 from noloco_node.data.hub import check_not_here, hub_documents
 from noloco_node.data.loaders import first_look, load
 from noloco_node.data.places import find_files, walk_files
@@ -23,16 +24,19 @@ logger = logging.getLogger(__name__)
 _NOT_OF_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
-def divided(spec: DataSpec, found: Fingerprint | None = None) -> Iterator[tuple[Document, bool]]:
+def divided(
+    spec: DataSpec, found: Fingerprint | None = None, meter: Meter | None = None
+) -> Iterator[tuple[Document, bool]]:
     """The documents that are not blank, and whether each is held out: a share of them is, chosen by a hash of their
     keys. Those to train on and those to validate on are each at least one; no document is in both.
 
     A text of fewer than 2 / holdout documents is cut into pieces first, so that one's own text in one file can be
     held out in part. Of a longer one only the first documents are in memory at once. `found` becomes the fingerprint
-    of the whole. Raises UserError (DATA) when the source is missing, unreadable, empty or not the run's text.
+    of the whole, and `meter` hears how far it has come. Raises UserError (DATA) when the source is missing, unreadable,
+    empty or not the run's text.
     """
     found = found or Fingerprint()
-    documents = counted(read_documents(spec), found)
+    documents = counted(read_documents(spec, meter), found)
     first: list[Document] = []
     sides: set[bool] = set()
     for document in documents:
@@ -85,12 +89,12 @@ def check_fingerprint(spec: DataSpec, found: str) -> None:
         )
 
 
-def read_documents(spec: DataSpec) -> Iterator[Document]:
+def read_documents(spec: DataSpec, meter: Meter | None = None) -> Iterator[Document]:
     """The documents of the source, in an order that depends on their keys only."""
     if spec.source == "stdlib":
         return _standard_library()
     if spec.source == "text":
-        return _local(spec)
+        return _local(spec, meter)
     return hub_documents(spec)
 
 
@@ -172,7 +176,7 @@ def _standard_library() -> Iterator[Document]:
             yield Document(path.relative_to(root).as_posix(), path.read_bytes().decode("utf-8", errors="replace"))
 
 
-def _local(spec: DataSpec) -> Iterator[Document]:
+def _local(spec: DataSpec, meter: Meter | None) -> Iterator[Document]:
     found = find_files(spec.path or "", spec.split)
     if found.passed_over:
         logger.warning(
@@ -183,7 +187,9 @@ def _local(spec: DataSpec) -> Iterator[Document]:
             ", ".join(found.passed_over[:3]) + (", …" if len(found.passed_over) > 3 else ""),
         )
     for file in found.files:
-        yield from load(file, spec.text_field)
+        yield from load(replace(file, meter=meter), spec.text_field)
+        if meter is not None:
+            meter.before, meter.passed = meter.before + file.size, 0
 
 
 def _setting(spec: DataSpec) -> str:

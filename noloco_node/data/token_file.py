@@ -43,7 +43,7 @@ class TokenFile:
             with tempfile.TemporaryFile(dir=folder) as file:
                 return cls(os.dup(file.fileno()), vocab_size, folder)
         except OSError as error:
-            raise _no_room(folder, error) from None
+            raise no_room(folder, error) from None
 
     @classmethod
     def at(cls, path: Path, vocab_size: int, *, write: bool = False) -> TokenFile:
@@ -69,7 +69,7 @@ class TokenFile:
                 written = os.pwrite(self._fd, data, at)
                 data, at = data[written:], at + written
         except OSError as error:
-            raise _no_room(self._where, error) from None
+            raise no_room(self._where, error) from None
         self._waiting, self._waiting_bytes = [], 0
 
     def cut_to(self, count: int) -> None:
@@ -82,6 +82,11 @@ class TokenFile:
     def sync(self) -> None:
         """Return when what was written is on the disk."""
         os.fsync(self._fd)
+
+    def read(self, begin: int, count: int) -> Tokens:
+        """So many tokens from `begin` on."""
+        size = self._dtype.itemsize
+        return np.frombuffer(os.pread(self._fd, count * size, begin * size), dtype=self._dtype)
 
     def windows(self, indices: Sequence[int], length: int) -> NDArray[np.int64]:
         """Windows of `length` tokens, int64 [len(indices), length]: window i begins at token i · length."""
@@ -101,7 +106,8 @@ def temporary_folder() -> str:
     return wanted if os.access(wanted, os.W_OK) else tempfile.gettempdir()
 
 
-def _no_room(folder: str, error: OSError) -> UserError:
+def no_room(folder: str, error: OSError) -> UserError:
+    """Tokens cannot be written there."""
     return data_error(
         f"the tokens of the text cannot be written to '{folder}': {error.strerror or error}",
         "make room there, or set TMPDIR to a folder with more: a token takes 1 byte with a vocabulary of 256, 2 up to "

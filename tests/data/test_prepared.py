@@ -24,6 +24,12 @@ MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 STORIES = [f"tale {number}: " + "and so on, " * (5 + number % 7) for number in range(60)]
 
 
+@pytest.fixture(autouse=True)
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread takes one document at a time."""
+    monkeypatch.setattr(prepared, "BATCH_LENGTH", 1)
+
+
 @pytest.fixture
 def spec(tmp_path: Path) -> DataSpec:
     """Rows in two shards."""
