@@ -18,7 +18,7 @@ from pathlib import Path
 from noloco_node.config.load import Config, load_config
 from noloco_node.local_swarm import LocalSwarm, Observer, SwarmNode
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.sizing.memory import memory_of
+from noloco_node.sizing.memory import PROGRAM_BYTES, memory_of
 from noloco_node.telemetry.events import AnyEvent
 
 MIB = 1 << 20
@@ -120,8 +120,7 @@ def main() -> None:
                     "parameters": footprint.parameters[stage],
                     "planned_mib": planned / MIB,
                     "measured_mib": measured / MIB,
-                    "planned_over_measured": planned / measured,
-                    "with_the_program": (planned + program[name]) / peak,
+                    "planned_over_measured": (planned + PROGRAM_BYTES) / peak,
                 }
             )
             print(json.dumps(rows[-1]), flush=True)
