@@ -18,6 +18,7 @@ from noloco_node.data.reading import held_out_windows
 from noloco_node.data.samples import Batch, inputs_and_labels
 from noloco_node.data.tokenizers import load_tokenizer
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.marks import without_marks
 from noloco_node.model.cut import build_config
 from noloco_node.model.export import (
     SHARD_BYTES,
@@ -164,7 +165,7 @@ def _samples(run: RunSpec, model: Path, windows: Tensor) -> str:
     length = run.data.sequence_length
     parts: list[str] = []
     for number, window in enumerate(windows):
-        beginning = window[: max(1, length // PROMPT_SHARE)].long()
+        beginning = without_marks(window[: max(1, length // PROMPT_SHARE)]).long()
         prompt = tokenizer.decode([int(token) for token in beginning])
         wanted, seed = length - length // PROMPT_SHARE, run.data.seed + number
         if run.data.tokenizer == NO_TOKENIZER:

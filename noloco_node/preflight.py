@@ -58,7 +58,7 @@ def plan_run(run: RunSpec) -> Plan:
     small for its fragments; DATA where the weights to start from are not there, or not the model's.
     """
     from noloco_node.model.anatomy import check_cut
-    from noloco_node.model.cut import build_config
+    from noloco_node.model.cut import build_config, check_parts_documents
     from noloco_node.model.weights_check import pretrained_lines
     from noloco_node.sizing.footprint import footprint_of
     from noloco_node.sizing.traffic import traffic_of
@@ -66,6 +66,8 @@ def plan_run(run: RunSpec) -> Plan:
 
     config = build_config(run.model)
     check_cut(run.model)
+    if run.data.attention == "document":
+        check_parts_documents(run.model)
     _check_positions(run, getattr(config, "max_position_embeddings", None))
     check_microbatch_bytes(run, config.hidden_size)
     footprint = footprint_of(run)

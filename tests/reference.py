@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.marks import BEGINS, without_marks
 from noloco_node.model.cut import build_config
 from noloco_node.model.stage import build_stage
 from noloco_node.training.schedule import learning_rate
@@ -27,6 +31,18 @@ def whole_model(spec: RunSpec) -> tuple[torch.nn.Module, list[list[str]]]:
         groups.append(list(names.values()))
     model.load_state_dict(weights, strict=True)
     return model, groups
+
+
+def each_document_alone(model: torch.nn.Module, inputs: Tensor, labels: Tensor) -> Any:
+    """What the model puts out, `logits` [B, T, vocab] of it: of a row with documents in it each goes through alone."""
+    if not bool((labels & BEGINS).any()):
+        return model(input_ids=inputs, use_cache=False)
+    rows: list[Tensor] = []
+    for ids, marks in zip(inputs, labels & BEGINS, strict=True):
+        ends = sorted({0, *marks.nonzero().flatten().tolist(), len(ids)})
+        alone = [model(input_ids=ids[None, a:b], use_cache=False).logits[0] for a, b in pairwise(ends)]
+        rows.append(torch.cat(alone))
+    return SimpleNamespace(logits=torch.stack(rows))
 
 
 def train(
@@ -50,8 +66,8 @@ def train(
     for start in range(0, len(batches), microbatches_a_step):
         step = batches[start : start + microbatches_a_step]
         inputs, labels = (torch.cat(part) for part in zip(*step, strict=True))
-        found = model(input_ids=inputs, use_cache=False)
-        loss = F.cross_entropy(found.logits.flatten(0, 1), labels.flatten())
+        found = each_document_alone(model, inputs, labels)
+        loss = F.cross_entropy(found.logits.flatten(0, 1), without_marks(labels).flatten())
         routers = getattr(found, "aux_loss", None)
         (loss if routers is None else loss + model.config.router_aux_loss_coef * routers).backward()
         for names in groups:

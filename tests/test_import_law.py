@@ -15,7 +15,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(rooms.split())
     for rooms in (
         "errors aio address_space collector",
-        "outer compute_device",
+        "outer compute_device marks",
         "config",
         "model data",
         "training",

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from noloco_node.config.settings import Settings
 
+MAX_MASKED = 16384
+"""Longest window whose attention may be cut at documents: 256 MiB for who sees whom in one of them."""
 NO_TOKENIZER = "none"
 """The tokenizer of a text that is token ids, whoever made them and however."""
 TEXT, SHARDS, REVISION = "text-", "shards-", "revision-"
@@ -47,6 +49,9 @@ class DataSpec(Settings):
     what they stand for is not known."""
     sequence_length: Annotated[int, Field(ge=2, le=131072)] = 128
     """Tokens that are predicted in each window."""
+    attention: Literal["whole", "document"] = "whole"
+    """How far back a token sees: over its `whole` window, or no further than its `document`, where positions begin
+    anew; documents are packed one after the other either way."""
     holdout: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.05
     """Share of whole documents held out for validation, chosen by a hash of their path."""
     seed: int = 0
@@ -78,5 +83,10 @@ class DataSpec(Settings):
             raise ValueError(
                 f"run.data.path is '{self.path}', a place on this machine, but run.data.source is 'huggingface': set "
                 "run.data.source to text to read it"
+            )
+        if self.attention == "document" and self.sequence_length > MAX_MASKED:
+            raise ValueError(
+                f"run.data.attention is 'document' and run.data.sequence_length {self.sequence_length}: who sees "
+                f"whom is written out for each window then, which is allowed up to {MAX_MASKED}"
             )
         return self

@@ -10,6 +10,7 @@ import numpy as np
 from noloco_node.data.shards import Shards
 from noloco_node.data.tokenizers import Tokens
 from noloco_node.data.turns import Turn
+from noloco_node.marks import BEGINS
 
 
 class Blocks(Protocol):
@@ -31,10 +32,10 @@ class Blocks(Protocol):
 
 class StreamedBlocks:
     """Parts of shards: block b is part b modulo `parts` of shard b // `parts`. Windows are `length` tokens; what is
-    left at the end of a block is no window."""
+    left at the end of a block is no window. `marked` windows say where documents begin (`marks.BEGINS`)."""
 
-    def __init__(self, shards: Shards, parts: int, length: int) -> None:
-        self._shards, self._parts, self._length = shards, parts, length
+    def __init__(self, shards: Shards, parts: int, length: int, *, marked: bool = False) -> None:
+        self._shards, self._parts, self._length, self._marked = shards, parts, length, marked
 
     @property
     def count(self) -> int:
@@ -48,7 +49,16 @@ class StreamedBlocks:
     def read(self, turn: Turn) -> Iterator[Tokens]:
         """The windows of the turn's block, from `turn.start` on."""
         shard, part = divmod(turn.block, self._parts)
-        return cut_windows(self._shards.training(shard, part, self._parts), self._length, turn.start)
+        documents = self._shards.training(shard, part, self._parts)
+        return cut_windows(with_marks(documents) if self._marked else documents, self._length, turn.start)
+
+
+def with_marks(documents: Iterable[Tokens]) -> Iterator[Tokens]:
+    """The documents' tokens, int32, the first of each with its mark."""
+    for document in documents:
+        marked = document.astype(np.int32)
+        marked[:1] |= BEGINS
+        yield marked
 
 
 def cut_windows(documents: Iterable[Tokens], length: int, start: int = 0) -> Iterator[Tokens]:

@@ -74,7 +74,10 @@ def prepare(
     begun = _begun(spec, tokenizer, folder)
     if begun.fingerprint:
         return begun
-    files = {held: TokenFile.at(_tokens(folder, held), begun.vocab_size, write=True) for held in (False, True)}
+    marked = spec.attention == "document"
+    files = {
+        held: TokenFile.at(_tokens(folder, held), begun.vocab_size, write=True, marked=marked) for held in (False, True)
+    }
     files[False].cut_to(begun.training)
     files[True].cut_to(begun.validation)
     whole, walked, number, saved = Fingerprint(), Fingerprint(), 0, time.monotonic()
@@ -203,9 +206,10 @@ def open_prepared(spec: DataSpec, vocab_size: int) -> tuple[TokenFile, TokenFile
     folder = Path(spec.prepared or "")
     manifest = read_manifest(spec)
     _check_vocabulary(manifest, folder, vocab_size)
+    marked = spec.attention == "document"
     return (
-        TokenFile.at(_tokens(folder, False), vocab_size),
-        TokenFile.at(_tokens(folder, True), vocab_size),
+        TokenFile.at(_tokens(folder, False), vocab_size, marked=marked),
+        TokenFile.at(_tokens(folder, True), vocab_size, marked=marked),
     )
 
 
@@ -222,15 +226,15 @@ def read_manifest(spec: DataSpec) -> Manifest:
         )
     _check_same(spec, manifest, folder)
     if not spec.streaming:
-        _check_sizes(folder, manifest)
+        _check_sizes(folder, manifest, marked=spec.attention == "document")
     check_fingerprint(spec, manifest.fingerprint)
     return manifest
 
 
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
+def _check_sizes(folder: Path, manifest: Manifest, *, marked: bool) -> None:
     for held_out, count in ((False, manifest.training), (True, manifest.validation)):
         path = _tokens(folder, held_out)
-        wanted = count * token_type(manifest.vocab_size).itemsize
+        wanted = count * token_type(manifest.vocab_size, marked=marked).itemsize
         size = path.stat().st_size if path.is_file() else 0
         if size != wanted:
             raise data_error(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.block_reader import BlockReader
-from noloco_node.data.blocks import StreamedBlocks, cut_windows
+from noloco_node.data.blocks import StreamedBlocks, cut_windows, with_marks
 from noloco_node.data.documents import data_error
 from noloco_node.data.encoding import fitting_tokenizer
 from noloco_node.data.prefetch import Portion, Portions, Prefetch
@@ -77,7 +77,8 @@ def _streamed(
     spec: DataSpec, vocab_size: int, reader: Reader, position: Position, make_turns: MakeTurns | None
 ) -> Samples:
     shards = _shards(spec, vocab_size)
-    blocks = StreamedBlocks(shards, spec.parts_per_shard, spec.sequence_length + 1)
+    marked = spec.attention == "document"
+    blocks = StreamedBlocks(shards, spec.parts_per_shard, spec.sequence_length + 1, marked=marked)
     held_out = _first_held_out(shards, spec, reader.held_out_windows)
     begin = position if isinstance(position, TurnPosition) else TurnPosition()
     turns = make_turns(blocks.count, begin) if make_turns else OwnTurns(blocks.count, spec.seed, reader.peer_id, begin)
@@ -107,6 +108,8 @@ def _shards(spec: DataSpec, vocab_size: int) -> Shards:
 def _first_held_out(shards: Shards, spec: DataSpec, count: int) -> Tensor:
     """The first ones, in the order of the shards: what lies behind them is not read."""
     documents = chain.from_iterable(shards.held_out(shard) for shard in range(len(shards.names)))
+    if spec.attention == "document":
+        documents = with_marks(documents)
     rows = list(islice(cut_windows(documents, spec.sequence_length + 1), count))
     if not rows:
         raise data_error(

@@ -10,17 +10,19 @@ from torch import Tensor
 
 from noloco_node.data.turns import TurnPosition
 from noloco_node.data.walk import WalkPosition
+from noloco_node.marks import BEGINS, without_marks
 
 Position = WalkPosition | TurnPosition
 """Where drawing goes on: in a walk over numbered windows, or in a row of blocks."""
 
 Batch = tuple[Tensor, Tensor]
-"""Inputs and labels, both int64 [b, T]."""
+"""Inputs and labels, both int64 [b, T]; the labels with marks where documents begin (`marks.BEGINS`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Stage 0's text. Windows are rows of token ids, int32 [b, T + 1]."""
+    """Stage 0's text. Windows are rows of token ids, int32 [b, T + 1], with marks where documents begin if attention
+    ends there."""
 
     draw: Callable[[], Awaitable[Tensor]]
     """The next microbatch's windows. Raises UserError (DATA) where the text cannot be read on."""
@@ -35,6 +37,7 @@ class Samples:
 
 
 def inputs_and_labels(windows: Tensor) -> Batch:
-    """Of rows of token ids: labels are the inputs moved on by one token."""
+    """Of rows of token ids: labels are the inputs moved on by one token, and take over the inputs' marks."""
     rows = windows.to(torch.int64)
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    ids, marks = without_marks(rows), rows[:, :-1] & BEGINS
+    return ids[:, :-1].contiguous(), ids[:, 1:] | marks

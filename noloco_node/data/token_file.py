@@ -17,17 +17,20 @@ from numpy.typing import NDArray
 from noloco_node.data.documents import data_error
 from noloco_node.data.tokenizers import Tokens
 from noloco_node.errors import UserError
+from noloco_node.marks import BEGINS
 
 BUFFERED_BYTES = 4 << 20
 """Tokens that wait in memory to be written."""
 
 
 class TokenFile:
-    """A file of token ids of one width, little-endian. It is closed when nobody holds it any more."""
+    """A file of token ids of one width, little-endian; of a `marked` one the first id of each document is larger by
+    the size of the vocabulary. It is closed when nobody holds it any more."""
 
-    def __init__(self, fd: int, vocab_size: int, where: str) -> None:
+    def __init__(self, fd: int, vocab_size: int, where: str, *, marked: bool = False) -> None:
         self._fd, self._where = fd, where
-        self._dtype = token_type(vocab_size)
+        self._vocab_size, self._marked = vocab_size, marked
+        self._dtype = token_type(vocab_size, marked=marked)
         self._waiting: list[bytes] = []
         self._waiting_bytes = 0
         self.count = os.fstat(fd).st_size // self._dtype.itemsize
@@ -35,25 +38,28 @@ class TokenFile:
         weakref.finalize(self, os.close, fd)
 
     @classmethod
-    def nameless(cls, vocab_size: int) -> TokenFile:
+    def nameless(cls, vocab_size: int, *, marked: bool = False) -> TokenFile:
         """A file that is gone when it is closed, however the process ends. Raises UserError (DATA) where no folder for
         such files can be written."""
         folder = temporary_folder()
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
-                return cls(os.dup(file.fileno()), vocab_size, folder)
+                return cls(os.dup(file.fileno()), vocab_size, folder, marked=marked)
         except OSError as error:
             raise no_room(folder, error) from None
 
     @classmethod
-    def at(cls, path: Path, vocab_size: int, *, write: bool = False) -> TokenFile:
+    def at(cls, path: Path, vocab_size: int, *, write: bool = False, marked: bool = False) -> TokenFile:
         """The file of that name, made where it is to be written and is not there. Raises OSError."""
         flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
-        return cls(os.open(path, flags | os.O_CLOEXEC, 0o644), vocab_size, str(path.parent))
+        return cls(os.open(path, flags | os.O_CLOEXEC, 0o644), vocab_size, str(path.parent), marked=marked)
 
     def append(self, ids: Tokens) -> None:
-        """Add tokens at the end. Raises UserError (DATA) where the disk is full."""
-        data = ids.astype(self._dtype).tobytes()
+        """Add the tokens of a document at the end. Raises UserError (DATA) where the disk is full."""
+        written = ids.astype(self._dtype)
+        if self._marked and len(written):
+            written[0] += self._vocab_size
+        data = written.tobytes()
         self._waiting.append(data)
         self._waiting_bytes += len(data)
         self.count += len(ids)
@@ -89,15 +95,20 @@ class TokenFile:
         return np.frombuffer(os.pread(self._fd, count * size, begin * size), dtype=self._dtype)
 
     def windows(self, indices: Sequence[int], length: int) -> NDArray[np.int64]:
-        """Windows of `length` tokens, int64 [len(indices), length]: window i begins at token i · length."""
+        """Windows of `length` tokens, int64 [len(indices), length]: window i begins at token i · length. Where the file
+        is marked, so is the first id of each document in them (`marks.BEGINS`)."""
         size = length * self._dtype.itemsize
         data = b"".join(os.pread(self._fd, size, index * size) for index in indices)
-        return np.frombuffer(data, dtype=self._dtype).astype(np.int64).reshape(len(indices), length)
+        rows = np.frombuffer(data, dtype=self._dtype).astype(np.int64).reshape(len(indices), length)
+        if self._marked:
+            begins = rows >= self._vocab_size
+            rows += begins * (BEGINS - self._vocab_size)
+        return rows
 
 
-def token_type(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest type that holds every id of a vocabulary."""
-    return np.min_scalar_type(vocab_size - 1).newbyteorder("<")
+def token_type(vocab_size: int, *, marked: bool = False) -> np.dtype[Any]:
+    """The narrowest type that holds every id of a vocabulary, marked ones included where they are."""
+    return np.min_scalar_type((2 * vocab_size if marked else vocab_size) - 1).newbyteorder("<")
 
 
 def temporary_folder() -> str:

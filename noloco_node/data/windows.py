@@ -87,7 +87,8 @@ def load_windows(spec: DataSpec, vocab_size: int) -> Windows:
     tokenizer = fitting_tokenizer(spec, vocab_size)
     if spec.prepared is not None:
         return Windows(*open_prepared(spec, tokenizer.vocab_size), spec)
-    training, validation = (TokenFile.nameless(tokenizer.vocab_size) for _ in range(2))
+    marked = spec.attention == "document"
+    training, validation = (TokenFile.nameless(tokenizer.vocab_size, marked=marked) for _ in range(2))
     for document, held_out in divided(spec):
         (validation if held_out else training).append(encode(document, tokenizer, spec))
     training.flush()

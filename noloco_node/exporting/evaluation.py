@@ -14,6 +14,7 @@ from noloco_node.config.data_spec import NO_TOKENIZER
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.reading import held_out_windows
 from noloco_node.exporting.text_bytes import text_bytes
+from noloco_node.marks import without_marks
 from noloco_node.merge import SavedReplica, batches_of
 from noloco_node.model.cut import build_config
 from noloco_node.model.export import evaluate_model, model_of
@@ -58,7 +59,7 @@ class HeldOut:
         self.tokens = sum(labels.numel() for _, labels in self.batches)
         self.bytes: int | None = None
         if run.data.tokenizer != NO_TOKENIZER:
-            self.bytes = max(1, text_bytes(run.data.tokenizer, (labels for _, labels in self.batches)))
+            self.bytes = max(1, text_bytes(run.data.tokenizer, (without_marks(labels) for _, labels in self.batches)))
 
     def score(self, model: PreTrainedModel) -> Score:
         """What a model loses on them."""

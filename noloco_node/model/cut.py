@@ -28,6 +28,12 @@ _ACTIVATION_KEYS = frozenset({"hidden_act", "hidden_activation"})
 _TOKEN_KEYS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
+PARTS_DOCUMENTS = frozenset(
+    ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "smollm3", "olmo2", "gemma2", "phi3", "qwen3_moe", "mixtral"]
+)
+"""Architectures of which it is proved that documents in one row, told apart by positions, are as if each were alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageCut:
     """The layers `first_layer <= i < end_layer` that stage `index` of `stages` holds."""
@@ -66,6 +72,25 @@ def build_config(spec: ModelSpec) -> PretrainedConfig:
     _check_values(config)
     _check_untied(spec, config)
     return config
+
+
+def check_parts_documents(spec: ModelSpec, *, laboratory: bool = False) -> None:
+    """Raise UserError (CONFIG) for an architecture of which it is not proved that it keeps documents apart; for the
+    `laboratory`, whose replicas share one call, also for one with sliding windows."""
+    config = build_config(spec)
+    if config.model_type not in PARTS_DOCUMENTS:
+        raise _config_error(
+            f"run.data.attention is 'document', and nothing proves that the '{config.model_type}' architecture keeps "
+            "documents apart",
+            f"set run.data.attention to whole, or take one of {', '.join(sorted(PARTS_DOCUMENTS))}",
+        )
+    slides = any("sliding" in kind for kind in getattr(config, "layer_types", None) or ())
+    without_types = getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None)
+    if laboratory and (slides or without_types):
+        raise _config_error(
+            "run.data.attention is 'document', which the laboratory has for models without sliding windows only",
+            "set run.data.attention to whole, or take a model without them, such as llama",
+        )
 
 
 def cut_model(spec: ModelSpec) -> tuple[StageCut, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from noloco_node.config.data_spec import NO_TOKENIZER
 from noloco_node.config.model_spec import ModelSpec
+from noloco_node.marks import positions_of, without_marks
 from noloco_node.model.anatomy import build_on_meta
 from noloco_node.model.byte_tokenizer import build_byte_tokenizer
 from noloco_node.model.cut import build_config
@@ -96,12 +97,15 @@ def model_of(spec: ModelSpec, state: Mapping[str, Tensor]) -> PreTrainedModel:
 
 
 def evaluate_model(model: PreTrainedModel, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Mean cross-entropy of (inputs, labels), both int64 [B, T], in nats per token. ValueError without batches."""
+    """Mean cross-entropy of (inputs, labels), both int64 [B, T], labels with marks where documents begin, in nats per
+    token. ValueError without batches."""
     total, tokens = 0.0, 0
     with torch.inference_mode():
         for inputs, labels in batches:
-            logits: Tensor = model(inputs, use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+            positions, wanted = positions_of(labels), without_marks(labels)
+            apart = {} if positions is None else {"position_ids": positions}
+            logits: Tensor = model(inputs, use_cache=False, **apart).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="sum")
             total += float(loss)
             tokens += labels.numel()
     if not tokens:

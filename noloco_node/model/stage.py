@@ -44,11 +44,19 @@ class Stage(nn.Module):
         """How its routers are trained; None where it has none, or where they are not."""
         self.hidden_size: int = causal.config.hidden_size
         self.vocab_size: int = causal.config.vocab_size
+        self.masks_by_itself = False
+        """Whether who sees whom is worked out here instead of by transformers, which cannot under `vmap`. Only for
+        models without sliding windows."""
 
-    def forward(self, inputs: Tensor, *, routers: bool = False) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
-        """Run the stage's layers. Positions count from 0, attention is causal within each row. With `routers` the
-        logits of its routers come beside the outputs, [B·T, experts] for each layer that has one."""
+    def forward(
+        self, inputs: Tensor, positions: Tensor | None = None, *, routers: bool = False
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
+        """Run the stage's layers; attention is causal within each row. Positions count from 0, or are given, int64
+        [B, T]: where they do not go on, a document begins, and no token sees beyond its own. With `routers` the logits
+        of its routers come beside the outputs, [B·T, experts] for each layer that has one."""
         source: dict[str, Any] = {"input_ids": inputs} if self.cut.is_first else {"inputs_embeds": inputs}
+        if positions is not None:
+            source |= documents_apart(positions, masked=self.masks_by_itself)
         if self.router is not None:
             source["output_router_logits"] = routers
         whole: Any = self.causal if self.cut.is_last else self.causal.get_submodule("model")
@@ -62,6 +70,18 @@ class Stage(nn.Module):
 
     def _full_name(self, local: str) -> str:
         return _full_name(local.removeprefix(_LOCAL_ROOT), self.cut.first_layer)
+
+
+def documents_apart(positions: Tensor, *, masked: bool = False) -> dict[str, Tensor]:
+    """What transformers is told of documents in a row, by their positions, int64 [B, T]: it parts them by itself where
+    it gets no mask. `masked` says it by a mask, bool [B, 1, T, T]."""
+    told = {"position_ids": positions}
+    if masked:
+        document = (positions == 0).cumsum(1)
+        places = torch.arange(positions.shape[1], device=positions.device)
+        alike = document[:, :, None] == document[:, None, :]
+        told["attention_mask"] = (alike & (places[:, None] >= places[None, :]))[:, None]
+    return told
 
 
 def build_stage(spec: ModelSpec, index: int) -> Stage:

@@ -86,7 +86,8 @@ class MicrobatchAnswer(WireModel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outgoing:
-    """A microbatch for the next stage: activations [b, T, hidden] and labels int32 [b, T]."""
+    """A microbatch for the next stage: activations [b, T, hidden] and labels int32 [b, T], with marks where documents
+    begin (`marks.BEGINS`)."""
 
     id: str
     mode: Mode

@@ -15,6 +15,7 @@ from torch import Tensor
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples, inputs_and_labels
+from noloco_node.marks import positions_of
 from noloco_node.swarm.microbatch import HopFailed, Ledger, Mode, Outgoing, Sample
 from noloco_node.swarm.origins_seen import DrawnBy
 from noloco_node.swarm.pipeline import Downstream
@@ -150,7 +151,7 @@ class Origin:
         if self._downstream is None:
             await self._worker.loss(inputs, labels, draw=True)
             return
-        passage, drawn = Passage(), self._drawn(self._downstream, labels.numel())
+        passage, drawn = Passage(positions=positions_of(labels)), self._drawn(self._downstream, labels.numel())
         try:
             outputs = await self._worker.forward(inputs, passage, draw=True)
             outgoing = replace(self._outgoing("train", drawn, outputs, labels), chosen=passage.chosen)
@@ -173,7 +174,7 @@ class Origin:
         try:
             if self._downstream is None:
                 return await self._worker.evaluate_loss(inputs, labels), labels.numel()
-            outputs = await self._worker.evaluate(inputs)
+            outputs = await self._worker.evaluate(inputs, positions_of(labels))
         except MicrobatchNotFinite as error:
             raise HopFailed(Refusal.NOT_FINITE, str(error), reached=True) from None
         drawn = self._drawn(self._downstream, labels.numel())

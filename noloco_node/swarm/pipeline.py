@@ -20,6 +20,7 @@ from torch import Tensor
 
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.marks import positions_of, without_marks
 from noloco_node.model.router import Router
 from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.audit import JURY, Auditor, share_of_a_hop
@@ -377,7 +378,8 @@ class PipelineServer:
         if not await all_finite(activations):
             raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
         self._check_scale(name.sender, await scale_of(activations))
-        if int(labels.min()) < 0 or int(labels.max()) >= self._vocabulary:  # on a GPU this would end the process
+        wanted = without_marks(labels) if self._spec.data.attention == "document" else labels
+        if int(labels.min()) < 0 or int(wanted.max()) >= self._vocabulary:  # on a GPU this would end the process
             raise Refused(Refusal.MALFORMED, f"a label is outside the vocabulary of {self._vocabulary}")
         router = self._worker.router
         if router is not None and header.mode == "train" and not router.before(header.chosen, labels.numel()):
@@ -404,7 +406,7 @@ class PipelineServer:
             result = await self._worker.loss(activations, labels, source=name.sender, turn=turn, chosen=header.chosen)
             self._note_work(name, header, result.tokens, result.taken_in)
             return self._answer(Trained(result.loss_sum, result.tokens, result.input_gradient, chosen=result.chosen))
-        passage = Passage(source=name.sender)
+        passage = Passage(source=name.sender, positions=positions_of(labels))
         try:
             outputs = await self._worker.forward(activations, passage, turn=_turn(name.sender, header, labels))
             chosen = tuple(before + own for before, own in zip(header.chosen, passage.chosen, strict=False))
@@ -432,7 +434,7 @@ class PipelineServer:
         if self._downstream is None:
             loss_sum = await self._worker.evaluate_loss(activations, labels, turn)
             return self._answer(Trained(loss_sum, labels.numel(), None))
-        outputs = await self._worker.evaluate(activations, turn)
+        outputs = await self._worker.evaluate(activations, positions_of(labels), turn)
         return self._answer(await self._send_on(header, outputs, labels, deadline))
 
     async def _send_on(

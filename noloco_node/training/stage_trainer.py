@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage, reportUnknownVariableType]
 
 from noloco_node.config.run_spec import InnerSpec
+from noloco_node.marks import positions_of, without_marks
 from noloco_node.model.router import Routed
 from noloco_node.model.stage import Stage
 from noloco_node.training.layer_checkpoints import checkpoint_layers
@@ -48,6 +49,8 @@ class Passage:
     """Whether its gradient was accumulated (`LossBound`); set by `backward`."""
     chosen: tuple[int, ...] = ()
     """How often this stage chose each expert, where its routers are trained; set by `forward`."""
+    positions: Tensor | None = None
+    """Of the microbatch's tokens in their documents, int64 [B, T]; None where they count from the row's beginning."""
     version: Version | None = None
     inputs: Tensor | None = None
     outputs: Tensor | None = field(default=None, repr=False)
@@ -134,9 +137,9 @@ class StageTrainer:
         if self._recompute:
             passage.inputs = inputs
             with torch.no_grad():
-                outputs, routed = self._run_routed(passage.version, inputs)
+                outputs, routed = self._run_routed(passage.version, inputs, passage.positions)
         else:
-            passage.inputs, outputs, routed = self._forward_with_graph(passage.version, inputs)
+            passage.inputs, outputs, routed = self._forward_with_graph(passage, inputs)
             passage.outputs, passage.routed = outputs, routed
         passage.chosen = _counts(routed)
         return self._for_the_wire(outputs.detach())
@@ -162,7 +165,7 @@ class StageTrainer:
         assert passage.inputs is not None
         inputs, outputs, routed = passage.inputs, passage.outputs, passage.routed
         if outputs is None:
-            inputs, outputs, routed = self._forward_with_graph(passage.version, inputs)
+            inputs, outputs, routed = self._forward_with_graph(passage, inputs)
         gradient = output_gradient.to(device=self.device, dtype=outputs.dtype)
         cause = passage.source or source
         if source and (factor := _factor(gradient, source, tokens, self.returned_bound)) < 1.0:
@@ -177,12 +180,13 @@ class StageTrainer:
 
     def loss(self, inputs: Tensor, labels: Tensor, *, source: str = "", chosen: Sequence[int] = ()) -> LossResult:
         """Last stage: forward, loss and backward in one. `inputs` [B, T, hidden] (ids [B, T] where P = 1) of the peer
-        `source`, `labels` int [B, T]; where routers are trained, `chosen` is how often the stages before chose each
-        expert. The routers' loss is no part of the one that is given back. Raises MicrobatchNotFinite."""
-        passage = Passage(source, version=self._versions.acquire())
+        `source`, `labels` int [B, T], with marks where documents begin; where routers are trained, `chosen` is how
+        often the stages before chose each expert. The routers' loss is no part of the one that is given back. Raises
+        MicrobatchNotFinite."""
+        passage = Passage(source, positions=positions_of(labels), version=self._versions.acquire())
         assert passage.version is not None
         try:
-            leaf, logits, routed = self._forward_with_graph(passage.version, self._to_device(inputs))
+            leaf, logits, routed = self._forward_with_graph(passage, self._to_device(inputs))
             loss = _summed_loss(logits, labels.to(self.device))
             loss_sum = float(loss.detach())
             if not math.isfinite(loss_sum):
@@ -197,16 +201,17 @@ class StageTrainer:
             self._count(loss_sum, labels.numel())
         return LossResult(loss_sum, labels.numel(), input_gradient, passage.taken_in, total)
 
-    def evaluate(self, inputs: Tensor) -> Tensor:
-        """Forward only: activations on the host in the wire precision. Raises MicrobatchNotFinite."""
+    def evaluate(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Forward only: activations on the host in the wire precision; `positions` as a passage has them. Raises
+        MicrobatchNotFinite."""
         with torch.no_grad():
-            outputs = self._run(self._versions.current, self._to_device(inputs))
+            outputs = self._run(self._versions.current, self._to_device(inputs), positions)
         return self._for_the_wire(outputs)
 
     def evaluate_loss(self, inputs: Tensor, labels: Tensor) -> float:
         """Last stage, forward only: loss summed over tokens. Raises MicrobatchNotFinite."""
         with torch.no_grad():
-            logits = self._run(self._versions.current, self._to_device(inputs))
+            logits = self._run(self._versions.current, self._to_device(inputs), positions_of(labels))
             loss_sum = float(_summed_loss(logits, labels.to(self.device)))
         if not math.isfinite(loss_sum):
             raise MicrobatchNotFinite("the loss of this microbatch is not finite")
@@ -317,17 +322,19 @@ class StageTrainer:
             (part, group["params"][0]) for part, group in zip(self._parts(), self._optimizer.param_groups, strict=True)
         ]
 
-    def _forward_with_graph(self, version: Version, inputs: Tensor) -> tuple[Tensor, Tensor, Routed | None]:
+    def _forward_with_graph(self, passage: Passage, inputs: Tensor) -> tuple[Tensor, Tensor, Routed | None]:
+        assert passage.version is not None
         leaf = inputs if self._is_first else inputs.detach().requires_grad_()
         with torch.enable_grad():
-            return leaf, *self._run_routed(version, leaf)
+            return leaf, *self._run_routed(passage.version, leaf, passage.positions)
 
-    def _run_routed(self, version: Version, inputs: Tensor) -> tuple[Tensor, Routed | None]:
+    def _run_routed(self, version: Version, inputs: Tensor, positions: Tensor | None) -> tuple[Tensor, Routed | None]:
         """The outputs, and what the routers did, where they are trained."""
         if self.router is None:
-            return self._run(version, inputs), None
+            return self._run(version, inputs, positions), None
+        at = None if positions is None else positions.to(self.device)
         with self._precision.computing(self.device):
-            found: Any = functional_call(self._stage, version.parameters, (inputs,), {"routers": True})
+            found: Any = functional_call(self._stage, version.parameters, (inputs, at), {"routers": True})
         outputs, logits = cast("tuple[Tensor, tuple[Tensor, ...]]", found)
         return outputs, self.router.routed(logits, self.device)
 
@@ -337,9 +344,10 @@ class StageTrainer:
             return None
         return self.router.loss(routed.chances, torch.tensor(chosen, device=self.device), tokens)
 
-    def _run(self, version: Version, inputs: Tensor) -> Tensor:
+    def _run(self, version: Version, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
+        at = None if positions is None else positions.to(self.device)
         with self._precision.computing(self.device):
-            return cast(Tensor, functional_call(self._stage, version.parameters, (inputs,)))
+            return cast(Tensor, functional_call(self._stage, version.parameters, (inputs, at)))
 
     def _takes_in(self, source: str, loss_sum: float, tokens: int) -> bool:
         return not source or self.loss_bound.takes_in(loss_sum / tokens, tokens)
@@ -399,7 +407,8 @@ class StageTrainer:
 
 
 def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.reshape(-1).to(torch.int64), reduction="sum")
+    wanted = without_marks(labels).reshape(-1).to(torch.int64)
+    return F.cross_entropy(logits.float().flatten(0, 1), wanted, reduction="sum")
 
 
 def _counts(routed: Routed | None) -> tuple[int, ...]:

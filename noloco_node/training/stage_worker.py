@@ -289,9 +289,9 @@ class StageWorker:
 
         return await self._thread.run(Priority.DRAW if draw else Priority.FORWARD, work, turn)
 
-    async def evaluate(self, inputs: Tensor, turn: Turn = OWN) -> Tensor:
-        """Forward only."""
-        return await self._thread.run(Priority.FORWARD, lambda: self._trainer.evaluate(inputs), turn)
+    async def evaluate(self, inputs: Tensor, positions: Tensor | None = None, turn: Turn = OWN) -> Tensor:
+        """Forward only; `positions` as a passage has them."""
+        return await self._thread.run(Priority.FORWARD, lambda: self._trainer.evaluate(inputs, positions), turn)
 
     async def evaluate_loss(self, inputs: Tensor, labels: Tensor, turn: Turn = OWN) -> float:
         """Last stage, forward only: loss summed over tokens."""

@@ -129,6 +129,7 @@ def check_points(cells: tuple[Cell, ...]) -> None:
     """Raise UserError (CONFIG) where a point's model cannot be cut, as `check_cut` does, or trains routers, or where
     its global batch cannot be divided among its replicas. Loads torch and transformers."""
     from noloco_node.model.anatomy import check_cut
+    from noloco_node.model.cut import check_parts_documents
     from noloco_node.virtual.training import microbatch_windows
 
     points = [point for cell in cells for point in cell.points]
@@ -137,6 +138,8 @@ def check_points(cells: tuple[Cell, ...]) -> None:
         check_cut(model)
         _check_routers(model)
     for point in points:
+        if point.run.data.attention == "document":
+            check_parts_documents(point.run.model, laboratory=True)
         try:
             microbatch_windows(point.run, point.world, point.replicas)
         except UserError as error:

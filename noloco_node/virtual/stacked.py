@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.run_spec import InnerSpec
+from noloco_node.marks import without_marks
 from noloco_node.model.stage import build_stage
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.precision import PRECISIONS
@@ -41,6 +42,7 @@ class StackedStage:
 
     def __init__(self, model: ModelSpec, inner: InnerSpec, index: int, replicas: int) -> None:
         self._stage = build_stage(model, index)
+        self._stage.masks_by_itself = True
         self._is_first, self._is_last = self._stage.cut.is_first, self._stage.cut.is_last
         parameters = dict(self._stage.named_parameters())
         self.layout = FlatLayout.of(parameters)
@@ -63,22 +65,30 @@ class StackedStage:
         return {names[name]: value for name, value in self.layout.views(flat).items()}
 
     def forward(
-        self, rows: Tensor, inputs: Tensor, noise: float = 0.0, generator: torch.Generator | None = None
+        self,
+        rows: Tensor,
+        inputs: Tensor,
+        positions: Tensor | None = None,
+        *,
+        noise: float = 0.0,
+        generator: torch.Generator | None = None,
     ) -> Passage:
-        """Microbatch m through replica rows[m]: `inputs` [M, B, T] ids or [M, B, T, hidden]; outputs accordingly. With
-        `noise`, each on weights disturbed by Gaussian noise of that standard deviation, which no replica keeps."""
+        """Microbatch m through replica rows[m]: `inputs` [M, B, T] ids or [M, B, T, hidden]; outputs accordingly.
+        `positions` [M, B, T] are those in documents, where attention ends there. With `noise`, each on weights
+        disturbed by Gaussian noise of that standard deviation, which no replica keeps."""
         if not self._is_first:
             inputs = inputs.detach().to(self._precision.published).requires_grad_()
         flat = self.fast.detach()[rows]
         if noise:
             flat += noise * torch.randn(flat.shape, generator=generator)
         weights = [weight.requires_grad_() for weight in self._weights(flat)]
-        return Passage(rows, weights, inputs, self._run(weights, inputs))
+        return Passage(rows, weights, inputs, self._run(weights, inputs, positions))
 
-    def evaluate(self, weights: Tensor, inputs: Tensor) -> Tensor:
+    def evaluate(self, weights: Tensor, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
         """Outputs only, of replicas with these weights [M, size] on a microbatch each."""
+        inputs = inputs if self._is_first else inputs.to(self._precision.published)
         with torch.no_grad():
-            return self._run(self._weights(weights), inputs if self._is_first else inputs.to(self._precision.published))
+            return self._run(self._weights(weights), inputs, positions)
 
     def backward(self, passage: Passage, gradient: Tensor | None, tokens: int) -> Tensor | None:
         """Accumulate gradients from that of the outputs (None where the outputs are a summed loss). Returns that of
@@ -161,25 +171,27 @@ class StackedStage:
         flat = flat.to(self._precision.published)
         return [flat[:, entry.offset : entry.end].view(len(flat), *entry.shape) for entry in self.layout.entries]
 
-    def _run(self, weights: Sequence[Tensor], inputs: Tensor) -> Tensor:
-        def one(own: dict[str, Tensor], batch: Tensor) -> Tensor:
-            return cast(Tensor, functional_call(self._stage, own, (batch,)))
+    def _run(self, weights: Sequence[Tensor], inputs: Tensor, positions: Tensor | None) -> Tensor:
+        def one(own: dict[str, Tensor], *batch: Tensor) -> Tensor:
+            return cast(Tensor, functional_call(self._stage, own, batch))
+
+        batches = (inputs,) if positions is None else (inputs, positions)
 
         if self._precision.autocast:  # vmap would take attention apart before autocast sees it
             with self._precision.computing(inputs.device):
                 rows = [dict(zip(self._names, own, strict=True)) for own in zip(*weights, strict=True)]
-                return torch.stack([one(own, batch) for own, batch in zip(rows, inputs, strict=True)])
-        run = cast(Callable[[dict[str, Tensor], Tensor], Tensor], vmap(one))
+                return torch.stack([one(*each) for each in zip(rows, *batches, strict=True)])
+        run = cast(Callable[..., Tensor], vmap(one))
         parts: list[Tensor] = []
         with sdpa_kernel(SDPBackend.MATH):  # the other kernels have no batching rule and would run one by one
             for low in range(0, len(inputs), AT_ONCE):
                 part = slice(low, low + AT_ONCE)
                 own = {name: weight[part] for name, weight in zip(self._names, weights, strict=True)}
-                parts.append(run(own, inputs[part]))
+                parts.append(run(own, *(batch[part] for batch in batches)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each token in nats: `logits` [..., vocab], `labels` int64 [...]."""
-    flat = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="none")
+    """Cross-entropy of each token in nats: `logits` [..., vocab], `labels` int64 [...], marks among them."""
+    flat = F.cross_entropy(logits.float().flatten(0, -2), without_marks(labels).flatten(), reduction="none")
     return flat.view(labels.shape)

@@ -21,6 +21,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.walk import WindowWalk
 from noloco_node.data.windows import Windows, load_windows
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.marks import positions_of
 from noloco_node.swarm.routing import Candidate, choose_peer
 from noloco_node.swarm.transport import WIRE_DTYPES, PeerId
 from noloco_node.training.progress import Progress, staggered
@@ -273,10 +274,11 @@ class Training:
         """Forward and backward of some microbatches [M, B, T]; `routes` names the replica of each at every stage."""
         wire = WIRE_DTYPES[self._run.pipeline.activations]
         passages: list[Passage] = []
-        values = inputs
+        values, positions = inputs, _positions(labels)
         noise = self._world.weight_noise * self._rate(self._clock()) / self._run.inner.learning_rate
         for index, (stage, rows) in enumerate(zip(self._stages, routes, strict=True)):
-            passages.append(stage.forward(rows, values.to(wire) if index else values, noise, self._noise))
+            sent = values.to(wire) if index else values
+            passages.append(stage.forward(rows, sent, positions, noise=noise, generator=self._noise))
             values = passages[-1].outputs
         passages[-1], losses = self._stages[-1].with_loss(passages[-1], labels)
         total = float(losses.sum())
@@ -400,14 +402,20 @@ class Training:
 
     def _loss(self, weights: Sequence[Tensor], inputs: Tensor, labels: Tensor) -> float | None:
         route = random.Random(f"evaluation/{self._seed}")
-        total, values = 0.0, inputs
+        total, values, positions = 0.0, inputs, _positions(labels)
         for index, (stage, fast) in enumerate(zip(self._stages, weights, strict=True)):
             rows = list(range(len(fast)))
             if index:
                 route.shuffle(rows)
-            values = stage.evaluate(fast[rows], values)
+            values = stage.evaluate(fast[rows], values, positions)
         total = float(token_losses(values, labels).double().mean())
         return _finite(total)
+
+
+def _positions(labels: Tensor) -> Tensor | None:
+    """`positions_of` labels [M, B, T]."""
+    found = positions_of(labels.flatten(0, 1))
+    return None if found is None else found.view(labels.shape)
 
 
 def _finite(value: float) -> float | None:

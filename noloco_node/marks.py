@@ -1,0 +1,26 @@
+"""Where documents begin, said by a bit of the token ids: it comes from the packing, never from what a token is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BEGINS = 1 << 30
+"""Set in a token id, int32 or int64, that is the first of its document; above every id. In labels it stands where the
+*input* of that place is the first of its document, so that labels say it to later stages, too."""
+
+
+def without_marks(ids: Tensor) -> Tensor:
+    """Token ids alone."""
+    return ids & (BEGINS - 1)
+
+
+def positions_of(marked: Tensor) -> Tensor | None:
+    """Each token's place in its document, int64 [B, T], of ids or labels [B, T] with marks; a row begins with a place
+    0 whatever it says. None where no document begins within a row: places then count from its beginning."""
+    begins = (marked & BEGINS) != 0
+    begins[:, 0] = True
+    if int(begins.sum()) == len(begins):
+        return None
+    places = torch.arange(marked.shape[1], device=marked.device).expand(marked.shape)
+    return places - torch.where(begins, places, 0).cummax(1).values
