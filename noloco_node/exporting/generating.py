@@ -15,7 +15,7 @@ from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.encoding import fitting_tokenizer
-from noloco_node.data.tokenizers import PretrainedTokenizer, Tokenizer
+from noloco_node.data.tokenizers import NoTokenizer, PretrainedTokenizer, Tokenizer
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.interrupts import interruptible
 from noloco_node.model.cut import build_config
@@ -100,14 +100,14 @@ async def continue_text(
 
     `longest`: tokens that the model sees. Raises UserError: USAGE for a prompt without a token, or a longer one.
     """
-    ids = [int(token) for token in tokenizer.encode(wish.prompt)]
+    ids = _ids_of(wish.prompt, tokenizer)
     if not ids:
         raise UserError(ExitCode.USAGE, "--prompt is empty", "name the beginning of a text")
     if len(ids) > longest:
         message = f"--prompt has {len(ids)} tokens, and the run's windows have {longest}"
         raise UserError(ExitCode.USAGE, message, "name a shorter beginning: the model has never seen a longer text")
     generator = torch.Generator().manual_seed(wish.seed)
-    write(wish.prompt)
+    write(wish.prompt if not isinstance(tokenizer, NoTokenizer) else tokenizer.decode(ids))
     shown, last = Shown(tokenizer, ids, write), end_of_text(tokenizer)
     came, began = 0, time.monotonic()
     while came < wish.tokens and len(shown.ids) <= longest:
@@ -118,6 +118,20 @@ async def continue_text(
         shown.add(token)
     shown.end()
     return Spoken(came, came < wish.tokens and len(shown.ids) > longest, time.monotonic() - began)
+
+
+def _ids_of(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """Where the run has no tokenizer the prompt names token ids."""
+    if not isinstance(tokenizer, NoTokenizer):
+        return [int(token) for token in tokenizer.encode(prompt)]
+    words = prompt.split()
+    if not all(word.isascii() and word.isdigit() and int(word) < tokenizer.vocab_size for word in words):
+        raise UserError(
+            ExitCode.USAGE,
+            f"--prompt is {prompt[:40]!r}, and the run has no tokenizer: it knows token ids only",
+            f"name ids from 0 to {tokenizer.vocab_size - 1} with spaces between; ids is also what comes",
+        )
+    return [int(word) for word in words]
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:

@@ -42,7 +42,7 @@ PATIENCE_SECONDS = 120.0
 """So long a stage may bring nothing before the text ends."""
 WORTH_SAYING_SECONDS = 5.0
 SILENT_SECONDS = 60.0
-"""So long who was silent is asked only where nobody else is left."""
+"""So long who was silent is asked only where nobody else is there: that others are full makes no way to it."""
 FOR_GOOD = frozenset(
     {Refusal.UNKNOWN_METHOD, Refusal.NOT_ADMITTED, Refusal.WRONG_PROTOCOL, Refusal.WRONG_RUN, Refusal.BANNED}
 )
@@ -143,9 +143,10 @@ class LiveModel:
     def _choose(self, stage: int, asked: set[PeerId]) -> PeerId | None:
         now, view = time.monotonic(), self._directory.view
         records = [record for record in view.live(stage, self._directory.now()) if record.state in ANSWERING]
-        left = [peer for record in records if (peer := PeerId(record.peer_id)) not in asked]
-        heard = [peer for peer in left if self._silent.get(peer, 0.0) <= now]
-        return self._rng.choice(heard or left) if left else None
+        there = [PeerId(record.peer_id) for record in records]
+        heard = [peer for peer in there if self._silent.get(peer, 0.0) <= now]
+        left = [peer for peer in heard or there if peer not in asked]
+        return self._rng.choice(left) if left else None
 
     def _note(self, peer: PeerId, error: Refused | TransportError) -> None:
         if isinstance(error, Refused) and error.reason is Refusal.BUSY:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.data.tokenizers import ByteTokenizer, Tokens
+from noloco_node.data.tokenizers import ByteTokenizer, NoTokenizer, Tokens
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.generating import Wish, continue_text
 from noloco_node.model.export import model_of
@@ -23,7 +25,9 @@ from noloco_node.swarm.live_model import LiveModel
 from noloco_node.swarm.memory_directory import MemoryDirectory
 from noloco_node.swarm.memory_transport import MemoryTransport
 from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
+from noloco_node.training.compute_thread import Priority
 from noloco_node.training.fair_queue import Turn
+from tests.support import eventually
 from tests.worlds import LENGTH, VOCABULARY, World, micro_spec, world
 
 ASKER = PeerId("one-who-generates")
@@ -143,6 +147,31 @@ async def test_a_peer_that_dies_or_answers_nonsense_is_replaced_and_the_text_is_
         assert "".join(parts) == whole
 
 
+async def test_who_was_silent_is_not_asked_again_while_others_are_only_full() -> None:
+    """Each time would cost a whole deadline; where all have been silent they are asked all the same."""
+    async with answering(stages=1) as asked, asked.model(patience=1e9) as model:
+        dead, full = (replica._transport.peer_id for replica in asked.made.replicas)
+        asked.made.network.kill(dead)
+        for _ in range(8):
+            await model.next_logits([1])
+        assert model.replaced == 1
+        server, said = asked.made.replicas[1].inference, 0
+        admit = server.admit
+
+        def busy(*request: Any) -> Any:
+            nonlocal said
+            said += 1
+            if said < 6:
+                raise Refused(Refusal.BUSY)
+            return admit(*request)
+
+        cast(MemoryTransport, asked.made.replicas[1]._transport)._desk._methods[METHOD].admit = busy
+        await model.next_logits([1])
+        assert (said, model.replaced) == (6, 1)
+        model._silent[full] = math.inf
+        await model.next_logits([1])
+
+
 async def test_a_stage_that_answers_nothing_ends_the_text_with_a_reason() -> None:
     """Nobody there, and nobody who gives any: by setting, or while it leaves."""
     async with answering(replicas=1) as asked:
@@ -157,6 +186,20 @@ async def test_a_stage_that_answers_nothing_ends_the_text_with_a_reason() -> Non
         with pytest.raises(UserError, match=r"stage 0 .* unknown_method"):
             async with asked.model(patience=1e9) as model:
                 await model.next_logits([1])
+
+
+async def test_a_run_without_a_tokenizer_goes_on_from_ids() -> None:
+    """Text is refused with the remedy."""
+    async with answering(replicas=1) as asked, asked.model() as model:
+        parts, none = list[str](), NoTokenizer(VOCABULARY)
+        spoken = await continue_text(model.next_logits, 16, none, Wish(" 7 3  11", 4, 0.0, 0), parts.append)
+        assert spoken.tokens == 4
+        words = "".join(parts).split(" ")
+        assert words[:3] == ["7", "3", "11"]
+        assert len(words) == 7
+        for wrong in ("seven", str(VOCABULARY), "-1"):
+            with pytest.raises(UserError, match="no tokenizer"):
+                await continue_text(model.next_logits, 16, none, Wish(wrong, 4, 0.0, 0), parts.append)
 
 
 async def test_a_text_ends_where_the_windows_of_the_run_do() -> None:
@@ -254,24 +297,31 @@ async def test_what_is_no_window_is_refused_and_no_weight_moves(
 
 
 async def test_askers_take_turns_with_the_training_and_do_not_wait_for_its_end() -> None:
-    """Beside a stage that is never without work an asker is answered, and gets no more than its part of the turns."""
+    """Beside three senders with ten microbatches each before the device, an asker comes after one of each at most."""
     async with answering(stages=2, replicas=1) as asked:
-        last, under_way = asked.made.of_stage(1)[0], True
-        trained = 0
+        last = asked.made.of_stage(1)[0]
+        worker, begin, order = last.worker, threading.Event(), list[str]()
+        trainer = worker._trainer
+        measure, look = trainer.evaluate_loss, trainer.last_logits
 
-        async def keep_training(source: str) -> None:
-            nonlocal trained
-            inputs = torch.randn(4, LENGTH, 32)
-            labels = torch.zeros(4, LENGTH, dtype=torch.int32)
-            while under_way:
-                await last.worker.evaluate_loss(inputs, labels, Turn((source,), 4 * LENGTH))
-                trained += 1
+        def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+            def on_the_device(*given: Tensor) -> Any:
+                order.append(name)
+                return work(*given)
 
-        async with asyncio.TaskGroup() as group:
-            for number in range(3):
-                group.create_task(keep_training(f"sender-{number}"))
-            async with asked.model() as model:
-                for _ in range(4):
-                    await asyncio.wait_for(model.next_logits([1, 2, 3]), 20)
-            under_way = False
-        assert trained >= 4
+            return on_the_device
+
+        trainer.evaluate_loss, trainer.last_logits = noted("sender", measure), noted("asker", look)
+        held = asyncio.ensure_future(worker._thread.run(Priority.STEP, begin.wait))
+        inputs, labels = torch.randn(4, LENGTH, 32), torch.zeros(4, LENGTH, dtype=torch.int32)
+        waiting = [
+            asyncio.ensure_future(worker.evaluate_loss(inputs, labels, Turn((f"sender-{number % 3}",), 4 * LENGTH)))
+            for number in range(30)
+        ]
+        message = Message({}, (torch.randn(1, LENGTH, 32),))
+        waiting.append(asyncio.ensure_future(last.inference.handle(ASKER, message)))
+        await eventually(lambda: worker.queued == 31, what="all wait")
+        begin.set()
+        await asyncio.gather(held, *waiting)
+        assert order.index("asker") <= 3
+        assert order.count("sender") == 30
