@@ -24,7 +24,7 @@ EXPERTS = [
     ("qwen3_moe", 1, "keep"),
     ("qwen3_moe", 2, "recompute"),
     ("qwen3_moe", 4, "keep"),
-    ("mixtral", 3, "keep"),
+    ("mixtral", 3, "checkpoint"),
 ]
 
 

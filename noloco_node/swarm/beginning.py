@@ -15,7 +15,7 @@ from noloco_node.swarm.membership import SERVING
 BEGINNINGS = {
     "checkpoint": "its own checkpoint",
     "peer": "a fellow's state",
-    "seed": "the first weights, which the run's seed gives",
+    "seed": "the run's first weights",
 }
 
 ASK_SECONDS = 10.0
@@ -52,7 +52,7 @@ def where_to_begin(
     unrecorded: bool = False,
 ) -> Beginning:
     """The precedence: the own checkpoint unless the swarm is more than `max_lag` tokens beyond it; else a fellow's
-    state; else the first weights, which the run's seed gives.
+    state; else the run's first weights.
 
     `own_clock` is the checkpoint's (None: there is none), `others` are the records, of all stages without the own, of
     those that answer this node. `joined`: it was let in by others; where it was not the run begins with it, and nobody

@@ -30,7 +30,7 @@ from noloco_node.telemetry.words import as_duration, as_loss
 LOGGER_NAME = "noloco_node"
 
 ORIGINS = {
-    "seed": "weights from the run's seed",
+    "seed": "the run's first weights",
     "peer": "weights copied from a fellow",
     "guard": "weights from a copy that a node of another stage kept",
     "checkpoint": "weights from its own checkpoint",
