@@ -8,9 +8,12 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from noloco_node.model.router import Router
 from noloco_node.model.stage import build_stage
-from noloco_node.swarm.microbatch import MicrobatchAnswer, read_answer
+from noloco_node.swarm.directory import PeerState
+from noloco_node.swarm.microbatch import MicrobatchAnswer, MicrobatchHeader, read_answer
+from noloco_node.swarm.transport import Message, Refused
 from noloco_node.swarm.typed_calls import Answer, BadAnswer
 from tests.model.families import spec_of
+from tests.worlds import micro_spec, peer_name, world
 
 ROUTER = Router(experts=4, chosen=2, coefficient=0.5, layers=3, layers_before=1)
 
@@ -60,3 +63,32 @@ def test_each_stage_knows_where_the_experts_are() -> None:
     assert [one and one.layers_before for one in found] == [0, 1, 2]
     assert build_stage(spec_of("qwen3_moe", 3), 1).router is None
     assert build_stage(spec_of("llama", 3), 1).router is None
+
+
+async def test_a_request_with_counts_that_cannot_be_is_refused() -> None:
+    """The stage before has chosen two experts for each token of its layer with experts, no more and no less."""
+    spec = micro_spec(stages=2)
+    mixture = {"model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True}
+    model = spec.model.model_copy(update={"config": spec.model.config | mixture})
+    spec = spec.model_copy(update={"model": model})
+    async with world(spec) as made:
+        first, last = made.replicas
+        header = MicrobatchHeader(
+            id="0" * 32,
+            budget_ms=10_000,
+            run=spec.run_id,
+            stage=1,
+            origin=peer_name(0, 0),
+            origin_clock=64.0,
+            chosen=(64, 64, 64, 65),
+        )
+        tensors = torch.zeros(4, 16, 32), torch.zeros(4, 16, dtype=torch.int32)
+        with pytest.raises(Refused, match="counts of chosen experts"):
+            await last.server.handle(peer_name(0, 0), Message(header.model_dump(mode="json"), tensors))
+        assert last.worker.trained_tokens == 0
+        last.server.accepting = True
+        await last.membership.announce(PeerState.TRAINING)
+        await first.membership.refresh()
+        assert first.origin is not None
+        assert await first.origin.train_one()
+        assert last.worker.trained_tokens == 64
