@@ -18,6 +18,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.shaped_links import Door, Uplink, doors, owner_of
 from noloco_node.config.load import load_config
@@ -142,7 +143,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="+", default=range(len(POINTS)), help="points, by number from 0")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     for point in [POINTS[number] for number in options.only]:
         overrides = [*MODEL, f"node.in_flight={point.in_flight}", f"run.outer.inner_steps={point.h}"]
         outlook = planned(point, overrides)

@@ -36,28 +36,32 @@ class Graph:
     """Gradients inside one layer while it is differentiated."""
 
 
-def graph_of(causal: nn.Module, config: PretrainedConfig, element: int, length: int) -> Graph:
+def graph_of(
+    causal: nn.Module, config: PretrainedConfig, element: int, length: int, *, autocast: bool = False
+) -> Graph:
     """Of the whole model `causal` (on the meta device will do), with published weights of `element` bytes and windows
     of `length` tokens. Attention with capped scores holds them all, in fp32; experts hold what goes in and out of
-    each."""
+    each. Under `autocast` the stream of activations is fp32, and each product casts its inputs for itself; the weights
+    that it casts are not in it."""
     heads = int(config.num_attention_heads)
     hidden, vocabulary = int(config.hidden_size), int(config.vocab_size)
     width = int(getattr(config, "head_dim", None) or hidden // heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     shape = _Shape(hidden, heads, kv_heads, width, _inner_width(config), element)
-    norm_element = FP32 if str(config.model_type).startswith(("gemma", "olmo")) else element
+    inside = FP32 if str(config.model_type).startswith(("gemma", "olmo")) else element
+    on_stream = FP32 if autocast else inside
     capped = bool(getattr(config, "attn_logit_softcapping", None))
     experts = int(getattr(config, "num_experts_per_tok", None) or 0)
-    extra = 2 * FP32 * heads * length * capped + 2 * element * experts * hidden
+    extra = 2 * FP32 * heads * length * capped + 2 * element * experts * hidden + 3 * element * hidden * autocast
     layers = [
-        shape.layer(_norms(layer), norm_element) + shape.fused(layer) + extra
+        shape.layer(_norms(layer), on_stream, inside) + shape.fused(layer) + extra
         for layer in causal.get_submodule("model.layers").children()
     ]
     return Graph(
         layers=tuple(layers),
-        head=shape.norm(hidden, 1, norm_element) + element * hidden,
+        head=shape.norm(hidden, 1, on_stream) + element * hidden,
         logits=float(vocabulary * (element + HEAD_TENSORS * FP32)),
-        entry=float(element * hidden),
+        entry=float((FP32 if autocast else element) * hidden),
         peak=float(element * (3 * shape.inner + 2 * hidden)),
     )
 
@@ -75,13 +79,13 @@ class _Shape:
         """Its input in fp32, its normalised input, and the root of each row's mean square."""
         return FP32 * width + element * width + FP32 * rows
 
-    def layer(self, norms: tuple[int, bool], norm_element: int) -> float:
+    def layer(self, norms: tuple[int, bool], stream_element: int, inside_element: int) -> float:
         """`norms`: how many act on the residual stream, and whether queries and keys have their own."""
         query, key = self.heads * self.head_width, self.kv_heads * self.head_width
         on_stream, inside = norms
-        saved = on_stream * self.norm(self.hidden, 1, norm_element)
+        saved = on_stream * self.norm(self.hidden, 1, stream_element)
         if inside:
-            saved += self.norm(query, self.heads, norm_element) + self.norm(key, self.kv_heads, norm_element)
+            saved += self.norm(query, self.heads, inside_element) + self.norm(key, self.kv_heads, inside_element)
         # Both blocks' inputs; queries, keys, values, what attention gives; gate, its activation, up and their product.
         saved += self.element * (2 * self.hidden + 2 * query + 2 * key + 4 * self.inner)
         return saved + FP32 * self.heads

@@ -66,7 +66,7 @@ def footprint_of(run: RunSpec) -> Footprint:
         hidden=int(config.hidden_size),
         vocabulary=int(config.vocab_size),
         layers=tuple(cut.end_layer - cut.first_layer for cut in cuts),
-        graph=graph_of(whole, config, element, run.data.sequence_length),
+        graph=graph_of(whole, config, element, run.data.sequence_length, autocast=precision.autocast),
     )
 
 

@@ -19,6 +19,7 @@ OUTER_VECTORS = 5
 learning."""
 CHECKPOINT_VECTORS = 6
 """Fast and slow weights, outer momentum, Adam's two moments, gradient gathered so far: `StageWorker.whole_state`."""
+CAST_BYTES = 2
 GUARD_BYTES = 2
 """A parameter of a copy of a stage, which is half precision."""
 PROGRAM_BYTES = 700 << 20
@@ -118,6 +119,10 @@ def _stage_memory(run: RunSpec, node: NodeSettings, footprint: Footprint, replic
     held = held_microbatches(node, stage, run.stages)
     versions = 1 + math.ceil(held / microbatches_a_step(run, replicas))
     left, worked_on = _microbatch(run, footprint, stage)
+    if precision.autocast:  # the graph holds the weights that it has cast
+        cast = CAST_BYTES * count
+        left += cast if run.inner.backward == "keep" else 0
+        worked_on += cast // footprint.layers[stage] if run.inner.backward == "checkpoint" else cast
     trail = 1 if codec.trails else 0
     others = [size for index, size in enumerate(footprint.parameters) if index != stage]
     # A guard holds the old copy while the new one comes; its own is copied in fp32 before it is made half as large.

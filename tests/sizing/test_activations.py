@@ -50,8 +50,8 @@ def spec_of(family: str, layers: int, extra: dict[str, Any]) -> ModelSpec:
     return ModelSpec(config={**config, **extra}, stages=1)
 
 
-def saved_bytes(spec: ModelSpec, dtype: torch.dtype) -> float:
-    """What autograd holds after a forward, weights aside, in bytes a token."""
+def saved_bytes(spec: ModelSpec, dtype: torch.dtype, *, autocast: bool = False) -> float:
+    """What autograd holds after a forward, published weights aside, in bytes a token."""
     stage = build_stage(spec, 0).to(dtype)
     leaves = {name: p.detach().clone().requires_grad_() for name, p in stage.named_parameters()}
     weights = {leaf.untyped_storage().data_ptr() for leaf in leaves.values()}
@@ -66,7 +66,8 @@ def saved_bytes(spec: ModelSpec, dtype: torch.dtype) -> float:
         return tensor
 
     ids = torch.randint(0, stage.vocab_size, (BATCH, LENGTH))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    mixed = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), mixed:
         functional_call(stage, leaves, (ids,))
     return sum(found.values()) / (BATCH * LENGTH)
 
@@ -80,3 +81,16 @@ def test_a_layers_graph_is_as_large_as_autograd_says(family: str, extra: dict[st
     config = build_config(large)
     graph = graph_of(build_on_meta(config), config, dtype.itemsize, LENGTH)
     assert graph.layers[1] == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize(("family", "extra"), [FAMILIES[0], FAMILIES[4]], ids=["llama", "qwen3"])
+def test_autocast_holds_weights_that_it_has_cast_and_an_fp32_stream(family: str, extra: dict[str, Any]) -> None:
+    """Within 2 %, the cast weights of two layers being counted by themselves."""
+    small, large = (spec_of(family, layers, extra) for layers in (1, 3))
+    stages = [build_stage(spec, 0) for spec in (small, large)]
+    matrices = [sum(p.numel() for p in stage.parameters() if p.dim() > 1) for stage in stages]
+    cast = (matrices[1] - matrices[0]) / 2 * torch.bfloat16.itemsize / (BATCH * LENGTH)
+    saved = [saved_bytes(spec, torch.float32, autocast=True) for spec in (small, large)]
+    config = build_config(large)
+    graph = graph_of(build_on_meta(config), config, torch.bfloat16.itemsize, LENGTH, autocast=True)
+    assert graph.layers[1] + cast == pytest.approx((saved[1] - saved[0]) / 2, rel=0.02)
