@@ -119,7 +119,9 @@ def plan_lines(run: RunSpec, numbers: Plan) -> list[str]:
     sizes = " / ".join(f"{count / 1e6:,.2f}" for count in numbers.outer_bytes)
     peak = f", at most {max(numbers.peak_bytes) / 1e6:,.2f} MB at a time" if run.outer.fragments > 1 else ""
     sent = " / ".join(f"{count / 1e6:,.2f}" for count in numbers.microbatch_bytes)
-    wire = [] if run.stages == 1 else [f"  microbatch        {sent} MB sent per replica ({run.pipeline.activations})"]
+    wire = (
+        [] if run.stages == 1 else [f"  microbatch        {sent} MB sent per replica ({run.pipeline.activations[-1]})"]
+    )
     return [
         f"run {run.name} ({run.run_id})",
         f"  parameters        {numbers.parameters:,} ({each})",

@@ -41,10 +41,11 @@ from noloco_node.swarm.roll_call import SWEEP_SECONDS, RollCall
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.state_donor import StateDonor, nobody_relayed
-from noloco_node.swarm.transport import WIRE_DTYPES, PeerId, Transport
+from noloco_node.swarm.transport import PeerId, Transport
 from noloco_node.swarm.waiting import CommonStart, MissingStages
 from noloco_node.swarm.watch import Watch, doing, facts_of
 from noloco_node.telemetry.events import AnyEvent, InnerStep
+from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.pace import Capacity, Pace
 from noloco_node.training.progress import Progress
@@ -59,7 +60,7 @@ LAST_LOOK_SECONDS = 0.3
 
 async def on_its_device(spec: RunSpec, settings: NodeSettings, stage: Stage, thread: ComputeThread) -> PlacedStage:
     """Put a stage where a replica of it trains (`place_stage`)."""
-    wire_dtype = WIRE_DTYPES[spec.pipeline.activations]
+    wire_dtype = carried_dtype(spec.pipeline.activations)
     return await place_stage(spec, stage, thread, device=resolve_device(settings.device), wire_dtype=wire_dtype)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from noloco_node.config.canonical import canonical_json
 from noloco_node.config.data_spec import DataSpec
@@ -22,6 +22,12 @@ ED25519_PEER_ID = r"^12D3KooW[1-9A-HJ-NP-Za-km-z]{44}$"
 """The peer ids from which the public key can be read."""
 
 PrecisionName = Literal["fp32", "bf16", "bf16-mixed", "bf16-pure"]
+
+ActivationCodec = Literal["fp32", "bf16", "fp16", "int8"]
+ACTIVATION_CODECS: tuple[ActivationCodec, ...] = get_args(ActivationCodec)
+"""From wide to narrow."""
+INT8_BLOCK = 128
+"""Numbers of a token that share a scale where activations travel as int8."""
 
 RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 
@@ -147,8 +153,10 @@ class PipelineSpec(Settings):
 
     routing: Literal["uniform", "balanced", "fixed"] = "balanced"
     """`uniform`: the paper's; `balanced`: of two drawn peers the less loaded; `fixed`: for the ablation."""
-    activations: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """Precision of activations and their gradients on the wire."""
+    activations: Annotated[tuple[ActivationCodec, ...], Field(min_length=1, max_length=4)] = ("fp32",)
+    """How activations and their gradients may travel: one name, or several. Of several a sender takes the widest with
+    which a link carries a microbatch in little of the time that the work takes, on slow links the narrowest. int8 has
+    a scale of its own for every 128 numbers."""
     budget_seconds: PositiveFloat = 60.0
     """Time a microbatch has for its way there and back; each hop fails upward before it ends."""
     progress_seconds: PositiveFloat = 15.0
@@ -161,6 +169,16 @@ class PipelineSpec(Settings):
     """Share of its work that the last stage does twice, at the most, so that gradients of next-stage replicas can be
     compared (stages of three replicas and more): divided over the hops. New peers and unusual gradients are looked at
     first; what a doubt calls for comes on top. 0: none."""
+
+    @field_validator("activations", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("activations")
+    @classmethod
+    def _from_wide_to_narrow(cls, value: tuple[ActivationCodec, ...]) -> tuple[ActivationCodec, ...]:
+        return tuple(codec for codec in ACTIVATION_CODECS if codec in value)
 
     @model_validator(mode="after")
     def _progress_within_budget(self) -> PipelineSpec:
@@ -295,20 +313,28 @@ class RunSpec(Settings):
         return self
 
 
+def token_bytes(numbers: int, codec: ActivationCodec) -> int:
+    """Bytes on the wire of one token's activations, so many numbers."""
+    if codec == "int8":
+        return numbers + 4 * -(-numbers // INT8_BLOCK)
+    return numbers * (4 if codec == "fp32" else 2)
+
+
 def check_microbatch_bytes(run: RunSpec, hidden: int) -> None:
     """Raise UserError (CONFIG) where a microbatch of activations of `hidden` numbers and labels exceeds MAX_BODY_BYTES.
 
     Every peer would refuse it, however often it is sent. With one stage nothing travels.
     """
-    element = 4 if run.pipeline.activations == "fp32" else 2
-    size = run.microbatch_tokens * (hidden * element + 4)
+    codec = run.pipeline.activations[0]
+    token = token_bytes(hidden, codec) + 4
+    size = run.microbatch_tokens * token
     if run.stages == 1 or size <= MAX_BODY_BYTES:
         return
-    windows = MAX_BODY_BYTES // (run.data.sequence_length * (hidden * element + 4))
+    windows = MAX_BODY_BYTES // (run.data.sequence_length * token)
     raise UserError(
         ExitCode.CONFIG,
         f"run.inner.microbatch_windows is {run.inner.microbatch_windows}: with run.data.sequence_length "
-        f"{run.data.sequence_length}, hidden size {hidden} and run.pipeline.activations {run.pipeline.activations} one "
+        f"{run.data.sequence_length}, hidden size {hidden} and run.pipeline.activations {codec} one "
         f"microbatch takes {size} bytes on the wire, and peers accept {MAX_BODY_BYTES}",
         f"set run.inner.microbatch_windows to {windows} or less"
         if windows

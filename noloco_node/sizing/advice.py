@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from noloco_node.config.load import Config
-from noloco_node.config.run_spec import RunSpec
+from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, RunSpec, token_bytes
 from noloco_node.outer.codec import CODECS
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.memory import memory_of, microbatches_a_step
-from noloco_node.sizing.traffic import ELEMENT_BYTES, traffic_of
+from noloco_node.sizing.traffic import traffic_of
 from noloco_node.sizing.utilisation import Link, Outlook, StageLoad, outlook_of
 
 RECOMPUTED = 4.0 / 3.0
@@ -121,9 +121,11 @@ def _changes(config: Config) -> Iterator[Change]:
     for more in (2 * under_way, 4 * under_way):
         if more <= MOST_UNDER_WAY:
             yield {"node.in_flight": more}
-    size = ELEMENT_BYTES[run.pipeline.activations]
-    if smaller := [name for name, bytes_each in ELEMENT_BYTES.items() if bytes_each < size]:
-        yield {"run.pipeline.activations": min(smaller, key=lambda name: (ELEMENT_BYTES[name], name))}
+    now = token_bytes(INT8_BLOCK, run.pipeline.activations[-1])
+    narrower: tuple[ActivationCodec, ...] = ("bf16", "int8")
+    for codec in narrower:
+        if token_bytes(INT8_BLOCK, codec) < now:
+            yield {"run.pipeline.activations": (codec,)}
     if run.stages > 1 and run.model.layers_per_stage is None:
         yield {"run.model.stages": math.ceil(run.stages / 2)}
     if run.stages > 1 and 2 * run.microbatch_tokens <= run.inner.global_batch_tokens:
@@ -151,4 +153,9 @@ def _with(group: Any, path: list[str], value: object) -> Any:
 
 
 def _words(change: Change) -> tuple[str, ...]:
-    return tuple(f"{name}={value}" for name, value in change.items())
+    return tuple(f"{name}={_as_written(value)}" for name, value in change.items())
+
+
+def _as_written(value: object) -> str:
+    """Of several codecs there is only one here."""
+    return "".join(map(str, value)) if isinstance(value, tuple) else str(value)  # pyright: ignore[reportUnknownArgumentType]

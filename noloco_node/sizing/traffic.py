@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from noloco_node.config.run_spec import RunSpec
+from noloco_node.config.run_spec import RunSpec, token_bytes
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.replica import fragments_of
 from noloco_node.sizing.footprint import Footprint
 
 LABEL_BYTES = 4
-ELEMENT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +36,8 @@ class Traffic:
 
 
 def traffic_of(run: RunSpec, footprint: Footprint) -> tuple[Traffic, ...]:
-    """Of each stage. Pure arithmetic."""
-    activations = run.microbatch_tokens * footprint.hidden * ELEMENT_BYTES[run.pipeline.activations]
+    """Of each stage, by the narrowest codec that the run allows, which slow links take. Pure arithmetic."""
+    activations = float(run.microbatch_tokens * token_bytes(footprint.hidden, run.pipeline.activations[-1]))
     labels = run.microbatch_tokens * LABEL_BYTES
     return tuple(
         Traffic(

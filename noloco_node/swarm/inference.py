@@ -18,6 +18,7 @@ from noloco_node.swarm.budget import Budget, PeerBudgets
 from noloco_node.swarm.fellow_clocks import FarBehind
 from noloco_node.swarm.finite import all_finite
 from noloco_node.swarm.transport import (
+    DTYPE_NAMES,
     JsonObject,
     Message,
     PeerId,
@@ -28,6 +29,7 @@ from noloco_node.swarm.transport import (
     Transport,
 )
 from noloco_node.swarm.wire import ProtocolVersion, RunName, StageIndex, WireModel, check_addressed, parse
+from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.fair_queue import Turn
 from noloco_node.training.stage_trainer import MicrobatchNotFinite
 from noloco_node.training.stage_worker import StageWorker
@@ -135,7 +137,7 @@ class InferenceServer:
         given = inputs.to(torch.int64) if self._cut.is_first else inputs
         if self._cut.is_last:
             return await self._worker.last_logits(given, turn)
-        return await self._worker.evaluate(given, turn)
+        return await self._worker.evaluate(given, turn=turn)
 
     def _tokens_of(self, specs: tuple[TensorSpec, ...]) -> int:
         """Refuse tensors that are not one window's, or a beginning of it."""
@@ -155,4 +157,6 @@ class InferenceServer:
 
 def window_spec(spec: RunSpec, is_first: bool, tokens: int, hidden: int) -> TensorSpec:
     """What goes to a stage: token ids to the first, activations to others."""
-    return TensorSpec("i32", (1, tokens)) if is_first else TensorSpec(spec.pipeline.activations, (1, tokens, hidden))
+    if is_first:
+        return TensorSpec("i32", (1, tokens))
+    return TensorSpec(DTYPE_NAMES[carried_dtype(spec.pipeline.activations)], (1, tokens, hidden))

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.model_spec import MAX_PARTS
+from noloco_node.config.run_spec import ActivationCodec
 from noloco_node.data.samples import Position
 from noloco_node.data.walk import WalkPosition
 from noloco_node.model.router import Router
+from noloco_node.swarm.finite import scale_of
+from noloco_node.swarm.link_codecs import from_wire
 from noloco_node.swarm.origins_seen import DrawnBy
-from noloco_node.swarm.transport import JsonObject, PeerId, Refusal, Refused, TensorSpec
+from noloco_node.swarm.transport import DTYPE_NAMES, JsonObject, PeerId, Refusal, Refused, TensorSpec
 from noloco_node.swarm.typed_calls import Answer, BadAnswer
 from noloco_node.swarm.wire import (
     ClockValue,
@@ -29,6 +34,7 @@ from noloco_node.swarm.wire import (
     check_addressed,
     parse,
 )
+from noloco_node.training.activation_codec import DTYPES, wire_length
 
 METHOD = "microbatch"
 
@@ -64,6 +70,8 @@ class MicrobatchHeader(WireModel):
     """The origin's clock (tokens) once it and all that the origin drew before it are trained."""
     chosen: Chosen = ()
     """By the stages before, where the run trains routers."""
+    codec: ActivationCodec = "fp32"
+    """How the activations travel, and their gradient back."""
     protocol: ProtocolVersion = PROTOCOL_VERSION
 
     @property
@@ -82,6 +90,13 @@ class MicrobatchAnswer(WireModel):
     """Microbatches that the answering node held when it answered, this one not counted."""
     chosen: Chosen = ()
     """By all stages, where the run trains routers."""
+    work_ms: Annotated[float, Field(ge=0.0, le=1e9, allow_inf_nan=False)] | None = None
+    """Milliseconds from the arrival of the whole request to this answer."""
+
+    @property
+    def work_seconds(self) -> float | None:
+        """`work_ms` in seconds."""
+        return None if self.work_ms is None else self.work_ms / 1000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +111,8 @@ class Outgoing:
     labels: Tensor
     chosen: tuple[int, ...] = ()
     """How often the stages so far chose each expert."""
+    codec: ActivationCodec | None = None
+    """How they travel; None: as suits the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +128,8 @@ class Trained:
     """Who answered."""
     chosen: tuple[int, ...] = ()
     """How often all stages chose each expert."""
+    codec: ActivationCodec | None = None
+    """How it travelled."""
 
 
 class HopFailed(Exception):
@@ -202,8 +221,16 @@ def parse_header(header: JsonObject, *, run: str, stage: int) -> MicrobatchHeade
     return parsed
 
 
-def check_specs(specs: tuple[TensorSpec, ...], *, dtype: str, windows: int, length: int, hidden: int) -> None:
-    """Refuse tensors that are not activations [b, length, hidden] and labels int32 [b, length] with b ≤ windows."""
+def activation_spec(rows: int, length: int, hidden: int, codec: ActivationCodec) -> TensorSpec:
+    """Activations [rows, length, hidden] as they travel."""
+    return TensorSpec(DTYPE_NAMES[DTYPES[codec]], (rows, length, wire_length(hidden, codec)))
+
+
+def check_specs(
+    specs: tuple[TensorSpec, ...], *, codec: ActivationCodec, windows: int, length: int, hidden: int
+) -> None:
+    """Refuse tensors that are not activations [b, length, hidden], by this codec, and labels int32 [b, length] with
+    b ≤ windows."""
     if len(specs) != 2:
         raise Refused(Refusal.MALFORMED, f"a microbatch has 2 tensors, not {len(specs)}")
     activations, labels = specs
@@ -211,7 +238,7 @@ def check_specs(specs: tuple[TensorSpec, ...], *, dtype: str, windows: int, leng
     if not 1 <= rows <= windows:
         raise Refused(Refusal.TOO_LARGE, f"{rows} windows in a microbatch, 1 to {windows} are allowed")
     for got, wanted in (
-        (activations, TensorSpec(dtype, (rows, length, hidden))),
+        (activations, activation_spec(rows, length, hidden, codec)),
         (labels, TensorSpec("i32", (rows, length))),
     ):
         if got != wanted:
@@ -228,4 +255,15 @@ def read_answer(answer: Answer[MicrobatchAnswer], activations: Tensor, router: R
         return Trained(header.loss_sum, header.tokens, None)
     if router is not None and not router.whole(header.chosen, header.tokens):
         raise BadAnswer("the answer's counts of chosen experts are not those of a microbatch")
-    return Trained(header.loss_sum, header.tokens, answer.tensors[0], answer.scales[0], chosen=header.chosen)
+    return Trained(header.loss_sum, header.tokens, answer.tensors[0], sum(answer.scales), chosen=header.chosen)
+
+
+async def decoded(trained: Trained, codec: ActivationCodec, dtype: torch.dtype) -> Trained:
+    """The same with its gradient as numbers of this precision. Raises BadAnswer where codes stand for no numbers."""
+    if trained.gradient is None or trained.gradient.dtype == dtype:
+        return trained
+    gradient = await from_wire(trained.gradient, codec, dtype)
+    scale = await scale_of(gradient)
+    if not math.isfinite(scale):
+        raise BadAnswer("its codes stand for NaN or infinity, or for what is beyond all scale")
+    return replace(trained, gradient=gradient, scale=scale)

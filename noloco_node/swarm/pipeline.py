@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from noloco_node.aio import run_to_end
-from noloco_node.config.run_spec import RunSpec
+from noloco_node.config.run_spec import ActivationCodec, RunSpec
 from noloco_node.marks import positions_of, without_marks
 from noloco_node.model.router import Router
 from noloco_node.swarm.acquaintance import Acquaintances
@@ -27,6 +27,7 @@ from noloco_node.swarm.audit import JURY, Auditor, share_of_a_hop
 from noloco_node.swarm.blockage import Blockage
 from noloco_node.swarm.fellow_clocks import FarBehind
 from noloco_node.swarm.finite import all_finite, scale_of
+from noloco_node.swarm.link_codecs import LinkCodecs, from_wire, to_wire
 from noloco_node.swarm.microbatch import (
     COME_BACK,
     METHOD,
@@ -37,6 +38,7 @@ from noloco_node.swarm.microbatch import (
     Outgoing,
     Trained,
     check_specs,
+    decoded,
     given_up,
     parse_header,
     read_answer,
@@ -61,6 +63,7 @@ from noloco_node.swarm.transport import (
 from noloco_node.swarm.typed_calls import ask, judging
 from noloco_node.telemetry.meters import Meter
 from noloco_node.telemetry.metric_table import HOP_SECONDS
+from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.fair_queue import Turn
 from noloco_node.training.norm_bound import NormBound
 from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
@@ -110,6 +113,7 @@ class Downstream:
         """From sending a microbatch to one peer to its answer."""
         hops = spec.stages - 1
         share = share_of_a_hop(spec.pipeline.audit_share, hops)
+        self._codecs = LinkCodecs(spec.pipeline.activations, rng)
         self.auditor = Auditor(share, book, self._train_again, rng, allowance=JURY / hops)
         """Runs beside the training (`Auditor.run`)."""
 
@@ -163,7 +167,8 @@ class Downstream:
                 logger.debug("microbatch %s lost at %s: %r", outgoing.id[:8], peer, error)
             else:
                 if outgoing.mode == "train":
-                    self.auditor.consider(answer, outgoing, budget=patience, took=time.monotonic() - began)
+                    copied = replace(outgoing, codec=answer.codec)
+                    self.auditor.consider(answer, copied, budget=patience, took=time.monotonic() - began)
                 return answer
             if failures >= self._spec.pipeline.hop_attempts:
                 why = f"{failures} failures at stage {self._stage + 1}"
@@ -201,6 +206,8 @@ class Downstream:
 
     async def _ask(self, peer: PeerId, outgoing: Outgoing, attempt: int, left: float) -> Trained:
         activations, mode = outgoing.activations, outgoing.mode
+        codec = self._codecs.widest if mode == "evaluate" else outgoing.codec or self._codecs.choose(peer)
+        wire = await to_wire(activations, codec)
         header = MicrobatchHeader(
             id=outgoing.id,
             attempt=attempt,
@@ -211,6 +218,7 @@ class Downstream:
             origin=outgoing.drawn.origin,
             origin_clock=outgoing.drawn.clock,
             chosen=outgoing.chosen,
+            codec=codec,
         )
         began, asked = self._book.sent(peer), time.monotonic()
         how = Outcome.FAILED
@@ -221,13 +229,14 @@ class Downstream:
                 METHOD,
                 header,
                 MicrobatchAnswer,
-                tensors=(activations, outgoing.labels),
-                specs=(TensorSpec.of(activations),) if mode == "train" else (),
+                tensors=(wire, outgoing.labels),
+                specs=(TensorSpec.of(wire),) if mode == "train" else (),
                 timeout=left,
                 progress=self._spec.pipeline.progress_seconds,
             )
             how = Outcome.CAME
-            self.hop_seconds.add(time.monotonic() - asked)
+            took = time.monotonic() - asked
+            self.hop_seconds.add(took)
         except Refused as refusal:
             how = _outcome(refusal, time.monotonic() - asked)
             raise
@@ -237,13 +246,14 @@ class Downstream:
         finally:
             self._book.done(peer, began, how)
         with judging(self._transport, peer, METHOD):
-            trained = read_answer(answer, activations, self._router)
+            trained = await decoded(read_answer(answer, activations, self._router), codec, activations.dtype)
         self._book.reported(peer, answer.header.load)
         self.blockage.through()
         if mode == "train":
+            self._codecs.carried(peer, codec, took, answer.header.work_seconds)
             self._ledger.note_received(peer, trained.tokens)
             self._transport.acquaintances.worked(peer, trained.tokens)
-        return replace(trained, peer=peer)
+        return replace(trained, peer=peer, codec=codec)
 
     async def _wait_for_a_peer(self, all_asked: bool, remaining: float) -> None:
         """After a round in which every peer said no, a short jittered pause; with no peer at all, until one appears."""
@@ -288,6 +298,7 @@ class PipelineServer:
         self._vocabulary = vocabulary
         self._worker = worker
         self._downstream = downstream
+        self._carried = carried_dtype(spec.pipeline.activations)
         self._ledger = ledger
         self._acquaintances = acquaintances
         self._under_way: dict[MicrobatchName, asyncio.Task[object] | None] = {}
@@ -315,11 +326,13 @@ class PipelineServer:
         if self.behind is not None and self.behind.stands_back:
             raise Refused(Refusal.BUSY, "this replica is far behind and takes a fellow's state first")
         parsed = parse_header(header, run=self._spec.run_id, stage=self._stage)
+        if parsed.codec not in self._spec.pipeline.activations:
+            raise Refused(Refusal.MALFORMED, f"this run's activations do not travel as {parsed.codec}")
         if self._stage == 1 and parsed.origin != peer:
             raise Refused(Refusal.MALFORMED, "stage 0 sends only what it has drawn itself")
         check_specs(
             specs,
-            dtype=self._spec.pipeline.activations,
+            codec=parsed.codec,
             windows=self._spec.inner.microbatch_windows,
             length=self._spec.data.sequence_length,
             hidden=self._hidden,
@@ -329,6 +342,7 @@ class PipelineServer:
     async def handle(self, peer: PeerId, message: Message) -> Message:
         """Train or evaluate one admitted microbatch and answer with loss and gradient."""
         header = parse_header(message.header, run=self._spec.run_id, stage=self._stage)
+        began = time.monotonic()
         name = MicrobatchName(peer, header.mode, header.id, await content_of(message.tensors))
         if name in self._under_way:
             raise Refused(Refusal.BUSY, "this microbatch is under way here")
@@ -347,6 +361,7 @@ class PipelineServer:
         finally:
             del self._under_way[name]
             self._handed_back.discard(name)
+        answer = Message({**answer.header, "work_ms": 1000.0 * (time.monotonic() - began)}, answer.tensors)
         if header.mode == "train":
             self._repeats.keep(name, answer)
         else:
@@ -375,6 +390,7 @@ class PipelineServer:
         self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor
     ) -> Message:
         deadline = time.monotonic() + min(header.budget_ms / 1000, self._spec.pipeline.budget_seconds)
+        activations = await from_wire(activations, header.codec, self._carried)
         if not await all_finite(activations):
             raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
         self._check_scale(name.sender, await scale_of(activations))
@@ -405,7 +421,8 @@ class PipelineServer:
             turn = _turn(name.sender, header, labels)
             result = await self._worker.loss(activations, labels, source=name.sender, turn=turn, chosen=header.chosen)
             self._note_work(name, header, result.tokens, result.taken_in)
-            return self._answer(Trained(result.loss_sum, result.tokens, result.input_gradient, chosen=result.chosen))
+            trained = Trained(result.loss_sum, result.tokens, result.input_gradient, chosen=result.chosen)
+            return await self._answer(trained, header.codec)
         passage = Passage(source=name.sender, positions=positions_of(labels))
         try:
             outputs = await self._worker.forward(activations, passage, turn=_turn(name.sender, header, labels))
@@ -422,7 +439,8 @@ class PipelineServer:
                 chosen=trained.chosen,
             )
             self._note_work(name, header, trained.tokens, passage.taken_in)
-            return self._answer(Trained(trained.loss_sum, trained.tokens, gradient, chosen=trained.chosen))
+            answered = Trained(trained.loss_sum, trained.tokens, gradient, chosen=trained.chosen)
+            return await self._answer(answered, header.codec)
         except BaseException:
             await run_to_end(self._worker.discard(passage))
             raise
@@ -433,9 +451,9 @@ class PipelineServer:
         turn = _turn(name.sender, header, labels)
         if self._downstream is None:
             loss_sum = await self._worker.evaluate_loss(activations, labels, turn)
-            return self._answer(Trained(loss_sum, labels.numel(), None))
+            return await self._answer(Trained(loss_sum, labels.numel(), None), header.codec)
         outputs = await self._worker.evaluate(activations, positions_of(labels), turn)
-        return self._answer(await self._send_on(header, outputs, labels, deadline))
+        return await self._answer(await self._send_on(header, outputs, labels, deadline), header.codec)
 
     async def _send_on(
         self,
@@ -452,7 +470,8 @@ class PipelineServer:
         except HopFailed as failure:
             raise Refused(failure.reason, failure.detail) from None
 
-    def _answer(self, trained: Trained) -> Message:
+    async def _answer(self, trained: Trained, codec: ActivationCodec) -> Message:
+        gradient = None if trained.gradient is None else await to_wire(trained.gradient, codec)
         header: dict[str, Any] = {
             "loss_sum": trained.loss_sum,
             "tokens": trained.tokens,
@@ -460,7 +479,7 @@ class PipelineServer:
         }
         if trained.chosen:
             header["chosen"] = list(trained.chosen)
-        return Message(header, () if trained.gradient is None else (trained.gradient,))
+        return Message(header, () if gradient is None else (gradient,))
 
     def _mark_trained(self, name: MicrobatchName) -> None:
         """It changes this replica from here on."""

@@ -23,7 +23,8 @@ from noloco_node.data.windows import Windows, load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.marks import positions_of
 from noloco_node.swarm.routing import Candidate, choose_peer
-from noloco_node.swarm.transport import WIRE_DTYPES, PeerId
+from noloco_node.swarm.transport import PeerId
+from noloco_node.training.activation_codec import there_and_back
 from noloco_node.training.progress import Progress, staggered
 from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch
 from noloco_node.virtual.fellowship import Account, Fellowship, disturb
@@ -272,13 +273,13 @@ class Training:
 
     def _train(self, routes: Sequence[Tensor], inputs: Tensor, labels: Tensor) -> None:
         """Forward and backward of some microbatches [M, B, T]; `routes` names the replica of each at every stage."""
-        wire = WIRE_DTYPES[self._run.pipeline.activations]
+        codec = self._run.pipeline.activations[0]
         passages: list[Passage] = []
         values, positions = inputs, _positions(labels)
         noise = self._world.weight_noise * self._rate(self._clock()) / self._run.inner.learning_rate
         for index, (stage, rows) in enumerate(zip(self._stages, routes, strict=True)):
-            sent = values.to(wire) if index else values
-            passages.append(stage.forward(rows, sent, positions, noise=noise, generator=self._noise))
+            arriving = there_and_back(values, codec) if index else values
+            passages.append(stage.forward(rows, arriving, positions, noise=noise, generator=self._noise))
             values = passages[-1].outputs
         passages[-1], losses = self._stages[-1].with_loss(passages[-1], labels)
         total = float(losses.sum())
@@ -289,7 +290,7 @@ class Training:
         for stage, passage in zip(reversed(self._stages), reversed(passages), strict=True):
             gradient = stage.backward(passage, gradient, labels[0].numel())
             if gradient is not None:
-                gradient = gradient.to(wire).to(gradient.dtype)
+                gradient = there_and_back(gradient, codec)
         self._trained += labels.numel()
         self._losses.append((self._trained, total / labels.numel()))
 

@@ -23,6 +23,7 @@ from hivemind.dht.routing import DHTID
 from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION, node
+from noloco_node.config.run_spec import ActivationCodec
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.replica import Replica
 from noloco_node.swarm import microbatch
@@ -238,7 +239,13 @@ class Attacker:
         spec = self._replica.spec
         own, clock = self._transport.peer_id, self._replica.worker.progress.clock
         header = MicrobatchHeader(
-            id=secrets.token_hex(16), budget_ms=3000, run=spec.run_id, stage=stage, origin=own, origin_clock=clock
+            id=secrets.token_hex(16),
+            budget_ms=3000,
+            run=spec.run_id,
+            stage=stage,
+            origin=own,
+            origin_clock=clock,
+            codec=spec.pipeline.activations[0],
         )
         return header.model_dump(mode="json")
 
@@ -263,11 +270,11 @@ def poison() -> None:
 def _poison_gradients(name: str, change: Callable[[Tensor], Tensor]) -> None:
     answer = PipelineServer._answer
 
-    def poisoned(self: PipelineServer, trained: Trained) -> Message:
+    async def poisoned(self: PipelineServer, trained: Trained, codec: ActivationCodec) -> Message:
         if trained.gradient is not None:
             TALLY.count(name)
             trained = Trained(trained.loss_sum, trained.tokens, change(trained.gradient))
-        return answer(self, trained)
+        return await answer(self, trained, codec)
 
     PipelineServer._answer = poisoned
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,40 @@ async def test_honest_replicas_agree_through_a_whole_run() -> None:
     assert Finding.AGREED in findings
     assert not findings & {Finding.CONTRADICTED, Finding.UNDECIDED}
     assert sum(account.strangers.audits[Finding.AGREED] for account in accounts[:3]) > 20
+
+
+async def test_links_of_different_codecs_give_no_false_finding() -> None:
+    """Each link has its own codec, whoever is asked in an audit gets the one of the first: all agree, all of one
+    microbatch went the same way."""
+    spec = near_spec(steps=20)
+    pipeline = spec.pipeline.model_copy(update={"activations": ("fp32", "bf16", "int8")})
+    codecs: dict[bytes, set[str]] = {}
+    links: set[tuple[PeerId, str]] = set()
+    async with world(spec.model_copy(update={"pipeline": pipeline}), replicas=3) as made:
+        for head in made.of_stage(0):
+            assert head._downstream is not None
+            head._downstream._codecs.choose = lambda peer: pipeline.activations[int(peer[-1])]  # type: ignore[method-assign]
+        for tail in made.of_stage(1):
+            admitted = tail.server.handle
+
+            async def seen(peer: PeerId, message: Message, handle: Any = admitted, own: Replica = tail) -> Message:
+                if message.header["mode"] == "train":
+                    codecs.setdefault(message.tensors[1].numpy().tobytes(), set()).add(message.header["codec"])
+                    links.add((own._transport.peer_id, message.header["codec"]))
+                return await handle(peer, message)
+
+            tail.server.handle = seen  # type: ignore[method-assign]
+            tail._transport.withdraw(METHOD)
+            tail._transport.serve(METHOD, tail.server.admit, seen, max_concurrent_per_peer=64)
+        await run_to_the_end(made)
+        accounts = last_accounts(made)
+    findings = Counter[str]()
+    for account in accounts[:3]:
+        findings.update(account.strangers.audits)
+    assert findings[Finding.AGREED] > 20
+    assert not findings[Finding.CONTRADICTED] + findings[Finding.UNDECIDED]
+    assert len(links) == 9, "audits take each codec to each peer"
+    assert all(len(used) == 1 for used in codecs.values())
 
 
 async def test_a_stage_of_two_is_not_audited() -> None:

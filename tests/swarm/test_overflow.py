@@ -12,9 +12,9 @@ from noloco_node.replica import Replica
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.microbatch import HopFailed
 from noloco_node.swarm.transport import Refusal
-from tests.worlds import World, micro_spec, window_batch, world
+from tests.worlds import World, micro_spec, window_rows, world
 
-HALF = PipelineSpec(activations="fp16", budget_seconds=5.0, progress_seconds=2.0, hop_attempts=1)
+HALF = PipelineSpec(activations=("fp16",), budget_seconds=5.0, progress_seconds=2.0, hop_attempts=1)
 
 
 @asynccontextmanager
@@ -54,7 +54,7 @@ async def test_activations_that_overflow_are_not_sent_and_nobody_is_blamed(stage
         for _ in range(12):
             assert not await head.origin.train_one()
         with pytest.raises(HopFailed):
-            await head.origin.evaluate([1, 2, 3, 4], window_batch)
+            await head.origin.evaluate(window_rows([1, 2, 3, 4]))
         assert offences(made) == 0
         assert made.replicas[stage].worker.live_versions == 1
         sent = {refusal for replica in made.replicas for refusal in replica._transport.refusals_given}

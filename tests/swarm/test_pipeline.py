@@ -344,17 +344,45 @@ async def test_bodies_that_do_not_fit_are_refused(tensors: tuple[torch.Tensor, .
         assert made.replicas[1].worker.progress.tokens == 0
 
 
-async def test_activations_in_half_precision_learn_the_same() -> None:
-    """The last validation loss differs from fp32 on the wire by less than 2 %."""
+@pytest.mark.parametrize(
+    ("header", "tensor", "reason"),
+    [
+        ({"codec": "fp16"}, torch.zeros(WINDOWS, LENGTH, 32, dtype=torch.float16), Refusal.MALFORMED),
+        ({"codec": "int8"}, torch.zeros(WINDOWS, LENGTH, 32), Refusal.MALFORMED),
+        ({"codec": "fp32"}, torch.zeros(WINDOWS, LENGTH, 36, dtype=torch.uint8), Refusal.MALFORMED),
+        ({"codec": "int8"}, torch.zeros(WINDOWS, LENGTH, 35, dtype=torch.uint8), Refusal.MALFORMED),
+        ({"codec": "int8"}, torch.full((WINDOWS, LENGTH, 36), 255, dtype=torch.uint8), Refusal.NOT_FINITE),
+    ],
+    ids=["not allowed", "other tensor", "other header", "no scale", "NaN scales"],
+)
+async def test_the_header_names_the_codec_and_the_run_allows_it(
+    header: dict[str, object], tensor: torch.Tensor, reason: Refusal
+) -> None:
+    """Another codec, or a body that is not what the header says: refused, and the replica is untouched."""
+    pipeline = PipelineSpec(activations=("fp32", "int8"), budget_seconds=2.0, progress_seconds=1.0)
+    async with serving_world(pipeline=pipeline) as made:
+        valid = request(made, **header)
+        with pytest.raises(Refused) as refused:
+            await ask(made, Message(valid.header, (tensor, valid.tensors[1])))
+        assert refused.value.reason is reason
+        assert made.replicas[1].worker.progress.tokens == 0
+
+
+async def test_narrow_activations_learn_the_same() -> None:
+    """The last validation loss differs from fp32 on the wire by less than 2 %, and what travels by what it should."""
     losses: dict[str, float] = {}
-    for wire in ("fp32", "fp16", "bf16"):
+    sent: dict[str, float] = {}
+    for wire in ("fp32", "fp16", "int8"):
         spec = micro_spec(steps=60, pipeline=PipelineSpec.model_validate({"activations": wire}))
         async with world(spec) as made:
             await run_to_the_end(made)
             losses[wire] = next(e.loss for e in made.events[0] if isinstance(e, Evaluation) and e.final)
+            body = made.replicas[0]._transport.traffic.sent[microbatch.METHOD]
+            sent[wire] = body / made.replicas[0].ledger.drawn / WINDOWS / LENGTH
     assert losses["fp32"] < 3.7, "it must have learnt something"
-    for precision in ("fp16", "bf16"):
-        assert losses[precision] == pytest.approx(losses["fp32"], rel=0.02)
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["fp32"]), rel=0.02)
+    assert sent["fp32"] - sent["fp16"] == pytest.approx(32 * 2, rel=0.1)
+    assert sent["fp32"] - sent["int8"] == pytest.approx(32 * 3 - 4, rel=0.1)
 
 
 async def test_the_whole_swarm_averages_and_its_spread_falls_with_the_learning_rate() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import ActivationCodec
 from noloco_node.swarm import conduct, exchange, pipeline
 from noloco_node.swarm.conduct import FIRST_BAN_SECONDS, Offence
 from noloco_node.swarm.directory import PeerState
@@ -163,10 +164,10 @@ async def test_a_next_stage_whose_answers_break_the_protocol_is_banned_and_the_s
         true = tail.server._answer
         poisoned = 0
 
-        def poison(trained: pipeline.Trained) -> Message:
+        async def poison(trained: pipeline.Trained, codec: ActivationCodec) -> Message:
             nonlocal poisoned
             poisoned += 1
-            answer = true(trained)
+            answer = await true(trained, codec)
             return Message(answer.header, tuple(torch.full_like(t, float("nan")) for t in answer.tensors))
 
         tail.server._answer = poison  # type: ignore[method-assign]

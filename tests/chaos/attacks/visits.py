@@ -14,7 +14,8 @@ import torch
 from noloco_node.swarm import exchange_messages, microbatch, records_call
 from noloco_node.swarm.exchange_session import opening_specs
 from noloco_node.swarm.state_messages import OPEN as STATE_OPEN
-from noloco_node.swarm.transport import WIRE_DTYPES, Message, PeerId
+from noloco_node.swarm.transport import Message, PeerId
+from noloco_node.training.activation_codec import encode
 from tests.chaos.attacks.life import Life, Victim, repeat
 from tests.chaos.attacks.records import ghost, own_record
 
@@ -169,10 +170,10 @@ def made_microbatch(life: Life, stage: int, name: str = "") -> tuple[dict[str, A
         stage=stage,
         origin=life.identity.peer_id if stage == 1 else life.rng.choice(life.of_stage(0)).peer,
         origin_clock=life.rng.choice((0.0, 1e17)),
+        codec=spec.pipeline.activations[0],
     ).model_dump(mode="json")
-    dtype = WIRE_DTYPES[spec.pipeline.activations]
     model: dict[str, Any] = dict(spec.model.config)
-    activations = torch.randn(*shape, int(model["hidden_size"])).to(dtype)
+    activations = encode(torch.randn(*shape, int(model["hidden_size"])), spec.pipeline.activations[0])
     labels = torch.randint(int(model["vocab_size"]), shape, dtype=torch.int32)
     return header, activations, labels
 

@@ -1,0 +1,81 @@
+"""Which codec a link takes: by what carrying takes beside the work, measured; pure but for the book."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, token_bytes
+from noloco_node.swarm.link_codecs import CARRIED_SHARE, LinkCodecs, codec_for
+from noloco_node.swarm.peer_id import PeerId
+
+ALLOWED: tuple[ActivationCodec, ...] = ("fp32", "bf16", "int8")
+SIZES = {codec: token_bytes(INT8_BLOCK, codec) for codec in ALLOWED}
+PEER = PeerId("some peer of the next stage")
+WORK = 0.4
+
+
+@pytest.mark.parametrize(
+    ("carrying", "wanted"),
+    [
+        ({"int8": 0.001}, "fp32"),
+        ({"int8": 0.09}, "int8"),
+        ({"int8": 0.04}, "bf16"),
+        ({"int8": 9.0}, "int8"),
+        ({"int8": 0.09, "fp32": 0.0999}, "fp32"),
+        ({"int8": 0.04, "bf16": 0.2, "fp32": 0.3}, "int8"),
+    ],
+    ids=["quick", "slow", "between", "hopeless", "long but wide", "measured beats estimated"],
+)
+def test_the_widest_that_costs_little_beside_the_work(
+    carrying: dict[ActivationCodec, float], wanted: ActivationCodec
+) -> None:
+    """0.1 s beside 0.4 s of work; what was not tried is estimated by its bytes."""
+    assert pytest.approx(0.1) == CARRIED_SHARE * WORK
+    assert codec_for(SIZES, carrying, WORK) == wanted
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "latency", "wanted"),
+    [(1e9, 0.0, "fp32"), (2e6, 0.0, "int8"), (1e9, 0.08, "fp32"), (8e6, 0.01, "bf16")],
+    ids=["fibre", "slow uplink", "far and fast", "between"],
+)
+def test_a_link_comes_to_its_codec_and_stays(bytes_per_second: float, latency: float, wanted: ActivationCodec) -> None:
+    """Of a microbatch of 512 tokens of 512 numbers and its gradient: after a while nearly all of them, also where
+    distance alone makes a first guess wrong."""
+    codecs = LinkCodecs(ALLOWED, random.Random(3))
+    chosen: list[ActivationCodec] = []
+    for _ in range(800):
+        codec = codecs.choose(PEER)
+        took = WORK + latency + 512 * token_bytes(512, codec) / bytes_per_second
+        codecs.carried(PEER, codec, took, WORK)
+        chosen.append(codec)
+    assert chosen[0] == "int8", "nothing is known yet"
+    late = chosen[400:]
+    assert late.count(wanted) > 0.9 * len(late)
+    assert set(late) == set(ALLOWED), "others are tried now and then"
+
+
+def test_one_codec_is_no_choice_and_a_peer_that_says_nothing_stays_narrow() -> None:
+    """No random number is drawn where there is nothing to choose."""
+    rng = random.Random(1)
+    state = rng.getstate()
+    lone = LinkCodecs(("fp16",), rng)
+    lone.carried(PEER, "fp16", 1.0, 0.5)
+    assert lone.choose(PEER) == lone.widest == "fp16"
+    assert rng.getstate() == state
+    silent = LinkCodecs(("fp32", "int8"), rng)
+    silent.carried(PEER, "int8", 1.0, None)
+    assert {silent.choose(PEER) for _ in range(8)} == {"int8"}
+
+
+@pytest.mark.parametrize("lie", [0.0, 1e12])
+def test_a_lie_about_the_work_only_moves_the_codec(lie: float) -> None:
+    """Within what the run allows, and of that peer's link only."""
+    codecs = LinkCodecs(("fp32", "int8"), random.Random(2))
+    for _ in range(50):
+        codecs.carried(PEER, "int8", 1.0, lie)
+        codecs.carried(PeerId("an honest one"), "fp32", 0.41, 0.4)
+    assert codecs.choose(PEER) == ("int8" if lie == 0.0 else "fp32")
+    assert codecs.choose(PeerId("an honest one")) == "fp32"
