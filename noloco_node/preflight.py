@@ -101,6 +101,23 @@ def check_text(run: RunSpec) -> None:
     check_made_tokens(run.data, fitting_tokenizer(run.data, build_config(run.model).vocab_size))
 
 
+def note_on_blocks(config: Config) -> str | None:
+    """Of a streamed text on this machine that has fewer blocks than the first stage has replicas; else None."""
+    from noloco_node.data.shards import shard_files
+
+    data, replicas = config.run.data, config.local_swarm.replicas
+    if not data.streaming or data.source != "text" or data.prepared is not None:
+        return None
+    shards = len(shard_files(data))
+    if shards * data.parts_per_shard >= replicas:
+        return None
+    return (
+        f"the text has {shards} shards and {shards * data.parts_per_shard} blocks, fewer than the first stage has "
+        f"replicas ({replicas}): some would read the same at a time; set run.data.parts_per_shard to "
+        f"{-(-4 * replicas // shards)} or more"
+    )
+
+
 def _check_positions(run: RunSpec, positions: int | None) -> None:
     if positions is not None and positions < run.data.sequence_length:
         raise UserError(

@@ -59,9 +59,12 @@ def _print_numbers(config: Config) -> None:
 
 
 def _check_text(config: Config) -> None:
-    from noloco_node.preflight import check_text
+    from noloco_node.preflight import check_text, note_on_blocks
 
     check_text(config.run)
+    note = note_on_blocks(config)
+    if note is not None:
+        print(f"  note: {note}")
 
 
 def print_fingerprint(run: RunSpec) -> None:

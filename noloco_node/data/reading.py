@@ -94,6 +94,7 @@ def _streamed(
         held_out=held_out,
         position=lambda: turns.position,
         waited_seconds=lambda: prefetch.waited_seconds,
+        blocks=blocks.count,
         close=close,
     )
 

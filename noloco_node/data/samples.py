@@ -32,6 +32,8 @@ class Samples:
     """Where `draw` goes on."""
     waited_seconds: Callable[[], float] = float
     """Time that drawing has had to wait for the text, so far."""
+    blocks: int | None = None
+    """Of a text that is read in blocks: how many there are."""
     close: Callable[[], None] = lambda: None
     """Read no further; may take as long as the reading of one document."""
 

@@ -121,6 +121,6 @@ def no_room(folder: str, error: OSError) -> UserError:
     """Tokens cannot be written there."""
     return data_error(
         f"the tokens of the text cannot be written to '{folder}': {error.strerror or error}",
-        "make room there, or set TMPDIR to a folder with more: a token takes 1 byte with a vocabulary of 256, 2 up to "
-        "65,536, else 4",
+        "make room there, or name a folder with more by `data prepare --to`, or by TMPDIR for a text that is not "
+        "prepared: a token takes 1 byte with a vocabulary of 256, 2 up to 65,536, else 4",
     )

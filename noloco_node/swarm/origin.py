@@ -52,6 +52,7 @@ class Origin:
         self._samples = samples
         self._rng = rng
         self._waiting = ledger.waiting
+        self._few_blocks = False
         self._under_way: dict[Sample, None] = {}
 
     @property
@@ -192,9 +193,21 @@ class Origin:
         return Outgoing(secrets.token_hex(16), mode, drawn, outputs, labels.to(torch.int32))
 
     async def _draw_new(self) -> Sample:
+        self._heed_blocks()
         windows = await self._samples.draw()
         self._ledger.drawn += 1  # no await after the draw: the books close at every moment
         return Sample(windows)
+
+    def _heed_blocks(self) -> None:
+        blocks, replicas = self._samples.blocks, self._worker.live_replicas
+        if blocks is not None and replicas > blocks and not self._few_blocks:
+            self._few_blocks = True
+            logger.warning(
+                "%d replicas of the first stage read a text of %d blocks: some read the same at a time; a run with a "
+                "larger run.data.parts_per_shard has more",
+                replicas,
+                blocks,
+            )
 
     def _put_back(self, sample: Sample, failure: HopFailed) -> None:
         if failure.reached:  # where nobody had it in hand, an outage says nothing against the sample

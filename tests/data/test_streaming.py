@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from noloco_node.config.data_spec import DataSpec
+from noloco_node.config.load import load_config
 from noloco_node.data import block_reader
 from noloco_node.data.block_reader import BlockReader
 from noloco_node.data.blocks import StreamedBlocks, cut_windows
@@ -27,10 +28,12 @@ from noloco_node.data.turns import OwnTurns, Turn, TurnPosition, Turns
 from noloco_node.data.walk import Permutation
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.preflight import note_on_blocks
 from tests.data.made_files import lines, write_texts
 from tests.data.test_sources import text_spec
 from tests.support import eventually
 
+MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 STORIES = [f"tale {number}: " + "and so on, " * (5 + number % 7) for number in range(120)]
 SHARDS = 6
 LENGTH = 17
@@ -327,6 +330,18 @@ def test_a_fingerprint_reads_beginnings_and_ends(spec: DataSpec, tmp_path: Path)
     changed(lambda: write_texts(moved / "99.jsonl.gz", ["other", *STORIES[1::SHARDS]]))
     changed((moved / "03.jsonl.gz").unlink)
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize(("parts", "noted"), [(1, True), (2, False)])
+def test_fewer_blocks_than_replicas_are_noted_with_the_remedy(parts: int, noted: bool, tmp_path: Path) -> None:
+    """Before anything starts, where the text lies here."""
+    place = write_shards(tmp_path / "text", shards=3)
+    settings = ("source=text", f"path={place}", "streaming=true", f"parts_per_shard={parts}")
+    note = note_on_blocks(load_config(MICRO, ["local_swarm.replicas=4", *(f"run.data.{each}" for each in settings)]))
+    assert (note is not None) is noted
+    if note is not None:
+        assert "3 shards and 3 blocks" in note
+        assert "set run.data.parts_per_shard to 6 or more" in note
 
 
 def test_what_walks_through_numbered_windows_does_not_take_a_streamed_text(spec: DataSpec) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 from collections.abc import AsyncIterator
 
@@ -176,6 +177,18 @@ async def test_a_node_that_leaves_stage_0_keeps_its_books_and_what_was_put_back(
         assert await origin.train_one()
         assert (ledger.drawn, ledger.trained, origin.held) == (5, 4, 1)
         assert drawn.batches == []
+
+
+async def test_fewer_blocks_than_replicas_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As soon as so many live; nothing else changes."""
+    async with world(micro_spec(stages=1)) as made:
+        replica = made.replicas[0]
+        samples = dataclasses.replace(samples_of(Drawn()), blocks=2)
+        origin = Origin(replica.spec, replica.worker, None, replica.ledger, samples, random.Random(0))
+        for live in (2, 3, 4):
+            replica.worker.live_replicas = live
+            assert await origin.train_one()
+            assert caplog.text.count("read a text of 2 blocks") == (live > 2)
 
 
 async def test_a_silent_peer_leaves_time_for_another() -> None:
