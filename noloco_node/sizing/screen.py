@@ -47,12 +47,14 @@ def expectation_lines(
 ) -> list[str]:
     """What to expect of such devices on such links, and what would lift it."""
     out, run = found.outlook, config.run
-    shares = ", ".join(map(_percent, out.device_share))
+    few = len(out.device_share) <= STAGES_SHOWN
+    shares = ", ".join(map(_percent, out.device_share if few else (min(out.device_share), max(out.device_share))))
+    which = "by stage" if few else "least and most"
     tokens = out.microbatches_a_second * run.microbatch_tokens
     lines = [
         f"on {device.name}, {link.uplink * 8e-6:,.4g} Mbit/s up, {1e3 * link.round_trip:,.4g} ms there and back, "
         f"{config.local_swarm.replicas} replicas of each stage",
-        f"  device works      {_percent(out.share)} % of the time (by stage: {shares}); taken to reach "
+        f"  device works      {_percent(out.share)} % of the time ({which}: {shares}); taken to reach "
         f"{device.flop_per_second / 1e12:,.4g} TFLOP/s while it works",
         f"  limited by        {LIMITS[out.limit]}",
         f"  microbatch        {_seconds(out.cycle_seconds)} there and back, {_seconds(found.compute_seconds)} of it on "

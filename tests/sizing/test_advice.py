@@ -1,0 +1,67 @@
+"""What is advised is what the changed configuration gives; quantities and devices are read as people write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from noloco_node.compute_device import PEAK_TFLOP_PER_SECOND
+from noloco_node.config.load import load_config
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.sizing.advice import expect, outlook_on
+from noloco_node.sizing.devices import MEMORY_GIB, REACHED, bytes_a_second, device_by_name, seconds
+from noloco_node.sizing.footprint import footprint_of
+from noloco_node.sizing.memory import memory_of
+from noloco_node.sizing.screen import expectation_lines, memory_lines
+from noloco_node.sizing.utilisation import Link
+
+HOME = Link(2.5e6, 0.1)
+SPEED = 2e11
+
+
+def test_every_suggestion_gives_what_it_says() -> None:
+    """The file, loaded with the settings that are named, has that share; and each is better than what there is."""
+    found = expect(load_config(Path("tiny")), HOME, SPEED)
+    assert found.suggestions
+    for suggestion in found.suggestions:
+        changed = load_config(Path("tiny"), suggestion.settings)
+        outlook = outlook_on(changed, footprint_of(changed.run), HOME, SPEED)
+        assert outlook.share == pytest.approx(suggestion.share)
+        assert outlook.share > found.outlook.share
+    assert [s.share for s in found.suggestions] == sorted((s.share for s in found.suggestions), reverse=True)
+
+
+def test_it_is_one_screen() -> None:
+    """However many stages there are, no line is wider than 160 letters, and there are at most 40."""
+    config = load_config(Path("paper-6.8b"), ["run.model.stages=16"])
+    footprint = footprint_of(config.run)
+    device = device_by_name("H100", config.run.inner.precision)
+    needs = memory_of(config.run, config.node, footprint, config.local_swarm.replicas)
+    found = expect(config, HOME, device.flop_per_second)
+    lines = [*memory_lines(config, footprint), *expectation_lines(config, device, HOME, found, needs)]
+    assert len(lines) < 40
+    assert max(map(len, lines)) <= 160, max(lines, key=len)
+    assert any("limited by" in line for line in lines)
+
+
+def test_devices_have_a_speed_and_a_memory() -> None:
+    """Each that has a memory has a speed; a number of TFLOP is taken as it is."""
+    assert MEMORY_GIB.keys() <= PEAK_TFLOP_PER_SECOND.keys()
+    card = device_by_name("NVIDIA GeForce RTX 4060 Ti", "bf16")
+    assert (card.flop_per_second, card.memory) == (REACHED * 44.1e12, 8 << 30)
+    assert device_by_name("20 TFLOP", "fp32").flop_per_second == 20e12
+    for wrong in ("RTX 1", "T4"):
+        with pytest.raises(UserError) as caught:
+            device_by_name(wrong, "bf16")
+        assert caught.value.exit_code is ExitCode.USAGE
+
+
+def test_rates_and_times_are_read_as_they_are_written() -> None:
+    """A unit is needed, and a number above 0."""
+    assert bytes_a_second("20Mbit") == bytes_a_second("2.5 MB") == 2.5e6
+    assert bytes_a_second("1gbit") == 125e6
+    assert seconds("100ms") == seconds("0.1s") == 0.1
+    for wrong in ("20", "Mbit", "0Mbit", "1.2.3Mbit", "20 Mbit/s"):
+        with pytest.raises(UserError):
+            bytes_a_second(wrong)
