@@ -182,5 +182,6 @@ def test_noise_on_the_weights_is_gone_after_the_step_and_none_is_data_parallel()
     training = Training(spec(), WorldSpec(weight_noise=0.1), "data_parallel", 4, seed=1)
     (_, *_), (stage, *_) = training.parts
     before = stage.fast.clone()
-    stage.forward(torch.zeros(4, dtype=torch.int64), torch.zeros(4, 1, 8, dtype=torch.int64), 0.1, torch.Generator())
+    ids = torch.zeros(4, 1, 8, dtype=torch.int64)
+    stage.forward(torch.zeros(4, dtype=torch.int64), ids, noise=0.1, generator=torch.Generator())
     assert torch.equal(stage.fast, before)
