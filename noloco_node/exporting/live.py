@@ -191,7 +191,8 @@ class Gatherer:
         try:
             manifest = await fetch_slow(self._run, stage, self._transport, peer, weights, told)
         except (Refused, TransportError) as error:
-            logger.warning("stage %d of %s is not to be had: %s", stage, peer, error or repr(error))
+            why = (str(error).splitlines() or [repr(error)])[0]
+            logger.warning("stage %d of %s is not to be had: %s", stage, peer, why)
             self._came -= came
             self._wanted -= weights.nbytes
             file.unlink(missing_ok=True)
