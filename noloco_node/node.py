@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from noloco_node.custody import last_of_stage, unusable_checkpoints
 from noloco_node.data.prepared import check_text_here
 from noloco_node.data.reading import Reader, open_samples
 from noloco_node.data.samples import Position, Samples
+from noloco_node.data.shared_turns import SharedTurns
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.interrupts import Interrupts, interruptible
 from noloco_node.model.stage import Stage, build_stage
@@ -325,7 +327,11 @@ def _prepare(
     if stage_index > 0:
         return stage, None
     reader = Reader(own, spec.inner.microbatch_windows, spec.evaluation.windows, prefetch_bytes)
-    return stage, open_samples(spec.data, stage.vocab_size, reader, position)
+
+    def turns(count: int, begin: Position) -> SharedTurns:
+        return SharedTurns(count, spec.data.seed, own, spec.limits.record_seconds, random.Random(f"slots/{own}"), begin)
+
+    return stage, open_samples(spec.data, stage.vocab_size, reader, position, turns)
 
 
 def _spare_the_collector() -> None:

@@ -40,6 +40,7 @@ from noloco_node.swarm.records_call import serve_records
 from noloco_node.swarm.roll_call import SWEEP_SECONDS, RollCall
 from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.screened_directory import ScreenedDirectory
+from noloco_node.swarm.shared_text import SharedText
 from noloco_node.swarm.state_donor import StateDonor, nobody_relayed
 from noloco_node.swarm.transport import PeerId, Transport
 from noloco_node.swarm.waiting import CommonStart, MissingStages
@@ -101,6 +102,9 @@ class Replica:
         self.ledger = ledger or Ledger()
         self.worker = StageWorker(spec, placed.trainer, placed.outer, thread, self._inner_step_taken)
         self.membership = self._make_membership(directory)
+        if samples is not None and samples.shared is not None:
+            own, life = transport.peer_id, spec.limits.record_seconds
+            self.membership.text = SharedText(samples.shared, directory, own, life, emit)
         self._roll = self._make_roll(directory)
         self._book = RoutingBook(spec.pipeline.routing, self._rng, time.monotonic)
         self._downstream = (

@@ -39,6 +39,10 @@ class DataSpec(Settings):
     parts_per_shard: Annotated[int, Field(gt=0, le=1024)] = 1
     """Blocks of a shard of a streamed text: a replica reads one at a time. There should be several times as many blocks
     as replicas of the first stage."""
+    block_windows: Annotated[int, Field(gt=0, le=1 << 32)] | None = None
+    """Windows of a block of a text that is tokenised at the start: set, the replicas share the text out in such blocks,
+    each read by one of them. A block should take a replica minutes, and there should be several times as many as
+    replicas. Not set, each walks through all of the text in an order of its own."""
     fingerprint: Annotated[str, Field(pattern=FINGERPRINT)] | None = None
     """What `noloco-node config validate` prints for the text: set it so that a node that holds another one is told so
     before it trains."""
@@ -70,6 +74,11 @@ class DataSpec(Settings):
         if self.source == "stdlib" and self.tokenizer == NO_TOKENIZER:
             raise ValueError(
                 "run.data.tokenizer is 'none' but run.data.source is 'stdlib', which is text: name one, or bytes"
+            )
+        if self.streaming and self.block_windows is not None:
+            raise ValueError(
+                "run.data.block_windows is set but run.data.streaming is on, whose blocks are parts of shards: set "
+                "run.data.parts_per_shard"
             )
         if self.streaming and self.source == "stdlib":
             raise ValueError(

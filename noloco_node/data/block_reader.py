@@ -53,6 +53,8 @@ class BlockReader:
         while (turn := self._take()) is not None:
             reached = turn.start
             for window in self._read(turn):
+                if not self._turns.holds(turn.slot):
+                    break
                 if len(windows) == self._size:  # only now is it known that this one was not the block's last
                     yield self._portion(windows, [*marks, _Mark(turn.slot, reached, False)])
                     windows, marks = [], []

@@ -10,6 +10,8 @@ import numpy as np
 from noloco_node.data.shards import Shards
 from noloco_node.data.tokenizers import Tokens
 from noloco_node.data.turns import Turn
+from noloco_node.data.walk import Permutation
+from noloco_node.data.windows import Windows
 from noloco_node.marks import BEGINS
 
 
@@ -59,6 +61,30 @@ def with_marks(documents: Iterable[Tokens]) -> Iterator[Tokens]:
         marked = document.astype(np.int32)
         marked[:1] |= BEGINS
         yield marked
+
+
+class NumberedBlocks:
+    """Blocks of `size` windows of a text that is tokenised already. A pass has an order of its own, equal for all
+    replicas: each block has windows from everywhere."""
+
+    def __init__(self, windows: Windows, size: int, seed: int) -> None:
+        self._windows, self._size, self._seed = windows, size, seed
+
+    @property
+    def count(self) -> int:
+        """All blocks of a pass; the last one may be shorter."""
+        return -(-self._windows.train_count // self._size)
+
+    def name(self, block: int) -> str:
+        """Its number."""
+        return f"block {block} of the text"
+
+    def read(self, turn: Turn) -> Iterator[Tokens]:
+        """The windows of the turn's block, from `turn.start` on."""
+        order = Permutation(self._windows.train_count, f"windows/{self._seed}/{turn.epoch}")
+        first, end = turn.block * self._size, min((turn.block + 1) * self._size, len(order))
+        for place in range(first + turn.start, end):
+            yield self._windows.window(order[place])
 
 
 def cut_windows(documents: Iterable[Tokens], length: int, start: int = 0) -> Iterator[Tokens]:

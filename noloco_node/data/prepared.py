@@ -31,7 +31,7 @@ _Batch = list[tuple[Document, bool]]
 SAVE_SECONDS = 5.0
 """How often a preparation writes down how far it has come."""
 _DONE, _UNDER_WAY = "manifest.json", "unfinished.json"
-_NOT_THE_TEXTS = frozenset({"path", "prepared", "fingerprint", "seed", "parts_per_shard"})
+_NOT_THE_TEXTS = frozenset({"path", "prepared", "fingerprint", "seed", "block_windows", "parts_per_shard"})
 """Settings of `run.data` that tokens do not depend on."""
 
 Count = Annotated[int, Field(ge=0)]

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.block_reader import BlockReader
-from noloco_node.data.blocks import StreamedBlocks, cut_windows, with_marks
+from noloco_node.data.blocks import Blocks, NumberedBlocks, StreamedBlocks, cut_windows, with_marks
 from noloco_node.data.documents import data_error
 from noloco_node.data.encoding import fitting_tokenizer
 from noloco_node.data.prefetch import Portion, Portions, Prefetch
 from noloco_node.data.prepared import open_shards
 from noloco_node.data.samples import Position, Samples
 from noloco_node.data.shards import Shards, TextShards
+from noloco_node.data.shared_turns import SharedTurns
 from noloco_node.data.turns import OwnTurns, TurnPosition, Turns
 from noloco_node.data.walk import WalkPosition, WindowWalk
 from noloco_node.data.windows import Windows, load_windows
@@ -37,7 +38,7 @@ class Reader:
     prefetch_bytes: int
 
 
-MakeTurns = Callable[[int, TurnPosition], Turns]
+MakeTurns = Callable[[int, Position], Turns]
 """Makes the turns over so many blocks, from a position on."""
 
 
@@ -46,12 +47,15 @@ def open_samples(
 ) -> Samples:
     """All that stage 0 asks of its text, from `position` on. A thread reads ahead until `close`.
 
-    `make_turns` says who reads which block of a streamed text next; without it each replica walks through all of them.
+    `make_turns` says who reads which block of a text in blocks next; without it each replica walks through all of them.
     Raises UserError (DATA) as `load_windows` does.
     """
     if spec.streaming:
         return _streamed(spec, vocab_size, reader, position, make_turns)
     windows = load_windows(spec, vocab_size)
+    if spec.block_windows is not None:
+        blocks = NumberedBlocks(windows, spec.block_windows, spec.seed)
+        return _in_blocks(blocks, windows.held_out(reader.held_out_windows), spec, reader, position, make_turns)
     walk = _walk(windows.train_count, spec.seed, reader.peer_id, position)
     prefetch = Prefetch(_walked(windows, walk, reader.microbatch_windows), walk.position, reader.prefetch_bytes)
     return Samples(
@@ -80,10 +84,17 @@ def _streamed(
     marked = spec.attention == "document"
     blocks = StreamedBlocks(shards, spec.parts_per_shard, spec.sequence_length + 1, marked=marked)
     held_out = _first_held_out(shards, spec, reader.held_out_windows)
+    return _in_blocks(blocks, held_out, spec, reader, position, make_turns)
+
+
+def _in_blocks(
+    blocks: Blocks, held_out: Tensor, spec: DataSpec, reader: Reader, position: Position, make_turns: MakeTurns | None
+) -> Samples:
     begin = position if isinstance(position, TurnPosition) else TurnPosition()
-    turns = make_turns(blocks.count, begin) if make_turns else OwnTurns(blocks.count, spec.seed, reader.peer_id, begin)
+    own = OwnTurns(blocks.count, spec.seed, reader.peer_id, begin)
+    turns = make_turns(blocks.count, position) if make_turns else own
     source = BlockReader(blocks, turns, reader.microbatch_windows)
-    prefetch = Prefetch(source.portions(), begin, reader.prefetch_bytes)
+    prefetch = Prefetch(source.portions(), position, reader.prefetch_bytes)
 
     def close() -> None:
         source.close()
@@ -95,6 +106,7 @@ def _streamed(
         position=lambda: turns.position,
         waited_seconds=lambda: prefetch.waited_seconds,
         blocks=blocks.count,
+        shared=turns if isinstance(turns, SharedTurns) else None,
         close=close,
     )
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from noloco_node.data.claims import SharedPosition
+from noloco_node.data.shared_turns import SharedTurns
 from noloco_node.data.turns import TurnPosition
 from noloco_node.data.walk import WalkPosition
 from noloco_node.marks import BEGINS, without_marks
 
-Position = WalkPosition | TurnPosition
-"""Where drawing goes on: in a walk over numbered windows, or in a row of blocks."""
+Position = WalkPosition | TurnPosition | SharedPosition
+"""Where drawing goes on: in a walk over numbered windows, in a row of blocks, or in one that replicas share."""
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and labels, both int64 [b, T]; the labels with marks where documents begin (`marks.BEGINS`)."""
@@ -34,6 +36,8 @@ class Samples:
     """Time that drawing has had to wait for the text, so far."""
     blocks: int | None = None
     """Of a text that is read in blocks: how many there are."""
+    shared: SharedTurns | None = None
+    """Where the replicas share the text: who reads what."""
     close: Callable[[], None] = lambda: None
     """Read no further; may take as long as the reading of one document."""
 

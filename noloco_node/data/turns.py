@@ -7,6 +7,7 @@ from typing import Annotated, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from noloco_node.data.claims import SharedPosition
 from noloco_node.data.walk import Permutation
 
 
@@ -36,7 +37,7 @@ class Turns(Protocol):
     is drawn: implementations bear both at once."""
 
     @property
-    def position(self) -> TurnPosition:
+    def position(self) -> TurnPosition | SharedPosition:
         """Where drawing goes on, for a checkpoint."""
         ...
 
@@ -50,6 +51,10 @@ class Turns(Protocol):
 
     def finished(self, slot: int) -> None:
         """All of the slot's block has been drawn."""
+        ...
+
+    def holds(self, slot: int) -> bool:
+        """Whether the slot is still this replica's; else the rest of its block is another's."""
         ...
 
 
@@ -72,6 +77,10 @@ class OwnTurns:
     def reached(self, slot: int, position: int) -> None:
         """Goes on after these windows."""
         self.position = TurnPosition(slot=slot, start=position)
+
+    def holds(self, slot: int) -> bool:
+        """Always: its turns are nobody else's."""
+        return slot >= 0
 
     def finished(self, slot: int) -> None:
         """Goes on with the next slot."""

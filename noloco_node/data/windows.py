@@ -16,6 +16,7 @@ from noloco_node.data.prepared import open_prepared
 from noloco_node.data.samples import Batch, inputs_and_labels
 from noloco_node.data.sources import divided
 from noloco_node.data.token_file import TokenFile
+from noloco_node.data.tokenizers import Tokens
 from noloco_node.data.walk import Permutation
 from noloco_node.errors import ExitCode, UserError
 
@@ -52,6 +53,10 @@ class Windows:
     def rows(self, indices: Sequence[int]) -> Tensor:
         """Training windows as they are, int32 [len(indices), sequence_length + 1]."""
         return _rows(self._training.windows(indices, self._length))
+
+    def window(self, index: int) -> Tokens:
+        """One training window, `sequence_length` + 1 tokens."""
+        return self._training.windows([index], self._length)[0]
 
     def train(self, indices: Sequence[int]) -> Batch:
         """Inputs and labels of training windows."""

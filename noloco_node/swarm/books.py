@@ -92,6 +92,7 @@ class Books:
                 data_wait_seconds=self._origin.data_wait_seconds if self._origin else 0.0,
                 directory_records=len(self._membership.introduced()),
                 directory_age_seconds=self._membership.directory_age,
+                text_slots=self._membership.text.counts if self._membership.text else {},
                 device_memory=self._worker.device_memory,
                 strangers=Strangers(
                     offences=dict(conduct.offences),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from noloco_node.data.claims import MOST_CLAIMS
 from noloco_node.swarm.invitation import Proof
 from noloco_node.swarm.transport import PeerId
 
@@ -22,6 +23,16 @@ class PeerState(StrEnum):
     """Its training is over; it still serves others and averages a last time."""
     DRAINING = "draining"
     GONE = "gone"
+
+
+class SlotClaim(NamedTuple):
+    """A slot in the row of the text's blocks that a replica of stage 0 has taken."""
+
+    slot: Annotated[int, Field(ge=0, le=1 << 48)]
+    position: Annotated[int, Field(ge=0, le=1 << 48)]
+    """Windows of its block that are drawn."""
+    begun: bool
+    """Whether it is being read; else it is the next."""
 
 
 class PeerRecord(BaseModel):
@@ -44,6 +55,8 @@ class PeerRecord(BaseModel):
     """It has trained to the run's end. It says so after it left, too: who looks every few seconds must not miss it."""
     newcomer: bool = False
     """It has just joined and is not averaged with yet: it dials others."""
+    slots: Annotated[tuple[SlotClaim, ...], Field(max_length=MOST_CLAIMS)] = ()
+    """What it reads of a text that the replicas share; of who has left, what it gave back."""
     protocol: Annotated[int, Field(ge=0, le=1 << 16)]
     version: Annotated[str, Field(max_length=32)]
     sequence: Annotated[int, Field(ge=0, le=1 << 53)] = 0

@@ -13,6 +13,7 @@ from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
 from noloco_node.swarm.first_look import LOOK_AGAIN_SECONDS, look_for_others
 from noloco_node.swarm.headcount import Headcount, is_there
+from noloco_node.swarm.shared_text import SharedText, in_record
 from noloco_node.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ class Membership:
         """Look at the others more often: whatever this node waits for, the others wait for as well."""
         self.newcomer = False
         """Goes into the record: this node is on probation."""
+        self.text: SharedText | None = None
+        """What the replicas of stage 0 tell each other of a text that they share."""
 
     def live(self, stage: int, *states: PeerState) -> tuple[PeerRecord, ...]:
         """Live records of a stage, this node's own included if it has been read back: whoever is introduced."""
@@ -227,6 +230,7 @@ class Membership:
             life += WITHDRAWAL_MARGIN_SECONDS
         figures = self._describe()
         self._sequence += 1
+        claims = self.text.to_say(leaving=state is PeerState.GONE) if self.text else ()
         self._announced_speed, self._announced_newcomer = figures.tokens_per_second, self.newcomer
         record = PeerRecord(
             peer_id=self._own,
@@ -239,6 +243,7 @@ class Membership:
             outer_rounds=figures.outer_rounds,
             finished=self._finished,
             newcomer=self.newcomer,
+            slots=in_record(claims),
             protocol=PROTOCOL_VERSION,
             version=__version__,
             sequence=self._sequence,
@@ -246,6 +251,8 @@ class Membership:
         stored = await self._directory.publish(record, life)
         if not stored:
             logger.debug("no peer took this node's record (state %s)", state)
+        if self.text:
+            self.text.said(claims)
         return stored
 
     async def refresh(self) -> None:
@@ -269,16 +276,20 @@ class Membership:
         self._read_at = time.monotonic()
         fellows = [record for record in self.live(self.stage, PeerState.TRAINING) if record.peer_id != self._own]
         self._heads.look(fellows, self._describe().steps, self._record_seconds)
+        if self.text:
+            self.text.heard(self.counted_fellows(), self.live_replicas())
         self._on_change()
 
     async def run(self) -> None:
         """Renew the record three times within its life, and once as soon as this node knows its speed, without which
-        fellows take its clock to stand still, or it ceases to be a newcomer. Look at the others every two seconds."""
+        fellows take its clock to stand still, it ceases to be a newcomer, or it reads another block. Look at the others
+        every two seconds."""
         loop = asyncio.get_running_loop()
         renew_at = loop.time()
         while True:
             speed_known = self._announced_speed == 0.0 and self._describe().tokens_per_second > 0.0
-            if loop.time() >= renew_at or speed_known or self._announced_newcomer != self.newcomer:
+            said_already = self._announced_newcomer == self.newcomer and not (self.text and self.text.news)
+            if loop.time() >= renew_at or speed_known or not said_already:
                 await self.announce(self.state)
                 renew_at = loop.time() + self._record_seconds / 3
             await self.refresh()

@@ -220,6 +220,23 @@ class Account(Event):
     device_memory: dict[str, int] = {}
     """Bytes of a GPU: allocated, reserved, free, total; empty for the processor."""
     strangers: Strangers = Strangers()
+    text_slots: dict[str, int] = {}
+    """Blocks of a shared text by what became of them here: claimed, finished, given_back, yielded; and `repeated`: the
+    windows that this node had read of those that it yielded."""
+
+
+class TextBlock(Event):
+    """A block of a text that the replicas share: this node has begun, finished, yielded or given it back."""
+
+    event: Literal["text_block"] = "text_block"
+    slot: int
+    """Its place in the endless row of blocks."""
+    block: int
+    epoch: int
+    """Passes over the whole text before it."""
+    position: int
+    """Windows of it that are drawn."""
+    what: Literal["begun", "finished", "yielded", "given_back"]
 
 
 class CheckpointTaken(Event):
@@ -336,6 +353,7 @@ AnyEvent = Annotated[
     | OuterStep
     | Evaluation
     | Account
+    | TextBlock
     | CheckpointTaken
     | StateDownload
     | DonorFailed

@@ -13,6 +13,7 @@ HOP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 EXCHANGE_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 WARNINGS = ("checkpoints_unusable", "stage_lost", "state_elsewhere", "last_of_stage", "memory_short")
 ROUNDS = ("paired", "alone", "caught_up")
+BLOCK_OUTCOMES = ("claimed", "finished", "given_back", "yielded")
 RECOVERY_SECONDS = (1.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 PAYLOAD_BYTES = (1e4, 1e5, 1e6, 1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10)
 
@@ -81,6 +82,12 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge("noloco_learning_rate", "1", "Inner learning rate"),
         _gauge("noloco_gradient_norm", "1", "Gradient norm of the stage before clipping"),
         _counter("noloco_data_wait_seconds_total", "seconds", "Time stage 0 waited for windows of its text"),
+        _counter(
+            "noloco_text_blocks_total", "blocks", "Blocks of a shared text by outcome", "outcome", known=BLOCK_OUTCOMES
+        ),
+        _counter(
+            "noloco_text_repeated_windows_total", "windows", "Read here, then left to a replica that reads them too"
+        ),
     ),
     "Microbatches": (
         _counter("noloco_microbatches_total", "microbatches", "Microbatches by outcome", "outcome"),

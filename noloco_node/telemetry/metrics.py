@@ -31,7 +31,7 @@ from noloco_node.telemetry.events import (
     Warned,
 )
 from noloco_node.telemetry.memory_limit import MemoryUse
-from noloco_node.telemetry.metric_table import TABLE, Metric
+from noloco_node.telemetry.metric_table import BLOCK_OUTCOMES, TABLE, Metric
 from noloco_node.telemetry.recovery import Recovery
 from noloco_node.telemetry.utilization import Utilization
 from noloco_node.telemetry.web import Page
@@ -250,6 +250,10 @@ class Metrics:
         for outcome in MICROBATCH_OUTCOMES:
             self._add("noloco_microbatches_total", rise("microbatches", outcome, getattr(event, outcome)), outcome)
         self._add("noloco_data_wait_seconds_total", rise("data", "", event.data_wait_seconds))
+        for outcome in BLOCK_OUTCOMES:
+            self._add("noloco_text_blocks_total", rise("blocks", outcome, event.text_slots.get(outcome, 0)), outcome)
+        repeated = event.text_slots.get("repeated", 0)
+        self._add("noloco_text_repeated_windows_total", rise("blocks", "repeated", repeated))
         strangers = event.strangers
         for name, counts in (
             ("noloco_refusals_total", event.refused),

@@ -1,0 +1,362 @@
+"""Who reads which slot of the endless row of blocks, as far as one replica knows: pure functions of what was said.
+
+Each replica says which slots it has taken (`Claim`), and nobody shares them out. A slot that is claimed is taken for
+good, but for two cases: whoever leaves gives its slots back with the place up to which it has read, and the slots of
+one of whom nothing was heard for a while are holes from the place that it last said. Whoever needs a slot takes one of
+the lowest that are free, at random, so that two seldom take the same; of two that did, one yields before it begins.
+Nothing here asks who a replica sees: a claim that is not seen is not heeded, and that costs an overlap, never a halt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from statistics import median_low
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST_CLAIMS = 4
+"""Slots that one replica may claim at a time: what it reads, what its reader holds already, and the next."""
+CREDIBLE_PACE = 8.0
+"""Slots of one peer count for at most so many times the median of its fellows', and a few at once."""
+ALLOWED_AT_ONCE = 4
+REACH = 16
+"""Slots a replica beyond the median claim that are believed: a far claim must not draw the others after it."""
+REACH_AT_LEAST = 64
+HORIZON = 32
+"""Slots a replica behind the others' claims in which a slot that nobody took is still waited for."""
+FIRST_SPREAD = 4
+"""Slots a replica over which claims are spread where nobody has claimed any yet."""
+LEAST_SPREAD = 8
+LEAST_SHARE = 0.125
+WHOLE_VIEW = 0.75
+"""Share of its fellows from which on a replica sees all that they say, in their order."""
+SHARE_STEP = 0.25
+JUDGED_IN_PATIENCE = 12
+"""How often, while it waits for one of whom nothing is heard, a replica looks at all of them."""
+PACE_SECONDS = 30.0
+"""Time that is taken to have passed for whoever was first seen just now."""
+
+
+Count = Annotated[int, Field(ge=0, le=1 << 48)]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A slot that a replica has taken, how many windows of its block are drawn, by whomever, and whether this replica
+    has begun to read it."""
+
+    slot: int
+    position: int = 0
+    begun: bool = False
+
+
+class SharedPosition(BaseModel):
+    """What a replica keeps of the row for its next life."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    time: float
+    """When it was kept, seconds since 1970."""
+    row: Annotated[int, Field(gt=0)]
+    """Blocks of a pass."""
+    base: Count
+    taken: Annotated[str, Field(pattern=r"^[0-9a-f]*$")]
+    """Slots from `base` on: bits, the lowest first, as a hexadecimal number."""
+    open: tuple[tuple[Count, Count], ...]
+    """Slots that nobody holds and that were begun, each with the windows that are drawn."""
+    own: tuple[tuple[Count, Count], ...]
+    """Slots that it holds itself, likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a peer's newest record says."""
+
+    peer: str
+    claims: tuple[Claim, ...]
+    leaving: bool = False
+    """It has given back what it claims."""
+    overdue: bool = False
+    """The record should have been renewed by now."""
+
+
+@dataclass(slots=True)
+class _Fellow:
+    """What was seen of one peer. Times are seconds on the clock of whoever looks."""
+
+    since: float
+    heard: float
+    said: Said
+    overdue: bool
+    """Its last word should have been followed by another when it was last seen."""
+    claims: tuple[Claim, ...] = ()
+    """Those that are believed."""
+    highest: int = -1
+    """The highest of these."""
+    taken: int = 0
+    """Slots it has claimed so far."""
+    earlier: frozenset[int] = frozenset()
+    """Those that it said before it said that it has begun them, or that it had when it was first seen: who claims as
+    begun what it never claimed as its next has no right to it."""
+    left: bool = False
+
+
+@dataclass(slots=True)
+class SlotBook:
+    """What one replica knows of the row. `patience`: seconds after which whoever was not heard of has vanished;
+    `row`: slots of a pass.
+
+    `look` takes in what was said, `choose` names a slot to claim, `keeps` says whether to hold on to one.
+    """
+
+    own: str
+    patience: float
+    row: int
+    base: int = 0
+    """Everything below it is settled: taken, or no longer waited for."""
+    taken: set[int] = field(default_factory=set[int])
+    """Slots from `base` on that were claimed, by whomever, and not given back."""
+    holes: dict[int, int] = field(default_factory=dict[int, int])
+    """Slots that were given up by who had begun them, and where to go on in each."""
+    fellows: dict[str, _Fellow] = field(default_factory=dict[str, _Fellow])
+    closed: set[int] = field(default_factory=set[int])
+    """Slots that this replica holds or has finished, and those of which fellows have ceased to speak."""
+    holders: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
+    """Which fellows claim a slot."""
+    frontier: int = -1
+    """The highest slot that fellows claim, an eighth of them left aside."""
+    reach: int = 0
+    """The highest slot that is believed of a fellow."""
+    pace: float = 0.0
+    """Slots a second that the median fellow claims."""
+    since: float = math.inf
+    """When this replica looked first."""
+    own_taken: int = 0
+    """Slots it has claimed since."""
+    judged: float = -math.inf
+    """When these were last looked at, and who has vanished."""
+    live: int = 1
+    share: float = 1.0
+    """Of its fellows, those that a look shows, smoothed."""
+    started: bool = False
+    """It has claimed a slot of its own."""
+
+    def look(self, said: Iterable[Said], now: float, live: int) -> None:
+        """Take in the newest word of each fellow that counts, of which `live` replicas train in all, own included."""
+        self.live, words = max(1, live), [word for word in said if word.peer != self.own]
+        self._note_share(len(words))
+        news = [word for word in words if self._is_news(word, now)]
+        if now - self.judged >= self.patience / JUDGED_IN_PATIENCE or not self.started:
+            self.judged, self.since = now, min(self.since, now)
+            self._forget_vanished(now)
+            self.reach = self._reach(news)
+            self.pace = self._usual_pace(now)
+        for word in news:
+            self._take_in(word, now)
+        if news:
+            self._settle()
+
+    def choose(self, own: Collection[int], rng: random.Random) -> tuple[int, int]:
+        """A slot to claim beside those that it holds: one of the lowest that are free; and where to begin in it."""
+        slot = rng.choice(list(islice(self._free(own), self._spread())))
+        self.started = True
+        return slot, self.holes.get(slot, 0)
+
+    def claimed(self, slot: int) -> None:
+        """This replica has taken a slot."""
+        self._close(slot)
+        self.closed.add(slot)
+        self.own_taken += 1
+
+    def yielded(self, slot: int) -> None:
+        """This replica has left a slot to another."""
+        self.closed.discard(slot)
+
+    def keeps(self, claim: Claim, *, settled: bool) -> bool:
+        """Whether to hold on to an own claim as it was last said to others; `settled` where they have known of it for
+        so long that whoever claims the slot now came later."""
+        if settled and (claim.begun or self.share >= WHOLE_VIEW):
+            return True
+        for peer in self.holders.get(claim.slot, ()):
+            other = next(other for other in self.fellows[peer].claims if other.slot == claim.slot)
+            known = replace(other, begun=other.begun and other.slot in self.fellows[peer].earlier)
+            if not _first(claim, self.own, known, peer):
+                return False
+        return True
+
+    def kept(self, own: Iterable[Claim], given_back: Iterable[Claim], time: float) -> SharedPosition:
+        """What to keep for this replica's next life, where it holds `own` and has given others back."""
+        bits = sum(1 << slot - self.base for slot in self.taken if slot >= self.base)
+        open_slots = self.holes | {claim.slot: claim.position for claim in given_back}
+        return SharedPosition(
+            time=time,
+            row=self.row,
+            base=self.base,
+            taken=f"{bits:x}",
+            open=tuple(open_slots.items()),
+            own=tuple((claim.slot, claim.position) for claim in own),
+        )
+
+    def restore(self, kept: SharedPosition) -> None:
+        """Go on from what was kept, where nobody knows better."""
+        bits = int(kept.taken or "0", 16)
+        self.base, self.started = kept.base, True
+        self.taken = {kept.base + place for place in range(bits.bit_length()) if bits >> place & 1}
+        for slot, position in kept.open:
+            self._give_back([Claim(slot, position)])
+
+    def _note_share(self, words: int) -> None:
+        """A look shows so many fellows: fewer than there are where this replica sees the swarm in part."""
+        if self.live > 1:
+            share = min(1.0, max(LEAST_SHARE, words / (self.live - 1)))
+            self.share += (share - self.share) * SHARE_STEP
+
+    def _forget_vanished(self, now: float) -> None:
+        """Who is not heard of any more has vanished. Its slots are open from where its last word says, if that word
+        was seen to be its last: who has only seen earlier ones leaves them to who has seen more."""
+        for peer in [peer for peer, seen in self.fellows.items() if now - seen.heard > self.patience]:
+            seen = self.fellows.pop(peer)
+            self._hold(peer, seen.claims, ())
+            if seen.overdue:
+                self._give_back(seen.claims)
+            else:
+                self.closed.update(claim.slot for claim in seen.claims)
+
+    def _is_news(self, word: Said, now: float) -> bool:
+        seen = self.fellows.get(word.peer)
+        if seen is None:
+            return bool(word.claims)
+        seen.heard, seen.overdue = now, word.overdue
+        if seen.said is word or seen.said == word:
+            return False
+        if seen.left or word.leaving or len(seen.said.claims) != len(word.claims):
+            return True
+        same = all(a.slot == b.slot for a, b in zip(seen.said.claims, word.claims, strict=True))
+        if same:  # only further on
+            believed = {claim.slot for claim in seen.claims}
+            seen.said = word
+            seen.claims = tuple(claim for claim in word.claims if claim.slot in believed)
+        return not same
+
+    def _reach(self, news: list[Said]) -> int:
+        highest = [seen.highest for seen in self.fellows.values() if seen.claims]
+        highest += [max(c.slot for c in w.claims) for w in news if w.claims and w.peer not in self.fellows]
+        return (median_low(highest) if highest else self.base) + REACH * self.live + REACH_AT_LEAST
+
+    def _usual_pace(self, now: float) -> float:
+        """Slots a second that fellows claim, and this replica, at the median."""
+        paces = [seen.taken / (now - seen.since + PACE_SECONDS) for seen in self.fellows.values() if not seen.left]
+        return median_low([*paces, self.own_taken / (now - self.since + PACE_SECONDS)])
+
+    def _take_in(self, word: Said, now: float) -> None:
+        seen = self.fellows.get(word.peer)
+        new = seen is None
+        if seen is None:
+            seen = self.fellows[word.peer] = _Fellow(now, now, word, word.overdue)
+        before, seen.said = seen.claims, word
+        if word.leaving:
+            if not seen.left:
+                known = {claim.slot for claim in before}
+                seen.claims, seen.left = (), True
+                self._hold(word.peer, before, ())
+                self._give_back(claim for claim in word.claims if claim.slot in known)
+            return
+        seen.left = False
+        held = {claim.slot for claim in before}
+        allowance = ALLOWED_AT_ONCE + CREDIBLE_PACE * self.pace * (now - seen.since) - seen.taken
+        believed, earlier = list[Claim](), set[int]()
+        for claim in word.claims[:MOST_CLAIMS]:
+            if claim.slot not in held:
+                if claim.slot > self.reach or allowance < 1.0:
+                    continue
+                allowance -= 1.0
+                seen.taken += 1
+                self._close(claim.slot)
+            believed.append(claim)
+            if claim.slot in seen.earlier or not claim.begun or new or self.share < WHOLE_VIEW:
+                earlier.add(claim.slot)
+        seen.earlier = frozenset(earlier)
+        seen.claims = tuple(believed)
+        seen.highest = max((claim.slot for claim in believed), default=-1)
+        self._hold(word.peer, before, believed)
+        kept = {claim.slot for claim in believed}
+        self.closed.update(claim.slot for claim in before if claim.slot not in kept)
+
+    def _close(self, slot: int) -> None:
+        self.taken.add(slot)
+        self.holes.pop(slot, None)
+
+    def _hold(self, peer: str, before: Iterable[Claim], now: Iterable[Claim]) -> None:
+        for claim in before:
+            holders = self.holders[claim.slot]
+            holders.discard(peer)
+            if not holders:
+                del self.holders[claim.slot]
+        for claim in now:
+            self.holders.setdefault(claim.slot, set()).add(peer)
+
+    def _give_back(self, claims: Iterable[Claim]) -> None:
+        """These have no holder any more, unless another claims them."""
+        for claim in claims:
+            if claim.slot in self.holders or claim.slot in self.closed:
+                continue
+            if claim.position > 0 or claim.slot < self.base:
+                self.holes[claim.slot] = claim.position
+            self.taken.discard(claim.slot)
+
+    def _settle(self) -> None:
+        """Who has not begun takes all that the others have reached as taken; what lies far behind them is no longer
+        waited for."""
+        highest = sorted(seen.highest for seen in self.fellows.values() if seen.claims)
+        self.frontier = top = highest[-1 - len(highest) // 8] if highest else -1
+        if not self.started:
+            self.base = max(self.base, top + 1)
+        self.base = max(self.base, top - HORIZON * self.live - REACH_AT_LEAST)
+        while self.base in self.taken:
+            self.base += 1
+        if len(self.taken) > 2 * HORIZON * self.live + REACH_AT_LEAST or (self.taken and min(self.taken) < self.base):
+            self.taken = {slot for slot in self.taken if slot >= self.base}
+        if len(self.closed) > 4 * (HORIZON * self.live + REACH_AT_LEAST):
+            oldest = self.base - HORIZON * self.live - REACH_AT_LEAST
+            self.closed = {slot for slot in self.closed if slot >= oldest}
+
+    def _spread(self) -> int:
+        """Free slots among which to draw: enough that those who draw at about the same time seldom meet, and no more,
+        so that no gap stays open for long."""
+        if self.live == 1:
+            return 1
+        wanted = FIRST_SPREAD * self.live if self._is_first() else int(self.live / 2 / self.share)
+        return max(1, min(max(LEAST_SPREAD, wanted), self.row // 4))
+
+    def _free(self, held: Collection[int]) -> Iterator[int]:
+        """Holes, then free slots, lowest first, up to a few beyond the highest that others claim."""
+        yield from (slot for slot in sorted(self.holes) if slot not in held)
+        room = FIRST_SPREAD * self.live if self._is_first() else max(LEAST_SPREAD // 2, self.live // 16)
+        top, slot, beyond = self.frontier, self.base, 0
+        while beyond < room:
+            if slot not in self.taken and slot not in self.holes:
+                yield slot
+                beyond += slot > top
+            slot += 1
+
+    def _is_first(self) -> bool:
+        """Others are there, and none of them has claimed any yet."""
+        return not self.fellows and self.live > 1
+
+
+def _first(claim: Claim, peer: str, other: Claim, other_peer: str) -> bool:
+    """Of two claims on a slot, whether the first one stands: who has begun goes before who has not, else chance
+    decides, the same wherever it is asked."""
+    if claim.begun != other.begun:
+        return claim.begun
+    return (_lot(peer, claim.slot), peer) < (_lot(other_peer, claim.slot), other_peer)
+
+
+def _lot(peer: str, slot: int) -> bytes:
+    return hashlib.blake2b(f"{slot}/{peer}".encode(), digest_size=8).digest()

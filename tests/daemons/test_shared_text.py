@@ -1,0 +1,109 @@
+"""Real daemons share a text out in blocks: what each of them really drew, though one is killed and one leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from noloco_node.config.load import load_config
+from noloco_node.data.windows import load_windows
+from noloco_node.local_swarm import LocalSwarm, SwarmNode
+from noloco_node.telemetry.events import Account, TextBlock
+from tests.support import eventually
+
+pytestmark = [pytest.mark.daemons, pytest.mark.timeout(400)]
+
+MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
+BLOCK, BLOCKS = 320, 14
+
+
+def text_of_blocks(folder: Path) -> Path:
+    """Documents of one window each (a byte a token, and the separator), of which a few are held out."""
+    rng = random.Random(0)
+    folder.mkdir()
+    lines = ["".join(rng.choices("abcdefgh ", k=32)) for _ in range(round(BLOCK * (BLOCKS - 0.5) / 0.95))]
+    for number in range(0, len(lines), 33):
+        (folder / f"{number:05}.txt").write_text("".join(line + "\n" for line in lines[number : number + 33]))
+    return folder
+
+
+def blocks_of(node: SwarmNode) -> list[TextBlock]:
+    """What became of the blocks that it took."""
+    return [event for event in node.events if isinstance(event, TextBlock)]
+
+
+def read_by(nodes: list[SwarmNode]) -> dict[int, list[tuple[int, int]]]:
+    """For each slot, from which window to which each node has read it. Of one that was killed within a block nothing is
+    known of its end: it read as far as whoever went on with it."""
+    read: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    unfinished: list[tuple[int, int]] = []
+    for node in nodes:
+        begun: dict[int, int] = {}
+        for event in blocks_of(node):
+            if event.what == "begun":
+                begun[event.slot] = event.position
+            elif event.slot in begun:
+                read[event.slot].append((begun.pop(event.slot), event.position))
+        unfinished += begun.items()
+    for slot, start in unfinished:
+        end = min((first for first, _ in read[slot] if first >= start), default=start)
+        read[slot].append((start, end))
+    return read
+
+
+async def test_one_pass_is_read_once_though_a_node_is_killed_and_one_leaves(tmp_path: Path, temporary: Path) -> None:
+    """Four replicas of stage 0, and blocks of a few seconds. Overlap below a hundredth, coverage above 99."""
+    config = load_config(
+        MICRO,
+        (
+            "run.model.stages=1",
+            "local_swarm.replicas=4",
+            "run.data.source=text",
+            f"run.data.path={text_of_blocks(tmp_path / 'text')}",
+            f"run.data.block_windows={BLOCK}",
+            "run.inner.target_tokens=1_000_000_000",
+            "run.limits.record_seconds=4",
+            "node.checkpoint_rounds=1000000",
+        ),
+    )
+    windows = load_windows(config.run.data, 256).train_count
+    row = -(-windows // BLOCK)
+    swarm = LocalSwarm(config, tmp_path / "run")
+    try:
+        await swarm.start()
+        waiting = asyncio.create_task(swarm.wait())
+
+        def finished() -> int:
+            return sum(event.what == "finished" for node in swarm.nodes for event in blocks_of(node))
+
+        await eventually(lambda: finished() >= 3, 120, "the text is read")
+        swarm.kill(swarm.nodes[0])
+        os.kill(swarm.nodes[1].pid, signal.SIGTERM)
+
+        def whole() -> bool:
+            read = read_by(swarm.nodes)
+            return sum(end - start for slot in range(row) for start, end in read[slot]) > 0.99 * windows
+
+        await eventually(whole, 150, "a pass is read", every=0.2)
+        waiting.cancel()
+    finally:
+        await swarm.stop()
+    read = read_by(swarm.nodes)
+    again = 0
+    for slot in range(row):
+        spans = sorted(read[slot])
+        again += sum(max(0, before[1] - after[0]) for before, after in pairwise(spans))
+    assert again / windows < 0.01
+    left = [event for event in blocks_of(swarm.nodes[1]) if event.what == "given_back"]
+    assert left, "who is told to leave gives back the blocks that it has begun"
+    for event in left:
+        assert any(event.position == start for start, _ in read[event.slot]), "another went on just there"
+    books = [event for event in swarm.nodes[2].events if isinstance(event, Account)][-1]
+    assert books.text_slots["finished"] > 0

@@ -1,0 +1,230 @@
+"""Who reads which block: pure decisions, and a model swarm that takes them. No replica sees a coordinator."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_node.data.claims import MOST_CLAIMS, Claim, Said, SharedPosition, SlotBook
+from noloco_node.data.shared_turns import SharedTurns
+from tests.data.claim_swarm import ClaimSwarm, Shape
+
+LIFE = 20.0
+
+
+class Clock:
+    """Seconds that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def turns_of(own: str, clock: Clock, row: int = 64, **kept: object) -> SharedTurns:
+    position = kept.get("position")
+    return SharedTurns(row, 0, own, LIFE, random.Random(own), position, clock)  # pyright: ignore[reportArgumentType]
+
+
+def say(turns: SharedTurns, own: str) -> Said:
+    turns.published(turns.claims)
+    return Said(own, turns.claims)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_pass_is_shared_out_though_a_third_of_the_replicas_are_replaced_in_it(seed: int) -> None:
+    swarm = ClaimSwarm(Shape(replicas=40, blocks_each=4, speeds=(0.5, 4.0), passes=1), seed)
+    swarm.run()
+    assert swarm.events["killed"] > 0
+    assert swarm.events["drained"] > 0
+    assert swarm.overlap() < 0.01
+    assert swarm.coverage() > 0.99
+
+
+def test_who_sees_a_quarter_of_the_records_at_a_time_shares_as_well() -> None:
+    shape = Shape(replicas=40, blocks_each=3, block=120, speeds=(0.5, 4.0), passes=1, seen=0.25)
+    swarm = ClaimSwarm(shape)
+    swarm.run()
+    assert swarm.overlap() < 0.01
+    assert swarm.coverage() > 0.99
+
+
+def test_liars_keep_others_from_so_many_blocks_and_make_nobody_read_twice() -> None:
+    """One key in forty claims what others hold and what lies ahead; each key's slots count for eight of the median."""
+    swarm = ClaimSwarm(Shape(replicas=40, blocks_each=4, speeds=(0.5, 4.0), passes=1, liars=1))
+    swarm.run()
+    assert swarm.overlap() < 0.01
+    assert swarm.coverage() > 1 - 8 / (39 + 8) - 0.02
+    honest = [node for node in swarm.nodes if node.name not in swarm.lying]
+    assert max(node.turns.claims[-1].slot for node in honest) < 3 * swarm.shape.row, "a far claim drew them away"
+
+
+@given(st.integers(0, 1 << 30), st.integers(0, 1 << 30), st.integers(0, 1 << 40), st.booleans(), st.booleans())
+def test_of_two_claims_on_a_slot_just_one_stands(one: int, two: int, slot: int, begun: bool, other_begun: bool) -> None:
+    a, b = f"peer{one}", f"peer{two}x"
+    claims = {a: Claim(slot, begun=begun), b: Claim(slot, begun=other_begun)}
+    kept: list[bool] = []
+    for own, other in ((a, b), (b, a)):
+        book = SlotBook(own, 60.0, 10**9, base=slot, started=True)
+        book.look([Said(other, (Claim(slot),))], 0.0, 2)
+        book.look([Said(other, (claims[other],))], 1.0, 2)
+        kept.append(book.keeps(claims[own], settled=False))
+    assert sum(kept) == 1
+
+
+def test_who_leaves_gives_back_exactly_what_it_has_not_drawn() -> None:
+    clock = Clock()
+    one, two = turns_of("one", clock), turns_of("two", clock)
+    one.heard([], 1)
+    first = one.take()
+    assert first is not None
+    one.reached(first.slot, 17)
+    two.heard([say(one, "one")], 2)
+    two.heard([Said("one", one.leave(), leaving=True)], 1)
+    clock.now += LIFE
+    two.published(two.claims)
+    taken = {}
+    for _ in range(50):
+        two.heard([], 1)
+        two.published(two.claims)
+        clock.now += LIFE / 2
+        turn = two.take()
+        if turn is not None:
+            taken[turn.slot] = turn.start
+            two.finished(turn.slot)
+    assert taken[first.slot] == 17
+    assert one.take() is None
+    assert set(range(30)) <= set(taken), "no slot is left out"
+
+
+def test_the_slot_of_one_that_vanished_is_taken_up_where_its_last_word_was() -> None:
+    book = SlotBook("own", 60.0, 64, base=3, started=True)
+    book.look([Said("other", (Claim(3, 12, begun=True), Claim(5)))], 0.0, 2)
+    book.look([Said("other", (Claim(3, 20, begun=True), Claim(5)), overdue=True)], 10.0, 2)
+    book.look([], 40.0, 2)
+    assert 3 not in book.holes, "it may still come back"
+    book.look([], 90.0, 1)
+    rng = random.Random(0)
+    drawn = dict(book.choose((), rng) for _ in range(200))
+    assert drawn == {3: 20}
+    book.claimed(3)
+    book.claimed(4)
+    assert book.choose((), rng) == (5, 0)
+
+
+def test_who_did_not_see_the_last_word_of_one_that_vanished_leaves_its_slots_to_others() -> None:
+    book = SlotBook("own", 60.0, 64, base=3, started=True)
+    book.look([Said("other", (Claim(3, 12, begun=True), Claim(5)))], 0.0, 2)
+    book.look([], 90.0, 1)
+    rng = random.Random(0)
+    assert not {3, 5} & {book.choose((), rng)[0] for _ in range(200)}
+
+
+def test_one_far_claim_draws_nobody_after_it() -> None:
+    book = SlotBook("own", 60.0, 10**6)
+    words = [Said(f"peer{n}", (Claim(n, 1, begun=True), Claim(20 + n))) for n in range(9)]
+    book.look([*words, Said("liar", (Claim(10**9), Claim(5000)))], 0.0, 11)
+    assert book.frontier < 40
+    assert all(book.choose((), random.Random(seed))[0] < 100 for seed in range(50))
+
+
+def test_a_peer_that_claims_faster_than_it_can_read_is_not_believed() -> None:
+    book = SlotBook("own", 60.0, 10**6)
+    honest = [Said(f"peer{n}", (Claim(2 * n, 1, begun=True), Claim(2 * n + 1))) for n in range(9)]
+    for second in range(0, 60, 2):
+        liar = Said("liar", tuple(Claim(100 + 4 * second + k) for k in range(MOST_CLAIMS)))
+        book.look([*honest, liar], float(second), 11)
+    believed = sum(slot >= 100 for slot in book.taken)
+    assert believed <= 4 + 8 * 60 * 2 / 30
+    assert believed < 120 / 3
+
+
+def test_a_pair_of_replicas_believe_each_other_for_as_long_as_they_read() -> None:
+    clock = Clock()
+    pair = {name: turns_of(name, clock, row=400) for name in ("one", "two")}
+    drawn: dict[str, list[int]] = {"one": [], "two": []}
+    for _ in range(120):
+        words = {name: say(turns, name) for name, turns in pair.items()}
+        for name, turns in pair.items():
+            turns.heard([words["two" if name == "one" else "one"]], 2)
+            turn = turns.take()
+            if turn is not None:
+                drawn[name].append(turn.slot)
+                turns.finished(turn.slot)
+        clock.now += 20.0
+    assert len(drawn["one"]) > 50
+    assert not set(drawn["one"]) & set(drawn["two"])
+
+
+def test_a_node_that_starts_again_goes_on_with_its_own_slot_unless_another_took_it() -> None:
+    clock = Clock()
+    one = turns_of("one", clock)
+    other = Said("other", (Claim(40, 3, begun=True), Claim(41)))
+    one.heard([other], 2)
+    one.published(one.claims)
+    clock.now += LIFE
+    turn = one.take()
+    assert turn is not None
+    one.reached(turn.slot, 9)
+    kept = one.position
+    clock.now += LIFE
+    again = turns_of("one", clock, position=kept)
+    again.heard([other], 2)
+    assert Claim(turn.slot, 9) in again.claims
+    late = turns_of("one", clock, position=kept)
+    late.heard([other, Said("third", (Claim(turn.slot, 9, begun=True),))], 3)
+    assert turn.slot not in {claim.slot for claim in late.claims}
+
+
+def test_a_swarm_that_starts_again_as_a_whole_reads_nothing_twice() -> None:
+    clock = Clock()
+    one = turns_of("one", clock, row=16)
+    one.heard([], 1)
+    done: list[int] = []
+    for _ in range(7):
+        turn = one.take()
+        assert turn is not None
+        done.append(turn.slot)
+        one.finished(turn.slot)
+        one.heard([], 1)
+    clock.now += 86_400.0
+    kept = SharedPosition.model_validate_json(one.position.model_dump_json())
+    again = turns_of("one", clock, row=16, position=kept)
+    again.heard([], 1)
+    for _ in range(9):
+        turn = again.take()
+        assert turn is not None
+        done.append(turn.slot)
+        again.finished(turn.slot)
+    assert len(set(done)) == len(done)
+    assert set(range(12)) <= set(done)
+
+
+def test_a_pass_takes_each_block_once() -> None:
+    clock = Clock()
+    turns = turns_of("one", clock, row=8)
+    turns.heard([], 1)
+    blocks: dict[int, set[int]] = {}
+    for _ in range(64):
+        turn = turns.take()
+        assert turn is not None
+        seen = blocks.setdefault(turn.epoch, set())
+        assert turn.block not in seen
+        seen.add(turn.block)
+        turns.finished(turn.slot)
+    assert all(blocks[epoch] == set(range(8)) for epoch in range(5))
+
+
+def test_what_a_replica_says_is_bounded() -> None:
+    clock = Clock()
+    turns = turns_of("one", clock)
+    turns.heard([], 1)
+    slots = [turn.slot for _ in range(10) if (turn := turns.take()) is not None]
+    assert len(turns.claims) <= MOST_CLAIMS
+    assert len(slots) < MOST_CLAIMS, "it hands out no more than it can say"
+    assert all(a != b for a, b in pairwise(slots))
