@@ -68,6 +68,8 @@ def expectation_lines(
     for suggestion in found.suggestions:
         more = suggestion.more_memory
         memory = "" if abs(more) < GIB / 100 else f", {abs(more) / GIB:.2f} GiB {'more' if more > 0 else 'less'}"
+        if device.memory is not None and max(need.on_device for need in needs) + more > device.memory:
+            memory += ", which does NOT fit"
         lines.append(f"  would lift it     {', '.join(suggestion.settings)}: {_percent(suggestion.share)} %{memory}")
     if found.in_vain:
         lines.append(f"  would not         {', '.join(found.in_vain)}")

@@ -45,6 +45,18 @@ def test_it_is_one_screen() -> None:
     assert any("limited by" in line for line in lines)
 
 
+def test_what_would_not_fit_the_device_is_said_so() -> None:
+    """The whole model on one card is the quickest way, where there is room for it."""
+    config = load_config(Path("consumer-24gb"))
+    footprint = footprint_of(config.run)
+    needs = memory_of(config.run, config.node, footprint, config.local_swarm.replicas)
+    for name, fits in (("RTX 4090", False), ("H100", True)):
+        device = device_by_name(name, config.run.inner.precision)
+        lines = expectation_lines(config, device, HOME, expect(config, HOME, device.flop_per_second), needs)
+        (line,) = [line for line in lines if "run.model.stages=1" in line]
+        assert line.endswith("which does NOT fit") != fits
+
+
 def test_devices_have_a_speed_and_a_memory() -> None:
     """Each that has a memory has a speed; a number of TFLOP is taken as it is."""
     assert MEMORY_GIB.keys() <= PEAK_TFLOP_PER_SECOND.keys()
