@@ -15,6 +15,7 @@ from torch import Tensor
 from noloco_node.address_space import refused_memory
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.marks import without_marks
 from noloco_node.replica import Replica
 from noloco_node.storage.checkpoint import (
     Checkpoint,
@@ -174,7 +175,8 @@ class CheckpointKeeper:
             raise ValueError("a sample that it holds has no windows")
         if not 1 <= windows.shape[0] <= most[0] or windows.shape[1] != most[1]:
             raise ValueError(f"a sample that it holds has windows of {tuple(windows.shape)}, not {most}")
-        if not (windows >= 0).all() or not (windows < self._replica.vocab_size).all():
+        ids = without_marks(windows) if spec.data.attention == "document" else windows
+        if not (windows >= 0).all() or not (ids < self._replica.vocab_size).all():
             raise ValueError("a sample that it holds has tokens outside the vocabulary")
         return windows
 

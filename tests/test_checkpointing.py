@@ -24,6 +24,7 @@ from noloco_node.config.run_spec import OuterSpec, RunSpec
 from noloco_node.data.samples import Samples
 from noloco_node.data.walk import WalkPosition, WindowWalk
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.marks import BEGINS
 from noloco_node.model.stage import build_stage
 from noloco_node.outer.codec import CodecName
 from noloco_node.replica import Replica, on_its_device
@@ -251,6 +252,27 @@ async def test_samples_under_way_are_trained_first_in_the_next_life(tmp_path: Pa
         assert len(resumed.drawn) == 1
     every = [window for batch in node.drawn + resumed.drawn for window in batch]
     assert sorted(every) == sorted(WindowWalk(COUNT, 7, "peer").take(5 * WINDOWS))
+
+
+async def test_held_samples_keep_where_documents_begin(tmp_path: Path) -> None:
+    """With attention that ends at documents; a run without such marks takes none."""
+    plain = micro_spec(stages=1, outer=OUTER)
+    marked = plain.model_copy(update={"data": plain.data.model_copy(update={"attention": "document"})})
+    rows = window_rows((3, 1))
+    rows[:, 5] |= BEGINS
+    for spec in (marked, plain):
+        folder = CheckpointFolder(tmp_path / spec.run_id, keep=2)
+        async with lone_node(spec, folder) as node:
+            node.replica.ledger.waiting.append(Sample(rows))
+            await node.keeper.save()
+        saved = folder.newest(spec.run_id, 0)
+        assert saved is not None
+        refused = contextlib.nullcontext() if spec is marked else pytest.raises(UserError, match="outside the vocab")
+        with refused:
+            async with lone_node(spec, folder, saved) as resumed:
+                (sample,) = resumed.replica.ledger.waiting
+                assert torch.equal(sample.windows, rows)
+                await resumed.train(1)
 
 
 @pytest.mark.parametrize(
