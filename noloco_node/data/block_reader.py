@@ -14,7 +14,7 @@ from noloco_node.data.blocks import Blocks
 from noloco_node.data.documents import data_error
 from noloco_node.data.prefetch import Portion, Portions
 from noloco_node.data.tokenizers import Tokens
-from noloco_node.data.turns import Turn, TurnPosition, Turns
+from noloco_node.data.turns import MOST_BEGUN, Turn, TurnPosition, Turns
 from noloco_node.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,12 @@ class BlockReader:
         self._changed = threading.Condition()
 
     def portions(self) -> Portions:
-        """Without end. Raises UserError (DATA) where block after block cannot be read, or holds not one window."""
-        windows, marks = list[Tokens](), list[_Mark]()
+        """Without end. Raises UserError (DATA) where block after block cannot be read, or holds not one window.
+
+        A portion of less than `size` windows is all of `MOST_BEGUN` blocks: no more may be begun before these are
+        drawn.
+        """
+        windows, marks, held = list[Tokens](), list[_Mark](), 0
         while (turn := self._take()) is not None:
             reached = turn.start
             for window in self._read(turn):
@@ -57,14 +61,15 @@ class BlockReader:
                     break
                 if len(windows) == self._size:  # only now is it known that this one was not the block's last
                     yield self._portion(windows, [*marks, _Mark(turn.slot, reached, False)])
-                    windows, marks = [], []
+                    windows, marks, held = [], [], 0
                 windows.append(window)
                 reached += 1
             marks.append(_Mark(turn.slot, reached, True))
-            self._check_not_all_empty(reached > turn.start)
-            if len(windows) == self._size:
+            self._note_empty(turn, reached)
+            held += reached > turn.start
+            if len(windows) == self._size or held == MOST_BEGUN:
                 yield self._portion(windows, marks)
-                windows, marks = [], []
+                windows, marks, held = [], [], 0
 
     def close(self) -> None:
         """End whatever `portions` waits for."""
@@ -124,8 +129,14 @@ class BlockReader:
         with self._changed:
             self._changed.wait_for(lambda: self._closed, seconds)
 
-    def _check_not_all_empty(self, gave: bool) -> None:
-        self._empty = 0 if gave else self._empty + 1
+    def _note_empty(self, turn: Turn, reached: int) -> None:
+        """What others say that they have read of a block, or that it is theirs, is no word about the text."""
+        if reached > turn.start:
+            self._empty = 0
+            return
+        whole = turn.start == 0 and self._turns.holds(turn.slot)
+        self._turns.empty(turn.slot)
+        self._empty += whole
         if self._empty > self._blocks.count:
             raise data_error(
                 "no block of the text has as many tokens as one window of run.data.sequence_length + 1",

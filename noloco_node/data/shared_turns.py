@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from noloco_node.data.claims import MOST_CLAIMS, Claim, Said, SharedPosition, SlotBook
-from noloco_node.data.turns import Turn
+from noloco_node.data.turns import MOST_BEGUN, Turn
 from noloco_node.data.walk import Permutation
 
 PATIENCE_LIVES = 3.0
@@ -90,7 +90,7 @@ class SharedTurns:
         replica leaves."""
         with self._lock:
             begun = sum(claim.begun for claim in self._own.values())
-            if not self._looked or self._leaving or begun >= MOST_CLAIMS - 1:
+            if not self._looked or self._leaving or begun >= MOST_BEGUN:
                 return None
             self._draw_next()
             claim = next((claim for claim in self._own.values() if not claim.begun), None)
@@ -114,6 +114,10 @@ class SharedTurns:
             if claim is not None:
                 self.counts.finished += 1
                 self._note("finished", claim)
+
+    def empty(self, slot: int) -> None:
+        """The slot need not be held until what was read before it is drawn."""
+        self.finished(slot)
 
     def holds(self, slot: int) -> bool:
         """Whether the slot is still this replica's: another may have it."""

@@ -7,8 +7,11 @@ from typing import Annotated, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from noloco_node.data.claims import SharedPosition
+from noloco_node.data.claims import MOST_CLAIMS, SharedPosition
 from noloco_node.data.walk import Permutation
+
+MOST_BEGUN = MOST_CLAIMS - 1
+"""Blocks that may be begun and not drawn to their end: the claim beside theirs is the next one's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,10 @@ class Turns(Protocol):
         """All of the slot's block has been drawn."""
         ...
 
+    def empty(self, slot: int) -> None:
+        """No window of the slot's block is there to be drawn. Called by the reader's thread; `finished` follows."""
+        ...
+
     def holds(self, slot: int) -> bool:
         """Whether the slot is still this replica's; else the rest of its block is another's."""
         ...
@@ -77,6 +84,9 @@ class OwnTurns:
     def reached(self, slot: int, position: int) -> None:
         """Goes on after these windows."""
         self.position = TurnPosition(slot=slot, start=position)
+
+    def empty(self, slot: int) -> None:
+        """Nothing: what was read before it may still be drawn."""
 
     def holds(self, slot: int) -> bool:
         """Always: its turns are nobody else's."""

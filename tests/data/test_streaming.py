@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import tracemalloc
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +20,14 @@ from noloco_node.config.load import load_config
 from noloco_node.data import block_reader
 from noloco_node.data.block_reader import BlockReader
 from noloco_node.data.blocks import StreamedBlocks, cut_windows
+from noloco_node.data.documents import data_error
 from noloco_node.data.prefetch import Prefetch
 from noloco_node.data.prepared import check_text_here, fingerprint_of
 from noloco_node.data.reading import Reader, held_out_windows, open_samples
 from noloco_node.data.samples import Position, Samples
 from noloco_node.data.shards import TextShards
-from noloco_node.data.tokenizers import ByteTokenizer
+from noloco_node.data.shared_turns import SharedTurns
+from noloco_node.data.tokenizers import ByteTokenizer, Tokens
 from noloco_node.data.turns import OwnTurns, Turn, TurnPosition
 from noloco_node.data.walk import Permutation
 from noloco_node.data.windows import load_windows
@@ -255,6 +259,72 @@ async def test_where_there_is_no_block_now_the_reader_asks_again(
         reader.close()
         prefetch.close()
     assert not prefetch._thread.is_alive()
+
+
+class SmallBlocks:
+    """So many windows in each block, block by block, again and again; below zero a block that cannot be read."""
+
+    count = 12
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+
+    def name(self, block: int) -> str:
+        """Its number."""
+        return str(block)
+
+    def read(self, turn: Turn) -> Iterator[Tokens]:
+        """Windows that hold the slot."""
+        size = self._sizes[turn.slot % len(self._sizes)]
+        if size < 0:
+            raise data_error("damaged", "get it again")
+        return (np.full(LENGTH, turn.slot % 256) for _ in range(turn.start, size))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [((1,), [[0, 1, 2], [3, 4, 5]]), ((0, 0, 0, 0, 9), [[4] * 8, [4, 9, 9, 9, 9, 9, 9, 9], [9, 9, *[14] * 6]])],
+)
+async def test_blocks_smaller_than_a_microbatch_do_not_end_the_reading(
+    sizes: tuple[int, ...], rows: list[list[int]]
+) -> None:
+    """Where the replicas share the text, so few may be begun at a time that they may not fill a microbatch."""
+    turns = SharedTurns(SmallBlocks.count, 0, "own", 20.0, random.Random(0))
+    turns.heard((), 1)
+    reader = BlockReader(SmallBlocks(sizes), turns, 8)
+    prefetch = Prefetch(reader.portions(), BEGIN, 1)
+    try:
+        async with asyncio.timeout(10):
+            assert [[int(row[0]) for row in await prefetch.draw()] for _ in rows] == rows
+    finally:
+        reader.close()
+        prefetch.close()
+
+
+async def test_a_shared_text_that_is_gone_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replica finds that out by itself."""
+    monkeypatch.setattr(block_reader, "FIRST_PAUSE_SECONDS", 0.001)
+    turns = SharedTurns(SmallBlocks.count, 0, "own", 20.0, random.Random(0))
+    turns.heard((), 1)
+    reader = BlockReader(SmallBlocks([-1]), turns, 8)
+    prefetch = Prefetch(reader.portions(), BEGIN, 1)
+    try:
+        async with asyncio.timeout(10):
+            with pytest.raises(UserError, match="damaged"):
+                await prefetch.draw()
+    finally:
+        reader.close()
+        prefetch.close()
+
+
+def test_that_blocks_are_read_to_their_end_is_no_word_about_the_text() -> None:
+    """A liar gives back slots as if it had drawn all of them: who takes them up goes on with others."""
+    turns, given_back = Watching(12), 3 * SmallBlocks.count
+    take = turns.take
+    turns.take = lambda: replace(take(), start=9 if turns.asked <= given_back else 0)  # pyright: ignore
+    portion = next(BlockReader(SmallBlocks([8]), turns, 8).portions())
+    assert len(portion.windows) == 8
+    assert turns.asked == given_back + 1
 
 
 def cut_off(path: Path) -> None:
