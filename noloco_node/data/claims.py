@@ -28,6 +28,8 @@ ALLOWED_AT_ONCE = 4
 REACH = 16
 """Slots a replica beyond the median claim that are believed: a far claim must not draw the others after it."""
 REACH_AT_LEAST = 64
+FURTHEST = 1 << 40
+"""No run comes so far: whoever says so, be they most of the fellows, draws nobody to where a slot cannot be told."""
 HORIZON = 32
 """Slots a replica behind the others' claims in which a slot that nobody took is still waited for."""
 FIRST_SPREAD = 4
@@ -247,7 +249,9 @@ class SlotBook:
     def _reach(self, news: list[Said]) -> int:
         highest = [seen.highest for seen in self.fellows.values() if seen.claims]
         highest += [max(c.slot for c in w.claims) for w in news if w.claims and w.peer not in self.fellows]
-        return (median_low(highest) if highest else self.base) + REACH * self.live + REACH_AT_LEAST
+        beyond = REACH * self.live + REACH_AT_LEAST
+        median = median_low(highest) if highest else self.base
+        return max(min(median, FURTHEST), self.base) + beyond
 
     def _usual_pace(self, now: float) -> float:
         """Slots a second that fellows claim, and this replica, at the median."""

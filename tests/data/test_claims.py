@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.data.claims import MOST_CLAIMS, Claim, Said, SharedPosition, SlotBook
+from noloco_node.data.claims import FURTHEST, MOST_CLAIMS, REACH_AT_LEAST, Claim, Said, SharedPosition, SlotBook
 from noloco_node.data.shared_turns import SharedTurns
+from noloco_node.swarm.directory import PeerRecord, PeerState
+from noloco_node.swarm.shared_text import in_record
 from tests.data.claim_swarm import ClaimSwarm, Shape
 
 LIFE = 20.0
@@ -228,3 +230,22 @@ def test_what_a_replica_says_is_bounded() -> None:
     assert len(turns.claims) <= MOST_CLAIMS
     assert len(slots) < MOST_CLAIMS, "it hands out no more than it can say"
     assert all(a != b for a, b in pairwise(slots))
+
+
+def test_the_furthest_slot_that_can_be_claimed_draws_nobody_beyond_it() -> None:
+    """The only fellow is a liar: what this replica claims and keeps can still be told, and others are still heeded."""
+    clock = Clock()
+    turns = turns_of("own", clock)
+    for slot in (1 << 48, FURTHEST, FURTHEST + REACH_AT_LEAST):
+        turns.heard([Said("liar", (Claim(slot),))], 2)
+        clock.now += LIFE
+        (claim,) = in_record(turns.claims)
+        told = PeerRecord(
+            peer_id="Qm" + "1" * 44, stage=0, state=PeerState.TRAINING, slots=(claim,), protocol=1, version="1"
+        )
+        assert told.slots == (claim,)
+        assert turns.position.own == ((claim.slot, 0),)
+    book = SlotBook("own", 60.0, 64)
+    book.look([Said("liar", (Claim(FURTHEST),))], 0.0, 2)
+    book.look([Said("fellow", (Claim(FURTHEST + 5),))], 10.0, 2)
+    assert FURTHEST + 5 in book.holders
