@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -15,6 +16,7 @@ NO_TOKENIZER = "none"
 TEXT, SHARDS, REVISION = "text-", "shards-", "revision-"
 """What a fingerprint begins with: of all documents; of the beginnings and ends of a streamed text's shards; of a
 dataset of the hub."""
+HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 FINGERPRINT = rf"^(({TEXT}|{SHARDS})[0-9a-f]{{32}}|{REVISION}[0-9a-f]{{40}})$"
 
 
@@ -92,6 +94,11 @@ class DataSpec(Settings):
             raise ValueError(
                 f"run.data.path is '{self.path}', a place on this machine, but run.data.source is 'huggingface': set "
                 "run.data.source to text to read it"
+            )
+        if self.source == "huggingface" and not HUB_DATASET.fullmatch(self.path or ""):
+            raise ValueError(
+                f"run.data.path is '{self.path}', and datasets of the hub are named as OWNER/NAME, such as allenai/c4: "
+                "by other names the datasets library reads files of the folder that it is started in"
             )
         if self.attention == "document" and self.sequence_length > MAX_MASKED:
             raise ValueError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from noloco_node.data.documents import Document, data_error
 from noloco_node.data.loaders import MASK, document_of, no_column
 from noloco_node.errors import UserError
 
+REMOTE = ("hf://", "https://", "http://")
 ShardReader = Callable[[], Iterator[Document]]
 
 
@@ -60,6 +62,17 @@ def check_not_here(name: str) -> None:
         )
 
 
+def check_files(name: str, files: Mapping[str, Iterable[str]]) -> None:
+    """Raise UserError (DATA) where a dataset, whose own card says where its files lie, names one that is no hub's."""
+    for file in chain.from_iterable(files.values()):
+        if not file.startswith(REMOTE) or "::" in file:
+            raise data_error(
+                f"the dataset '{name}' takes its text from {file[:200]!r}, a place on this machine: whoever made "
+                "it may not choose which files are read here",
+                "do not use it; what lies on this machine is read with run.data.source text",
+            )
+
+
 def _shard_reader(spec: DataSpec, dataset: Any, number: int, count: int) -> ShardReader:
     name, field = f"shard {number} of '{spec.path}'", spec.text_field
 
@@ -82,9 +95,14 @@ def _loaded(spec: DataSpec) -> Any:
     pinned = spec.fingerprint or ""
     revision = pinned.removeprefix(REVISION) if pinned.startswith(REVISION) else None
     try:
-        return datasets.load_dataset(
-            spec.path, spec.subset, split=spec.split, streaming=spec.streaming, revision=revision
-        )
+        builder = datasets.load_dataset_builder(spec.path, spec.subset, revision=revision)
+        check_files(spec.path or "", builder.config.data_files or {})
+        if spec.streaming:
+            return builder.as_streaming_dataset(split=spec.split)
+        builder.download_and_prepare()
+        return builder.as_dataset(split=spec.split)
+    except UserError:
+        raise
     except _troubles() as error:
         raise _unreachable(spec, error) from error
 

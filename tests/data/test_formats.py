@@ -13,7 +13,7 @@ import pytest
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.data import loaders
 from noloco_node.data.documents import Document
-from noloco_node.data.hub import hub_documents
+from noloco_node.data.hub import check_files, hub_documents
 from noloco_node.data.sources import check_source, read_documents
 from noloco_node.errors import ExitCode, UserError
 from tests.data.made_files import TABLES, lines, write_texts
@@ -88,6 +88,7 @@ def test_a_dataset_of_the_hub_gives_subset_and_split(tmp_path: Path, monkeypatch
     """As the library lays them out; a folder stands for the hub, which is not asked from here."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("noloco_node.data.hub.check_not_here", lambda _name: None)
+    monkeypatch.setattr("noloco_node.data.hub.check_files", lambda _name, _files: None)
     monkeypatch.chdir(tmp_path)
     for language in ("en", "de"):
         folder = tmp_path / "owner" / "name" / language
@@ -118,6 +119,24 @@ def test_what_lies_here_is_not_asked_of_thehub_documents(tmp_path: Path, monkeyp
         DataSpec(source="huggingface", path=str(tmp_path))
     with pytest.raises(ValueError, match=r"only datasets of the hub have subsets"):
         text_spec(tmp_path, subset="en")
+
+
+def test_a_datasets_card_does_not_choose_what_is_read_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library reads whatever files the card names, those of this machine too."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("noloco_node.data.hub.check_not_here", lambda _name: None)
+    monkeypatch.chdir(tmp_path)
+    secret = tmp_path / "diary.txt"
+    secret.write_text("mine alone")
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    (tmp_path / "owner" / "name" / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {secret}\n---\n")
+    for streaming in (False, True):
+        with pytest.raises(UserError, match=r"diary\.txt', a place on this machine"):
+            list(hub_documents(DataSpec(source="huggingface", path="owner/name", streaming=streaming)))
+    check_files("owner/name", {"train": ["hf://datasets/owner/name@0/train.jsonl", "https://host/train.jsonl"]})
+    for file in (f"file://{secret}", f"zip://a.txt::{secret}", f"https://host::file://{secret}"):
+        with pytest.raises(UserError, match="a place on this machine"):
+            check_files("owner/name", {"train": ["hf://datasets/owner/name@0/train.jsonl", file]})
 
 
 def test_json_lists_and_long_texts_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

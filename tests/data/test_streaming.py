@@ -166,9 +166,11 @@ async def test_a_dataset_of_the_hub_is_streamed_by_its_shards(tmp_path: Path, mo
     """Through the library's own streaming; a folder stands for the hub."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("noloco_node.data.hub.check_not_here", lambda _name: None)
+    monkeypatch.setattr("noloco_node.data.hub.check_files", lambda _name, _files: None)
     monkeypatch.chdir(tmp_path)
-    write_shards(tmp_path / "owner", ".jsonl", 3).rename(tmp_path / "name")
-    hub = DataSpec(source="huggingface", path="name", streaming=True, sequence_length=16, holdout=1e-9)
+    (tmp_path / "owner").mkdir()
+    write_shards(tmp_path / "owner" / "name", ".jsonl", 3)
+    hub = DataSpec(source="huggingface", path="owner/name", streaming=True, sequence_length=16, holdout=1e-9)
     blocks = blocks_of(hub)
     assert blocks.count == 3
     for shard in range(3):

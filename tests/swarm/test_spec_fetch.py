@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -379,6 +380,19 @@ async def test_a_dataset_of_the_hub_needs_no_word() -> None:
     async with swarm() as made:
         made.sound(spec)
         assert await made.fetch() == spec
+
+
+@pytest.mark.parametrize("name", ["text", "pandas", "hf://datasets/text"])
+async def test_a_run_that_names_a_reader_of_files_for_a_dataset_is_refused(name: str) -> None:
+    """The library takes such names for the files of the folder that the volunteer stands in."""
+    raw = json.loads(load_config(MICRO, ["run.data.source=huggingface", "run.data.path=owner/name"]).run.agreed_json)
+    raw["data"]["path"] = name
+    text = canonical_json(raw)
+    with pytest.raises(ValueError, match="named as OWNER/NAME"):
+        read_agreed(text.encode())
+    async with swarm() as made:
+        made.says(text.encode(), run=hashlib.sha256(text.encode()).hexdigest()[:32])
+        assert "OWNER/NAME" in (await made.refusal()).message
 
 
 async def test_a_path_for_a_run_that_has_none_is_refused() -> None:
