@@ -21,6 +21,7 @@ from noloco_node.exporting.sources import (
     with_text,
 )
 from noloco_node.node_options import CONFIG_HELP, OWN_TEXT, guest_arguments, set_argument
+from noloco_node.telemetry.words import plain_text
 
 if TYPE_CHECKING:
     from noloco_node.config.run_spec import RunSpec
@@ -148,7 +149,7 @@ def _generate(options: argparse.Namespace) -> int:
         from noloco_node.exporting.read import continued
 
     folder = Path(options.sources[0])
-    print(continued(folder, options.prompt, options.max_tokens, options.seed, options.temperature))
+    print(plain_text(continued(folder, options.prompt, options.max_tokens, options.seed, options.temperature)))
     return int(ExitCode.OK)
 
 
@@ -173,7 +174,7 @@ def _generate_live(options: argparse.Namespace) -> int:
 
 
 def _write(text: str) -> None:
-    print(text, end="", flush=True)
+    print(plain_text(text), end="", flush=True)
 
 
 def _print_head(run: RunSpec, held_out: HeldOut, at: str = "") -> None:

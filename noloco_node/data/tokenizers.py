@@ -55,8 +55,9 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the bytes."""
-        return bytes(ids).decode("utf-8", errors="replace")
+        """The text of the bytes; an id that is none, as a model of a larger vocabulary may draw, shows as the
+        replacement character."""
+        return bytes(min(each, 255) for each in ids).decode("utf-8", errors="replace")  # no text has a byte 255
 
 
 class NoTokenizer:
@@ -136,7 +137,7 @@ def _load_backend(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return cast(Any, AutoTokenizer.from_pretrained(name))  # pyright: ignore[reportUnknownMemberType]
+        return cast(Any, AutoTokenizer.from_pretrained(name, trust_remote_code=False))  # pyright: ignore
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(

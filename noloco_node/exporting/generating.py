@@ -86,7 +86,10 @@ def drawn(logits: Tensor, temperature: float, generator: torch.Generator) -> int
     """A token by its logits [vocabulary], as transformers draws it; at temperature 0 the likeliest."""
     if temperature == 0.0:
         return int(logits.argmax())
-    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
+    scaled = logits / temperature
+    if not bool(torch.isfinite(scaled).all()):  # as large as a stranger likes
+        scaled = (logits.double() - logits.max()) / temperature
+    return int(torch.multinomial(torch.softmax(scaled, dim=-1), 1, generator=generator))
 
 
 async def continue_text(

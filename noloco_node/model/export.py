@@ -171,7 +171,7 @@ def _tokenizer_to_write(name: str) -> Any:
 def _pretrained_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
-    return cast(Any, AutoTokenizer.from_pretrained(name))  # pyright: ignore[reportUnknownMemberType]
+    return cast(Any, AutoTokenizer.from_pretrained(name, trust_remote_code=False))  # pyright: ignore
 
 
 @contextmanager

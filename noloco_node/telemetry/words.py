@@ -69,3 +69,8 @@ def as_clock_time(when: float) -> str:
 def printable(text: str) -> str:
     """What a stranger says, or writes into a run folder, does not speak to the terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def plain_text(text: str) -> str:
+    """The same for a text of several lines."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)

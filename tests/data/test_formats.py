@@ -129,7 +129,9 @@ def test_a_datasets_card_does_not_choose_what_is_read_here(tmp_path: Path, monke
     secret = tmp_path / "diary.txt"
     secret.write_text("mine alone")
     (tmp_path / "owner" / "name").mkdir(parents=True)
-    (tmp_path / "owner" / "name" / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {secret}\n---\n")
+    (tmp_path / "owner" / "name" / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: default\n  data_files: {secret}\n---\n"
+    )
     for streaming in (False, True):
         with pytest.raises(UserError, match=r"diary\.txt', a place on this machine"):
             list(hub_documents(DataSpec(source="huggingface", path="owner/name", streaming=streaming)))

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from noloco_node import eval_commands
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.data.tokenizers import ByteTokenizer, NoTokenizer, Tokens
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.exporting.generating import Wish, continue_text
+from noloco_node.exporting.generating import Wish, continue_text, drawn
 from noloco_node.model.export import model_of
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.inference import METHOD, SAVED_WINDOWS, ForwardHeader, Rations
@@ -112,8 +113,8 @@ async def test_the_stages_of_a_swarm_say_what_the_whole_model_says(stages: int) 
         text = await told(asked, wish)
         torch.manual_seed(5)
         options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "max_new_tokens": 8, "pad_token_id": 0}
-        drawn = whole.generate(torch.tensor([PROMPT]), **options, eos_token_id=None)
-        assert text == Numbers().decode(drawn[0].tolist())
+        generated = whole.generate(torch.tensor([PROMPT]), **options, eos_token_id=None)
+        assert text == Numbers().decode(generated[0].tolist())
         likeliest = Wish(wish.prompt, tokens=8, temperature=0.0, seed=1)
         assert await told(asked, likeliest) == await told(asked, Wish(wish.prompt, 8, 0.0, seed=2)) != text
         records = asked.made.replicas[0].membership._directory
@@ -145,6 +146,20 @@ async def test_a_peer_that_dies_or_answers_nonsense_is_replaced_and_the_text_is_
             await continue_text(model.next_logits, model.longest, Numbers(), wish, write)
             assert model.replaced >= 2
         assert "".join(parts) == whole
+
+
+@pytest.mark.parametrize("temperature", [0.01, 1.0, 1e-40])
+def test_logits_as_large_as_a_stranger_likes_end_no_text(temperature: float) -> None:
+    """The likeliest token is drawn."""
+    logits = torch.zeros(1000)
+    logits[5] = 1e38
+    assert drawn(logits, temperature, torch.Generator().manual_seed(0)) == 5
+
+
+def test_what_a_swarm_says_does_not_speak_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Strangers choose the tokens; lines stay lines."""
+    eval_commands._write("one\ttwo\n\x1b]52;c;cm0=\x07\r\u202e…ü")  # pyright: ignore[reportPrivateUsage]
+    assert capsys.readouterr().out == "one\ttwo\n\ufffd]52;c;cm0=\ufffd\ufffd\ufffd…ü"
 
 
 async def test_who_was_silent_is_not_asked_again_while_others_are_only_full() -> None:

@@ -1,0 +1,33 @@
+"""Tokenizers that others name: they run no program, and a model may draw what they do not have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from noloco_node.data.tokenizers import ByteTokenizer, load_tokenizer
+from noloco_node.errors import ExitCode, UserError
+
+
+def test_a_tokenizer_runs_no_program_and_nobody_is_asked_whether_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run from a stranger names it; the library would ask whoever sits there."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    ran, folder = tmp_path / "ran", tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "theirs.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    told = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.Theirs", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(str(folder))
+    assert caught.value.exit_code is ExitCode.DATA
+    assert not ran.exists()
+
+
+def test_an_id_that_is_no_byte_shows_as_the_replacement_character() -> None:
+    """A model's vocabulary may be larger than its tokenizer's."""
+    assert ByteTokenizer().decode([72, 300, 105]) == "H\ufffdi"
