@@ -12,6 +12,7 @@ import re
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,8 @@ ACCEPTED_UNDECLARED = frozenset(
 """Keys that config classes take although they declare no such field."""
 _OF_THE_FILE = frozenset({"architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"})
 """Keys of a config.json that say nothing about the model."""
+_SIZES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of a number of those types that a run can begin with."""
 _SAMPLE_BYTES = 4096
 _SAMPLES = 4
 """Of a tensor that is larger than all samples together, so many pieces are read, from its start to its end."""
@@ -207,7 +210,7 @@ def _fetched(name: str) -> Path:
 def _tensors(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
     if (folder / _INDEX).is_file():
         named = _json(folder / _INDEX, _AGAIN).get("weight_map")
-        if not isinstance(named, dict):
+        if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):  # pyright: ignore
             raise _unusable(folder / _INDEX, "it says nothing of where the tensors lie", _AGAIN)
         where = cast("dict[str, str]", named)
         files = {name: dict(_of_file(_shard(folder, name))) for name in sorted(set(where.values()))}
@@ -243,10 +246,13 @@ def _of_file(path: Path) -> Iterator[tuple[str, StoredTensor]]:
         for name, entry in header.items():
             start, end = (int(offset) for offset in entry["data_offsets"])
             shape = tuple(int(count) for count in entry["shape"])
-            yield name, StoredTensor(path, str(entry["dtype"]), shape, base + start, base + end)
             if not 0 <= start <= end <= size - base:
                 raise _unusable(path, f"it is cut short: {size:,} bytes, and {name} ends at {base + end:,}", _AGAIN)
-    except (ValueError, KeyError, TypeError, AttributeError):
+            dtype = str(entry["dtype"])
+            if any(count < 0 for count in shape) or (dtype in _SIZES and end - start != prod(shape) * _SIZES[dtype]):
+                raise ValueError(name)  # it would be read out of others' numbers
+            yield name, StoredTensor(path, dtype, shape, base + start, base + end)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise _unusable(path, "it is no safetensors file, or it is damaged", _AGAIN) from None
 
 
@@ -267,7 +273,7 @@ def _json(path: Path, remedy: str) -> dict[str, Any]:
         raise _unusable(path, "it does not exist", remedy) from None
     except OSError as error:
         raise _unusable(path, f"it cannot be read: {error.strerror or error}", remedy) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _unusable(path, "it is no JSON", _AGAIN) from None
     if not isinstance(parsed, dict):
         raise _unusable(path, "it is no JSON object", _AGAIN)

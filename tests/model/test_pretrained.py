@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,32 @@ def _damaged(folder: Path) -> None:
     path.write_bytes(b"\x01" * 100)
 
 
+def _with_header(folder: Path, change: Callable[[str], str]) -> None:
+    path = sorted(folder.glob("model-*.safetensors"))[0]
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = change(content[8 : 8 + length].decode()).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+
+
+def _over_others(folder: Path) -> None:
+    _with_header(folder, lambda header: re.sub(r'"data_offsets":\[\d+,\d+\]', '"data_offsets":[0,4]', header))
+
+
+def _beyond_numbers(folder: Path) -> None:
+    _with_header(folder, lambda header: re.sub(r'"data_offsets":\[\d+,', '"data_offsets":[1e999,', header))
+
+
+def _without_end(folder: Path) -> None:
+    _with_header(folder, lambda header: '{"__metadata__":' * 100_000)
+
+
+def _nowhere(folder: Path) -> None:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= {"model.norm.weight": [1]}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def _of_integers(folder: Path) -> None:
     path = next(path for path in folder.glob("model-*") if "model.norm.weight" in load_file(path))
     weights: dict[str, Tensor] = load_file(path)
@@ -233,6 +260,10 @@ def _without_config(folder: Path) -> None:
         (_cut_short, "it is cut short"),
         (_pickled, "pickled files (pytorch_model.bin)"),
         (_damaged, "no safetensors file"),
+        (_over_others, "no safetensors file"),
+        (_beyond_numbers, "no safetensors file"),
+        (_without_end, "no safetensors file"),
+        (_nowhere, "says nothing of where the tensors lie"),
         (_of_integers, "model.norm.weight holds I8"),
         (_quantised, "quantised"),
         (_without_config, "config.json': it does not exist"),
