@@ -273,8 +273,12 @@ def read_slow(path: Path) -> Tensor:
 
 def _read_manifest(path: Path) -> CheckpointManifest:
     try:
-        manifest = CheckpointManifest.model_validate_json((path / MANIFEST).read_bytes())
+        text = (path / MANIFEST).read_bytes()
+        manifest = CheckpointManifest.model_validate_json(text)
     except (OSError, ValidationError) as error:
+        wrong = error.errors() if isinstance(error, ValidationError) else []
+        if any(each["loc"] == ("format",) for each in wrong):
+            raise Unusable("another version of noloco-node wrote it, in a format that this one does not read") from None
         raise _unreadable(error) from error
     if manifest.seal != manifest.expected_seal():
         raise Unusable(f"{MANIFEST} does not match its own seal")

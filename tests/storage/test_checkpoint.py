@@ -132,7 +132,7 @@ def of_a_later_version(path: Path) -> None:
         (manifest_torn, "ValidationError"),
         (without_manifest, "FileNotFoundError"),
         (without_state, "FileNotFoundError"),
-        (of_a_later_version, "ValidationError"),
+        (of_a_later_version, "another version of noloco-node wrote it"),
     ],
 )
 def test_a_damaged_one_is_refused_with_the_reason_and_the_one_before_it_is_used(
