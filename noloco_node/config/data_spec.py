@@ -17,6 +17,7 @@ TEXT, SHARDS, REVISION = "text-", "shards-", "revision-"
 """What a fingerprint begins with: of all documents; of the beginnings and ends of a streamed text's shards; of a
 dataset of the hub."""
 HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+"""A dataset's name; by others the library reads files of this machine."""
 FINGERPRINT = rf"^(({TEXT}|{SHARDS})[0-9a-f]{{32}}|{REVISION}[0-9a-f]{{40}})$"
 
 

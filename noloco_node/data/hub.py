@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from noloco_node.config.data_spec import REVISION, DataSpec
+from noloco_node.config.data_spec import HUB_DATASET, REVISION, DataSpec
 from noloco_node.data.documents import Document, data_error
 from noloco_node.data.loaders import MASK, document_of, no_column
 from noloco_node.errors import UserError
@@ -54,7 +54,10 @@ def revision_of(spec: DataSpec) -> str:
 
 
 def check_not_here(name: str) -> None:
-    """Raise UserError (DATA) where the name of a dataset is that of something on this machine."""
+    """Raise UserError (DATA) where the name of a dataset is that of something on this machine, or what the library
+    takes for files of the folder that it is started in."""
+    if not HUB_DATASET.fullmatch(name):
+        raise data_error(f"'{name}' is no dataset of the hub", "name it as OWNER/NAME, such as allenai/c4")
     if Path(name).exists():
         raise data_error(
             f"run.data.source is 'huggingface', but '{name}' lies on this machine",

@@ -115,6 +115,8 @@ def test_what_lies_here_is_not_asked_of_thehub_documents(tmp_path: Path, monkeyp
     (tmp_path / "owner" / "name").mkdir(parents=True)
     spec = DataSpec(source="huggingface", path="owner/name")
     assert "lies on this machine" in refused(spec).message
+    for name in ("text", "hf://datasets/text"):
+        assert "no dataset of the hub" in refused(spec.model_copy(update={"path": name})).message
     with pytest.raises(ValueError, match=r"set run\.data\.source to text"):
         DataSpec(source="huggingface", path=str(tmp_path))
     with pytest.raises(ValueError, match=r"only datasets of the hub have subsets"):
