@@ -285,6 +285,8 @@ def _problems(error: ValidationError, raw: object, root: type[Settings]) -> Iter
         by_setting.setdefault(_setting(details["loc"], raw), []).append(details)
     for setting, group in by_setting.items():
         first = group[0]
+        if first["type"] == "too_short" and any(other.startswith(f"{setting}[") for other in by_setting):
+            continue  # it counts the sound ones only
         match first["type"]:
             case "extra_forbidden":
                 siblings = _known_names(setting.rpartition(".")[0], root)

@@ -310,6 +310,11 @@ class RunSpec(Settings):
                 f"{self.inner.microbatch_windows} × run.data.sequence_length {self.data.sequence_length}), more than "
                 f"run.inner.global_batch_tokens ({self.inner.global_batch_tokens}): lower one or raise the other"
             )
+        if (blocks := self.data.block_windows) is not None and blocks < self.inner.microbatch_windows:
+            raise ValueError(
+                f"run.data.block_windows is {blocks}, less than one microbatch (run.inner.microbatch_windows "
+                f"{self.inner.microbatch_windows}): set it so that a replica reads a block for minutes, or leave it out"
+            )
         return self
 
 

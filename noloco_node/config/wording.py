@@ -53,6 +53,8 @@ def allowed_in_words(details: ErrorDetails) -> str:
     if details["type"] in ("string_too_short", "string_too_long"):
         bound = f"at least {context['min_length']}" if what == "too_short" else f"at most {context['max_length']}"
         return f"must have {bound} letters"
+    if details["type"] == "too_short":
+        return f"must name at least {context['min_length']}"
     return details["msg"].replace("Input should be", "must be").replace("String should", "must").rstrip(".")
 
 

@@ -233,3 +233,20 @@ def test_numbers_beyond_all_use_are_refused(tmp_path: Path, setting: str) -> Non
     assert error.exit_code is ExitCode.CONFIG
     assert setting.partition("=")[0] in error.message
     assert len(error.message) < 500
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.pipeline.activations=[]", "[] is not allowed: must name at least 1"),
+        ("run.pipeline.activations=int4", "run.pipeline.activations[0]: 'int4' is not allowed"),
+        ("run.data.block_windows=3", "run.data.block_windows is 3, less than one microbatch"),
+    ],
+)
+def test_lists_and_blocks_that_are_too_short_are_one_mistake_in_plain_words(override: str, words: str) -> None:
+    """Not in those of the library that found it."""
+    with pytest.raises(UserError) as caught:
+        load_config(Path(__file__).parent.parent / "configs" / "micro.yaml", [override])
+    assert words in caught.value.message
+    assert "a setting is wrong" in caught.value.message
+    assert "Tuple" not in caught.value.message
