@@ -39,6 +39,11 @@ def blocks_of(node: SwarmNode) -> list[TextBlock]:
     return [event for event in node.events if isinstance(event, TextBlock)]
 
 
+def begun_by(node: SwarmNode) -> int:
+    """How many blocks it has begun so far."""
+    return sum(event.what == "begun" for event in blocks_of(node))
+
+
 def read_by(nodes: list[SwarmNode]) -> dict[int, list[tuple[int, int]]]:
     """For each slot, from which window to which each node has read it. Of one that was killed within a block nothing is
     known of its end: it read as far as whoever went on with it."""
@@ -85,6 +90,12 @@ async def test_one_pass_is_read_once_though_a_node_is_killed_and_one_leaves(tmp_
 
         await eventually(lambda: finished() >= 3, 120, "the text is read")
         swarm.kill(swarm.nodes[0])
+        begun_before = begun_by(swarm.nodes[1])
+
+        def has_begun_another() -> bool:
+            return begun_by(swarm.nodes[1]) > begun_before
+
+        await eventually(has_begun_another, 60, "it is in the middle of a block", every=0.01)
         os.kill(swarm.nodes[1].pid, signal.SIGTERM)
 
         def whole() -> bool:
