@@ -16,12 +16,14 @@ from noloco_node.config.load import load_config
 from noloco_node.data.windows import load_windows
 from noloco_node.local_swarm import LocalSwarm, SwarmNode
 from noloco_node.telemetry.events import Account, TextBlock
+from tests.chaos.paced_node import OPERATION_SECONDS
+from tests.chaos.swarm import PACED
 from tests.support import eventually
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(400)]
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
-BLOCK, BLOCKS = 320, 14
+BLOCK, BLOCKS = 320, 9
 
 
 def text_of_blocks(folder: Path) -> Path:
@@ -63,8 +65,12 @@ def read_by(nodes: list[SwarmNode]) -> dict[int, list[tuple[int, int]]]:
     return read
 
 
-async def test_one_pass_is_read_once_though_a_node_is_killed_and_one_leaves(tmp_path: Path, temporary: Path) -> None:
-    """Four replicas of stage 0, and blocks of a few seconds. Overlap below a hundredth, coverage above 99."""
+async def test_one_pass_is_read_once_though_a_node_is_killed_and_one_leaves(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four replicas of stage 0 on devices of a set speed, and blocks of eight seconds, four looks at the directory.
+    Overlap below a hundredth, coverage above 99."""
+    monkeypatch.setenv(OPERATION_SECONDS, "0.1")
     config = load_config(
         MICRO,
         (
@@ -80,7 +86,7 @@ async def test_one_pass_is_read_once_though_a_node_is_killed_and_one_leaves(tmp_
     )
     windows = load_windows(config.run.data, 256).train_count
     row = -(-windows // BLOCK)
-    swarm = LocalSwarm(config, tmp_path / "run")
+    swarm = LocalSwarm(config, tmp_path / "run", command=(*PACED, "run"))
     try:
         await swarm.start()
         waiting = asyncio.create_task(swarm.wait())
