@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from noloco_node.config.data_spec import MixedSource
 from noloco_node.config.environment import variable_of
 from noloco_node.config.lab_spec import LabSpec, VariantSpec
 from noloco_node.config.node_settings import LocalSwarmSettings, NodeSettings
@@ -42,6 +43,8 @@ def _settings() -> Iterator[str]:
     yield from ("", "## `run`", "")
     yield "What every peer of the run must agree on: the run id is made from all of it. Who joins gets it from a peer."
     yield from _group(RunSpec, "run")
+    yield from ("", "### Each of `run.data.mixture`", "", _sentence(MixedSource.__doc__), "")
+    yield from _table(MixedSource, "", environment=False)
     yield from ("", "## `node`", "")
     yield "What one machine chooses for its node. Each has an environment variable; the command line wins over the"
     yield "environment, and that over the file."

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from noloco_node.collector import loading
 
 if TYPE_CHECKING:
+    from noloco_node.config.data_spec import DataSpec
     from noloco_node.config.load import Config
     from noloco_node.config.run_spec import RunSpec
     from noloco_node.local_run import SwarmResult
@@ -69,7 +70,7 @@ def _check_text(config: Config) -> None:
 
 def print_fingerprint(run: RunSpec) -> None:
     """Of the text on this machine, which is read for it. UserError as `fingerprint_of` raises it."""
-    if run.data.source == "huggingface" and not run.data.streaming:
+    if any(part.source == "huggingface" for part in run.data.parts) and not run.data.streaming:
         return
     from noloco_node.data.prepared import fingerprint_of
 
@@ -87,7 +88,7 @@ def print_run(run: RunSpec, outlook: Outlook) -> None:
     from noloco_node.telemetry.words import as_long, as_nodes
 
     data = run.data
-    source = data.source if data.path is None else f"{data.source}, {json.dumps(data.path, ensure_ascii=False)}"
+    source = "; ".join(_source(part) for part in data.parts)
     windows = f"windows of {data.sequence_length} tokens, tokenizer {json.dumps(data.tokenizer, ensure_ascii=False)}"
     nodes = as_nodes(outlook.replicas)
     share = 100.0 * min(1.0, outlook.clock / outlook.target_tokens)
@@ -101,6 +102,10 @@ def print_run(run: RunSpec, outlook: Outlook) -> None:
     to_go = waits if left is None else f"about {as_long(left)} at this speed"
     print(f"  to go             {'nothing: this run is over, and its nodes are leaving' if over else to_go}")
     sys.stdout.flush()
+
+
+def _source(data: DataSpec) -> str:
+    return data.source if data.path is None else f"{data.source}, {json.dumps(data.path, ensure_ascii=False)}"
 
 
 def print_lab_plan(config: Config) -> None:

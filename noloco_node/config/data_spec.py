@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from noloco_node.config.settings import Settings
+from noloco_node.config.settings import PositiveFloat, Settings
 
 MAX_MASKED = 16384
 """Longest window whose attention may be cut at documents: 256 MiB for who sees whom in one of them."""
@@ -18,13 +20,33 @@ TEXT, SHARDS, REVISION = "text-", "shards-", "revision-"
 dataset of the hub."""
 HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 """A dataset's name; by others the library reads files of this machine."""
+PASS_WINDOWS = 1000
+"""Windows of a pass through a mixture, in each of which every source has its share."""
+Source = Literal["stdlib", "text", "huggingface"]
 FINGERPRINT = rf"^(({TEXT}|{SHARDS})[0-9a-f]{{32}}|{REVISION}[0-9a-f]{{40}})$"
+
+
+class MixedSource(Settings):
+    """One of several sources that a run trains on."""
+
+    source: Source
+    """As `run.data.source`."""
+    path: str | None = None
+    """As `run.data.path`: where a `text` source lies is no part of the run."""
+    subset: str | None = None
+    """As `run.data.subset`."""
+    split: Annotated[str, Field(min_length=1)] = "train"
+    """As `run.data.split`."""
+    text_field: str = "text"
+    """As `run.data.text_field`."""
+    weight: PositiveFloat = 1.0
+    """Its share of the windows, beside the weights of the others."""
 
 
 class DataSpec(Settings):
     """The training text and how it becomes windows of tokens."""
 
-    source: Literal["stdlib", "text", "huggingface"] = "stdlib"
+    source: Source = "stdlib"
     """`stdlib`: the source files of Python's standard library; `text`: files of this machine, be they text or rows;
     `huggingface`: a dataset of the hub."""
     path: str | None = None
@@ -36,6 +58,8 @@ class DataSpec(Settings):
     text_field: str = "text"
     """The column of rows that holds the text, or lists of token ids that the run's tokenizer made; padding is dropped
     where a column `attention_mask` beside it is 0."""
+    mixture: Annotated[tuple[MixedSource, ...], Field(max_length=64)] = ()
+    """Several sources in place of the one above, each with a weight: of every 1,000 windows each gives its share."""
     streaming: bool = False
     """Read the text as it is needed, shard by shard, instead of tokenising all of it at the start. A shard is a file,
     or one of a hub's dataset."""
@@ -64,42 +88,65 @@ class DataSpec(Settings):
     seed: int = 0
     """Seed of the shuffling of windows; each stage-0 replica adds its own peer id."""
 
+    @property
+    def parts(self) -> tuple[DataSpec, ...]:
+        """The text of each source by itself: of a mixture its sources, else this one.
+        To read them by: settings of the whole, such as the fingerprint, are not in those of a mixture."""
+        return tuple(self._part(each) for each in self.mixture) or (self,)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of the parts."""
+        return tuple(each.weight for each in self.mixture) or (1.0,)
+
+    def _part(self, part: MixedSource) -> DataSpec:
+        return self.model_copy(
+            update={**part.model_dump(exclude={"weight"}), "mixture": (), "fingerprint": None, "prepared": None}
+        )
+
     @model_validator(mode="after")
-    def _path_where_needed(self) -> DataSpec:
-        if self.source != "stdlib" and not self.path and not (self.source == "text" and self.prepared):
-            raise ValueError(
-                f"run.data.source is '{self.source}' but run.data.path is not set: name a file, folder or dataset"
-            )
-        if self.source == "stdlib" and self.path:
-            raise ValueError(
-                "run.data.path is set but run.data.source is 'stdlib': set run.data.source to text to train on it"
-            )
-        if self.source == "stdlib" and self.tokenizer == NO_TOKENIZER:
-            raise ValueError(
-                "run.data.tokenizer is 'none' but run.data.source is 'stdlib', which is text: name one, or bytes"
-            )
+    def _sources_are_whole(self) -> DataSpec:
+        if not self.mixture:
+            _check_place(self, "run.data", self.tokenizer, prepared=self.prepared is not None)
+            return self
+        for number, part in enumerate(self.mixture):
+            _check_place(part, f"run.data.mixture[{number}]", self.tokenizer, prepared=False)
+        one = DataSpec.model_fields
+        for name in ("source", "path", "subset", "split", "text_field"):
+            if getattr(self, name) != one[name].default:
+                raise ValueError(
+                    f"run.data.mixture is set, and run.data.{name} is of a single source: leave it out, or name it in "
+                    "run.data.mixture"
+                )
+        for number, quota in enumerate(apportioned(self.weights, PASS_WINDOWS)):
+            if not quota:
+                raise ValueError(
+                    f"run.data.mixture[{number}].weight is {self.mixture[number].weight:g} of {sum(self.weights):g}: "
+                    f"less than one window of {PASS_WINDOWS:,}, so that it would never be read; raise it, or leave "
+                    "the source out"
+                )
+        for name, instead in (
+            ("streaming", "leave it off, and each source is tokenised at the start"),
+            ("block_windows", "leave it out, and each replica walks through each source in an order of its own"),
+            ("prepared", "leave it out, and each source is tokenised at the start"),
+        ):
+            if getattr(self, name):
+                raise ValueError(
+                    f"run.data.mixture is set, and so is run.data.{name}, which is for a single source only: "
+                    f"{instead}; or name one source in place of the mixture"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _of_one_mind(self) -> DataSpec:
         if self.streaming and self.block_windows is not None:
             raise ValueError(
                 "run.data.block_windows is set but run.data.streaming is on, whose blocks are parts of shards: set "
                 "run.data.parts_per_shard"
             )
-        if self.streaming and self.source == "stdlib":
+        if self.streaming and self.source == "stdlib" and not self.mixture:
             raise ValueError(
                 "run.data.streaming is on but run.data.source is 'stdlib', which is small: leave it off, or name a text"
-            )
-        if self.subset is not None and self.source != "huggingface":
-            raise ValueError(
-                f"run.data.subset is set but run.data.source is '{self.source}': only datasets of the hub have subsets"
-            )
-        if self.source == "huggingface" and (self.path or "").startswith(("/", ".", "~")):
-            raise ValueError(
-                f"run.data.path is '{self.path}', a place on this machine, but run.data.source is 'huggingface': set "
-                "run.data.source to text to read it"
-            )
-        if self.source == "huggingface" and not HUB_DATASET.fullmatch(self.path or ""):
-            raise ValueError(
-                f"run.data.path is '{self.path}', and datasets of the hub are named as OWNER/NAME, such as allenai/c4: "
-                "by other names the datasets library reads files of the folder that it is started in"
             )
         if self.attention == "document" and self.sequence_length > MAX_MASKED:
             raise ValueError(
@@ -107,3 +154,43 @@ class DataSpec(Settings):
                 f"whom is written out for each window then, which is allowed up to {MAX_MASKED}"
             )
         return self
+
+
+def apportioned(weights: Sequence[float], count: int) -> tuple[int, ...]:
+    """`count` things divided by weight, each weight above 0: off by less than one, the largest remainders rounded up
+    (of equal ones the first)."""
+    whole = sum(map(Fraction, weights))
+    exact = [Fraction(weight) * count / whole for weight in weights]
+    floors = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda number: floors[number] - exact[number])
+    up = frozenset(by_remainder[: count - sum(floors)])
+    return tuple(floor + (number in up) for number, floor in enumerate(floors))
+
+
+def _check_place(place: DataSpec | MixedSource, where: str, tokenizer: str, *, prepared: bool) -> None:
+    """Raise ValueError where a source, whose settings are named `where`, and what it is named by contradict."""
+    source, path = place.source, place.path
+    if source != "stdlib" and not path and not (source == "text" and prepared):
+        raise ValueError(f"{where}.source is '{source}' but {where}.path is not set: name a file, folder or dataset")
+    if source == "stdlib" and path:
+        raise ValueError(
+            f"{where}.path is set but {where}.source is 'stdlib': set {where}.source to text to train on it"
+        )
+    if source == "stdlib" and tokenizer == NO_TOKENIZER:
+        raise ValueError(
+            f"run.data.tokenizer is '{NO_TOKENIZER}' but {where}.source is 'stdlib', which is text: name one, or bytes"
+        )
+    if place.subset is not None and source != "huggingface":
+        raise ValueError(
+            f"{where}.subset is set but {where}.source is '{source}': only datasets of the hub have subsets"
+        )
+    if source == "huggingface" and (path or "").startswith(("/", ".", "~")):
+        raise ValueError(
+            f"{where}.path is '{path}', a place on this machine, but {where}.source is 'huggingface': set "
+            f"{where}.source to text to read it"
+        )
+    if source == "huggingface" and not HUB_DATASET.fullmatch(path or ""):
+        raise ValueError(
+            f"{where}.path is '{path}', and datasets of the hub are named as OWNER/NAME, such as allenai/c4: by other "
+            "names the datasets library reads files of the folder that it is started in"
+        )

@@ -283,8 +283,9 @@ class RunSpec(Settings):
         agreed = self.model_dump(mode="json")
         del agreed["model"]["from_pretrained"]
         del agreed["data"]["prepared"]
-        if self.data.source == "text":
-            del agreed["data"]["path"]
+        for source in (agreed["data"], *agreed["data"]["mixture"]):
+            if source["source"] == "text":
+                del source["path"]
         return canonical_json(agreed)
 
     @cached_property

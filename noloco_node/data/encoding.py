@@ -9,6 +9,7 @@ import numpy as np
 from noloco_node.config.data_spec import NO_TOKENIZER, DataSpec
 from noloco_node.data.documents import Document, data_error
 from noloco_node.data.loaders import ends_of_ids, load
+from noloco_node.data.mixture import naming_part
 from noloco_node.data.places import find_files
 from noloco_node.data.tokenizers import NoTokenizer, Tokenizer, Tokens, load_tokenizer, no_tokenizer
 from noloco_node.errors import ExitCode, UserError
@@ -66,6 +67,12 @@ def check_ids(least: int, largest: int, where: str, tokenizer: Tokenizer, spec: 
 def check_made_tokens(spec: DataSpec, tokenizer: Tokenizer) -> None:
     """Raise UserError (DATA) where files say beforehand that they hold ids outside the vocabulary, as Parquet may, and
     where they hold text for which there is no tokenizer."""
+    for number, part in enumerate(spec.parts):
+        with naming_part(spec, number):
+            _check_made(part, tokenizer)
+
+
+def _check_made(spec: DataSpec, tokenizer: Tokenizer) -> None:
     if spec.source != "text" or spec.path is None or spec.prepared is not None:
         return
     for file in find_files(spec.path, spec.split).files:

@@ -68,8 +68,15 @@ def prepare(
     then how far it has come.
 
     Raises UserError (DATA) as `load_windows` does, where the folder holds another text's tokens, where the text has
-    changed since the interruption, and where the disk is full; OSError where the folder cannot be made.
+    changed since the interruption, and where the disk is full; CONFIG for a mixture. OSError where the folder cannot be
+    made.
     """
+    if spec.mixture:
+        raise UserError(
+            ExitCode.CONFIG,
+            "run.data.mixture is set, and only a text of a single source can be prepared",
+            "leave it unprepared: a run on a mixture tokenises each source when it starts",
+        )
     folder.mkdir(parents=True, exist_ok=True)
     begun = _begun(spec, tokenizer, folder)
     if begun.fingerprint:

@@ -16,13 +16,14 @@ from noloco_node.data.block_reader import BlockReader
 from noloco_node.data.blocks import Blocks, NumberedBlocks, StreamedBlocks, cut_windows, with_marks
 from noloco_node.data.documents import data_error
 from noloco_node.data.encoding import fitting_tokenizer
+from noloco_node.data.mixture import Walk
 from noloco_node.data.prefetch import Portion, Portions, Prefetch
 from noloco_node.data.prepared import open_shards
 from noloco_node.data.samples import Position, Samples
 from noloco_node.data.shards import Shards, TextShards
 from noloco_node.data.shared_turns import SharedTurns
 from noloco_node.data.turns import OwnTurns, TurnPosition, Turns
-from noloco_node.data.walk import WalkPosition, WindowWalk
+from noloco_node.data.walk import WalkPosition
 from noloco_node.data.windows import Windows, load_windows
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def open_samples(
     if spec.block_windows is not None:
         blocks = NumberedBlocks(windows, spec.block_windows, spec.seed)
         return _in_blocks(blocks, windows.held_out(reader.held_out_windows), spec, reader, position, make_turns)
-    walk = _walk(windows.train_count, spec.seed, reader.peer_id, position)
+    walk = _walk(windows, spec.seed, reader.peer_id, position)
     prefetch = Prefetch(_walked(windows, walk, reader.microbatch_windows), walk.position, reader.prefetch_bytes)
     return Samples(
         draw=prefetch.draw,
@@ -134,17 +135,17 @@ def _first_held_out(shards: Shards, spec: DataSpec, count: int) -> Tensor:
     return torch.from_numpy(np.stack(rows).astype(np.int32))  # pyright: ignore[reportUnknownMemberType]
 
 
-def _walked(windows: Windows, walk: WindowWalk, size: int) -> Portions:
+def _walked(windows: Windows, walk: Walk, size: int) -> Portions:
     while True:
         rows = windows.rows(walk.take(size))
         yield Portion(rows, walk.position)
 
 
-def _walk(count: int, seed: int, peer_id: str, position: Position) -> WindowWalk:
+def _walk(windows: Windows, seed: int, peer_id: str, position: Position) -> Walk:
     try:
         if isinstance(position, WalkPosition):
-            return WindowWalk.at(count, seed, peer_id, position)
+            return windows.walk(seed, peer_id, position)
         logger.warning("the walk through the text begins anew: the text was read in blocks before")
     except ValueError as error:
         logger.warning("the walk through the text begins anew, the text has changed: %s", error)
-    return WindowWalk(count, seed, peer_id)
+    return windows.walk(seed, peer_id)

@@ -17,6 +17,7 @@ from noloco_node.data.fingerprint import Fingerprint
 from noloco_node.data.formats import Format, Meter
 from noloco_node.data.hub import check_not_here, hub_documents
 from noloco_node.data.loaders import first_look, load
+from noloco_node.data.mixture import mixed_fingerprint, naming_part
 from noloco_node.data.places import find_files, walk_files
 
 logger = logging.getLogger(__name__)
@@ -65,13 +66,18 @@ def counted(documents: Iterable[Document], fingerprint: Fingerprint) -> Iterator
 
 
 def fingerprint_of_documents(spec: DataSpec) -> str:
-    """Of the whole text, which is read for it; memory does not grow with it. Raises UserError (DATA) as reading does,
-    and where it is not the one that the run names."""
-    found = Fingerprint()
-    for _ in counted(read_documents(spec), found):
-        pass
-    check_fingerprint(spec, found.text)
-    return found.text
+    """Of the whole text, of a mixture all of its sources, which is read for it; memory does not grow with it. Raises
+    UserError (DATA) as reading does, and where it is not the one that the run names."""
+    parts: list[str] = []
+    for number, part in enumerate(spec.parts):
+        found = Fingerprint()
+        with naming_part(spec, number):
+            for _ in counted(read_documents(part), found):
+                pass
+        parts.append(found.text)
+    whole = mixed_fingerprint(parts) if spec.mixture else parts[0]
+    check_fingerprint(spec, whole)
+    return whole
 
 
 def check_fingerprint(spec: DataSpec, found: str) -> None:
@@ -102,6 +108,12 @@ def check_source(spec: DataSpec) -> None:
     """Raise UserError (DATA) where it can be seen without reading the text that it cannot be trained on: a place of
     this machine that is not there, cannot be told, lacks the column or any rows, or is too short. A dataset of a hub is
     not asked for."""
+    for number, part in enumerate(spec.parts):
+        with naming_part(spec, number):
+            _check_one(part)
+
+
+def _check_one(spec: DataSpec) -> None:
     if spec.source == "stdlib" or spec.path is None:
         return
     if spec.source == "huggingface":
@@ -193,4 +205,6 @@ def _local(spec: DataSpec, meter: Meter | None) -> Iterator[Document]:
 
 
 def _setting(spec: DataSpec) -> str:
+    if spec.mixture:
+        return "run.data.mixture"
     return "run.data.source 'stdlib'" if spec.source == "stdlib" else f"run.data.path '{spec.path}'"

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from noloco_node.config.data_spec import DataSpec
-from noloco_node.data.documents import data_error
+from noloco_node.data.documents import Document, data_error
+from noloco_node.data.mixture import naming_part
 from noloco_node.data.sources import divided
 from noloco_node.data.tokenizers import encodable
 from noloco_node.errors import ExitCode, UserError
@@ -62,12 +63,7 @@ class TextTaken:
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text. Raises UserError (DATA) as reading does, and for token ids that others made."""
-        for document, held_out in divided(self._spec):
-            if document.ids is not None:
-                raise data_error(
-                    f"run.data.text_field '{self._spec.text_field}' holds token ids, not text: they have a tokenizer",
-                    "set run.data.text_field to a column of text",
-                )
+        for document, held_out in _by_weight(self._spec):
             text = encodable(document.text)
             if held_out:
                 if self._tried_bytes < self.TRIED_BYTES:
@@ -85,6 +81,32 @@ class TextTaken:
             if self.documents == self._most or self.text_bytes >= self._most_bytes:
                 break
         self._told(self.documents, self.text_bytes, True)
+
+
+def _by_weight(spec: DataSpec) -> Iterator[tuple[Document, bool]]:
+    """`divided` of each source of a mixture, next of that which is furthest behind its weight, as far as it goes.
+    Raises UserError (DATA) as that does, and for token ids that others made."""
+
+    def of_part(number: int, part: DataSpec) -> Iterator[tuple[Document, bool]]:
+        with naming_part(spec, number):
+            for document, held_out in divided(part):
+                if document.ids is not None:
+                    raise data_error(
+                        f"run.data.text_field '{part.text_field}' holds token ids, not text: they have a tokenizer",
+                        "set run.data.text_field to a column of text",
+                    )
+                yield document, held_out
+
+    readers = {number: of_part(number, part) for number, part in enumerate(spec.parts)}
+    taken = dict.fromkeys(readers, 0.0)
+    while readers:
+        number = min(readers, key=taken.__getitem__)
+        found = next(readers[number], None)
+        if found is None:
+            del readers[number]
+            continue
+        taken[number] += len(found[0]) / spec.weights[number]
+        yield found
 
 
 def train_tokenizer(

@@ -56,6 +56,10 @@ class WalkPosition(BaseModel):
     offset: Annotated[int, Field(ge=0)] = 0
 
 
+BEGINNING = WalkPosition()
+"""Before the first window."""
+
+
 class WindowWalk:
     """An endless walk over `count` windows: each pass visits each once, in an order of its own.
 
@@ -66,7 +70,7 @@ class WindowWalk:
         if count < 1:
             raise ValueError(f"a walk over {count} windows")
         self._count, self._seed, self._peer_id = count, seed, peer_id
-        self._go_to(WalkPosition())
+        self._go_to(BEGINNING)
 
     @classmethod
     def at(cls, count: int, seed: int, peer_id: str, position: WalkPosition) -> WindowWalk:

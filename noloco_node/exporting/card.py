@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from noloco_node import __version__
-from noloco_node.config.data_spec import NO_TOKENIZER
+from noloco_node.config.data_spec import NO_TOKENIZER, PASS_WINDOWS, DataSpec, MixedSource, apportioned
 from noloco_node.config.load import render
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.exporting.evaluation import Score
 from noloco_node.exporting.gathered import Gathered
 from noloco_node.merge import SavedReplica
+
+S = TypeVar("S", DataSpec, MixedSource)
 
 NAME = "README.md"
 REPORTED = (
@@ -90,7 +93,7 @@ def _facts(
     yield "run", f"{run.name} (`{run.run_id}`)"
     yield "parameters", f"{parameters:,}"
     yield "tokens", f"{gathered.clock:,.0f} of {run.inner.target_tokens:,}"
-    yield "text", _plain(_text(run))
+    yield "text", _plain("; ".join(_text(part, share) for part, share in _shares(run.data)))
     tokenizer = run.data.tokenizer
     yield "tokenizer", "none: it was trained on token ids" if tokenizer == NO_TOKENIZER else _plain(tokenizer)
     yield "stages", f"{run.stages}"
@@ -120,18 +123,26 @@ def _named(replica: SavedReplica) -> str:
     return f"`{_plain(replica.peer or replica.source.rpartition('/')[2])}`"
 
 
-def _text(run: RunSpec) -> str:
-    if run.data.source == "stdlib":
-        return "the source files of Python's standard library"
-    return "a text of the owner's" if run.data.source == "text" else f"{run.data.path}"
+def _shares(data: DataSpec) -> Iterator[tuple[DataSpec, str]]:
+    for part, windows in zip(data.parts, apportioned(data.weights, PASS_WINDOWS), strict=True):
+        yield part, f" ({100.0 * windows / PASS_WINDOWS:.1f} %)" if data.mixture else ""
+
+
+def _text(data: DataSpec, share: str) -> str:
+    if data.source == "stdlib":
+        return f"the source files of Python's standard library{share}"
+    return ("a text of the owner's" if data.source == "text" else f"{data.path}") + share
 
 
 def _public(run: RunSpec) -> RunSpec:
     """Without where this machine keeps a text, or weights."""
     run = run.model_copy(update={"model": run.model.model_copy(update={"from_pretrained": None})})
-    if run.data.source != "text":
-        return run
-    return run.model_copy(update={"data": run.data.model_copy(update={"path": "(the owner's)"})})
+    public = {"mixture": tuple(_unplaced(part) for part in run.data.mixture), "prepared": None}
+    return run.model_copy(update={"data": _unplaced(run.data).model_copy(update=public)})
+
+
+def _unplaced(source: S) -> S:
+    return source.model_copy(update={"path": "(the owner's)"}) if source.source == "text" else source
 
 
 def _plain(text: str) -> str:

@@ -109,8 +109,11 @@ def read_agreed(text: bytes) -> RunSpec:
     if isinstance(data, dict):
         told = cast("dict[str, Any]", data)
         told.pop("prepared", None)
-        if told.get("source") == "text":
-            told["path"] = NOT_READ
+        mixed: object = told.get("mixture")
+        several = cast("list[object]", mixed) if isinstance(mixed, list) else []
+        for source in (told, *(cast("dict[str, Any]", each) for each in several if isinstance(each, dict))):
+            if source.get("source") == "text":
+                source["path"] = NOT_READ
     return RunSpec.model_validate(raw)
 
 
@@ -120,6 +123,8 @@ def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
     Raises UserError (CONFIG) where that place is missing, where `own` contradicts the run, and where the run names
     files of this machine without the volunteer's word: a stranger must not choose what is read here.
     """
+    if spec.data.mixture:
+        _check_mixture(spec, own, reads_text=reads_text)
     data = spec.data.model_copy(update={"prepared": own.prepared})
     if data.source == "text":
         if own.path is None and own.prepared is None and reads_text:
@@ -128,6 +133,27 @@ def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
     for name, value, named in (("path", data.path, own.path), ("tokenizer", data.tokenizer, own.tokenizer)):
         check_own_word(spec, name, value, named, reads=reads_text)
     return spec.model_copy(update={"data": data})
+
+
+def _check_mixture(spec: RunSpec, own: OwnData, *, reads_text: bool) -> None:
+    """Raise UserError (CONFIG) where a mixture is read of which something lies on this machine: a word for each of its
+    sources has no place among a joiner's settings."""
+    if own.prepared is not None:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"run.data.prepared is '{own.prepared}', but run '{spec.name}' mixes several sources",
+            "leave it out: each source is tokenised when the node starts",
+        )
+    for number, part in enumerate(spec.data.mixture if reads_text else ()):
+        if part.source == "text" or (part.path is not None and _is_local(part.path)):
+            lies = "of which each volunteer has its own copy" if part.source == "text" else "which lies on this machine"
+            raise UserError(
+                ExitCode.CONFIG,
+                f"run.data.mixture[{number}] of run '{spec.name}' is a text {lies}",
+                "get the run's configuration from its owner, set the paths of that list to your own, and use that: "
+                "`noloco-node run CONFIG`, or --config CONFIG of export and eval"
+                + ("; a node of a later stage needs none: --stage 1" if spec.stages > 1 else ""),
+            )
 
 
 def check_own_word(spec: RunSpec, name: str, value: str | None, named: str | None, *, reads: bool = True) -> None:

@@ -138,6 +138,13 @@ def check_points(cells: tuple[Cell, ...]) -> None:
         check_cut(model)
         _check_routers(model)
     for point in points:
+        if point.run.data.mixture and point.world.data_skew:
+            raise UserError(
+                ExitCode.CONFIG,
+                f"lab.variants: '{point.variant}' has world.data_skew {point.world.data_skew:g}, a stretch of the text "
+                "for each replica, and run.data.mixture, of which each has its share everywhere",
+                "set world.data_skew to 0, or name one source in place of the mixture",
+            )
         if point.run.data.attention == "document":
             check_parts_documents(point.run.model, laboratory=True)
         try:

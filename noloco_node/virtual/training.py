@@ -18,6 +18,7 @@ from torch import Tensor
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.lab_spec import Algorithm, WorldSpec
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.data.mixture import Walk
 from noloco_node.data.walk import WindowWalk
 from noloco_node.data.windows import Windows, load_windows
 from noloco_node.errors import ExitCode, UserError
@@ -84,9 +85,10 @@ def _windows_of(data: str, vocabulary: int) -> Windows:
 class DrawnWindows:
     """One replica's way through the windows: over all of them, but for a share that comes from a stretch of its own."""
 
-    def __init__(self, count: int, seed: int, replica: int, replicas: int, skew: float) -> None:
+    def __init__(self, whole: Walk, count: int, seed: int, replica: int, replicas: int, skew: float) -> None:
+        """`whole`: the replica's walk over all `count` windows."""
         low, high = count * replica // replicas, count * (replica + 1) // replicas
-        self._whole = WindowWalk(count, seed, f"{replica:06d}")
+        self._whole = whole
         self._low, self._skew = low, skew
         self._own = WindowWalk(max(1, high - low), seed, f"own/{replica:06d}")
         self._rng = random.Random(f"skew/{seed}/{replica}")
@@ -115,7 +117,15 @@ class Training:
         assert isinstance(vocabulary, int)
         self._windows = windows_of(run.data, vocabulary)
         self._walks = [
-            DrawnWindows(self._windows.train_count, seed, index, replicas, world.data_skew) for index in range(replicas)
+            DrawnWindows(
+                self._windows.walk(seed, f"{index:06d}"),
+                self._windows.train_count,
+                seed,
+                index,
+                replicas,
+                world.data_skew,
+            )
+            for index in range(replicas)
         ]
         self._held_out = self._windows.validation_indices(run.evaluation.windows)
         self._rng = random.Random(f"world/{seed}")

@@ -117,7 +117,7 @@ def test_blocks_hold_each_training_document_once_and_none_that_is_held_out(tmp_p
         held_out = [bytes(tokens) for tokens in reading.held_out(shard)]
         assert Counter(every + held_out) == Counter(story.encode() + b"\n" for story in STORIES[shard::SHARDS])
     validation = load_windows(whole.model_copy(update={"streaming": False}), 256)
-    rows = validation._validation.windows(range(validation.validation_count), LENGTH).astype(np.uint8)
+    rows = validation._validation.windows(range(validation.validation_count)).astype(np.uint8)
     held = held_out_windows(whole, 256, 1000).numpy().astype(np.uint8)
     assert np.array_equal(held, rows), "the same documents, in the same order"
     assert np.array_equal(held_out_windows(whole, 256, 3), held[:3])

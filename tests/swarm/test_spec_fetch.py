@@ -406,3 +406,36 @@ async def test_what_travels_is_what_the_run_id_is_the_hash_of() -> None:
     """For each source: read back it has the same run id."""
     for spec in (SPEC, OTHER, OWN_TEXT):
         assert read_agreed(spec.agreed_json.encode()).run_id == spec.run_id
+
+
+MIXED = load_config(
+    MICRO, ["run.data.mixture=[{source: huggingface, path: owner/name}, {source: text, path: /home/owner/secret.txt}]"]
+).run
+
+
+async def test_no_text_of_a_mixture_is_chosen_by_a_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text has no path but the reader's own; a dataset's name that means something here is not read either. A later
+    stage reads none, and a mixture without any of this machine needs no word."""
+    assert "secret" not in MIXED.agreed_json
+    raw = json.loads(MIXED.agreed_json)
+    raw["data"]["mixture"][1]["path"] = "/etc/passwd"
+    told = read_agreed(canonical_json(raw).encode())
+    assert told.data.mixture[1].path == NOT_READ
+    assert told.run_id == read_agreed(MIXED.agreed_json.encode()).run_id == MIXED.run_id
+    async with swarm() as made:
+        made.sound(MIXED)
+        for own in (OwnData(), OwnData(path=str(tmp_path)), OwnData(tokenizer="bytes")):
+            error = await made.refusal(own)
+            assert error.exit_code is ExitCode.CONFIG
+            assert "run.data.mixture[1]" in error.message
+            assert "noloco-node run CONFIG" in error.remedy
+        assert (await made.fetch(reads_text=False)).data.mixture[1].path == NOT_READ
+    hub = load_config(MICRO, ["run.data.mixture=[{source: stdlib}, {source: huggingface, path: owner/name}]"]).run
+    async with swarm() as made:
+        made.sound(hub)
+        assert await made.fetch() == hub
+        assert "run.data.prepared" in (await made.refusal(OwnData(prepared="tokens"))).message
+        assert "it is not set" in (await made.refusal(OwnData(path="book.txt"))).message
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "owner" / "name").mkdir(parents=True)
+        assert "run.data.mixture[1]" in (await made.refusal()).message

@@ -91,6 +91,10 @@ def test_gamma_may_leave_the_admissible_set_only_where_the_world_allows_it() -> 
         (noloco(set={"world.group_size": 5}), ["lab.variants[1] (noloco)", "world.group_size 5", "4 replicas"]),
         (noloco(set={"model.stages": 3}), ["model.stages"]),
         (noloco(set={"inner.global_batch_tokens": 1056}), ["'noloco' on 4 replicas", "inner.global_batch_tokens"]),
+        (
+            noloco(set={"data.mixture": [{"source": "stdlib"}], "world.data_skew": 0.5}),
+            ["'noloco' has world.data_skew 0.5", "run.data.mixture"],
+        ),
     ],
 )
 def test_a_wrong_setting_is_named_with_the_variant_it_stands_in(variant: dict[str, Any], words: list[str]) -> None:

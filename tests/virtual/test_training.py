@@ -159,16 +159,21 @@ def test_diloco_with_nesterov_is_torchs_sgd_on_the_outer_gradient() -> None:
         assert (error < 1e-6) == nesterov, error
 
 
+def drawn(replica: int, skew: float) -> DrawnWindows:
+    """One of four replicas and a thousand windows."""
+    return DrawnWindows(WindowWalk(1000, 1, f"{replica:06d}"), 1000, 1, replica, 4, skew)
+
+
 def test_skewed_replicas_draw_mostly_from_a_stretch_of_their_own() -> None:
     """Nine in ten windows of each from its quarter of the text, the quarters disjoint; the rest from anywhere."""
-    walks = [DrawnWindows(1000, 1, replica, 4, 0.9) for replica in range(4)]
+    walks = [drawn(replica, 0.9) for replica in range(4)]
     for replica, walk in enumerate(walks):
         taken = [number for _ in range(100) for number in walk.take(8)]
         inside = sum(250 * replica <= number < 250 * (replica + 1) for number in taken) / len(taken)
         assert inside == pytest.approx(0.9 + 0.1 / 4, abs=0.03)
         assert min(taken) >= 0
         assert max(taken) < 1000
-    assert DrawnWindows(1000, 1, 2, 4, 0.0).take(50) == WindowWalk(1000, 1, "000002").take(50)
+    assert drawn(2, 0.0).take(50) == WindowWalk(1000, 1, "000002").take(50)
 
 
 def test_noise_on_the_weights_is_gone_after_the_step_and_none_is_data_parallel() -> None:
