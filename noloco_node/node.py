@@ -32,7 +32,7 @@ from noloco_node.interrupts import Interrupts, interruptible
 from noloco_node.model.stage import Stage, build_stage
 from noloco_node.model.weights_check import with_own_weights
 from noloco_node.network import Agree, Entrance, Network, network
-from noloco_node.replica import Replica, on_its_device
+from noloco_node.replica import Replica
 from noloco_node.stays import BeginsFrom, Stays, stays_of
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
@@ -47,6 +47,7 @@ from noloco_node.telemetry.events import AnyEvent, NodeStarted, NodeStopped, P2p
 from noloco_node.telemetry.of_node import Telemetry, telemetry_of
 from noloco_node.telemetry.web import WebServer
 from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.placing import on_its_device
 
 logger = logging.getLogger(__name__)
 

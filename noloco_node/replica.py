@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 
 from noloco_node.aio import Pulse
-from noloco_node.compute_device import resolve_device
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Position, Samples
@@ -46,23 +45,16 @@ from noloco_node.swarm.transport import PeerId, Transport
 from noloco_node.swarm.waiting import CommonStart, MissingStages
 from noloco_node.swarm.watch import Watch, doing, facts_of
 from noloco_node.telemetry.events import AnyEvent, InnerStep
-from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.pace import Capacity, Pace
 from noloco_node.training.progress import Progress
-from noloco_node.training.stage_worker import InnerReport, PlacedStage, StageWorker, place_stage
+from noloco_node.training.stage_worker import InnerReport, PlacedStage, StageWorker
 
 logger = logging.getLogger(__name__)
 
 ACCOUNT_SECONDS = 2.0
 DRAIN_LOOK_SECONDS = 0.1
 LAST_LOOK_SECONDS = 0.3
-
-
-async def on_its_device(spec: RunSpec, settings: NodeSettings, stage: Stage, thread: ComputeThread) -> PlacedStage:
-    """Put a stage where a replica of it trains (`place_stage`)."""
-    wire_dtype = carried_dtype(spec.pipeline.activations)
-    return await place_stage(spec, stage, thread, device=resolve_device(settings.device), wire_dtype=wire_dtype)
 
 
 class Replica:

@@ -27,13 +27,14 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.marks import BEGINS
 from noloco_node.model.stage import build_stage
 from noloco_node.outer.codec import CodecName
-from noloco_node.replica import Replica, on_its_device
+from noloco_node.replica import Replica
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder, Standing, Written, held_name, read_checkpoint
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
 from noloco_node.swarm.microbatch import Ledger, Sample
 from noloco_node.telemetry.events import Account, AnyEvent, CheckpointTaken, EventFile, InnerStep, read_events
 from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.placing import on_its_device
 from tests.support import eventually
 from tests.worlds import (
     LENGTH,

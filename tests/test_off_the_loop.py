@@ -18,7 +18,7 @@ from noloco_node.checkpointing import CheckpointKeeper
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.model.stage import build_stage
-from noloco_node.replica import Replica, on_its_device
+from noloco_node.replica import Replica
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.swarm.guard import StageCopies
@@ -26,6 +26,7 @@ from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryH
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
 from noloco_node.swarm.state_transfer import Download
 from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.placing import on_its_device
 from tests.worlds import Drawn, micro_spec, peer_name, samples_of
 
 SPEC = micro_spec(

@@ -17,7 +17,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, OuterSpec, PipelineSpec, RunSpec
 from noloco_node.data.samples import Batch, Samples, inputs_and_labels
 from noloco_node.model.stage import build_stage
-from noloco_node.replica import Replica, on_its_device
+from noloco_node.replica import Replica
 from noloco_node.swarm.dht_directory import join_directory
 from noloco_node.swarm.directory import Directory
 from noloco_node.swarm.hello import serve_hello
@@ -29,6 +29,7 @@ from noloco_node.swarm.p2pd_start import running_p2p
 from noloco_node.swarm.transport import PeerId, Transport
 from noloco_node.telemetry.events import Account, AnyEvent, Evaluation
 from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.placing import on_its_device
 from tests.support import eventually, last_account
 
 VOCABULARY = 61

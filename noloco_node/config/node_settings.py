@@ -57,6 +57,9 @@ class NodeSettings(Settings):
     """Torch device of the stage: cpu, cuda, cuda:1; `auto` is CUDA where there is one, else the processor."""
     torch_threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """CPU threads of the compute library."""
+    compile: bool = False
+    """Compile the stage with torch.compile before it trains: a minute or more at the start, quicker afterwards. Wants a
+    C++ compiler. Not with `inner.backward: checkpoint`, nor where routers are trained."""
     in_flight: Annotated[int, Field(gt=0, le=256)] = 3
     """Microbatches that a stage-0 replica keeps under way."""
     prefetch_bytes: Positive = 16_000_000

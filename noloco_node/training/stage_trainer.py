@@ -22,6 +22,7 @@ from noloco_node.config.run_spec import InnerSpec
 from noloco_node.marks import positions_of, without_marks
 from noloco_node.model.router import Routed
 from noloco_node.model.stage import Stage
+from noloco_node.training.compiled_stage import CompileBackend, CompiledStage, check_compiles, trying
 from noloco_node.training.layer_checkpoints import checkpoint_layers
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.loss_bound import LossBound
@@ -95,9 +96,11 @@ class StageTrainer:
         self.router = stage.router
         self._stage = stage.to(self.device)
         _without_weights(self._stage)
+        self._backward = inner.backward
         self._recompute = inner.backward == "recompute"
         if inner.backward == "checkpoint":
             checkpoint_layers(self._stage)
+        self._compiled: CompiledStage | None = None
         self._clip_norm = inner.clip_norm
         self.returned_bound = NormBound(GRADIENT_MULTIPLE)
         """On the gradients that the next stage gives back."""
@@ -127,6 +130,31 @@ class StageTrainer:
     def live_versions(self) -> int:
         """Published weights that are current or held by a microbatch."""
         return self._versions.live
+
+    def compile_for(self, shape: tuple[int, int], *, documents: bool, backend: CompileBackend) -> None:
+        """Train microbatches of `shape` (windows, tokens) by a compiled form from now on, which is made here: a minute
+        and more on a processor. Evaluations and other shapes go by the plain one. `documents`: where they are cut apart
+        in a window. Raises UserError (CONFIG) where the stage cannot be compiled, or not on this machine."""
+        check_compiles(self._stage, self._backward)
+        self._compiled = CompiledStage(self._stage, shape, backend)
+        starts = torch.arange(shape[1]).expand(shape)
+        for positions in (None, starts) if documents else (None,):
+            trying(lambda positions=positions: self._there_and_back(shape, positions))
+
+    def _there_and_back(self, shape: tuple[int, int], positions: Tensor | None) -> None:
+        """All kinds of calls that training makes, so that none is compiled while others wait; nothing accumulates."""
+        passage = Passage(positions=positions, version=self._versions.acquire())
+        assert passage.version is not None
+        try:
+            inputs = self._to_device(torch.zeros(shape if self._is_first else (*shape, self._stage.hidden_size)))
+            if self._recompute and not self._is_last:
+                with torch.no_grad():
+                    self._run_routed(passage.version, inputs, positions)
+            leaf, outputs, _ = self._forward_with_graph(passage, inputs)
+            wanted = [*passage.version.parameters.values(), *([] if self._is_first else [leaf])]
+            torch.autograd.grad(outputs, wanted, torch.ones_like(outputs))
+        finally:
+            self.discard(passage)
 
     def forward(self, inputs: Tensor, passage: Passage) -> Tensor:
         """Activations [B, T, hidden] on the host in the wire precision; `passage` holds what the backward needs.
@@ -331,7 +359,8 @@ class StageTrainer:
     def _run_routed(self, version: Version, inputs: Tensor, positions: Tensor | None) -> tuple[Tensor, Routed | None]:
         """The outputs, and what the routers did, where they are trained."""
         if self.router is None:
-            return self._run(version, inputs, positions), None
+            compiled = self._compiled if self._compiled is not None and self._compiled.takes(inputs) else None
+            return self._run(version, inputs, positions, compiled), None
         at = None if positions is None else positions.to(self.device)
         with self._precision.computing(self.device):
             found: Any = functional_call(self._stage, version.parameters, (inputs, at), {"routers": True})
@@ -344,9 +373,17 @@ class StageTrainer:
             return None
         return self.router.loss(routed.chances, torch.tensor(chosen, device=self.device), tokens)
 
-    def _run(self, version: Version, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
+    def _run(
+        self,
+        version: Version,
+        inputs: Tensor,
+        positions: Tensor | None = None,
+        compiled: CompiledStage | None = None,
+    ) -> Tensor:
         at = None if positions is None else positions.to(self.device)
         with self._precision.computing(self.device):
+            if compiled is not None:
+                return compiled(version.parameters, inputs, at)
             return cast(Tensor, functional_call(self._stage, version.parameters, (inputs, at)))
 
     def _takes_in(self, source: str, loss_sum: float, tokens: int) -> bool:

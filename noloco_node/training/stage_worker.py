@@ -22,6 +22,7 @@ from noloco_node.model.stage import Stage
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.replica import OuterReplica, Part, fragments_of
 from noloco_node.outer.update import OuterRule
+from noloco_node.training.compiled_stage import CompileBackend
 from noloco_node.training.compute_thread import ComputeThread, Priority
 from noloco_node.training.fair_queue import OWN, Turn
 from noloco_node.training.progress import LastTrained, Progress, staggered
@@ -102,13 +103,22 @@ class PlacedStage:
 
 
 async def place_stage(
-    spec: RunSpec, stage: Stage, thread: ComputeThread, *, device: str, wire_dtype: torch.dtype
+    spec: RunSpec,
+    stage: Stage,
+    thread: ComputeThread,
+    *,
+    device: str,
+    wire_dtype: torch.dtype,
+    backend: CompileBackend | None = None,
 ) -> PlacedStage:
-    """Put a stage on its device (`node.device`), on the thread that owns that. UserError (CONFIG) as
-    `check_fragments`."""
+    """Put a stage on its device (`node.device`), on the thread that owns that; compiled where a `backend` of
+    torch.compile is named. UserError (CONFIG) as `check_fragments` and `StageTrainer.compile_for`."""
 
     def work() -> PlacedStage:
         trainer = StageTrainer(stage, spec.inner, device=device, wire_dtype=wire_dtype)
+        if backend is not None:
+            shape = (spec.inner.microbatch_windows, spec.data.sequence_length)
+            trainer.compile_for(shape, documents=spec.data.attention == "document", backend=backend)
         return PlacedStage(stage, trainer, outer_of(spec, trainer.master))
 
     return await thread.run(Priority.STEP, work)

@@ -1,0 +1,72 @@
+"""The forward of a stage as torch.compile makes it (`node.compile`), for microbatches of one shape.
+
+All else goes by the plain form: a shape that a stranger chooses has nothing compiled here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage, reportUnknownVariableType]
+
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.model.stage import Stage
+
+T = TypeVar("T")
+
+CompileBackend = str | Callable[..., Any]
+"""As torch.compile takes it: a name, or what turns a graph into something that can be called."""
+INDUCTOR = "inductor"
+"""torch's own backend, which needs a C++ compiler."""
+WITHOUT = "set node.compile to false"
+
+
+class CompiledStage:
+    """One stage, compiled at its first calls. A process has one at a time: what was compiled before is forgotten."""
+
+    def __init__(self, stage: Stage, shape: tuple[int, int], backend: CompileBackend) -> None:
+        def forward(weights: dict[str, Tensor], inputs: Tensor, positions: Tensor | None) -> Tensor:
+            return cast(Tensor, functional_call(stage, weights, (inputs, positions)))
+
+        torch.compiler.reset()  # else the stages that a node has left would fill torch's list of forms
+        self._shape = shape
+        self._forward = torch.compile(forward, fullgraph=True, dynamic=False, backend=backend)  # pyright: ignore[reportUnknownMemberType]
+
+    def takes(self, inputs: Tensor) -> bool:
+        """Whether these inputs, [B, T] or [B, T, hidden], have the shape that it is made for."""
+        return inputs.shape[:2] == self._shape
+
+    def __call__(self, weights: dict[str, Tensor], inputs: Tensor, positions: Tensor | None) -> Tensor:
+        """Outputs of the stage with these weights, for inputs that it takes."""
+        at = None if positions is None else positions.contiguous()
+        return self._forward(weights, inputs.contiguous(), at)
+
+
+def check_compiles(stage: Stage, backward: str) -> None:
+    """Raise UserError (CONFIG) where torch.compile cannot follow: the stage's routers are trained, since transformers
+    hands out what these say by hooks, or `inner.backward` is `checkpoint`, since layers carry their weights along."""
+    reason = ""
+    if stage.router is not None:
+        reason = "a mixture of experts whose routers are trained (run.model.config.output_router_logits)"
+    elif backward == "checkpoint":
+        reason = "a stage whose layers are checkpointed (run.inner.backward is checkpoint)"
+    if reason:
+        raise UserError(ExitCode.CONFIG, f"node.compile is true, but {reason} cannot be compiled", WITHOUT)
+
+
+def trying(work: Callable[[], T]) -> T:
+    """What `work` gives. Raises UserError (CONFIG) in place of what torch.compile raises."""
+    try:
+        return work()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # torch's own errors of compiling are such, by way of several private classes
+        reason = " ".join(str(error).split("\n")[:2]).strip() or repr(error)  # who raised it, and what that says
+        raise UserError(
+            ExitCode.CONFIG,
+            f"node.compile is true, but torch.compile fails here: {reason}",
+            f"install a C++ compiler (g++) where none was found, or {WITHOUT}",
+        ) from error

@@ -1,0 +1,45 @@
+"""A stage on the device where a replica of it trains, as this node's settings say."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from noloco_node.compute_device import resolve_device
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.model.stage import Stage
+from noloco_node.training.activation_codec import carried_dtype
+from noloco_node.training.compiled_stage import INDUCTOR
+from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.stage_worker import PlacedStage, place_stage
+
+logger = logging.getLogger(__name__)
+
+COMPILED = "compiled"
+"""Folder in the run folder for what torch.compile has made: another start takes it from there."""
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Where torch.compile keeps it. Left to itself that is a name in /tmp that others of the machine can take first."""
+
+
+async def on_its_device(spec: RunSpec, settings: NodeSettings, stage: Stage, thread: ComputeThread) -> PlacedStage:
+    """Put a stage where a replica of it trains (`place_stage`), compiled where the node's owner wants that."""
+    device, wire_dtype = resolve_device(settings.device), carried_dtype(spec.pipeline.activations)
+    if not settings.compile:
+        return await place_stage(spec, stage, thread, device=device, wire_dtype=wire_dtype)
+    _keep_compiled_in(settings.run_folder / COMPILED)
+    logger.info("node.compile: the stage is being compiled, which takes a minute or more the first time")
+    started = time.monotonic()
+    placed = await place_stage(spec, stage, thread, device=device, wire_dtype=wire_dtype, backend=INDUCTOR)
+    logger.info("node.compile: compiled in %.0f s", time.monotonic() - started)
+    return placed
+
+
+def _keep_compiled_in(folder: Path) -> None:
+    """Unless the environment names another place. torch's own it has named itself as soon as transformers is loaded."""
+    torchs_own = os.path.join(tempfile.gettempdir(), "torchinductor_")
+    if os.environ.get(CACHE_VARIABLE, torchs_own).startswith(torchs_own):
+        os.environ[CACHE_VARIABLE] = str(folder.absolute())
