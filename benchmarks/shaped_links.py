@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 
-PIECE_BYTES = 16 * 1024
-MOST_QUEUED = 64
+from tests.chaos.proxy import MOST_QUEUED, PIECE_BYTES, Carry, Proxy
 
 
 @dataclass
@@ -34,46 +34,15 @@ class Uplink:
         return self.free_at
 
 
-class Door:
+class Door(Proxy):
     """Listens before one node and carries both ways, each over the uplink of who sends."""
 
     def __init__(self, target: int, own: Uplink, caller: Callable[[int], Uplink]) -> None:
-        self._target, self._own, self._caller = target, own, caller
-        self.port = 0
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        super().__init__(target)
+        self._own, self._caller = own, caller
 
-    async def start(self) -> None:
-        """On a free port of this machine."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-
-    async def close(self) -> None:
-        """Break all connections."""
-        assert self._server is not None
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        far_writer: asyncio.StreamWriter | None = None
-        try:
-            theirs = self._caller(writer.get_extra_info("peername")[1])
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
-            async with asyncio.TaskGroup() as group:
-                group.create_task(_carry(reader, far_writer, theirs))
-                group.create_task(_carry(far_reader, writer, self._own))
-        except* (OSError, asyncio.CancelledError):
-            pass
-        finally:
-            writer.transport.abort()
-            if far_writer is not None:
-                far_writer.transport.abort()
-            self._tasks.discard(task)
+    def _carriers(self, caller: int) -> tuple[Carry, Carry]:
+        return partial(_carry, uplink=self._caller(caller)), partial(_carry, uplink=self._own)
 
 
 async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, uplink: Uplink) -> None:

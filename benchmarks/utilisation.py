@@ -13,21 +13,21 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shaped_links import Door, Uplink, doors, owner_of
+from benchmarks.shaped_links import Uplink, doors, owner_of
 from noloco_node.config.load import load_config
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import microbatches_a_step
 from noloco_node.sizing.traffic import traffic_of
 from noloco_node.sizing.utilisation import Link, Outlook, StageLoad, outlook_of
 from noloco_node.telemetry.events import Account
-from tests.chaos.swarm import CONFIG, Place, Swarm
+from tests.chaos.swarm import CONFIG, Swarm, behind
+from tests.support import free_port
 
 REPLICAS = 2
 MODEL = (
@@ -82,7 +82,7 @@ def planned(point: Point, overrides: list[str]) -> Outlook:
 async def measured(point: Point, overrides: list[str], seconds: float) -> dict[str, float]:
     """The share of the first stage's devices, and what went over its uplinks in Mbit a second."""
     layout = [0, 1] * REPLICAS
-    ports = [_free_port() for _ in layout]
+    ports = [free_port() for _ in layout]
     uplinks = [Uplink(point.mbit * 125e3, point.round_trip / 2) for _ in layout]
     daemons: dict[int, Uplink] = {}
     unshaped = Uplink(1e12, 0.0)
@@ -95,12 +95,12 @@ async def measured(point: Point, overrides: list[str], seconds: float) -> dict[s
 
         async with doors(ports, uplinks, caller) as made:
             try:
-                await swarm.start(layout, lambda number: _behind(ports[number], made[number]))
+                await swarm.start(layout, lambda number: behind(ports[number], made[number].port))
                 await swarm.until_training(steps=2)
-                await _rest(swarm, seconds / 4)
+                await swarm.rest(seconds / 4, 60.0)
                 first, sent = _accounts(swarm), sum(uplink.sent for uplink in uplinks)
                 began = time.monotonic()
-                await _rest(swarm, seconds)
+                await swarm.rest(seconds, 60.0)
                 last, took = _accounts(swarm), time.monotonic() - began
                 sent = sum(uplink.sent for uplink in uplinks) - sent
             finally:
@@ -118,22 +118,6 @@ async def measured(point: Point, overrides: list[str], seconds: float) -> dict[s
 
 def _accounts(swarm: Swarm) -> list[Account]:
     return [[event for event in node.events if isinstance(event, Account)][-1] for node in swarm.of_stage(0)]
-
-
-def _behind(port: int, door: Door) -> Place:
-    announced = f'node.announce=["/ip4/127.0.0.1/tcp/{door.port}"]'
-    return Place(options=("--set", f"node.port={port}", "--set", announced))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-async def _rest(swarm: Swarm, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    await swarm.until(lambda: time.monotonic() > until, seconds + 60, "time passes")
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import resource
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,13 @@ TURNS = 20
 """Of the loop, after which `eventually` looks only now and then."""
 TORCH_CACHE = "torchinductor_"
 """torch makes an empty folder of this name, one a user, among the temporary ones when the first optimizer steps."""
+
+
+def free_port() -> int:
+    """One of this machine that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 async def eventually(check: Callable[[], T], within: float = 60.0, what: str = "", *, every: float = 0.01) -> T:

@@ -91,9 +91,11 @@ def _streamed(
 def _in_blocks(
     blocks: Blocks, held_out: Tensor, spec: DataSpec, reader: Reader, position: Position, make_turns: MakeTurns | None
 ) -> Samples:
-    begin = position if isinstance(position, TurnPosition) else TurnPosition()
-    own = OwnTurns(blocks.count, spec.seed, reader.peer_id, begin)
-    turns = make_turns(blocks.count, position) if make_turns else own
+    if make_turns:
+        turns = make_turns(blocks.count, position)
+    else:
+        begin = position if isinstance(position, TurnPosition) else TurnPosition()
+        turns = OwnTurns(blocks.count, spec.seed, reader.peer_id, begin)
     source = BlockReader(blocks, turns, reader.microbatch_windows)
     prefetch = Prefetch(source.portions(), position, reader.prefetch_bytes)
 

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import AsyncIterator
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 
 PACKET_BYTES = 1448
@@ -39,18 +40,16 @@ class Shape:
 CLEAR = Shape()
 
 
-class ShapingProxy:
-    """Listens on a port of this machine and passes all it gets to `target`, as `shape` says at that moment."""
+Carry = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, None, None]]
+"""Takes one direction of a connection to its end."""
 
-    def __init__(self, target: int, rng: random.Random) -> None:
-        self.shape = CLEAR
+
+class Proxy(ABC):
+    """Listens on a port of this machine and connects who comes there with `target`."""
+
+    def __init__(self, target: int) -> None:
         self.port = 0
-        self.bytes_passed = 0
-        self.delayed_pieces = 0
-        """Pieces that were held back for any reason: proof that shaping takes effect."""
-        self.lost = 0
         self._target = target
-        self._rng = rng
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -67,28 +66,44 @@ class ShapingProxy:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
+    @abstractmethod
+    def _carriers(self, caller: int) -> tuple[Carry, Carry]:
+        """What carries to the target, and back from it, for a connection from the port `caller`."""
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
+        far_writer: asyncio.StreamWriter | None = None
         try:
+            there, back = self._carriers(writer.get_extra_info("peername")[1])
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
-        except OSError:
-            writer.transport.abort()
-            self._connections.discard(task)
-            return
-        try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._carry(reader, far_writer))
-                group.create_task(self._carry(far_reader, writer))
-        except* OSError:
-            pass
-        except* asyncio.CancelledError:
+                group.create_task(there(reader, far_writer))
+                group.create_task(back(far_reader, writer))
+        except* (OSError, asyncio.CancelledError):
             pass
         finally:
             writer.transport.abort()
-            far_writer.transport.abort()
+            if far_writer is not None:
+                far_writer.transport.abort()
             self._connections.discard(task)
+
+
+class ShapingProxy(Proxy):
+    """Passes all it gets on as `shape` says at that moment."""
+
+    def __init__(self, target: int, rng: random.Random) -> None:
+        super().__init__(target)
+        self.shape = CLEAR
+        self.bytes_passed = 0
+        self.delayed_pieces = 0
+        """Pieces that were held back for any reason: proof that shaping takes effect."""
+        self.lost = 0
+        self._rng = rng
+
+    def _carriers(self, caller: int) -> tuple[Carry, Carry]:
+        return self._carry, self._carry
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One direction of one connection. What is on its way is bounded, so that a full link pushes back."""

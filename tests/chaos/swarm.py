@@ -69,6 +69,12 @@ class Place:
 HERE = Place()
 
 
+def behind(port: int, shown: int) -> Place:
+    """Here, listening on `port`, and announced at the port `shown`, where something stands that passes it on."""
+    announced = f"/ip4/127.0.0.1/tcp/{shown}"
+    return Place(options=("--set", f"node.port={port}", "--set", f'node.announce=["{announced}"]'))
+
+
 class Swarm:
     """Daemons that know each other only through the swarm. Made by `running_swarm`, which ends them all."""
 
@@ -144,6 +150,11 @@ class Swarm:
             assert time.monotonic() < deadline, f"not within {within:g} s: {what}"
             # Event files give no sign that could be awaited.
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def rest(self, seconds: float, margin: float = 30.0) -> None:
+        """Let so much time pass while events are read; AssertionError where that takes `margin` seconds more."""
+        until = time.monotonic() + seconds
+        await self.until(lambda: time.monotonic() > until, seconds + margin, "time passes")
 
     async def until_training(self, within: float = START_SECONDS, steps: int = 3) -> None:
         """Wait until every live node has taken `steps` inner steps."""

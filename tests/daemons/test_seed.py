@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import socket
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from noloco_node.errors import ExitCode
 from noloco_node.small_commands import ask_health
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import Account, NodeStarted, NodeStopped, OuterStep, read_events
-from tests.support import eventually, printed_file
+from tests.support import eventually, free_port, printed_file
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
 
@@ -55,12 +54,6 @@ async def address_of(folder: Path) -> str:
     """What the seed prints for others."""
     words = await eventually(lambda: (folder / "printed").read_text().partition(" is up\n")[2], 120, "the seed is up")
     return words.split()[-1]
-
-
-def free_port() -> int:
-    """One that nothing listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def state_at(port: int) -> dict[str, Any] | None:

@@ -42,17 +42,17 @@ async def frozen_node(lab: Lab) -> Verdict:
 
 async def _freeze(swarm: Swarm, node: Node, what: str, seconds: float, verdict: Verdict) -> None:
     pid = node.pid if what == "the process" else node.p2pd().pid
-    await _rest(swarm, BEFORE_SECONDS)
+    await swarm.rest(BEFORE_SECONDS)
     others = [other for other in swarm.of_stage(0) if other is not node]
     stopped = time.time()
     os.kill(pid, signal.SIGSTOP)
     stood = await holds(swarm, lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, 2.0)
-    await _rest(swarm, seconds)
+    await swarm.rest(seconds)
     stood = stood and psutil.Process(pid).status() == psutil.STATUS_STOPPED
     os.kill(pid, signal.SIGCONT)
     thawed = time.time()
     name = f"{what} of {node.name}"
-    await _rest(swarm, 0.3)
+    await swarm.rest(0.3)
     steps_meanwhile = rate([node], stopped + 1, thawed) if what == "the process" else 0.0
     evidence = "the system says that it stood still until the SIGCONT, and no step of it came" if stood else ""
     verdict.fault(stopped, f"SIGSTOP of {name} for {seconds:g} s", evidence if steps_meanwhile == 0.0 else "")
@@ -92,8 +92,3 @@ async def holds(swarm: Swarm, check: Callable[[], bool], within: float) -> bool:
     except AssertionError:
         return False
     return True
-
-
-async def _rest(swarm: Swarm, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    await swarm.until(lambda: time.monotonic() > until, seconds + 30, "time passes")

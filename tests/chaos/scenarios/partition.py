@@ -42,11 +42,11 @@ async def partition(lab: Lab) -> Verdict:
 async def _cut_and_heal(
     swarm: Swarm, halves: Halves, sides: tuple[list[Node], list[Node]], seconds: float, verdict: Verdict
 ) -> None:
-    await _rest(swarm, BEFORE_SECONDS)
+    await swarm.rest(BEFORE_SECONDS)
     cut = time.time()
     await halves.cut()
     apart = not await halves.reaches()
-    await _rest(swarm, seconds)
+    await swarm.rest(seconds)
     await halves.heal()
     healed = time.time()
     crossings = [
@@ -89,7 +89,7 @@ async def _merge(
         return
     verdict.figures["spread before, and at the first average across"] = [before, found[0].spread or 0.0]
     since = time.time()
-    await _rest(swarm, 2 * BEFORE_SECONDS)
+    await swarm.rest(2 * BEFORE_SECONDS)
     after = spread(swarm.nodes, since + BEFORE_SECONDS, time.time())
     verdict.figures["spread afterwards"] = after
     held = after is not None and after <= SPREAD_BACK * before
@@ -100,8 +100,3 @@ def _across(side: list[Node], other: list[Node], since: float) -> list[OuterStep
     """Averages that nodes of one side took with nodes of the other."""
     ids = {node.started.peer_id for node in other if node.started}
     return [step for node in side for step in outer_steps(node, "paired", since=since) if step.partner in ids]
-
-
-async def _rest(swarm: Swarm, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    await swarm.until(lambda: time.monotonic() > until, seconds + 30, "time passes")

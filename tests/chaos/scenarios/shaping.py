@@ -3,7 +3,6 @@ should not."""
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from tests.chaos.observe import account_gap, last_account, outer_steps, stage_ra
 from tests.chaos.proxy import CLEAR, Shape, ShapingProxy, shaping_proxies
 from tests.chaos.report import Verdict
 from tests.chaos.scenarios.freeze import ENDLESS
-from tests.chaos.swarm import Place, Swarm
+from tests.chaos.swarm import Swarm, behind
+from tests.support import free_port
 
 ROUND_TRIP = Shape(delay=0.1)
 HOME = Shape(delay=0.1, bits_per_second=20e6, loss=0.001)
@@ -60,11 +60,11 @@ async def shaped_links(lab: Lab) -> Verdict:
     verdict = Verdict("shaping")
     phases, seconds = (LONG, 30.0) if lab.long else (SHORT, 8.0)
     layout = [0, 1] * (3 if lab.long else 2)
-    ports = [_free_port() for _ in layout]
+    ports = [free_port() for _ in layout]
     swarm = Swarm(lab.folder, [ENDLESS, "node.in_flight=6"], 0.05)
     async with shaping_proxies(ports, lab.rng("loss")) as proxies:
         try:
-            await swarm.start(layout, lambda number: _behind(ports[number], proxies[number]))
+            await swarm.start(layout, lambda number: behind(ports[number], proxies[number].port))
             await swarm.until_training()
             baseline: float | None = None
             for phase in phases:
@@ -95,10 +95,10 @@ async def _hold(
     for proxy in proxies:
         proxy.shape = phase.shape
     began, delayed = time.time(), sum(proxy.delayed_pieces for proxy in proxies)
-    await _rest(swarm, seconds / 4)
+    await swarm.rest(seconds / 4)
     first, passed = _books(swarm), sum(proxy.bytes_passed for proxy in proxies)
     start = time.time()
-    await _rest(swarm, seconds)
+    await swarm.rest(seconds)
     last, passed = _books(swarm), sum(proxy.bytes_passed for proxy in proxies) - passed
     delayed = sum(proxy.delayed_pieces for proxy in proxies) - delayed
     rate = stage_rate(swarm.nodes, start, time.time())
@@ -134,19 +134,3 @@ def _books(swarm: Swarm) -> Books:
         dropped=sum(account.dropped for account in accounts),
         aborted=sum(len(outer_steps(node, "aborted")) for node in swarm.nodes),
     )
-
-
-def _behind(port: int, proxy: ShapingProxy) -> Place:
-    announced = f"/ip4/127.0.0.1/tcp/{proxy.port}"
-    return Place(options=("--set", f"node.port={port}", "--set", f'node.announce=["{announced}"]'))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-async def _rest(swarm: Swarm, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    await swarm.until(lambda: time.monotonic() > until, seconds + 30, "time passes")

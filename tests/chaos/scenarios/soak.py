@@ -45,7 +45,7 @@ async def soak(lab: Lab) -> Verdict:
             while time.time() < began + seconds:
                 await _one_fault(swarm, spared, rng, verdict)
                 pause = rng.uniform(*PAUSE) if lab.long else 3.0
-                await _rest(swarm, pause)
+                await swarm.rest(pause)
         finally:
             watching.cancel()
             await asyncio.wait((watching,))
@@ -78,7 +78,7 @@ async def _one_fault(swarm: Swarm, spared: set[Node], rng: random.Random, verdic
     pid = node.pid if kind == "freeze" else node.p2pd().pid
     at, seconds = time.time(), rng.uniform(2.0, 12.0)
     os.kill(pid, signal.SIGSTOP)
-    await _rest(swarm, seconds)
+    await swarm.rest(seconds)
     stood = psutil.Process(pid).status() == psutil.STATUS_STOPPED
     os.kill(pid, signal.SIGCONT)
     verdict.fault(at, f"{kind} {node.name} for {seconds:.0f} s", "it stood still" if stood else "")
@@ -126,8 +126,3 @@ def _judge_training(swarm: Swarm, began: float, ended: float, long: bool, verdic
             gaps, dropped = gaps + account_gap(account), dropped + account.dropped
     verdict.demand("the books of all that ended in order close", gaps == 0, f"{gaps} unaccounted for")
     verdict.demand("no sample is dropped", dropped == 0, f"{dropped} dropped")
-
-
-async def _rest(swarm: Swarm, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    await swarm.until(lambda: time.monotonic() > until, seconds + 30, "time passes")
