@@ -12,7 +12,7 @@ from noloco_node.collector import loading
 from noloco_node.errors import ExitCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
 
     from noloco_node.data.prepared import Manifest
     from noloco_node.data.prepared_shards import Reached
@@ -30,36 +30,43 @@ def _prepare(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.set, os.environ)
     with loading():
         from noloco_node.data.encoding import fitting_tokenizer
-        from noloco_node.data.prepared import prepare, prepare_streamed
+        from noloco_node.data.mixture import mixed_fingerprint
+        from noloco_node.data.prepared import prepare_run
         from noloco_node.model.cut import build_config
-    tokenizer = fitting_tokenizer(config.run.data, build_config(config.run.model).vocab_size)
-    with _bar() as told:
-        if config.run.data.streaming:
-            done = prepare_streamed(config.run.data, tokenizer, options.to, told)
-        else:
-            done = prepare(config.run.data, tokenizer, options.to, told)
-    print(f"{_words(done)} in '{options.to}'\nfingerprint {done.fingerprint}")
+    data = config.run.data
+    tokenizer = fitting_tokenizer(data, build_config(config.run.model).vocab_size)
+    with _bar(data.names) as told:
+        done = prepare_run(data, tokenizer, options.to, told)
+    for name, manifest in zip(data.names, done, strict=bool(data.mixture)):
+        print(f"{name}: {_words(manifest)}, {manifest.fingerprint}")
+    whole = mixed_fingerprint([each.fingerprint for each in done]) if data.mixture else done[0].fingerprint
+    print(f"{_words(*done)} in '{options.to}'\nfingerprint {whole}")
     print(f"to train on it: --set run.data.prepared={options.to}")
     return int(ExitCode.OK)
 
 
 @contextmanager
-def _bar() -> Generator[Callable[[Reached], None]]:
-    """A progress bar on the terminal, and what moves it."""
+def _bar(names: Sequence[str]) -> Generator[Callable[[int, Reached], None]]:
+    """A progress bar on the terminal for each source, and what moves them."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("reading the text", total=None)
+        bars: dict[int, TaskID] = {}
 
-        def told(reached: Reached) -> None:
-            words = f"{reached.tokens:,} tokens"
-            progress.update(bar, completed=reached.done_bytes, total=reached.all_bytes or None, description=words)
+        def told(number: int, reached: Reached) -> None:
+            if number not in bars:
+                bars[number] = progress.add_task("reading the text", total=None)
+            words = f"{reached.tokens:,} tokens" + (f" of {names[number]}" if names else "")
+            total = reached.all_bytes or None
+            progress.update(bars[number], completed=reached.done_bytes, total=total, description=words)
 
         yield told
 
 
-def _words(manifest: Manifest) -> str:
-    tokens = manifest.training + manifest.validation
-    return f"{tokens:,} tokens of {manifest.documents:,} documents, {manifest.validation:,} of them held out"
+def _words(*manifests: Manifest) -> str:
+    documents, training, held_out = (
+        sum(getattr(each, name) for each in manifests) for name in ("documents", "training", "validation")
+    )
+    return f"{training + held_out:,} tokens of {documents:,} documents, {held_out:,} of them held out"

@@ -70,15 +70,18 @@ def _check_text(config: Config) -> None:
 
 def print_fingerprint(run: RunSpec) -> None:
     """Of the text on this machine, which is read for it. UserError as `fingerprint_of` raises it."""
-    if any(part.source == "huggingface" for part in run.data.parts) and not run.data.streaming:
+    data = run.data
+    if any(part.source == "huggingface" for part in data.parts) and not data.streaming and data.prepared is None:
         return
-    from noloco_node.data.prepared import fingerprint_of
+    from noloco_node.data.prepared import fingerprints_of
 
     said = (
         "as the run has it" if run.data.fingerprint else "set run.data.fingerprint to it, and every node is held to it"
     )
-    found = fingerprint_of(run.data)
-    print(f"  text              {found} ({said})")
+    whole, parts = fingerprints_of(data)
+    print(f"  text              {whole} ({said})")
+    for name, each in zip(data.names, parts, strict=True):
+        print(f"    {name:<15} {each}")
     sys.stdout.flush()
 
 

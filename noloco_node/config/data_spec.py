@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated, Literal
@@ -39,8 +40,18 @@ class MixedSource(Settings):
     """As `run.data.split`."""
     text_field: str = "text"
     """As `run.data.text_field`."""
+    fingerprint: Annotated[str, Field(pattern=FINGERPRINT)] | None = None
+    """As `run.data.fingerprint`, of this source alone: who holds another is told which one it is."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]{0,39}$")] | None = None
+    """What figures of this source are shown under. Not set: the dataset's name, `text` or `stdlib`."""
     weight: PositiveFloat = 1.0
     """Its share of the windows, beside the weights of the others."""
+
+    @property
+    def shown(self) -> str:
+        """What figures of this source are shown under, if no other source is."""
+        hub = "/".join(filter(None, (self.path, self.subset))) if self.source == "huggingface" else self.source
+        return self.name or hub
 
 
 class DataSpec(Settings):
@@ -74,7 +85,8 @@ class DataSpec(Settings):
     """What `noloco-node config validate` prints for the text: set it so that a node that holds another one is told so
     before it trains."""
     prepared: str | None = None
-    """A folder that `noloco-node data prepare` wrote of this text on this machine, to be read in its place."""
+    """A folder that `noloco-node data prepare` wrote of this text, or of all sources of a mixture, on this machine, to
+    be read in its place."""
     tokenizer: str = "bytes"
     """`bytes` (vocabulary 256), or what `AutoTokenizer.from_pretrained` takes; `none` where the text is token ids and
     what they stand for is not known."""
@@ -92,17 +104,26 @@ class DataSpec(Settings):
     def parts(self) -> tuple[DataSpec, ...]:
         """The text of each source by itself: of a mixture its sources, else this one.
         To read them by: settings of the whole, such as the fingerprint, are not in those of a mixture."""
-        return tuple(self._part(each) for each in self.mixture) or (self,)
+        return tuple(self._part(*each) for each in enumerate(self.mixture)) or (self,)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parts of a mixture, no two the same; of a single text none."""
+        often = Counter(each.shown for each in self.mixture)
+        return tuple(
+            each.shown if often[each.shown] == 1 else f"{each.shown} [{number}]"
+            for number, each in enumerate(self.mixture)
+        )
 
     @property
     def weights(self) -> tuple[float, ...]:
         """Of the parts."""
         return tuple(each.weight for each in self.mixture) or (1.0,)
 
-    def _part(self, part: MixedSource) -> DataSpec:
-        return self.model_copy(
-            update={**part.model_dump(exclude={"weight"}), "mixture": (), "fingerprint": None, "prepared": None}
-        )
+    def _part(self, number: int, part: MixedSource) -> DataSpec:
+        prepared = None if self.prepared is None else f"{self.prepared}/source-{number:02}"
+        own = part.model_dump(exclude={"weight", "name"})
+        return self.model_copy(update={**own, "mixture": (), "prepared": prepared})
 
     @model_validator(mode="after")
     def _sources_are_whole(self) -> DataSpec:
@@ -110,7 +131,7 @@ class DataSpec(Settings):
             _check_place(self, "run.data", self.tokenizer, prepared=self.prepared is not None)
             return self
         for number, part in enumerate(self.mixture):
-            _check_place(part, f"run.data.mixture[{number}]", self.tokenizer, prepared=False)
+            _check_place(part, f"run.data.mixture[{number}]", self.tokenizer, prepared=self.prepared is not None)
         one = DataSpec.model_fields
         for name in ("source", "path", "subset", "split", "text_field"):
             if getattr(self, name) != one[name].default:
@@ -118,6 +139,9 @@ class DataSpec(Settings):
                     f"run.data.mixture is set, and run.data.{name} is of a single source: leave it out, or name it in "
                     "run.data.mixture"
                 )
+        named = [part.name for part in self.mixture if part.name is not None]
+        if len(set(named)) < len(named):
+            raise ValueError(f"run.data.mixture: two sources have one name ({', '.join(named)}): each needs its own")
         for number, quota in enumerate(apportioned(self.weights, PASS_WINDOWS)):
             if not quota:
                 raise ValueError(
@@ -128,7 +152,6 @@ class DataSpec(Settings):
         for name, instead in (
             ("streaming", "leave it off, and each source is tokenised at the start"),
             ("block_windows", "leave it out, and each replica walks through each source in an order of its own"),
-            ("prepared", "leave it out, and each source is tokenised at the start"),
         ):
             if getattr(self, name):
                 raise ValueError(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import accumulate
 
-from noloco_node.config.data_spec import PASS_WINDOWS, TEXT, DataSpec, apportioned
+from noloco_node.config.data_spec import PASS_WINDOWS, SHARDS, TEXT, DataSpec, apportioned
 from noloco_node.data.walk import BEGINNING, Permutation, WalkPosition, WindowWalk
 from noloco_node.errors import UserError
 
@@ -87,5 +87,6 @@ def naming_part(spec: DataSpec, number: int) -> Generator[None]:
 
 
 def mixed_fingerprint(parts: Sequence[str]) -> str:
-    """Of a mixture, from those of its sources in their order."""
-    return TEXT + blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+    """Of a mixture, from those of its sources in their order: of all documents, where each of these is."""
+    begin = TEXT if all(part.startswith(TEXT) for part in parts) else SHARDS
+    return begin + blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,6 +19,7 @@ from noloco_node.data.encoding import encode
 from noloco_node.data.fingerprint import Fingerprint
 from noloco_node.data.formats import Meter
 from noloco_node.data.hub import revision_of
+from noloco_node.data.mixture import mixed_fingerprint, naming_part
 from noloco_node.data.prepared_shards import LOOK_SECONDS, PreparedShards, Reached, prepare_shards
 from noloco_node.data.shards import fingerprint_of_shards, shard_files
 from noloco_node.data.sources import check_fingerprint, check_source, divided, fingerprint_of_documents
@@ -59,6 +61,27 @@ class Manifest(BaseModel):
     """Of a streamed text: each has a folder."""
     fingerprint: str = ""
     """Of the whole text, once all of it is there."""
+    files: str = ""
+    """Of a text on this machine: the fingerprint of its files, by their ends."""
+
+
+def prepare_run(
+    spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[[int, Reached], None] = lambda _, __: None
+) -> tuple[Manifest, ...]:
+    """Write the tokens of all that a run trains on: of a mixture each source's to a folder of its own below `folder`.
+    `told` hears how far the source of that number has come.
+
+    Raises UserError and OSError as `prepare` and `prepare_streamed` do, and DATA where the mixture is not the run's.
+    """
+    made: list[Manifest] = []
+    make = prepare_streamed if spec.streaming else prepare
+    for number, part in enumerate(spec.model_copy(update={"prepared": str(folder)}).parts):
+        with naming_part(spec, number):
+            unprepared = part.model_copy(update={"prepared": None})
+            made.append(make(unprepared, tokenizer, Path(part.prepared or ""), partial(told, number)))
+    if spec.mixture:
+        check_fingerprint(spec, mixed_fingerprint([each.fingerprint for each in made]))
+    return tuple(made)
 
 
 def prepare(
@@ -68,19 +91,16 @@ def prepare(
     then how far it has come.
 
     Raises UserError (DATA) as `load_windows` does, where the folder holds another text's tokens, where the text has
-    changed since the interruption, and where the disk is full; CONFIG for a mixture. OSError where the folder cannot be
-    made.
+    changed since the interruption, and where the disk is full. OSError where the folder cannot be made.
     """
-    if spec.mixture:
-        raise UserError(
-            ExitCode.CONFIG,
-            "run.data.mixture is set, and only a text of a single source can be prepared",
-            "leave it unprepared: a run on a mixture tokenises each source when it starts",
-        )
     folder.mkdir(parents=True, exist_ok=True)
+    files_now = fingerprint_of_shards(shard_files(spec)) if spec.source == "text" else ""
     begun = _begun(spec, tokenizer, folder)
+    if begun.files and begun.files != files_now:
+        raise _changed(folder)
     if begun.fingerprint:
         return begun
+    begun = begun.model_copy(update={"files": files_now})
     marked = spec.attention == "document"
     files = {
         held: TokenFile.at(_tokens(folder, held), begun.vocab_size, write=True, marked=marked) for held in (False, True)
@@ -112,6 +132,7 @@ def prepare(
             saved = now
     if number < begun.documents:
         raise _changed(folder)
+    told(Reached(meter.total, size, sum(file.count for file in files.values())))
     done = reached(whole.text)
     _save(folder, files, done)
     (folder / _UNDER_WAY).rename(folder / _DONE)
@@ -255,17 +276,42 @@ def check_text_here(spec: DataSpec) -> None:
 
     Raises UserError (DATA).
     """
-    if spec.prepared is not None:
-        read_manifest(spec)
-        return
-    check_source(spec)
-    if spec.streaming and spec.source == "text":
-        check_fingerprint(spec, fingerprint_of_shards(shard_files(spec)))
+    if spec.prepared is None:
+        check_source(spec)
+    found = [_look(spec, *each) for each in enumerate(spec.parts)]
+    known = [each for each in found if each]
+    if spec.mixture and len(known) == len(found):
+        check_fingerprint(spec, mixed_fingerprint(known))
+
+
+def _look(spec: DataSpec, number: int, part: DataSpec) -> str | None:
+    """The fingerprint of one part, where it can be told without reading the text or asking a hub."""
+    with naming_part(spec, number):
+        if part.prepared is not None or (part.streaming and part.source == "text"):
+            return _fingerprint_of(part)
+    return None
 
 
 def fingerprint_of(spec: DataSpec) -> str:
-    """Of the text: prepared, streamed, or read whole for it. Raises UserError (DATA) as reading does, and where it is
-    not the one that the run names."""
+    """Of the text: prepared, streamed, or read whole for it; of a mixture, of all sources. Raises UserError (DATA) as
+    reading does, and where it is not the one that the run names."""
+    return fingerprints_of(spec)[0]
+
+
+def fingerprints_of(spec: DataSpec) -> tuple[str, list[str]]:
+    """That of the text, and of a mixture those of its sources. Raises UserError (DATA) as `fingerprint_of` does."""
+    if not spec.mixture:
+        return _fingerprint_of(spec), []
+    found: list[str] = []
+    for number, part in enumerate(spec.parts):
+        with naming_part(spec, number):
+            found.append(_fingerprint_of(part))
+    whole = mixed_fingerprint(found)
+    check_fingerprint(spec, whole)
+    return whole, found
+
+
+def _fingerprint_of(spec: DataSpec) -> str:
     if spec.prepared is not None:
         return read_manifest(spec).fingerprint
     if not spec.streaming:
@@ -336,6 +382,6 @@ def _another(folder: Path, what: str) -> UserError:
 
 def _changed(folder: Path) -> UserError:
     return data_error(
-        f"the text has changed since its preparation in '{folder}' was interrupted",
+        f"the text has changed since its preparation in '{folder}', or another was prepared there",
         "take the folder away, and prepare the text anew",
     )

@@ -17,7 +17,7 @@ from noloco_node.data.fingerprint import Fingerprint
 from noloco_node.data.formats import Format, Meter
 from noloco_node.data.hub import check_not_here, hub_documents
 from noloco_node.data.loaders import first_look, load
-from noloco_node.data.mixture import mixed_fingerprint, naming_part
+from noloco_node.data.mixture import naming_part
 from noloco_node.data.places import find_files, walk_files
 
 logger = logging.getLogger(__name__)
@@ -66,18 +66,13 @@ def counted(documents: Iterable[Document], fingerprint: Fingerprint) -> Iterator
 
 
 def fingerprint_of_documents(spec: DataSpec) -> str:
-    """Of the whole text, of a mixture all of its sources, which is read for it; memory does not grow with it. Raises
-    UserError (DATA) as reading does, and where it is not the one that the run names."""
-    parts: list[str] = []
-    for number, part in enumerate(spec.parts):
-        found = Fingerprint()
-        with naming_part(spec, number):
-            for _ in counted(read_documents(part), found):
-                pass
-        parts.append(found.text)
-    whole = mixed_fingerprint(parts) if spec.mixture else parts[0]
-    check_fingerprint(spec, whole)
-    return whole
+    """Of the whole text of one source, which is read for it; memory does not grow with it. Raises UserError (DATA) as
+    reading does, and where it is not the one that the run names."""
+    found = Fingerprint()
+    for _ in counted(read_documents(spec), found):
+        pass
+    check_fingerprint(spec, found.text)
+    return found.text
 
 
 def check_fingerprint(spec: DataSpec, found: str) -> None:

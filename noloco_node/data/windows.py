@@ -16,7 +16,7 @@ from noloco_node.data.documents import data_error
 from noloco_node.data.encoding import encode, fitting_tokenizer
 from noloco_node.data.fingerprint import Fingerprint
 from noloco_node.data.mixture import MixedWalk, Walk, mixed_fingerprint, naming_part
-from noloco_node.data.prepared import open_prepared
+from noloco_node.data.prepared import open_prepared, read_manifest
 from noloco_node.data.samples import Batch, inputs_and_labels
 from noloco_node.data.sources import check_fingerprint, divided
 from noloco_node.data.token_file import TokenFile
@@ -123,15 +123,17 @@ def load_windows(spec: DataSpec, vocab_size: int) -> Windows:
             "leave run.data.streaming off, and name a part of the text that fits on the disk",
         )
     tokenizer = fitting_tokenizer(spec, vocab_size)
-    if spec.prepared is not None:
-        return Windows([open_prepared(spec, tokenizer.vocab_size)], spec)
     parts: list[tuple[TokenFile, TokenFile]] = []
     found: list[str] = []
     for number, part in enumerate(spec.parts):
         fingerprint = Fingerprint()
         with naming_part(spec, number):
-            parts.append(_tokenised(part, tokenizer, fingerprint))
-        found.append(fingerprint.text)
+            if part.prepared is not None:
+                parts.append(open_prepared(part, tokenizer.vocab_size))
+                found.append(read_manifest(part).fingerprint)
+            else:
+                parts.append(_tokenised(part, tokenizer, fingerprint))
+                found.append(fingerprint.text)
     if spec.mixture:
         check_fingerprint(spec, mixed_fingerprint(found))
     return Windows(parts, spec)

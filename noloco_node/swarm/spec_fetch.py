@@ -137,13 +137,9 @@ def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
 
 def _check_mixture(spec: RunSpec, own: OwnData, *, reads_text: bool) -> None:
     """Raise UserError (CONFIG) where a mixture is read of which something lies on this machine: a word for each of its
-    sources has no place among a joiner's settings."""
+    sources has no place among a joiner's settings, unless all of them are prepared."""
     if own.prepared is not None:
-        raise UserError(
-            ExitCode.CONFIG,
-            f"run.data.prepared is '{own.prepared}', but run '{spec.name}' mixes several sources",
-            "leave it out: each source is tokenised when the node starts",
-        )
+        return
     for number, part in enumerate(spec.data.mixture if reads_text else ()):
         if part.source == "text" or (part.path is not None and _is_local(part.path)):
             lies = "of which each volunteer has its own copy" if part.source == "text" else "which lies on this machine"
@@ -151,7 +147,8 @@ def _check_mixture(spec: RunSpec, own: OwnData, *, reads_text: bool) -> None:
                 ExitCode.CONFIG,
                 f"run.data.mixture[{number}] of run '{spec.name}' is a text {lies}",
                 "get the run's configuration from its owner, set the paths of that list to your own, and use that: "
-                "`noloco-node run CONFIG`, or --config CONFIG of export and eval"
+                "`noloco-node run CONFIG`, or --config CONFIG of export and eval; or prepare the text with it, and set "
+                "run.data.prepared as you join"
                 + ("; a node of a later stage needs none: --stage 1" if spec.stages > 1 else ""),
             )
 

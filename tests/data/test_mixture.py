@@ -18,10 +18,9 @@ from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.encoding import check_made_tokens
 from noloco_node.data.mixture import MixedWalk
-from noloco_node.data.prepared import check_text_here, prepare
+from noloco_node.data.prepared import check_text_here, fingerprint_of, prepare_run
 from noloco_node.data.reading import Reader, open_samples
 from noloco_node.data.samples import Samples, inputs_and_labels
-from noloco_node.data.sources import fingerprint_of_documents
 from noloco_node.data.tokenizer_training import TextTaken
 from noloco_node.data.tokenizers import ByteTokenizer, NoTokenizer
 from noloco_node.data.walk import WalkPosition
@@ -165,17 +164,17 @@ async def test_stage_0_draws_each_sources_share_and_its_next_life_goes_on(mixed:
 def test_the_fingerprint_is_of_all_sources_in_their_order(mixed: DataSpec, tmp_path: Path) -> None:
     """Another one where a source changes, where two change places, or where a document goes from one to another; the
     same wherever each lies; who holds another text is told so."""
-    found = fingerprint_of_documents(mixed)
+    found = fingerprint_of(mixed)
     (tmp_path / "a").rename(tmp_path / "moved")
     moved = changed(mixed, 0, path=str(tmp_path / "moved"))
-    assert fingerprint_of_documents(moved) == found
+    assert fingerprint_of(moved) == found
     turned = moved.model_copy(update={"mixture": moved.mixture[::-1]})
     named = moved.model_copy(update={"fingerprint": found})
-    assert fingerprint_of_documents(named) == found
+    assert fingerprint_of(named) == found
     assert load_windows(named, 256).train_count
     (tmp_path / "moved" / "000.txt").rename(tmp_path / "c" / "000a.txt")
-    assert len({found, fingerprint_of_documents(moved), fingerprint_of_documents(turned)}) == 3
-    for read in (fingerprint_of_documents, lambda spec: load_windows(spec, 256)):
+    assert len({found, fingerprint_of(moved), fingerprint_of(turned)}) == 3
+    for read in (fingerprint_of, lambda spec: load_windows(spec, 256)):
         with pytest.raises(UserError, match=f"run.data.mixture is not the run's: .*{found}") as caught:
             read(named)
         assert caught.value.exit_code is ExitCode.DATA
@@ -184,7 +183,7 @@ def test_the_fingerprint_is_of_all_sources_in_their_order(mixed: DataSpec, tmp_p
 def test_what_is_wrong_with_a_source_names_it(mixed: DataSpec, tmp_path: Path) -> None:
     """Missing, too short, ids beyond the vocabulary: before anything starts, and as it is read."""
     absent = changed(mixed, 1, path=str(tmp_path / "none"))
-    for look in (check_text_here, fingerprint_of_documents, lambda spec: load_windows(spec, 256)):
+    for look in (check_text_here, fingerprint_of, lambda spec: load_windows(spec, 256)):
         with pytest.raises(UserError, match=r"run\.data\.mixture\[1\]: .*none', which does not exist") as caught:
             look(absent)
         assert caught.value.exit_code is ExitCode.DATA
@@ -220,7 +219,7 @@ HERE = "{source: text, path: /home/owner/secret.txt}"
     [
         (f"[{HERE}, {{source: stdlib}}]", "run.data.streaming=true", ["run.data.streaming", "leave it off"]),
         (f"[{HERE}]", "run.data.block_windows=8", ["run.data.block_windows", "leave it out"]),
-        (f"[{HERE}]", "run.data.prepared=tokens", ["run.data.prepared", "leave it out"]),
+        ("[{source: stdlib, name: a}, {source: stdlib, name: a}]", "", ["two sources have one name (a, a)"]),
         (f"[{HERE}]", "run.data.path=more.txt", ["run.data.path is of a single source"]),
         (f"[{HERE}]", "run.data.source=text", ["run.data.source is of a single source"]),
         ("[{source: text}]", "", ["run.data.mixture[0].path is not set"]),
@@ -269,12 +268,50 @@ def test_the_card_of_a_model_names_the_shares_and_no_place_of_who_exports_it() -
     assert "secret" not in card + model_card(Gathered(prepared, {}, None, "1.0"), {}, 1, "made")
 
 
-def test_a_mixture_is_not_prepared(mixed: DataSpec, tmp_path: Path) -> None:
-    """It is said to be so, and nothing is written."""
-    with pytest.raises(UserError, match=r"run\.data\.mixture is set") as caught:
-        prepare(mixed, ByteTokenizer(), tmp_path / "tokens")
-    assert caught.value.exit_code is ExitCode.CONFIG
-    assert not (tmp_path / "tokens").exists()
+@pytest.mark.parametrize("attention", ["whole", "document"])
+def test_a_prepared_mixture_gives_the_same_windows_in_the_same_order(
+    mixed: DataSpec, tmp_path: Path, attention: str
+) -> None:
+    """Held out and to train on; with other weights as well; what was there already is not read again; the fingerprint
+    is that of the text, and none of the text need be there."""
+    spec = mixed.model_copy(update={"attention": attention})
+    whole, there = load_windows(spec, 256), str(tmp_path / "tokens")
+    done = prepare_run(spec, ByteTokenizer(), Path(there))
+    assert len(done) == 3
+    found = fingerprint_of(spec)
+    for letter in ("a", "b.jsonl.gz", "c"):
+        (tmp_path / letter).rename(tmp_path / f"away-{letter}")
+    gone = tuple(part.model_copy(update={"path": None, "weight": part.weight * 2}) for part in spec.mixture)
+    held = spec.model_copy(update={"prepared": there, "mixture": gone, "fingerprint": found})
+    check_text_here(held)
+    assert fingerprint_of(held) == found
+    read = load_windows(held, 256)
+    assert read.held_out(24).tolist() == whole.held_out(24).tolist()
+    first, second = (each.walk(3, "peer").take(1500) for each in (whole, read))
+    assert second == first
+    assert read.rows(second[:300]).tolist() == whole.rows(first[:300]).tolist()
+
+
+def test_of_a_prepared_mixture_each_source_is_held_to_what_it_should_be(mixed: DataSpec, tmp_path: Path) -> None:
+    """One is missing, one is of another source, the whole of another run, one by its own fingerprint."""
+    there = tmp_path / "tokens"
+    done = prepare_run(mixed, ByteTokenizer(), there)
+    held = mixed.model_copy(update={"prepared": str(there)})
+    named = changed(held, 1, fingerprint=done[0].fingerprint)
+    with pytest.raises(UserError, match=r"run\.data\.mixture\[1\]: .*is not the run's"):
+        check_text_here(named)
+    with pytest.raises(UserError, match=r"run\.data\.mixture is not the run's"):
+        check_text_here(held.model_copy(update={"fingerprint": "text-" + "0" * 32}))
+    (there / "source-02").rename(there / "source-05")
+    with pytest.raises(UserError, match=r"run\.data\.mixture\[2\]: run\.data\.prepared.* no prepared text"):
+        check_text_here(held)
+    (there / "source-01").rename(there / "source-02")
+    (there / "source-05").rename(there / "source-01")
+    check_text_here(held)
+    with pytest.raises(UserError, match=r"run\.data\.mixture is not the run's"):
+        check_text_here(held.model_copy(update={"fingerprint": fingerprint_of(mixed)}))
+    with pytest.raises(UserError, match=r"run\.data\.mixture\[1\]: .* another was prepared there"):
+        prepare_run(mixed, ByteTokenizer(), there)
 
 
 def test_a_tokenizer_learns_from_each_source_by_its_weight(mixed: DataSpec) -> None:

@@ -430,11 +430,12 @@ async def test_no_text_of_a_mixture_is_chosen_by_a_stranger(tmp_path: Path, monk
             assert "run.data.mixture[1]" in error.message
             assert "noloco-node run CONFIG" in error.remedy
         assert (await made.fetch(reads_text=False)).data.mixture[1].path == NOT_READ
+        prepared = (await made.fetch(OwnData(prepared="tokens"))).data
+        assert [part.prepared for part in prepared.parts] == ["tokens/source-00", "tokens/source-01"]
     hub = load_config(MICRO, ["run.data.mixture=[{source: stdlib}, {source: huggingface, path: owner/name}]"]).run
     async with swarm() as made:
         made.sound(hub)
         assert await made.fetch() == hub
-        assert "run.data.prepared" in (await made.refusal(OwnData(prepared="tokens"))).message
         assert "it is not set" in (await made.refusal(OwnData(path="book.txt"))).message
         monkeypatch.chdir(tmp_path)
         (tmp_path / "owner" / "name").mkdir(parents=True)
