@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
+
+from noloco_node import ambient
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ class Pulse:
     """
 
     def __init__(self) -> None:
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._waiting: dict[asyncio.Future[None], None] = {}  # woken in the order in which they came
 
     def fire(self) -> None:
         """Wake all who wait now."""
@@ -53,11 +54,11 @@ class Pulse:
     async def wait(self, at_most: float | None = None) -> None:
         """Return at the next `fire()`, or after `at_most` seconds."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.add(future)
+        self._waiting[future] = None
         try:
             await asyncio.wait((future,), timeout=at_most)
         finally:
-            self._waiting.discard(future)
+            self._waiting.pop(future, None)
 
 
 class LoopLag:
@@ -93,10 +94,10 @@ class Heartbeat:
     @property
     def age(self) -> float:
         """Seconds since the last beat."""
-        return time.monotonic() - self._last
+        return ambient.monotonic() - self._last
 
     def _beat(self) -> None:
-        self._last = time.monotonic()
+        self._last = ambient.monotonic()
         self._next = self._loop.call_later(BEAT_SECONDS, self._beat)
         self._beats += 1
         if self._beats:  # the first is this object's making, before anybody knows it

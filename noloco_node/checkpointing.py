@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.address_space import refused_memory
+from noloco_node.ambient import OneByOne
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.marks import without_marks
@@ -61,10 +60,10 @@ class CheckpointKeeper:
         self._folder = folder
         self._emit = emit
         self._settings = settings
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._disk = OneByOne("checkpoint")
         self._failing = False
         self._held: deque[float] = deque(maxlen=HOLDS_TO_TELL)
-        self._round, self._since = replica.worker.progress.outer_rounds, time.monotonic()
+        self._round, self._since = replica.worker.progress.outer_rounds, ambient.monotonic()
 
     async def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint: weights, optimizer, clock, samples held, books. Before the replica runs.
@@ -104,7 +103,7 @@ class CheckpointKeeper:
             await self._replica.moved.wait()
             if is_due(
                 rounds=self._replica.worker.progress.outer_rounds - self._round,
-                seconds=time.monotonic() - self._since,
+                seconds=ambient.monotonic() - self._since,
                 held_seconds=self._usual_hold(),
                 every_rounds=self._settings.checkpoint_rounds,
                 at_least_seconds=self._settings.checkpoint_seconds,
@@ -114,7 +113,7 @@ class CheckpointKeeper:
     async def save(self) -> None:
         """Take a checkpoint now. Where the disk refuses it, or there is no memory for the copy: a warning, once until
         it works again; never an error."""
-        started = self._since = time.monotonic()
+        started = self._since = ambient.monotonic()
         try:
             state = await self._replica.worker.whole_state()
         except (MemoryError, RuntimeError) as refusal:
@@ -129,15 +128,14 @@ class CheckpointKeeper:
         tensors = {**state.tensors, RANDOM: self._random_state(), **held}
         written, error = None, ""
         try:
-            work = self._folder.write
-            written = await asyncio.get_running_loop().run_in_executor(self._disk, work, standing, tensors)
+            written = await self._disk.do(lambda: self._folder.write(standing, tensors))
         except CheckpointFailed as failure:
             error = str(failure)
         self._report(error)
-        self._emit(_event(state.progress, state.held_seconds, written, error, time.monotonic() - started))
+        self._emit(_event(state.progress, state.held_seconds, written, error, ambient.monotonic() - started))
 
     def _not_taken(self, error: str, started: float) -> None:
-        progress, seconds = self._replica.worker.progress, time.monotonic() - started
+        progress, seconds = self._replica.worker.progress, ambient.monotonic() - started
         self._round = progress.outer_rounds
         self._report(error)
         self._emit(_event(progress, 0.0, None, error, seconds))
@@ -152,7 +150,7 @@ class CheckpointKeeper:
 
     def __exit__(self, *_: object) -> None:
         """Take no more. A write that is under way is not waited for: it becomes whole, or counts for nothing."""
-        self._disk.shutdown(wait=False, cancel_futures=True)
+        self._disk.stop()
 
     def _standing(self, state: WholeState) -> Standing:
         return Standing(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 
+from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.swarm.directory import PeerState
@@ -63,7 +63,7 @@ def last_of_stage(membership: Membership, answers: Callable[[PeerId], bool], gua
 
 def state_elsewhere(stage: int, holders: Sequence[tuple[PeerId, Held]], seconds: float) -> Warned:
     """Names who held a stage's state, the furthest first."""
-    now = time.time()
+    now = ambient.wall()
     rows = [f"{peer} at {held.clock:,.0f} tokens, seen {_ago(now - held.seen)} ago" for peer, held in holders[:NAMED]]
     return Warned(
         what="state_elsewhere",

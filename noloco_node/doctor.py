@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from noloco_node import ambient
 from noloco_node.checks import (
     Check,
     Outcome,
@@ -45,7 +45,7 @@ async def examine(settings: NodeSettings) -> list[Check]:
     but for a moment, under a peer id made for the purpose; never raises for what it finds."""
     checks = [
         *_machine(settings),
-        await asyncio.to_thread(_device, settings.device),
+        await ambient.elsewhere(_device, settings.device),
         _identity(settings.identity or RunFolder(settings.run_folder).identity),
         _listening(settings),
     ]
@@ -142,12 +142,12 @@ async def _address(text: str) -> Check:
 
 async def _network(settings: NodeSettings, live: tuple[str, ...]) -> list[Check]:
     """What only a running p2pd can tell: whether it starts, clock and versions, and whether others reach this node."""
-    began = time.monotonic()
+    began = ambient.monotonic()
     with tempfile.TemporaryDirectory(prefix="noloco-doctor-") as folder:
         own = settings.model_copy(update={"initial_peers": live, "identity": None, "run_folder": Path(folder)})
         try:
             async with entrance(own, RunFolder(Path(folder)), run=None, may_found=True) as door:
-                up = f"p2pd is up after {time.monotonic() - began:.1f} s"
+                up = f"p2pd is up after {ambient.monotonic() - began:.1f} s"
                 checks = [Check("p2pd", Outcome.PASS, up)]
                 return checks + await _among_peers(own, door)
         except UserError as error:

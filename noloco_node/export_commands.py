@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from noloco_node import ambient
 from noloco_node.collector import loading
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.sources import (
@@ -44,7 +44,7 @@ def export_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    began = time.monotonic()
+    began = ambient.monotonic()
     if options.shard_bytes < 1:
         raise UserError(ExitCode.USAGE, f"--shard-bytes is {options.shard_bytes}", "name a size of 1 byte or more")
     with loading():
@@ -67,7 +67,7 @@ def _export(options: argparse.Namespace) -> int:
             gathered = gathered_folders(options)
         bench = Bench(gathered.run, HeldOut(with_text(gathered.run, options))) if needs_text else None
         exported = export(gathered, options.out, options.replicas, say, options.shard_bytes, bench)
-    _print_exported(gathered, exported, time.monotonic() - began)
+    _print_exported(gathered, exported, ambient.monotonic() - began)
     if options.push is not None:
         print(f"{'pushed':<30} {push(exported.folder, options.push, public=options.public)}")
     return int(ExitCode.OK)

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 
@@ -36,7 +37,7 @@ def make_invitation(run: RunSpec, key: Path, *, peer: str | None, hours: float) 
             f"{key} is the key of {owner.peer_id}, but run.access.owner {named}",
             f"set run.access.owner: {owner.peer_id} before the run starts, or name the owner's key with --key",
         )
-    expires = int(time.time() + hours * 3600)
+    expires = int(ambient.wall() + hours * 3600)
     invitation = invite(owner, run.run_id, expires, peer)
     ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(expires))
     whom = f"for {peer} only" if peer else "for whoever holds it: send it in private"

@@ -6,13 +6,13 @@ import asyncio
 import json
 import shutil
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
+from noloco_node import ambient
 from noloco_node.config.load import Config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.local_swarm import LocalSwarm, Observer, SwarmNode, layout
@@ -116,7 +116,7 @@ class _Follower(Observer):
         self.view.lost(node.name, f"{node.describe_exit()}; its last lines:\n{node.last_lines()}")
 
     def on_poll(self) -> None:
-        now = time.monotonic()
+        now = ambient.monotonic()
         if now >= self._next_look:
             self._next_look = now + DISK_SECONDS
             self.view.trouble = _unseen(self._run_folder, RunFolder(self._run_folder).refusal())

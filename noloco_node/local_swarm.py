@@ -13,6 +13,7 @@ from asyncio.subprocess import Process
 from collections.abc import Sequence
 from pathlib import Path
 
+from noloco_node import ambient
 from noloco_node.config.environment import without_settings
 from noloco_node.config.load import Config, render
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
@@ -198,7 +199,7 @@ class LocalSwarm:
         seconds = self.config.local_swarm.start_seconds
         try:
             async with asyncio.timeout(seconds):
-                first, *others = await asyncio.to_thread(self._in_order_of_start)
+                first, *others = await ambient.elsewhere(self._in_order_of_start)
                 addresses = (await self._up(first, config_path, ())).addresses
                 for node in others:
                     await self._launch(node, config_path, addresses)

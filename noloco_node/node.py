@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import random
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from noloco_node import __version__, start_checks
+from noloco_node import __version__, ambient, start_checks
 from noloco_node.checkpointing import CheckpointKeeper
 from noloco_node.compute_device import check_device, describe_device, device_name, peak_flop_per_second
 from noloco_node.config.load import OwnRun
@@ -69,7 +68,7 @@ async def run_node(spec: RunSpec, settings: NodeSettings, web: WebServer | None 
         await check_same_run(door.transport, spec, door.daemon.joined_peers)
         return spec
 
-    await asyncio.to_thread(_check_folder, RunFolder(settings.run_folder), spec, settings)  # before anything is written
+    await ambient.elsewhere(_check_folder, RunFolder(settings.run_folder), spec, settings)  # before anything is written
     return await _run(agree, settings, None, spec.run_id, web)
 
 
@@ -86,9 +85,9 @@ async def join_node(own: OwnRun, settings: NodeSettings, show: Show, web: WebSer
             met_in=door.known.run,
             brings_state=RunFolder(settings.run_folder).checkpoints.is_dir(),
         )
-        spec = await asyncio.to_thread(with_own_weights, spec, own.model.from_pretrained)
+        spec = await ambient.elsewhere(with_own_weights, spec, own.model.from_pretrained)
         if reads_text:
-            await asyncio.to_thread(check_text_here, spec.data)  # before a stage is chosen, announced and built
+            await ambient.elsewhere(check_text_here, spec.data)  # before a stage is chosen, announced and built
         return spec
 
     return await _run(agree, settings, show, None, web)
@@ -97,7 +96,7 @@ async def join_node(own: OwnRun, settings: NodeSettings, show: Show, web: WebSer
 async def _run(
     agree: Agree, settings: NodeSettings, show: Show | None, run: str | None, web: WebServer | None
 ) -> NodeStopped:
-    started = time.monotonic()
+    started = ambient.monotonic()
     folder, opened = RunFolder.create(settings.run_folder), asyncio.Event()
 
     def last_word(stopped: NodeStopped) -> None:
@@ -138,15 +137,15 @@ async def _live(
     checkpoints = CheckpointFolder(folder.checkpoints, settings.checkpoints_kept)
     async with network(agree, settings, folder, run=run) as net, _compute_thread() as thread:
         spec = net.spec
-        saved = await asyncio.to_thread(_open_run, folder, checkpoints, spec, net.settings)
+        saved = await ambient.elsewhere(_open_run, folder, checkpoints, spec, net.settings)
         opened.set()
         if saved is None and (warning := unusable_checkpoints(checkpoints)) is not None:
             emit(warning)
-        await asyncio.to_thread(net.known.save, spec.run_id)  # the folder is this run's now
+        await ambient.elsewhere(net.known.save, spec.run_id)  # the folder is this run's now
         stays = await _choose(net, saved, show)
         stays.emit = emit
         checks = partial(start_checks.for_a_stage, spec, net.settings, stays.stage, folder, moves=stays.may_move)
-        start_checks.report(await asyncio.to_thread(checks))
+        start_checks.report(await ambient.elsewhere(checks))
         net.reach.tell(lambda now: emit(Reachability(way=now.way.value, words=now.words())))
         net.supervisor.on_restart = lambda cause: emit(P2pdRestarted(cause=cause, restarts=net.supervisor.restarts))
         serve_hello(net.transport, spec, lambda: stays.stage, held_out=lambda: held_out_loss(telemetry.evaluation))
@@ -202,7 +201,7 @@ async def _choose(net: Network, saved: Checkpoint | None, show: Show | None) -> 
     now = net.directory.now()
     stays.stage = await stays.first_stage(saved and saved.standing.stage)
     if show is not None and view is not None:
-        await asyncio.to_thread(show, net.spec, outlook_of(view, now, net.spec.inner.target_tokens))
+        await ambient.elsewhere(show, net.spec, outlook_of(view, now, net.spec.inner.target_tokens))
     return stays
 
 
@@ -215,9 +214,9 @@ async def _stay(place: _Place, stage_index: int) -> AsyncGenerator[_Stay | None]
         async with stays.arriving(stage_index):
             walk = stays.ledger.walk if saved is None else saved.standing.walk
             ahead = net.settings.prefetch_bytes
-            stage, samples = await asyncio.to_thread(_prepare, spec, stage_index, net.daemon.own_id, walk, ahead)
+            stage, samples = await ambient.elsewhere(_prepare, spec, stage_index, net.daemon.own_id, walk, ahead)
             if samples is not None:
-                stack.push_async_callback(asyncio.to_thread, samples.close)
+                stack.push_async_callback(ambient.elsewhere, samples.close)
             replica = Replica(
                 spec,
                 net.settings,
@@ -383,7 +382,7 @@ async def _save_weights(place: _Place, replica: Replica) -> None:
         for weights in await replica.worker.named_weights()
     )
     progress = replica.worker.progress
-    await asyncio.to_thread(
+    await ambient.elsewhere(
         save_stage,
         place.folder.final,
         run_id=place.net.spec.run_id,
@@ -441,5 +440,5 @@ def _stopped(
         outer_rounds=outer_rounds,
         partners=partners or {},
         final_weights=final_weights,
-        seconds=time.monotonic() - started,
+        seconds=ambient.monotonic() - started,
     )

@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Callable, Collection
 
+from noloco_node import ambient
 from noloco_node.aio import Pulse
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.exchange import Exchanger
@@ -87,7 +87,7 @@ class OuterSteps:
         """Fellows that are worth dialling now."""
         fellows, newcomers = self._membership.partners(*states), self._membership.newcomers()
         counting = self._standing.partners(fellows, newcomers, self._worker.progress.steps)
-        return list(self._exchanger.patience.ready(counting, time.monotonic()))
+        return list(self._exchanger.patience.ready(counting, ambient.monotonic()))
 
     def pairing_state(self, next_try: float) -> PairingState:
         """What the next decision depends on; `next_try` in seconds of the event loop."""
@@ -102,7 +102,7 @@ class OuterSteps:
             last_round=last_round,
             behind=self.behind is not None and self.behind.stands_back,
             last_done=self.last_taken,
-            weigh=lambda fellows: self._ways.weights(fellows, self.relayed(), time.monotonic()),
+            weigh=lambda fellows: self._ways.weights(fellows, self.relayed(), ambient.monotonic()),
         )
 
     async def catch_up(self, partner: PeerId) -> None:
@@ -110,7 +110,7 @@ class OuterSteps:
         self._exchanger.catch_up_from = None
         if partner not in self._membership.fellows(*SERVING):
             return
-        started = time.monotonic()
+        started = ambient.monotonic()
         self._exchanger.catching_up = True
         try:
             manifest = await self._copier.copy_from(partner, self._membership.fellows(*SERVING))
@@ -123,7 +123,7 @@ class OuterSteps:
             self.behind.look()
         self.begin_on_probation()
         logger.info("caught up with %s: clock %.0f", partner, manifest.clock)
-        rate, seconds = self._worker.current_learning_rate(), time.monotonic() - started
+        rate, seconds = self._worker.current_learning_rate(), ambient.monotonic() - started
         self._emit(caught_up_event(partner, self._worker.progress, manifest, rate, seconds))
 
     def begin_on_probation(self) -> None:
@@ -144,5 +144,5 @@ class OuterSteps:
         if event.kind == "paired" and event.partner is not None:
             self.partners[event.partner] = self.partners.get(event.partner, 0) + 1
             sent_and_received = event.bytes_sent + event.bytes_received
-            self._ways.exchanged(PeerId(event.partner), event.seconds, sent_and_received, time.monotonic())
+            self._ways.exchanged(PeerId(event.partner), event.seconds, sent_and_received, ambient.monotonic())
         self._emit(event)

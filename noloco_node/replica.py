@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Awaitable, Callable, Collection
 
+from noloco_node import ambient
 from noloco_node.aio import Pulse
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
@@ -98,7 +98,7 @@ class Replica:
             own, life = transport.peer_id, spec.limits.record_seconds
             self.membership.text = SharedText(samples.shared, directory, own, life, emit)
         self._roll = self._make_roll(directory)
-        self._book = RoutingBook(spec.pipeline.routing, self._rng, time.monotonic)
+        self._book = RoutingBook(spec.pipeline.routing, self._rng, ambient.monotonic)
         self._downstream = (
             None
             if stage.cut.is_last
@@ -498,7 +498,7 @@ class Replica:
 
     def _report_inner_step(self, report: InnerReport) -> None:
         self.worker.origins_lead = self.server.origins_seen.lead(self.worker.copied_at)
-        self._pace.step(report.result.tokens, time.monotonic())
+        self._pace.step(report.result.tokens, ambient.monotonic())
         self.standing.loss.add(report.result.loss, report.result.tokens)
         self.standing.met(None, report.progress.steps)
         self._emit(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Literal
 
+from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.beginning import lacks_first_weights, no_first_weights
@@ -48,7 +49,7 @@ async def revive_if_lost(
     if not await _is_lost(spec, membership, own, confirmed):
         return None
     stage = membership.stage
-    checkpoint = _that_fits(await asyncio.to_thread(saved), worker)
+    checkpoint = _that_fits(await ambient.elsewhere(saved), worker)
     beyond = -1.0 if checkpoint is None else checkpoint.standing.progress.clock
     _, first = await worker.slow_weights()
     had = None if checkpoint is None else checkpoint.tensors["slow"]

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from noloco_node import ambient
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.contribution import Contribution, read_contribution
@@ -77,7 +78,7 @@ def _parsed(line: bytes) -> AnyEvent | None:
 def status_lines(path: Path, now: float | None = None) -> list[str]:
     """What `noloco-node status` prints: of a node, or of all nodes whose folders lie in that one, a line each.
     UserError (RUN_FOLDER) where no node has ever run there."""
-    now, members = time.time() if now is None else now, node_folders(path)
+    now, members = ambient.wall() if now is None else now, node_folders(path)
     if members != [path]:
         return [printable(line) for line in _swarm(path, members, now)]
     folder = RunFolder(path)

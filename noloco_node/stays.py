@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import logging
 import random
-import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal
 
+from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.custody import HOLDER_SECONDS, stage_lost, state_elsewhere, wait_for_holder
@@ -139,7 +139,7 @@ class Stays:
     @contextlib.asynccontextmanager
     async def arriving(self, stage: int) -> AsyncGenerator[None]:
         """Announce this node at `stage` while the block builds a replica of it and loads its state."""
-        self.stage, self._began = stage, time.monotonic()
+        self.stage, self._began = stage, ambient.monotonic()
         async with self._arrival.announced(stage):
             yield
 
@@ -211,7 +211,7 @@ class Stays:
             clock=replica.worker.progress.clock,
             parameters=self._footprint.parameters[replica.stage],
             flop_per_token=self.flop_per_token(replica.stage),
-            seconds=time.monotonic() - self._began,
+            seconds=ambient.monotonic() - self._began,
         )
 
     def flop_per_token(self, stage: int) -> float:
@@ -294,7 +294,7 @@ class Stays:
 
 async def stays_of(spec: RunSpec, settings: NodeSettings, transport: Transport, directory: Directory) -> Stays:
     """Count the run's stages, off the event loop, and prepare for the first stay."""
-    footprint = await asyncio.to_thread(footprint_of, spec)
+    footprint = await ambient.elsewhere(footprint_of, spec)
     return Stays(spec, settings, footprint, transport, directory)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
+from noloco_node import ambient
 from noloco_node.collector import loading
 from noloco_node.errors import ExitCode, UserError
 
@@ -31,7 +31,7 @@ def train_arguments(command: argparse.ArgumentParser) -> None:
 def _train(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_config
 
-    began = time.monotonic()
+    began = ambient.monotonic()
     for name, value in (("--documents", options.documents), ("--text-bytes", options.text_bytes)):
         if value is not None and value < 1:
             raise UserError(ExitCode.USAGE, f"{name} is {value}", "name 1 or more")
@@ -66,7 +66,7 @@ def _train(options: argparse.Namespace) -> int:
     finally:
         progress.stop()
     short = "" if learnt.tokens == options.vocab_size else f" of {options.vocab_size:,}: the text gives no more"
-    seconds = time.monotonic() - began
+    seconds = ambient.monotonic() - began
     print(f"{'tokens':<30} {learnt.tokens:,}{short}")
     print(f"{'learnt from':<30} {learnt.documents:,} documents, {as_bytes(learnt.text_bytes)}, in {seconds:,.0f} s")
     if learnt.bytes_per_token is not None:

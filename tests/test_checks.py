@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from noloco_node import PROTOCOL_VERSION, __version__
+from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node import checks as machine_checks
 from noloco_node.address_space import refused_memory
 from noloco_node.checks import (
@@ -34,7 +34,7 @@ from noloco_node.preflight import plan_run
 from noloco_node.sizing.machine import free_memory
 from noloco_node.start_checks import among_peers, for_a_stage, report
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.swarm.hello import serve_hello
+from noloco_node.swarm.hello import measure_hello, serve_hello
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
 from noloco_node.swarm.transport import PeerId
 
@@ -149,26 +149,22 @@ async def test_a_clock_is_compared_over_the_wire(
     ahead: float, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a peer that answers hello by a clock of its own; one that does not answer does not count."""
-    import noloco_node.swarm.hello as hello
-
-    real: Callable[[], float] = hello.time.time
+    real = ambient.wall
     network = MemoryNetwork()
     ids = [PeerId(f"12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx{n}") for n in (8, 9)]
     one, two = (MemoryTransport(network, peer) for peer in ids)
     try:
         serve_hello(two, load_config(MICRO).run, lambda: 0)
 
-        class Clock:
-            @staticmethod
-            def time() -> float:
-                task = asyncio.current_task()
-                asking = task is not None and task.get_name() == "asking"
-                return real() + (0.0 if asking else ahead)
+        def skewed() -> float:
+            task = asyncio.current_task()
+            asking = task is not None and task.get_name() == "asking"
+            return real() + (0.0 if asking else ahead)
 
-        monkeypatch.setattr(hello, "time", Clock)
+        monkeypatch.setattr(ambient, "wall", skewed)
 
         async def ask(peer: PeerId) -> Check:
-            measured = await hello.measure_hello(one, peer)
+            measured = await measure_hello(one, peer)
             return check_clock([] if measured is None or measured.skew is None else [(measured.skew, measured.doubt)])
 
         assert (await asyncio.create_task(ask(ids[1]), name="asking")).outcome is outcome

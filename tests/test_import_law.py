@@ -14,6 +14,7 @@ NAME = "noloco_node"
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(rooms.split())
     for rooms in (
+        "ambient",
         "errors aio address_space collector",
         "outer compute_device marks",
         "config",

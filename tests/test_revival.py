@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from noloco_node import PROTOCOL_VERSION, revival
+from noloco_node import PROTOCOL_VERSION, ambient, revival
 from noloco_node.checkpointing import CheckpointKeeper
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
@@ -22,7 +22,6 @@ from noloco_node.replica import Replica
 from noloco_node.revival import revive_if_lost
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.storage.checkpoint import CheckpointFolder
-from noloco_node.swarm import guard
 from noloco_node.swarm.copy_manifest import CopyManifest, StageCopy, root_of_weights, sign_copy
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.given_copies import GivenCopies
@@ -469,7 +468,7 @@ async def test_a_chunk_asked_for_each_minute_keeps_no_copy_young(monkeypatch: py
     """One key reads a chunk of the copy every 50 s: whoever opens one gets a copy that is a minute old at most. Who has
     begun to read may end, and nobody else gets chunks of an old one."""
     clock = _Skewed()
-    monkeypatch.setattr(guard, "time", clock)
+    monkeypatch.setattr(ambient, "monotonic", clock.monotonic)
     async with trained_world(guards=1) as (made, (_, _, tail, _), _):
         limits = tail.spec.limits.model_copy(update={"guard_seconds": 120.0})
         spec = tail.spec.model_copy(update={"limits": limits})
@@ -509,7 +508,7 @@ async def test_a_chunk_asked_for_each_minute_keeps_no_copy_young(monkeypatch: py
 
 
 class _Skewed:
-    """Stands for the module `time`: its monotonic clock runs `ahead` seconds before the real one."""
+    """A monotonic clock that runs `ahead` seconds before the real one."""
 
     ahead = 0.0
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.data.samples import Position
 
 CLOSE_SECONDS = 5.0
@@ -62,7 +62,7 @@ class Prefetch:
     @property
     def waited_seconds(self) -> float:
         """Time in which at least one draw waited."""
-        return self._waited + (time.perf_counter() - self._waits_since if self._waiters else 0.0)
+        return self._waited + (ambient.monotonic() - self._waits_since if self._waiters else 0.0)
 
     @property
     def ready_bytes(self) -> int:
@@ -83,7 +83,7 @@ class Prefetch:
                     raise self._error
                 waiter = asyncio.get_running_loop().create_future()
                 if not self._waiters:
-                    self._waits_since = time.perf_counter()
+                    self._waits_since = ambient.monotonic()
                 self._waiters.append(waiter)
             try:
                 await waiter
@@ -104,7 +104,7 @@ class Prefetch:
         with self._changed:
             self._waiters.remove(waiter)
             if not self._waiters:
-                self._waited += time.perf_counter() - self._waits_since
+                self._waited += ambient.monotonic() - self._waits_since
 
     def _read(self) -> None:
         error: Exception | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from noloco_node import ambient
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.documents import Document, data_error
 from noloco_node.data.encoding import encode
@@ -107,7 +107,7 @@ def prepare(
     }
     files[False].cut_to(begun.training)
     files[True].cut_to(begun.validation)
-    whole, walked, number, saved = Fingerprint(), Fingerprint(), 0, time.monotonic()
+    whole, walked, number, saved = Fingerprint(), Fingerprint(), 0, ambient.monotonic()
 
     def reached(fingerprint: str = "") -> Manifest:
         counts = {"training": files[False].count, "validation": files[True].count}
@@ -123,7 +123,7 @@ def prepare(
         if tokens is None:
             continue
         files[held_out].append(tokens)
-        now = time.monotonic()
+        now = ambient.monotonic()
         if now - looked >= LOOK_SECONDS:
             told(Reached(meter.total, size, sum(file.count for file in files.values())))
             looked = now

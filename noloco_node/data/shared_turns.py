@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from noloco_node import ambient
 from noloco_node.data.claims import MOST_CLAIMS, Claim, Said, SharedPosition, SlotBook
 from noloco_node.data.turns import MOST_BEGUN, Turn
 from noloco_node.data.walk import Permutation
@@ -70,7 +70,7 @@ class SharedTurns:
         life: float,
         rng: random.Random,
         position: object = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = ambient.wall,
     ) -> None:
         self._count, self._seed, self._life, self._rng, self._clock = count, seed, life, rng, clock
         self._book = SlotBook(own, PATIENCE_LIVES * life, count)

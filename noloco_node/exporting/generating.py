@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
@@ -112,7 +112,7 @@ async def continue_text(
     generator = torch.Generator().manual_seed(wish.seed)
     write(wish.prompt if not isinstance(tokenizer, NoTokenizer) else tokenizer.decode(ids))
     shown, last = Shown(tokenizer, ids, write), end_of_text(tokenizer)
-    came, began = 0, time.monotonic()
+    came, began = 0, ambient.monotonic()
     while came < wish.tokens and len(shown.ids) <= longest:
         token = drawn(await next_logits(shown.ids), wish.temperature, generator)
         came += 1
@@ -120,7 +120,7 @@ async def continue_text(
             break
         shown.add(token)
     shown.end()
-    return Spoken(came, came < wish.tokens and len(shown.ids) > longest, time.monotonic() - began)
+    return Spoken(came, came < wish.tokens and len(shown.ids) > longest, ambient.monotonic() - began)
 
 
 def _ids_of(prompt: str, tokenizer: Tokenizer) -> list[int]:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
@@ -77,8 +78,8 @@ async def gather_live(
         try:
             async with looking_on(settings, as_guest=True) as outside:
                 directory = ScreenedDirectory(outside.directory, Access(outside.spec))
-                await asyncio.to_thread(agreed, outside.spec)
-                shapes = await asyncio.to_thread(Shapes, outside.spec)  # it loads libraries, which takes seconds
+                await ambient.elsewhere(agreed, outside.spec)
+                shapes = await ambient.elsewhere(Shapes, outside.spec)  # it loads libraries, which takes seconds
                 await look_for_others(directory, outside.door.identity.peer_id, FIRST_LOOK_SECONDS)
                 gatherer = Gatherer(outside.spec, shapes, outside.door.transport, directory, spool, told)
                 return await outside.supervisor.beside(gatherer.gather())
@@ -107,7 +108,7 @@ class Gatherer:
         self._directory = directory
         self._spool = spool
         self._told = told
-        self._rng = rng or random.Random()
+        self._rng = rng or ambient.chance()
         self._pause = pause
         self._shapes = shapes
         self._came = self._wanted = self._files = 0
@@ -202,7 +203,7 @@ class Gatherer:
     async def _sound(self, stage: int, copies: Sequence[_Copy]) -> list[SavedReplica]:
         own = [copy for copy in copies if copy.stage == stage]
         if len(own) > 2:
-            kept = await asyncio.to_thread(self._alike, stage, own)
+            kept = await ambient.elsewhere(self._alike, stage, own)
             for strange in (copy for copy in own if copy not in kept):
                 logger.warning("stage %d of %s is not like the others', and no part of it", stage, strange.peer)
             own = kept or own

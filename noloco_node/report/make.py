@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from noloco_node import ambient
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.report.folder import Told, read_folder
 from noloco_node.report.page import page
@@ -30,7 +30,7 @@ def make_report(run_folder: Path, target: Path | None = None, now: float | None 
 
     Raises UserError (RUN_FOLDER) as `read_folder` does, and where the target cannot be written.
     """
-    told = read_folder(run_folder, time.time() if now is None else now)
+    told = read_folder(run_folder, ambient.wall() if now is None else now)
     text = page(told)
     from noloco_node.report.pictures import draw  # matplotlib, which no refusal needs to wait for
 

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import math
 import shutil
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from noloco_node import __version__
+from noloco_node import __version__, ambient
 from noloco_node.config.canonical import canonical_json
 from noloco_node.data.samples import Position
 from noloco_node.storage import atomic
@@ -316,5 +315,5 @@ def _stage_of(path: Path) -> int | None:
 
 
 def _sealed(standing: Standing, files: dict[Literal["state.safetensors"], str]) -> CheckpointManifest:
-    manifest = CheckpointManifest(version=__version__, written=time.time(), standing=standing, files=files)
+    manifest = CheckpointManifest(version=__version__, written=ambient.wall(), standing=standing, files=files)
     return manifest.model_copy(update={"seal": manifest.expected_seal()})

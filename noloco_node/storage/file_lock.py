@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+from noloco_node import ambient
+
 PATIENCE_SECONDS = 0.2
 """Whoever looks who holds the file holds it for an instant: that must not fail a start."""
 PAUSE_SECONDS = 0.01
@@ -67,12 +69,12 @@ def lock_holder(path: Path) -> str | None:
 
 def _take(file: int) -> None:
     """Lock an open file. Raises LockHeld, and OSError where the file system has no locks."""
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = ambient.monotonic() + PATIENCE_SECONDS
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() >= until:
+            if ambient.monotonic() >= until:
                 raise LockHeld(_holder_in(file)) from None
         time.sleep(PAUSE_SECONDS)
 

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
+from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.directory import LiveRecord
@@ -45,7 +46,7 @@ class ShownProof(WireModel):
 class Access:
     """The members of a run as one node knows them. `now` gives seconds since 1970."""
 
-    def __init__(self, spec: RunSpec, proof: Proof | None = None, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, spec: RunSpec, proof: Proof | None = None, now: Callable[[], float] = ambient.wall) -> None:
         self._run = spec.run_id
         self._rule = spec.access
         self._now = now
@@ -125,8 +126,8 @@ class Introduction:
         try:
             await ask(self._transport, peer, METHOD, shown, Nothing, timeout=limit, progress=limit)
         except Refused as refused:
-            if refused.reason is Refusal.NOT_ADMITTED and time.monotonic() >= self._warn_again_at:
-                self._warn_again_at = time.monotonic() + EXPIRED_AGAIN_SECONDS
+            if refused.reason is Refusal.NOT_ADMITTED and ambient.monotonic() >= self._warn_again_at:
+                self._warn_again_at = ambient.monotonic() + EXPIRED_AGAIN_SECONDS
                 ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(self._proof.grant.expires))
                 logger.warning("peers refuse this node: its invitation ended on %s. Ask the owner for a new one", ended)
             raise

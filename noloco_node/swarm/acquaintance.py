@@ -7,11 +7,11 @@ that somebody is there; only work shows a replica. All of it is this node's own 
 from __future__ import annotations
 
 import math
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from noloco_node import ambient
 from noloco_node.swarm.peer_id import PeerId
 
 ANSWER_SECONDS = 60.0
@@ -63,7 +63,7 @@ class Acquaintances:
     """One node's acquaintances. Bounded: who has only answered is forgotten before who has worked, who was
     heard of longest ago first."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = ambient.monotonic) -> None:
         self._clock = clock
         self._met: OrderedDict[PeerId, Acquaintance] = OrderedDict()
         self._workers: OrderedDict[PeerId, Acquaintance] = OrderedDict()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.swarm.finite import INLINE_ELEMENTS
 from noloco_node.swarm.microbatch import COME_BACK, Outgoing, Trained
 from noloco_node.swarm.repute import TRIAL_SECONDS, Trust
@@ -103,7 +103,7 @@ class Auditor:
         book: RoutingBook,
         train_again: Callable[[PeerId, Outgoing, float], Awaitable[Trained]],
         rng: random.Random,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = ambient.monotonic,
         *,
         allowance: float = JURY,
     ) -> None:
@@ -228,7 +228,7 @@ async def _off_loop(compare: Callable[..., T], *gradients: Tensor) -> T:
     """Compare large gradients beside the event loop, small ones at once."""
     if gradients[0].numel() <= INLINE_ELEMENTS:
         return compare(*gradients)
-    return await asyncio.to_thread(compare, *gradients)
+    return await ambient.elsewhere(compare, *gradients)
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

@@ -7,8 +7,9 @@ else need believe them: one of them can go there itself.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
+
+from noloco_node import ambient
 
 TRIES = 8
 """Attempts that must have come to nothing in a row before anything is said of a stage."""
@@ -30,7 +31,7 @@ def patience(record_seconds: float, budget_seconds: float, stages_behind: int) -
 class Blockage:
     """The account of one node with its next stage. Times are seconds on a clock that never goes back."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = ambient.monotonic) -> None:
         self._clock = clock
         self._tries = 0
         self._since = math.inf

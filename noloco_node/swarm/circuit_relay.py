@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
 from noloco_node.swarm.circuit_messages import (
     CONNECT,
@@ -160,8 +160,8 @@ class CircuitRelay:
             if taken >= MOST_PLACES:
                 return hop_answer(Status.RESOURCE_LIMIT_EXCEEDED)
             logger.info("relays for %s from now on (%d of %d places taken)", peer, taken + 1, MOST_PLACES)
-        self._places[peer] = time.monotonic() + PLACE_SECONDS
-        return reserve_answer(int(time.time() + PLACE_SECONDS))
+        self._places[peer] = ambient.monotonic() + PLACE_SECONDS
+        return reserve_answer(int(ambient.wall() + PLACE_SECONDS))
 
     def _refusal(self, caller: PeerId, wanted: PeerId) -> Status | None:
         self._forget_expired()
@@ -237,7 +237,7 @@ class CircuitRelay:
             self._places = {peer: until for peer, until in self._places.items() if peer in connected}
 
     def _forget_expired(self) -> None:
-        now = time.monotonic()
+        now = ambient.monotonic()
         self._places = {peer: until for peer, until in self._places.items() if until > now}
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import heapq
 import logging
 import math
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from noloco_node import ambient
 from noloco_node.swarm.transport import PeerId, ProtocolViolation, Refusal, Refused
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def ban_seconds(earlier: int, last_end: float, now: float) -> tuple[float, int]:
 class Conduct:
     """The accounts of all peers that have offended, the worst forgotten last by time: at most `PEERS_REMEMBERED`."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = ambient.monotonic) -> None:
         self._clock = clock
         self._standings: OrderedDict[PeerId, Standing] = OrderedDict()
         self.offences: Counter[str] = Counter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -14,6 +13,7 @@ from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.utils.timed_storage import get_dht_time  # pyright: ignore[reportMissingTypeStubs]
 
+from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.acquaintance import SILENCES_TOLERATED, Acquaintances
@@ -70,10 +70,10 @@ class DhtDirectory:
         self._acquaintances = acquaintances
         self._last_expiry: dict[int, float] = {}
         self._entrances: list[PeerId] = []
-        self._rng = random.Random()
+        self._rng = ambient.chance()
         self._walker = Walker(node, self._rng)
         self._view = DirectoryView(tuple({} for _ in keys))
-        self._lost = LostPeers(identity.peer_id, random.Random())
+        self._lost = LostPeers(identity.peer_id, ambient.chance())
         self._seeking: asyncio.Task[None] | None = None
 
     @property
@@ -244,7 +244,7 @@ async def join_directory(
         return Esteem.HEARSAY if met.of(peer).silences <= SILENCES_TOLERATED else Esteem.SILENT
 
     longest = min(MAX_LIFE_SECONDS, record_seconds) + WITHDRAWAL_SECONDS
-    records = RecordStore(identity.peer_id, esteem, random.Random(), longest=longest)
+    records = RecordStore(identity.peer_id, esteem, ambient.chance(), longest=longest)
     validator = RecordValidator(run_id, stages)
     intake = Intake(identity.peer_id, validator, records, met.answers, get_dht_time, longest)
     node = await DhtNode.open(p2p.hivemind_p2p, intake, records, only_asks=only_asks)

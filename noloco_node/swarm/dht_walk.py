@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
 from noloco_node.swarm.guarded_dht import BUCKET_SIZE, REPLICAS, DhtNode, Nearest, node_id_of
 
@@ -55,7 +55,7 @@ class _Walk:
 class Walker:
     """Walks of one node. What is found goes through the node's intake."""
 
-    def __init__(self, node: DhtNode, rng: random.Random, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, node: DhtNode, rng: random.Random, clock: Callable[[], float] = ambient.monotonic) -> None:
         self._node = node
         self._rng = rng
         self._clock = clock

@@ -10,13 +10,13 @@ import asyncio
 import ipaddress
 import logging
 import re
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
 
+from noloco_node import ambient
 from noloco_node.swarm.hello import Plain
 from noloco_node.swarm.transport import (
     Message,
@@ -106,7 +106,7 @@ def serve_dial_back(transport: Transport, connections: Connections) -> None:
 
     async def handle(peer: PeerId, message: Message) -> Message:
         asked = parse(DialBack, message.header)
-        if not turns.begin(peer, time.monotonic()):
+        if not turns.begin(peer, ambient.monotonic()):
             raise Refused(Refusal.BUSY, f"ask again in {PEER_SECONDS:g} s")
         try:
             hosts = hosts_of((await connections()).get(peer, ()))

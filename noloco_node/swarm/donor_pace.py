@@ -8,9 +8,9 @@ donor is never given up.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
 
+from noloco_node import ambient
 from noloco_node.swarm.transport import PeerId, TransportError
 
 USUAL_SECONDS = 600.0
@@ -67,7 +67,7 @@ class Pace:
         donor: PeerId,
         offering: Collection[PeerId],
         window: float,
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = ambient.monotonic,
     ) -> None:
         """`window` in seconds."""
         self._paces = paces

@@ -8,9 +8,9 @@ trained a second in both.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
+from noloco_node import ambient
 from noloco_node.training.fair_queue import FairQueue
 from noloco_node.training.progress import LastTrained
 
@@ -69,7 +69,7 @@ class DonorRate:
         *,
         lowest: float,
         window: float = WINDOW_SECONDS,
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = ambient.monotonic,
     ) -> None:
         self.rate = max(lowest, FIRST_RATE)
         """Bytes a second."""

@@ -7,11 +7,11 @@ of it that were trained here, or by exchanges committed with it; where none has 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from noloco_node import ambient
 from noloco_node.aio import Pulse
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.acquaintance import Acquaintances
@@ -134,7 +134,7 @@ class EndOfRun:
         target: float,
         max_lag: float,
         grace: float,
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = ambient.monotonic,
     ) -> None:
         self._own = own
         self._membership = membership

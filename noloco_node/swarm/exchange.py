@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-import time
 from collections.abc import Callable
 from typing import Literal
 
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.aio import Pulse
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.outer.clipping import Judgement, PartnerBound
@@ -158,7 +157,7 @@ class Exchanger:
         raised."""
         if self.engaged:
             return False
-        session = self._new_session(secrets.token_hex(16), partner, "dialler", fragment)
+        session = self._new_session(ambient.token(16), partner, "dialler", fragment)
         self._dialling = partner
         try:
             await self._propose(session)
@@ -183,7 +182,7 @@ class Exchanger:
 
     async def step_alone(self, fragment: int | None = None) -> None:
         """The outer step of a fragment without a partner."""
-        session = self._session = self._new_session(secrets.token_hex(16), PeerId(""), "dialler", fragment)
+        session = self._session = self._new_session(ambient.token(16), PeerId(""), "dialler", fragment)
         try:
             session.snapshot = await self._worker.snapshot(session.fragment)
             await self._arithmetic.do(lambda: self._worker.outer.open(session.part, members=1, weight=1.0))
@@ -232,9 +231,9 @@ class Exchanger:
             while pending:
                 await self._swap_chunk(session, pending.pop())
 
-        began = time.monotonic()
+        began = ambient.monotonic()
         await self._swap_chunk(session, pending.pop())
-        took, limit = time.monotonic() - began, self._spec.limits.exchange_progress_seconds
+        took, limit = ambient.monotonic() - began, self._spec.limits.exchange_progress_seconds
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(streams_for(took, limit, self._streams), len(pending))):
@@ -272,13 +271,13 @@ class Exchanger:
         check_proposal(proposal, self._spec, self._stage, self._contract)
         if self._session is not None or self.catching_up:
             raise Refused(Refusal.BUSY)
-        now = time.monotonic()
+        now = ambient.monotonic()
         if self.patience.resting(peer, now) or self.patience.dials_too_soon(account_of(peer, self._transport), now):
             raise Refused(Refusal.BUSY, "the last exchanges with you came to nothing")
         self._refuse_laggards(peer, proposal.clock, newcomer=proposal.newcomer)
         progress = self._worker.progress
         weightless = self._weightless(peer, proposal, progress.steps)
-        if not weightless and self.patience.stays_far(peer, time.monotonic()):
+        if not weightless and self.patience.stays_far(peer, ambient.monotonic()):
             raise Refused(Refusal.BUSY, "your weights stay far from mine")
         if not (weightless or self.last_round) and self._visits.too_many(peer, self._fellows):
             raise Refused(Refusal.TOO_EARLY, "others have their part too")
@@ -392,7 +391,7 @@ class Exchanger:
             own = await self._arithmetic.do(work)
         except NotFinite as error:
             raise self._broken_off(session, failure_of(error), own=not await self._arithmetic.own_is_finite()) from None
-        session.last_progress = time.monotonic()
+        session.last_progress = ambient.monotonic()
         session.sent += own.nbytes
         session.received += message.tensors[0].nbytes
         if len(session.added) == self._worker.outer.chunks and self._session is session and not session.committing:
@@ -427,7 +426,9 @@ class Exchanger:
         if paired:
             bound.accept(session.partner, judgement)
             if fellows > 1:
-                self.patience.met(session.partner, session.fragment, judgement.norm, judgement.bound, time.monotonic())
+                self.patience.met(
+                    session.partner, session.fragment, judgement.norm, judgement.bound, ambient.monotonic()
+                )
             largest = judgement.bound if session.bound is None else min(judgement.bound, session.bound)
             meeting = Meeting(judgement.norm, largest, self._standing.loss.mean, session.fellow_loss)
             self._standing.met(meeting, commit.progress.steps)
@@ -438,7 +439,7 @@ class Exchanger:
         norm, largest = await self._arithmetic.do(self._worker.outer.difference_norm), session.bound
         assert largest is not None, "measured when the exchange was opened"
         self._standing.measured(session.partner, Meeting(norm, largest))
-        self.patience.met(session.partner, session.fragment, norm, largest, time.monotonic())
+        self.patience.met(session.partner, session.fragment, norm, largest, ambient.monotonic())
         logger.debug("newcomer %s is %.3g away, %.3g would be whole", session.partner, norm, largest)
 
     def _report_abort(self, session: Session, reason: str) -> None:
@@ -455,7 +456,7 @@ class Exchanger:
         session = self._session
         if session is None or session.role != "dialled" or session.committing:
             return
-        late = overdue(session, time.monotonic(), limit, self._worker.outer.chunks)
+        late = overdue(session, ambient.monotonic(), limit, self._worker.outer.chunks)
         if late is not None:
             self._report_abort(session, late)
             self._close(session)

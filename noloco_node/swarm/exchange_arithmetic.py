@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from noloco_node.ambient import OneByOne
 from noloco_node.outer.replica import NotFinite
 from noloco_node.swarm.transport import PeerId, Transport
 from noloco_node.swarm.typed_calls import BadAnswer, judging
@@ -22,11 +21,11 @@ class Arithmetic:
     def __init__(self, transport: Transport, worker: StageWorker) -> None:
         self._transport = transport
         self._worker = worker
-        self._thread = ThreadPoolExecutor(1, "outer")
+        self._thread = OneByOne("outer")
 
     async def do(self, work: Callable[[], T]) -> T:
         """What `work` returns, or raises."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await self._thread.do(work)
 
     async def take_in(self, partner: PeerId, work: Callable[[], None]) -> None:
         """Arithmetic on what the partner has answered. Raises ProtocolViolation, booked against the partner, where that
@@ -45,4 +44,4 @@ class Arithmetic:
 
     def stop(self) -> None:
         """End the thread once the piece under way is done; the others are not begun."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.stop()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.outer.clipping import Judgement
 from noloco_node.outer.codec import Codec
 from noloco_node.outer.gauge import gauge_coordinates, spread
@@ -54,8 +54,8 @@ class Session:
     part: Part
     weight: float = 1.0
     """n·w of this replica."""
-    started: float = field(default_factory=time.monotonic)
-    last_progress: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=ambient.monotonic)
+    last_progress: float = field(default_factory=ambient.monotonic)
     opening: bool = False
     snapshot: Snapshot | None = None
     partner_clock: float = 0.0
@@ -79,7 +79,7 @@ class Session:
         self.spread = spread(own[0], others[0])
         self.sent += sum(tensor.nbytes for tensor in own)
         self.received += sum(tensor.nbytes for tensor in others)
-        self.last_progress = time.monotonic()
+        self.last_progress = ambient.monotonic()
 
 
 def begin(outer: OuterReplica, session: Session, coordinates: int) -> tuple[Tensor, ...]:
@@ -152,7 +152,7 @@ def account_of(dialler: PeerId, transport: Transport) -> PeerId:
 
 def remember(session: Session, transport: Transport, patience: Patience, visits: Visits, fellows: int) -> None:
     """What the end of an exchange or of a step alone says of the partner; `fellows` live beside this replica."""
-    now, dialled = time.monotonic(), session.role == "dialled"
+    now, dialled = ambient.monotonic(), session.role == "dialled"
     if not session.partner:
         visits.stepped()
     elif session.committing:
@@ -187,7 +187,7 @@ def commit_event(session: Session, snapshot: Snapshot, commit: Commit, judgement
         clipped=judgement.scale < 1.0,
         bytes_sent=session.sent,
         bytes_received=session.received,
-        seconds=time.monotonic() - session.started,
+        seconds=ambient.monotonic() - session.started,
         held_seconds=snapshot.held_seconds + commit.held_seconds,
         inner_steps_meanwhile=commit.inner_steps_meanwhile,
     )
@@ -210,7 +210,7 @@ def abort_event(session: Session, progress: Progress, learning_rate: float, reas
         clipped=False,
         bytes_sent=session.sent,
         bytes_received=session.received,
-        seconds=time.monotonic() - session.started,
+        seconds=ambient.monotonic() - session.started,
         held_seconds=session.snapshot.held_seconds if session.snapshot else 0.0,
         inner_steps_meanwhile=0,
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from noloco_node import ambient
 from noloco_node.swarm.pairing import believed_clock, laggard, lags
 
 FROM_ORIGINS = 0.5
@@ -74,7 +74,7 @@ class FarBehind:
     looks for one whose state it can take, and until then works for nobody, whom its old weights would mislead and who
     would take it for a liar. For a bounded time, and again only after it was with the others."""
 
-    def __init__(self, clocks: FellowClocks, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clocks: FellowClocks, clock: Callable[[], float] = ambient.monotonic) -> None:
         self._clocks = clocks
         self._clock = clock
         self._since: float | None = None

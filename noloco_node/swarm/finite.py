@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import torch
 from torch import Tensor
+
+from noloco_node import ambient
 
 INLINE_ELEMENTS = 1 << 18
 """Tensors up to this size are checked on the event loop: handing them to a thread would take longer (0.1 ms)."""
@@ -15,7 +15,7 @@ async def all_finite(tensor: Tensor) -> bool:
     """True where no element is NaN or infinite. A large tensor is looked at off the event loop."""
     if tensor.numel() <= INLINE_ELEMENTS:
         return _finite(tensor)
-    return await asyncio.to_thread(_finite, tensor)
+    return await ambient.elsewhere(_finite, tensor)
 
 
 async def scale_of(tensor: Tensor) -> float:
@@ -26,7 +26,7 @@ async def scale_of(tensor: Tensor) -> float:
     """
     if tensor.numel() <= INLINE_ELEMENTS:
         return _scale(tensor)
-    return await asyncio.to_thread(_scale, tensor)
+    return await ambient.elsewhere(_scale, tensor)
 
 
 def _scale(tensor: Tensor) -> float:

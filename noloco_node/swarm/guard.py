@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import random
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated
 
@@ -18,6 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.balancing import guarded_stage
 from noloco_node.swarm.copy_manifest import (
@@ -160,7 +160,7 @@ class StageCopies:
                 copy = None if self._has_worked(manifest.source) else await self._take(peer, manifest)
                 strangers |= {manifest.source: copy} if copy is not None else {}
         has = own if kept is None else kept.weights
-        chosen, vouched = await asyncio.to_thread(choose_copy, list(strangers.values()), has, first)
+        chosen, vouched = await ambient.elsewhere(choose_copy, list(strangers.values()), has, first)
         if chosen is not None and not vouched:
             logger.error(
                 "STAGE %d IS TAKEN FROM A STRANGER'S COPY ALONE: %s signed it, of whom this node has seen no work, and "
@@ -231,14 +231,14 @@ class StageCopies:
         request = CopyRequest(run=self._spec.run_id, stage=stage, root=manifest.root)
         weights = torch.empty(manifest.size, dtype=torch.float16)
         for index in range(math.ceil(manifest.size / step)):
-            started = time.monotonic()
+            started = ambient.monotonic()
             part = weights[index * step : (index + 1) * step]
             named, specs = request.model_copy(update={"index": index}), (TensorSpec.of(part),)
             answer = await ask(self._transport, peer, CHUNK, named, Nothing, specs=specs, timeout=limit, progress=limit)
             part.copy_(answer.tensors[0])
-            await asyncio.sleep(idle_share * (time.monotonic() - started))
+            await asyncio.sleep(idle_share * (ambient.monotonic() - started))
         with judging(self._transport, peer, CHUNK):
-            if await asyncio.to_thread(root_of_weights, weights) != manifest.root:
+            if await ambient.elsewhere(root_of_weights, weights) != manifest.root:
                 raise BadAnswer("the copy's weights are not those that its source has signed")
         return StageCopy(manifest, offer, weights)
 
@@ -252,7 +252,7 @@ class StageCopies:
 
     def _tend(self) -> None:
         for given in self._given.values():
-            given.tend(time.monotonic())
+            given.tend(ambient.monotonic())
 
     async def _handle_open(self, peer: PeerId, message: Message) -> Message:
         request = CopyRequest.model_validate(message.header)
@@ -263,7 +263,7 @@ class StageCopies:
         request = CopyRequest.model_validate(message.header)
         step = self._spec.limits.chunk_bytes // DTYPES[request.precision].itemsize
         at, end = request.index * step, (request.index + 1) * step
-        held = self._given[request.precision].asked(request.root, peer, at, end, time.monotonic())
+        held = self._given[request.precision].asked(request.root, peer, at, end, ambient.monotonic())
         kept = self.kept if request.precision == "fp16" else None
         if held is None and kept is not None and kept.manifest.root == request.root:
             held = kept
@@ -284,13 +284,13 @@ class StageCopies:
                 if self.kept is None or self.kept.stage != stage or precision != "fp16":
                     raise Refused(Refusal.WRONG_STAGE)
                 return self.kept
-            taken = time.monotonic()
+            taken = ambient.monotonic()
             copy = given.fresh(peer, taken)
             if copy is None:  # one for all who ask at the same time: it takes memory
                 if not given.room(taken):
                     raise Refused(Refusal.BUSY, "copies of other moments are being read")
                 copy = await self._copy_own(stage, self._own[1], precision)
-                given.add(copy, peer, taken, time.monotonic())
+                given.add(copy, peer, taken, ambient.monotonic())
             return copy
 
     async def _copy_own(self, stage: int, worker: StageWorker, precision: Precision) -> StageCopy:
@@ -300,7 +300,7 @@ class StageCopies:
             taken = slow if precision == "fp32" else slow.clamp_(-LARGEST, LARGEST).to(torch.float16)
             return taken, root_of_weights(taken)
 
-        weights, root = await asyncio.to_thread(work)
+        weights, root = await ambient.elsewhere(work)
         manifest = CopyManifest(
             source=self._transport.peer_id,
             run=self._spec.run_id,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from hivemind.utils.timed_storage import (  # pyright: ignore[reportMissingTypeS
     get_dht_time,
 )
 
+from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
 from noloco_node.swarm.budget import Budget, PeerBudgets
 from noloco_node.swarm.dht_dictionary import (
@@ -160,9 +160,9 @@ class DhtNode:
         self._pings = 0
         self._calling_back: set[Any] = set()
         self._rested = 0
-        self._hand_overs = Budget(HAND_OVERS_AT_ONCE, HAND_OVERS_A_SECOND, time.monotonic)
-        self._answers = PeerBudgets(ASKED_BYTES, ASKED_BYTES_A_SECOND, time.monotonic)
-        self._answers_together = {known: Budget(*pool, time.monotonic) for known, pool in ASKED_TOGETHER.items()}
+        self._hand_overs = Budget(HAND_OVERS_AT_ONCE, HAND_OVERS_A_SECOND, ambient.monotonic)
+        self._answers = PeerBudgets(ASKED_BYTES, ASKED_BYTES_A_SECOND, ambient.monotonic)
+        self._answers_together = {known: Budget(*pool, ambient.monotonic) for known, pool in ASKED_TOGETHER.items()}
 
     @classmethod
     async def open(cls, p2p: P2P, intake: Intake, records: RecordStore, *, only_asks: bool = False) -> DhtNode:

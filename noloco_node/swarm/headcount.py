@@ -10,10 +10,10 @@ random.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from noloco_node import ambient
 from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.transport import PeerId
@@ -81,7 +81,7 @@ def count(working: float, first: float, later: Sequence[tuple[float, float]], fi
 class Headcount:
     """Follows the fellows of one replica."""
 
-    def __init__(self, known: Acquaintances, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, known: Acquaintances, clock: Callable[[], float] = ambient.monotonic) -> None:
         self._known = known
         self._clock = clock
         self._seen: dict[PeerId, _Seen] = {}

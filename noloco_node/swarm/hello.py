@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 
-from noloco_node import PROTOCOL_VERSION, __version__
+from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError, version_remedy
 from noloco_node.swarm.peer_addresses import parse_address
@@ -77,7 +76,7 @@ def serve_hello(
             protocol=PROTOCOL_VERSION,
             version=__version__,
             stage=stage(),
-            time=time.time(),
+            time=ambient.wall(),
             over=over(),
             held_out=held_out(),
         )
@@ -114,11 +113,11 @@ async def measure_hello(transport: Transport, peer: PeerId) -> Measured | None:
     """What a peer says of itself, and its clock by the quickest of a few answers; None where it says nothing of use."""
     best: Measured | None = None
     for _ in range(CLOCK_TRIES):
-        asked = time.time()
+        asked = ambient.wall()
         hello = await _ask(transport, peer)
         if hello is None:
             break
-        answered = time.time()
+        answered = ambient.wall()
         middle, doubt = (asked + answered) / 2, (answered - asked) / 2
         if best is None or doubt < best.doubt:
             best = Measured(hello, None if hello.time is None else hello.time - middle, doubt)

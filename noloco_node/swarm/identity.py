@@ -10,7 +10,6 @@ import errno
 import hashlib
 import logging
 import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.padding import PKCS1v15
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPublicKey
 
+from noloco_node import ambient
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage import atomic
 from noloco_node.storage.file_lock import FileLock, LockHeld, lock_holder
@@ -231,7 +231,7 @@ def write_new_private_file(path: Path, data: bytes) -> bool:
 
     False, and nothing written, where `path` exists already. OSError as the file system says.
     """
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    draft = path.with_name(f".{path.name}.{ambient.token(4)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -7,13 +7,13 @@ import asyncio
 import contextlib
 import json
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple, NoReturn, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from noloco_node import ambient
 from noloco_node.storage import atomic
 from noloco_node.swarm.directory import DirectoryView
 from noloco_node.swarm.peer_addresses import PeerAddress, Reach, parse_address, reach_of
@@ -148,7 +148,7 @@ class KnownPeers:
             self.worked_with(holders())
             grown = self.held.keys() != known or (self.held and look % LONGEST_PAUSE == 0)
             if self.addresses != before or self.run != run or grown:
-                await asyncio.to_thread(self.save, run)
+                await ambient.elsewhere(self.save, run)
             await asyncio.sleep(LOOK_SECONDS)
             look += 1
 
@@ -160,7 +160,7 @@ class KnownPeers:
             async with asyncio.timeout(LAST_LOOK_SECONDS):
                 room = MOST_PEERS - len(self.addresses)
                 await asyncio.gather(*(self._ask(book, peer) for peer in unknown[:room]))
-        await asyncio.to_thread(self.save, run)
+        await ambient.elsewhere(self.save, run)
 
     async def _ask(self, book: Book, peer: PeerId) -> None:
         self.learn(peer, await book.addresses_of(peer))
@@ -204,7 +204,7 @@ def live_peers(view: DirectoryView, now: float, own: PeerId) -> list[PeerId]:
 def holders_in(view: DirectoryView, now: float, works: Callable[[PeerId], bool]) -> dict[PeerId, Held]:
     """What the live peers hold of which work has been seen, as their records say at DHT time `now`."""
     return {
-        PeerId(record.peer_id): Held(stage=stage, clock=record.clock, seen=time.time())
+        PeerId(record.peer_id): Held(stage=stage, clock=record.clock, seen=ambient.wall())
         for stage in range(len(view.stages))
         for record in view.live(stage, now)
         if record.outer_rounds and works(PeerId(record.peer_id))

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.donor_pace import DonorPaces, Pace, TooSlow, floor_of
@@ -147,25 +147,25 @@ class StateCopier:
         """
         search = _Search()
         download: Download | None = None
-        until = time.monotonic() + patience
+        until = ambient.monotonic() + patience
         while True:
             offers = await self._ask_all([peer for peer in await donors() if peer not in search.failed], search)
             ranked = rank_donors(offers, self._spec.max_lag_tokens, self._rng)
             while ranked:
                 donor = self._paces.next(ranked)
                 if download is None:
-                    download = await asyncio.to_thread(new_download, self._spec, self._worker)
-                busy = list(search.busy) if time.monotonic() < until else []
+                    download = await ambient.elsewhere(new_download, self._spec, self._worker)
+                busy = list(search.busy) if ambient.monotonic() < until else []
                 try:
                     return donor, await self._copy(donor, download, [*ranked, *busy])
                 except TooSlow as error:
                     self._note_slow(search, donor, error)
-                    if busy and time.monotonic() < until and self._paces.all_slow(ranked):
+                    if busy and ambient.monotonic() < until and self._paces.all_slow(ranked):
                         break
                 except (Refused, TransportError) as error:
                     ranked.remove(donor)
                     self._note(search, donor, error)
-            if search.busy and time.monotonic() < until:
+            if search.busy and ambient.monotonic() < until:
                 logger.info("%d donors are busy: asking again in a moment", len(search.busy))
                 await asyncio.sleep(self._rng.uniform(*BUSY_PAUSE_SECONDS))
                 search.busy.clear()
@@ -181,11 +181,11 @@ class StateCopier:
         """Take the state of this donor; TooSlow where one of `others` may be faster. Raises Refused or TransportError;
         the replica is unchanged then. One that gives nothing through a relay is asked every `RELAYED_REST_SECONDS` at
         most, and Refused for it between."""
-        if time.monotonic() < self._resting.get(donor, 0.0):
+        if ambient.monotonic() < self._resting.get(donor, 0.0):
             raise Refused(Refusal.RELAYED, "it said so a moment ago")
         try:
             await self._ask(donor)  # there must be something to come before there is room made for it
-            download = await asyncio.to_thread(new_download, self._spec, self._worker)
+            download = await ambient.elsewhere(new_download, self._spec, self._worker)
             manifest = await self._copy(donor, download, others)
         except Refused as error:
             if error.reason is Refusal.RELAYED:
@@ -195,7 +195,7 @@ class StateCopier:
         return manifest
 
     def _let_rest(self, donor: PeerId) -> None:
-        now = time.monotonic()
+        now = ambient.monotonic()
         self._resting = {peer: until for peer, until in self._resting.items() if until > now}
         self._resting[donor] = now + RELAYED_REST_SECONDS
         level = logging.DEBUG if self._relayed_told else logging.WARNING
@@ -305,11 +305,11 @@ class _Progress:
         self._donor = donor
         self._total = total
         self._emit = emit
-        self._started = time.monotonic()
+        self._started = ambient.monotonic()
         self._next = 0.0
 
     def __call__(self, received: int) -> None:
-        now = time.monotonic()
+        now = ambient.monotonic()
         if now >= self._next or received == self._total:
             self._next = now + PROGRESS_SECONDS
             seconds = now - self._started

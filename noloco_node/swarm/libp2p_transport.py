@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
+from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
 from noloco_node.swarm.common_transport import CommonTransport
 from noloco_node.swarm.framed_stream import FramedStream, StreamEnded, StreamStalled
@@ -84,7 +84,7 @@ class Libp2pTransport(CommonTransport):
         """Streams of other peers that have a place."""
         self._answering: set[FramedStream] = set()
         """Those on which a request has come in whole."""
-        self._rng = random.Random()
+        self._rng = ambient.chance()
         self._serving: set[asyncio.Task[Any]] = set()
         self._closed = False
 

@@ -8,7 +8,6 @@ narrower codes, and harms nobody.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, token_bytes
 from noloco_node.swarm.peer_id import PeerId
 from noloco_node.training.activation_codec import DTYPES, decode, encode
@@ -97,7 +97,7 @@ async def to_wire(tensor: Tensor, codec: ActivationCodec) -> Tensor:
         return tensor
     if tensor.numel() <= INLINE_NUMBERS:
         return encode(tensor, codec)
-    return await asyncio.to_thread(encode, tensor, codec)
+    return await ambient.elsewhere(encode, tensor, codec)
 
 
 async def from_wire(wire: Tensor, codec: ActivationCodec, dtype: torch.dtype) -> Tensor:
@@ -106,4 +106,4 @@ async def from_wire(wire: Tensor, codec: ActivationCodec, dtype: torch.dtype) ->
         return wire
     if wire.numel() <= INLINE_NUMBERS:
         return decode(wire, codec, dtype)
-    return await asyncio.to_thread(decode, wire, codec, dtype)
+    return await ambient.elsewhere(decode, wire, codec, dtype)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import build_config
@@ -77,7 +77,7 @@ class LiveModel:
         self._transport = transport
         self._directory = directory
         self._say = say
-        self._rng = rng or random.Random()
+        self._rng = rng or ambient.chance()
         self._pause = pause
         self._patience = patience
         self._looked = -math.inf
@@ -93,14 +93,14 @@ class LiveModel:
     async def next_logits(self, ids: Sequence[int]) -> Tensor:
         """What comes after these tokens: fp32 [vocabulary]. Raises UserError (NO_DONOR) where a stage gives nothing."""
         window = torch.tensor([list(ids)], dtype=torch.int32)
-        if time.monotonic() - self._looked > LOOK_SECONDS:
+        if ambient.monotonic() - self._looked > LOOK_SECONDS:
             await self._look()
         for stage in range(self._spec.stages):
             window = await self._through(stage, window, len(ids))
         return window[0]
 
     async def _through(self, stage: int, window: Tensor, tokens: int) -> Tensor:
-        began, told = time.monotonic(), False
+        began, told = ambient.monotonic(), False
         reasons: dict[PeerId, Refused | TransportError] = {}
         asked: set[PeerId] = set()
         while True:
@@ -113,7 +113,7 @@ class LiveModel:
                     reasons[peer] = error
                     self._note(peer, error)
                 continue
-            waited = time.monotonic() - began
+            waited = ambient.monotonic() - began
             if waited >= self._patience or (reasons and all(map(_for_good, reasons.values()))):
                 raise self._nobody(stage, reasons)
             if waited >= WORTH_SAYING_SECONDS and not told:
@@ -141,7 +141,7 @@ class LiveModel:
         return answer.tensors[0]
 
     def _choose(self, stage: int, asked: set[PeerId]) -> PeerId | None:
-        now, view = time.monotonic(), self._directory.view
+        now, view = ambient.monotonic(), self._directory.view
         records = [record for record in view.live(stage, self._directory.now()) if record.state in ANSWERING]
         there = [PeerId(record.peer_id) for record in records]
         heard = [peer for peer in there if self._silent.get(peer, 0.0) <= now]
@@ -153,11 +153,11 @@ class LiveModel:
             return
         self.replaced += 1
         if isinstance(error, TransportError):
-            self._silent[peer] = time.monotonic() + SILENT_SECONDS
+            self._silent[peer] = ambient.monotonic() + SILENT_SECONDS
 
     async def _look(self) -> None:
         await self._directory.refresh()
-        self._looked = time.monotonic()
+        self._looked = ambient.monotonic()
 
     def _nobody(self, stage: int, reasons: dict[PeerId, Refused | TransportError]) -> UserError:
         return UserError(

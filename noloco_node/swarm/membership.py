@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from noloco_node import PROTOCOL_VERSION, __version__
+from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
 from noloco_node.swarm.first_look import LOOK_AGAIN_SECONDS, look_for_others
@@ -76,7 +75,7 @@ class Membership:
         self._announced_newcomer = False
         self.state = PeerState.JOINING
         self._finished = False
-        self._read_at = time.monotonic()
+        self._read_at = ambient.monotonic()
         self.eager = False
         """Look at the others more often: whatever this node waits for, the others wait for as well."""
         self.newcomer = False
@@ -270,10 +269,10 @@ class Membership:
     @property
     def directory_age(self) -> float:
         """Seconds since the directory was last read."""
-        return time.monotonic() - self._read_at
+        return ambient.monotonic() - self._read_at
 
     def _take_in(self) -> None:
-        self._read_at = time.monotonic()
+        self._read_at = ambient.monotonic()
         fellows = [record for record in self.live(self.stage, PeerState.TRAINING) if record.peer_id != self._own]
         self._heads.look(fellows, self._describe().steps, self._record_seconds)
         if self.text:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
+from noloco_node import ambient
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, SignedRecord
 from noloco_node.swarm.transport import PeerId
 
@@ -12,7 +12,7 @@ from noloco_node.swarm.transport import PeerId
 class MemoryDirectoryHub:
     """What the directories of one test share. `now` gives the time in which records expire, seconds."""
 
-    def __init__(self, stages: int, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, stages: int, now: Callable[[], float] = ambient.wall) -> None:
         self.now = now
         self.reachable = True
         """False: publications find nobody and look-ups keep their last rows, as when a node is cut off."""

@@ -136,7 +136,7 @@ class MemoryTransport(CommonTransport):
         self._network = network
         self._peer_id = peer_id
         self._calls: dict[asyncio.Future[Message], PeerId] = {}
-        self._handlers: set[asyncio.Task[Message]] = set()
+        self._handlers: dict[asyncio.Task[Message], None] = {}  # in the order in which they began
         self._closed = False
         network.attach(self)
 
@@ -219,12 +219,12 @@ class MemoryTransport(CommonTransport):
     ) -> asyncio.Task[Message]:
         """Called by the caller's transport: answer a request in a task that this transport owns."""
         task = asyncio.create_task(self._answer(caller, payload, request, sent))
-        self._handlers.add(task)
+        self._handlers[task] = None
         task.add_done_callback(self._handler_done)
         return task
 
     def _handler_done(self, task: asyncio.Task[Message]) -> None:
-        self._handlers.discard(task)
+        self._handlers.pop(task, None)
         if not task.cancelled():
             task.exception()
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import time
 from collections.abc import Callable
 
+from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.access import Access
 from noloco_node.swarm.directory import Directory, PeerRecord
@@ -36,7 +35,7 @@ class Onlooker:
         spec: RunSpec,
         *,
         over: bool = False,
-        wall: Callable[[], float] = time.time,
+        wall: Callable[[], float] = ambient.wall,
     ) -> None:
         self._transport = transport
         self._directory = ScreenedDirectory(directory, Access(spec))
@@ -50,7 +49,7 @@ class Onlooker:
             spec.limits.record_seconds,
             self._introduced,
             lambda: None,
-            random.Random(),
+            ambient.chance(),
             calls_a_second=CALLS_A_SECOND,
         )
         self.last = nothing_seen(spec, over=over)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples, inputs_and_labels
@@ -190,7 +190,7 @@ class Origin:
 
     @staticmethod
     def _outgoing(mode: Mode, drawn: DrawnBy, outputs: Tensor, labels: Tensor) -> Outgoing:
-        return Outgoing(secrets.token_hex(16), mode, drawn, outputs, labels.to(torch.int32))
+        return Outgoing(ambient.token(16), mode, drawn, outputs, labels.to(torch.int32))
 
     async def _draw_new(self) -> Sample:
         self._heed_blocks()

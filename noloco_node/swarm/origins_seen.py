@@ -8,12 +8,12 @@ names cost nothing, work does.
 from __future__ import annotations
 
 import math
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from noloco_node import ambient
 from noloco_node.swarm.peer_id import PeerId
 
 SENDERS_REMEMBERED = 256
@@ -89,7 +89,7 @@ def median_voice(voices: Iterable[Voice]) -> float | None:
 class OriginsSeen:
     """The latest clock of each origin by each previous-stage peer that sent a microbatch which was then trained."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now: Callable[[], float] = ambient.monotonic) -> None:
         self._now = now
         self._by_sender: OrderedDict[PeerId, OrderedDict[PeerId, OriginSeen]] = OrderedDict()
         self._recent: deque[_Trained] = deque(maxlen=RECENT_MICROBATCHES)

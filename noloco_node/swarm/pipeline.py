@@ -11,13 +11,12 @@ import asyncio
 import logging
 import math
 import random
-import secrets
-import time
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import ActivationCodec, RunSpec
 from noloco_node.marks import positions_of, without_marks
@@ -134,17 +133,17 @@ class Downstream:
         that is passed upward at once and retried by the origin only, so that failures do not multiply over hops. The
         origin tries another peer then: whoever always says so may be the one at fault.
         """
-        deadline = time.monotonic() + budget
+        deadline = ambient.monotonic() + budget
         failures, attempt, rounds, reached = 0, 0, 0, False
         excluded: set[PeerId] = set()
-        while (remaining := deadline - time.monotonic()) * 1000 > MIN_BUDGET_MS:
+        while (remaining := deadline - ambient.monotonic()) * 1000 > MIN_BUDGET_MS:
             peer = self._book.choose(excluded, desperate=rounds >= ROUNDS_TO_DESPAIR)
             if peer is None:
                 await self._wait_for_a_peer(bool(excluded), remaining)
                 rounds += bool(excluded)
                 excluded.clear()
                 continue
-            began, patience = time.monotonic(), self._patience(remaining)
+            began, patience = ambient.monotonic(), self._patience(remaining)
             try:
                 answer = await self._ask(peer, outgoing, attempt, patience)
             except Refused as refusal:
@@ -168,7 +167,7 @@ class Downstream:
             else:
                 if outgoing.mode == "train":
                     copied = replace(outgoing, codec=answer.codec)
-                    self.auditor.consider(answer, copied, budget=patience, took=time.monotonic() - began)
+                    self.auditor.consider(answer, copied, budget=patience, took=ambient.monotonic() - began)
                 return answer
             if failures >= self._spec.pipeline.hop_attempts:
                 why = f"{failures} failures at stage {self._stage + 1}"
@@ -190,7 +189,7 @@ class Downstream:
 
     async def _train_again(self, peer: PeerId, first: Outgoing, budget: float) -> Trained:
         try:
-            return await self._ask(peer, replace(first, id=secrets.token_hex(16)), 0, budget)
+            return await self._ask(peer, replace(first, id=ambient.token(16)), 0, budget)
         except (Refused, TransportError) as error:
             self._note_failure(peer, error)
             raise
@@ -220,7 +219,7 @@ class Downstream:
             chosen=outgoing.chosen,
             codec=codec,
         )
-        began, asked = self._book.sent(peer), time.monotonic()
+        began, asked = self._book.sent(peer), ambient.monotonic()
         how = Outcome.FAILED
         try:
             answer = await ask(
@@ -235,10 +234,10 @@ class Downstream:
                 progress=self._spec.pipeline.progress_seconds,
             )
             how = Outcome.CAME
-            took = time.monotonic() - asked
+            took = ambient.monotonic() - asked
             self.hop_seconds.add(took)
         except Refused as refusal:
-            how = _outcome(refusal, time.monotonic() - asked)
+            how = _outcome(refusal, ambient.monotonic() - asked)
             raise
         except asyncio.CancelledError:
             how = Outcome.UNTOLD
@@ -257,7 +256,7 @@ class Downstream:
 
     async def _wait_for_a_peer(self, all_asked: bool, remaining: float) -> None:
         """After a round in which every peer said no, a short jittered pause; with no peer at all, until one appears."""
-        now = time.monotonic()
+        now = ambient.monotonic()
         if not all_asked and now >= self._warn_again_at:
             self._warn_again_at = now + NOBODY_WARNING_SECONDS
             logger.warning("stage %d has no replica that this node knows of: waiting for one", self._stage + 1)
@@ -342,7 +341,7 @@ class PipelineServer:
     async def handle(self, peer: PeerId, message: Message) -> Message:
         """Train or evaluate one admitted microbatch and answer with loss and gradient."""
         header = parse_header(message.header, run=self._spec.run_id, stage=self._stage)
-        began = time.monotonic()
+        began = ambient.monotonic()
         name = MicrobatchName(peer, header.mode, header.id, await content_of(message.tensors))
         if name in self._under_way:
             raise Refused(Refusal.BUSY, "this microbatch is under way here")
@@ -361,7 +360,7 @@ class PipelineServer:
         finally:
             del self._under_way[name]
             self._handed_back.discard(name)
-        answer = Message({**answer.header, "work_ms": 1000.0 * (time.monotonic() - began)}, answer.tensors)
+        answer = Message({**answer.header, "work_ms": 1000.0 * (ambient.monotonic() - began)}, answer.tensors)
         if header.mode == "train":
             self._repeats.keep(name, answer)
         else:
@@ -389,7 +388,7 @@ class PipelineServer:
     async def _carry_through(
         self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor
     ) -> Message:
-        deadline = time.monotonic() + min(header.budget_ms / 1000, self._spec.pipeline.budget_seconds)
+        deadline = ambient.monotonic() + min(header.budget_ms / 1000, self._spec.pipeline.budget_seconds)
         activations = await from_wire(activations, header.codec, self._carried)
         if not await all_finite(activations):
             raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
@@ -466,7 +465,7 @@ class PipelineServer:
         assert self._downstream is not None
         try:
             outgoing = Outgoing(header.id, header.mode, header.drawn, outputs, labels, chosen)
-            return await self._downstream.send(outgoing, deadline - time.monotonic())
+            return await self._downstream.send(outgoing, deadline - ambient.monotonic())
         except HopFailed as failure:
             raise Refused(failure.reason, failure.detail) from None
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
 
+from noloco_node import ambient
 from noloco_node.swarm.transport import PeerId, Refusal, Refused, Release
 
 WANTED_SECONDS = 1.0
@@ -23,7 +23,7 @@ class Places:
     there are peers whose places came to something of late, half of all are for these: keys that were never seen before
     cost nothing, and a place is held for as long as its body is on its way."""
 
-    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limit: int, clock: Callable[[], float] = ambient.monotonic) -> None:
         self._limit = limit
         self._limit_per_peer = limit - limit // 4
         self._clock = clock

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from noloco_node import ambient
 from noloco_node.aio import Pulse, cancel_and_wait, run_to_end
 from noloco_node.swarm.contribution import (
     ContributionFile,
@@ -85,7 +84,7 @@ class Receipts:
         self._ledger = ledger
         self._progress = progress
         self._file = file
-        self._session = secrets.token_hex(8)
+        self._session = ambient.token(8)
         self._serials: dict[PeerId, int] = {}
         self._pending: dict[PeerId, _Pending] = {}
         self._filed: dict[tuple[PeerId, str], int] = {}
@@ -93,7 +92,7 @@ class Receipts:
         """When each peer would have sent as many receipts as it has, one in `LEAST_SECONDS`."""
         self._last = False
         self._writing = asyncio.Lock()
-        self._since = time.time()
+        self._since = ambient.wall()
         self._counted = (0, 0, 0, 0)
 
     def recall(self, entries: list[Entry | None]) -> None:
@@ -163,7 +162,7 @@ class Receipts:
         return progress.tokens, self._ledger.drawn, self._ledger.served, progress.outer_rounds
 
     async def _write_work(self) -> None:
-        now, counts = time.time(), self._counts()
+        now, counts = ambient.wall(), self._counts()
         tokens, drawn, served, rounds = (max(0, new - old) for new, old in zip(counts, self._counted, strict=True))
         if not any((tokens, drawn, served, rounds)):
             return
@@ -190,7 +189,7 @@ class Receipts:
             receipt = Receipt(
                 run=self._run,
                 since=self._since,
-                until=time.time(),
+                until=ambient.wall(),
                 server=peer,
                 session=self._session,
                 serial=serial,
@@ -222,7 +221,7 @@ class Receipts:
         name = (peer, receipt.session)
         if receipt.serial <= self._filed.get(name, -1):
             return Message()
-        now = time.monotonic()
+        now = ambient.monotonic()
         settled = max(now, self._settled.get(peer, now))
         if settled - now > LEAST_SECONDS:
             raise Refused(Refusal.BUSY, f"one receipt in {LEAST_SECONDS:g} s")
@@ -258,7 +257,7 @@ class Receipts:
     async def _append_in_turn(self, signer: PeerId, text: str, seal: bytes) -> None:
         async with self._writing:
             try:
-                await asyncio.to_thread(self._file.append, signer, text, seal)
+                await ambient.elsewhere(self._file.append, signer, text, seal)
             except OSError as error:  # a full disk must not end the training
                 logger.warning("the contribution file cannot be written: %s", error)
 
@@ -268,8 +267,8 @@ async def open_receipts(
 ) -> Receipts:
     """Read the contribution file at `path`, make it where missing, and serve receipts from now on. OSError as the file
     system says."""
-    entries = await asyncio.to_thread(lambda: list(read_entries(path)))
-    file = await asyncio.to_thread(ContributionFile, path)
+    entries = await ambient.elsewhere(lambda: list(read_entries(path)))
+    file = await ambient.elsewhere(ContributionFile, path)
     receipts = Receipts(run_id, stage, transport, ledger, progress, file)
     receipts.recall(entries)
     receipts.start()

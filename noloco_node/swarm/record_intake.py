@@ -6,9 +6,9 @@ record never takes others with it: between two honest clocks or versions that wo
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
+from noloco_node import ambient
 from noloco_node.swarm.budget import Budget, PeerBudgets
 from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.record_store import Esteem, Held, RecordStore
@@ -39,7 +39,7 @@ class Intake:
         known: Callable[[PeerId], bool],
         now: Callable[[], float],
         longest_life: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = ambient.monotonic,
     ) -> None:
         self._own = own
         self._validator = validator

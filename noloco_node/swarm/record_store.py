@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeVar
 
+from noloco_node import ambient
 from noloco_node.swarm.directory import PeerRecord
 from noloco_node.swarm.peer_id import PeerId
 
@@ -86,7 +86,7 @@ class RecordStore:
         rng: random.Random,
         *,
         longest: float = math.inf,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = ambient.monotonic,
         most_records: int = MOST_RECORDS,
         most_keys: int = MOST_KEYS,
         most_in_all: int = MOST_IN_ALL,

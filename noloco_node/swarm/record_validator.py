@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
 import struct
 from typing import Any, cast
 
@@ -18,6 +17,7 @@ from hivemind.dht.crypto import DHTRecord, RecordValidatorBase  # pyright: ignor
 from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs]
 from pydantic_core import from_json
 
+from noloco_node import ambient
 from noloco_node.swarm.dht_dictionary import pack_one, unpack_one
 from noloco_node.swarm.directory import PeerRecord
 from noloco_node.swarm.identity import MAX_PUBLIC_KEY_BYTES, Identity, peer_id_of, verify
@@ -66,7 +66,7 @@ class RecordValidator(RecordValidatorBase):
         self._stages = {_digest(key): stage for stage, key in named.items()}
         self._verdicts: dict[bytes, PeerRecord | None] = {}
         self._judged: list[bytes] = []
-        self._rng = random.Random()
+        self._rng = ambient.chance()
 
     def validate(self, record: DHTRecord) -> bool:
         """hivemind's question: may this be stored, or believed when another node returns it? Never raises."""

@@ -6,13 +6,13 @@ its content: what somebody else sent under the same id, or the same sender from 
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 from collections import Counter, OrderedDict
 from typing import NamedTuple
 
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.swarm.frames import tensor_bytes
 from noloco_node.swarm.microbatch import Mode
 from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
@@ -39,7 +39,7 @@ async def content_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     """The checksums of a microbatch's tensors; large ones are read off the event loop."""
     if sum(tensor.nbytes for tensor in tensors) <= INLINE_BYTES:
         return _checksums(tensors)
-    return await asyncio.to_thread(_checksums, tensors)
+    return await ambient.elsewhere(_checksums, tensors)
 
 
 class Repeats:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.copy_manifest import CopyManifest, CopyOffer, alike, read_offer, root_of_weights
 from noloco_node.swarm.guard import CHUNK, OPEN, CopyRequest
@@ -43,7 +43,7 @@ async def fetch_slow(
         part.copy_(await _fetch_chunk(transport, donor, chunk, TensorSpec.of(part), PATIENCE * limit))
         told(part.numel())
     with judging(transport, donor, CHUNK):
-        if await asyncio.to_thread(root_of_weights, into) != manifest.root:
+        if await ambient.elsewhere(root_of_weights, into) != manifest.root:
             raise BadAnswer("the copy's weights are not those that it has signed")
     return manifest
 

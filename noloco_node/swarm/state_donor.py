@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.donor_rate import WINDOW_SECONDS, DonorRate
 from noloco_node.swarm.state_messages import (
@@ -94,12 +93,12 @@ class StateDonor:
     @property
     def readers(self) -> int:
         """Peers that read a snapshot now."""
-        return len(self._readers.reading(time.monotonic(), self.rate.rate))
+        return len(self._readers.reading(ambient.monotonic(), self.rate.rate))
 
     def tend(self) -> None:
         """Measure what giving costs, and free a snapshot that nobody has asked for lately."""
         self.rate.tend()
-        if self._held is not None and time.monotonic() - self._held.used > SNAPSHOT_LIFE_SECONDS:
+        if self._held is not None and ambient.monotonic() - self._held.used > SNAPSHOT_LIFE_SECONDS:
             self.let_go()
 
     def let_go(self) -> None:
@@ -138,30 +137,30 @@ class StateDonor:
         request = StateRequest.model_validate(message.header)
         await self._refuse_relayed(peer)
         async with self._taking:
-            now, held = time.monotonic(), self._held
+            now, held = ambient.monotonic(), self._held
             resumed = held is not None and held.manifest.snapshot == request.snapshot
             if held is None or not (resumed or now < held.shared_until):
                 if not self._readers.renew(peer, now, self.rate.rate):
                     raise Refused(Refusal.BUSY, "an older snapshot is being read")
                 held = self._held = await self._take_snapshot()
                 self._readers.begin(len(held.digests))
-            held.used = time.monotonic()
+            held.used = ambient.monotonic()
             if not self._readers.enter(peer, held.used, self.rate.rate):
                 raise Refused(Refusal.BUSY, f"{self.readers} joiners read this node's state, and it serves no more")
         return manifest_message(self._transport, held.manifest, held.digests)
 
     async def _take_snapshot(self) -> _Held:
-        started = time.monotonic()
+        started = ambient.monotonic()
         progress, state = await self._worker.full_state()
-        taken = time.monotonic()
+        taken = ambient.monotonic()
         packed = PackedState(state)
-        digests = await asyncio.to_thread(packed.digests, self._spec.limits.chunk_bytes)
+        digests = await ambient.elsewhere(packed.digests, self._spec.limits.chunk_bytes)
         manifest = StateManifest(
             donor=self._transport.peer_id,
             run=self._spec.run_id,
             stage=self._stage,
             contract=self._worker.contract,
-            snapshot=secrets.token_hex(8),
+            snapshot=ambient.token(8),
             clock=progress.clock,
             outer_rounds=progress.outer_rounds,
             size=packed.size,
@@ -179,7 +178,7 @@ class StateDonor:
             raise Refused(Refusal.MALFORMED, f"chunk {request.index} of {len(held.digests)}")
         size = self._spec.limits.chunk_bytes
         part = held.packed.part(request.index * size, (request.index + 1) * size)
-        now = time.monotonic()
+        now = ambient.monotonic()
         if not self._readers.has_place(peer) and not self._readers.enter(peer, now, self.rate.rate):
             raise Refused(Refusal.BUSY, "this reader was away, and its place is taken")
         self._readers.ask(peer, request.index, now)
@@ -187,9 +186,9 @@ class StateDonor:
             await self.rate.take(len(part), peer)
         except asyncio.CancelledError:
             if self._held is held:
-                self._readers.broke_off(peer, request.index, time.monotonic())
+                self._readers.broke_off(peer, request.index, ambient.monotonic())
             raise
-        held.used = time.monotonic()
+        held.used = ambient.monotonic()
         if self._held is held:
             self._readers.gave(peer, request.index, held.used)
         return Message({}, (torch.frombuffer(part, dtype=torch.uint8),))

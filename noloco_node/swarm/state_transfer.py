@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.state_messages import (
     CHUNK,
@@ -144,7 +145,7 @@ async def load_download(
     """Become a copy: load a whole download at once, or nothing of it. `believe` turns the donor's claimed clock into
     the one to take over. Raises ProtocolViolation where the state is not finite."""
     with judging(transport, PeerId(manifest.donor), OPEN):
-        state = await asyncio.to_thread(unpack, download.buffer, worker.state_sizes())
+        state = await ambient.elsewhere(unpack, download.buffer, worker.state_sizes())
     manifest = manifest.model_copy(update={"clock": believe(manifest.clock)})
     await worker.load_full_state(manifest.clock, manifest.outer_rounds, state)
     return manifest
@@ -180,7 +181,7 @@ async def _fetch_chunk(
         else:
             data = answer.tensors[0].numpy().data
             with judging(transport, donor, CHUNK):
-                if await asyncio.to_thread(digest, data) != wanted:
+                if await ambient.elsewhere(digest, data) != wanted:
                     raise BadAnswer(f"chunk {request.index} of its state does not match the manifest")
             return data
     raise AssertionError("unreachable")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
+
+from noloco_node import ambient
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class MissingStages:
 
     def look(self, unserved: Sequence[int], stages: int) -> None:
         """Take in what the directory says: which of the run's `stages` nobody serves now."""
-        now, self.looked = time.monotonic(), True
+        now, self.looked = ambient.monotonic(), True
         for stage in set(unserved) - self._since.keys():
             self._since[stage] = now
             lost = "has lost its last replica" if stage in self._served else "has no replica yet"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from noloco_node import ambient
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.membership import SERVING, Membership
 from noloco_node.telemetry.events import Doing
@@ -82,16 +82,16 @@ class Watch:
 
     def __init__(self, emit: Callable[[Doing], None]) -> None:
         self._emit = emit
-        self._began = time.monotonic()
+        self._began = ambient.monotonic()
         self._said: Doing | None = None
 
     def idle_seconds(self, last_trained: float) -> float:
         """Since the node last trained (monotonic seconds, 0 before the first time), or since the watch began."""
-        return time.monotonic() - max(self._began, last_trained)
+        return ambient.monotonic() - max(self._began, last_trained)
 
     def say(self, what: What, detail: str) -> None:
         """The node does this now."""
-        now, said = time.time(), self._said
+        now, said = ambient.wall(), self._said
         if said is not None and said.what == what:
             if said.detail == detail or now - said.time < SAY_AGAIN_SECONDS:
                 return

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from noloco_node import ambient
 from noloco_node.telemetry.events import (
     AnyEvent,
     Evaluation,
@@ -111,7 +112,7 @@ class SwarmView:
 
     def note(self, line: str, when: float | None = None) -> None:
         """Show a line among the notable events."""
-        self.notes.append((time.time() if when is None else when, line))
+        self.notes.append((ambient.wall() if when is None else when, line))
 
     def name_of(self, peer: str | None) -> str:
         """A node's name for its peer id; the id's end where it is no node of this swarm."""
@@ -223,7 +224,7 @@ class Display:
 
     def refresh(self, *, last: bool = False) -> None:
         """Redraw, or print a line if it is time for one."""
-        now = time.time()
+        now = ambient.wall()
         if self._live:
             self._live.update(screen(self._view, now), refresh=True)
             return

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from noloco_node import ambient
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ class Event(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")  # null would not be read back
 
-    time: float = Field(default_factory=time.time)
+    time: float = Field(default_factory=ambient.wall)
 
 
 class NodeStarted(Event):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from threading import active_count
@@ -14,6 +13,7 @@ from prometheus_client import disable_created_metrics as without_time_of_creatio
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 
+from noloco_node import ambient
 from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
@@ -65,7 +65,7 @@ class Metrics:
             self._make(metric)
         self._ask(
             "noloco_waiting_seconds",
-            lambda: 0.0 if self._waiting_since is None else time.time() - self._waiting_since,
+            lambda: 0.0 if self._waiting_since is None else ambient.wall() - self._waiting_since,
         )
         self._set("noloco_up", 0)
 

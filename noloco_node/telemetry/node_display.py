@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from noloco_node import ambient
 from noloco_node.telemetry.events import AnyEvent, NodeStarted, OuterStep, StateDownload
 from noloco_node.telemetry.node_view import NodeFigures, NodeView
 from noloco_node.telemetry.words import as_duration, as_loss, as_nodes, as_rate, as_scientific
@@ -62,7 +62,7 @@ class NodeDisplay:
             self._live = None
 
     def _screen(self) -> RenderableType:
-        return node_screen(self._view.figures(time.time()), time.time())
+        return node_screen(self._view.figures(ambient.wall()), ambient.wall())
 
 
 def node_screen(f: NodeFigures, now: float) -> RenderableType:

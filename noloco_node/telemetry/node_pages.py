@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
-import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
+from noloco_node import ambient
 from noloco_node.aio import Heartbeat
 from noloco_node.telemetry.metrics import Metrics
 from noloco_node.telemetry.page import node_page
@@ -57,7 +57,7 @@ class NodePages:
         return Page(b"training\n") if ready else _unavailable(why)
 
     def _state_page(self, _: Headers) -> Page:
-        now = time.monotonic()
+        now = ambient.monotonic()
         if self._made is None or now - self._made[0] >= CACHED_SECONDS:
             document = self._state.document(self._look_around(), lag=self._heartbeat.age)
             body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar, cast
 
+from noloco_node import ambient
 from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
@@ -152,7 +152,7 @@ class NodeState:
         self._version = version
         self._view = view
         self._log = log
-        self._since = time.time()
+        self._since = ambient.wall()
         self._last: dict[type[Event], Event] = {}
         self._parameters = 0
         self._missing: list[int] = []
@@ -205,7 +205,7 @@ class NodeState:
     def readiness(self) -> tuple[bool, str]:
         """Whether the node trains and waits for nobody; else why not, in one line."""
         with self._lock:
-            what, detail = self._doing(self._view.figures(time.time()))
+            what, detail = self._doing(self._view.figures(ambient.wall()))
         return what == "training", detail
 
     def _doing(self, figures: NodeFigures) -> tuple[str, str]:
@@ -223,7 +223,7 @@ class NodeState:
 
     def document(self, around: Surroundings | None, *, now: float | None = None, lag: float = 0.0) -> Document:
         """Everything at wall time `now`, as JSON can say it. `lag`: seconds since the event loop last came round."""
-        now = time.time() if now is None else now
+        now = ambient.wall() if now is None else now
         figures = self._view.figures(now)
         with self._lock:
             made = {

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 
-from noloco_node import __version__
+from noloco_node import __version__, ambient
 from noloco_node.aio import Heartbeat
 from noloco_node.telemetry.node_pages import CACHED_SECONDS, Headers, liveness
 from noloco_node.telemetry.page import swarm_page
@@ -23,7 +22,7 @@ class SwarmPages:
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._lock = threading.Lock()
         self._heartbeat = heartbeat
-        self._since = time.time()
+        self._since = ambient.wall()
         self._view: SwarmView | None = None
         self._seen_at: float | None = None
         self._curves = {"nodes": Curve(), "tokens_per_second": Curve(), "clock": Curve()}
@@ -37,7 +36,7 @@ class SwarmPages:
     def saw(self, view: SwarmView) -> None:
         """The swarm was looked at."""
         with self._lock:
-            self._view, self._seen_at = view, time.monotonic()
+            self._view, self._seen_at = view, ambient.monotonic()
             self._curves["nodes"].add(view.time, view.present)
             self._curves["clock"].add(view.time, view.clock)
             if view.speed_from == "clocks" and view.tokens_per_second is not None:
@@ -55,10 +54,10 @@ class SwarmPages:
 
     @property
     def _age(self) -> float | None:
-        return None if self._seen_at is None else time.monotonic() - self._seen_at
+        return None if self._seen_at is None else ambient.monotonic() - self._seen_at
 
     def _state_page(self, _: Headers) -> Page:
-        now = time.monotonic()
+        now = ambient.monotonic()
         if self._made is None or now - self._made[0] >= CACHED_SECONDS:
             body = json.dumps(self._document(), separators=(",", ":"), allow_nan=False).encode()
             self._made = now, Page(body, JSON)
@@ -70,12 +69,12 @@ class SwarmPages:
             view, curves = self._view, {name: curve.points() for name, curve in self._curves.items()}
         seed = {
             "version": __version__,
-            "uptime_seconds": time.time() - self._since,
+            "uptime_seconds": ambient.wall() - self._since,
             "records": self.records(),
             "event_loop_age_seconds": self._heartbeat.age,
             "look_age_seconds": self._age,
             "detail": self.detail,
         }
         if view is None:
-            return {"time": time.time(), "state": "no_swarm", "seed": seed}
+            return {"time": ambient.wall(), "state": "no_swarm", "seed": seed}
         return document(view) | {"seed": seed, "curves": curves}

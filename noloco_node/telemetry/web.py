@@ -8,11 +8,11 @@ import ipaddress
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from noloco_node import ambient
 from noloco_node.aio import Pulse
 from noloco_node.errors import ExitCode, UserError
 
@@ -59,7 +59,7 @@ class _Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
-        self.opened = time.monotonic()
+        self.opened = ambient.monotonic()
         self.answered = False
         """The system has all of its answer."""
 
@@ -157,7 +157,7 @@ class WebServer:
         while len(self._open) >= MAX_CONNECTIONS:
             oldest = next(iter(self._open))
             served = next((one for one in self._open if one.answered), oldest)
-            left = 0.0 if served.answered else served.opened + self._asking_seconds - time.monotonic()
+            left = 0.0 if served.answered else served.opened + self._asking_seconds - ambient.monotonic()
             if left <= 0.0:
                 del self._open[served]
                 served.close()

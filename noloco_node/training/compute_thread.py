@@ -7,11 +7,11 @@ import asyncio
 import heapq
 import itertools
 import threading
-import time
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, TypeVar
 
+from noloco_node import ambient
 from noloco_node.training.fair_queue import OWN, FairQueue, Turn
 
 T = TypeVar("T")
@@ -66,12 +66,12 @@ class ComputeThread:
         if not self._stopping:
             self._stopping = True
             self._queue.put(Priority.STOP, _leave, OWN)
-        await asyncio.to_thread(self._thread.join)
+        await ambient.elsewhere(self._thread.join)
 
     def _carry_out(self, priority: Priority, work: Callable[[], T], future: asyncio.Future[T]) -> None:
         if future.cancelled():
             return
-        started = time.monotonic()
+        started = ambient.monotonic()
         try:
             result = work()
         except Exception as error:  # noqa: BLE001 - not hidden: it is raised where the call was made
@@ -79,7 +79,7 @@ class ComputeThread:
         else:
             self._loop.call_soon_threadsafe(_settle, future, result, None)
         finally:
-            took = time.monotonic() - started
+            took = ambient.monotonic() - started
             self.busy_seconds += took
             self._busy[priority] += took
 

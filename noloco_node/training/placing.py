@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-import time
 from pathlib import Path
 
+from noloco_node import ambient
 from noloco_node.compute_device import resolve_device
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
@@ -32,9 +32,9 @@ async def on_its_device(spec: RunSpec, settings: NodeSettings, stage: Stage, thr
         return await place_stage(spec, stage, thread, device=device, wire_dtype=wire_dtype)
     _keep_compiled_in(settings.run_folder / COMPILED)
     logger.info("node.compile: the stage is being compiled, which takes a minute or more the first time")
-    started = time.monotonic()
+    started = ambient.monotonic()
     placed = await place_stage(spec, stage, thread, device=device, wire_dtype=wire_dtype, backend=INDUCTOR)
-    logger.info("node.compile: compiled in %.0f s", time.monotonic() - started)
+    logger.info("node.compile: compiled in %.0f s", ambient.monotonic() - started)
     return placed
 
 

@@ -5,9 +5,7 @@ All changes of weights and clock happen on the compute thread, between two devic
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -15,6 +13,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.router import Router
@@ -320,14 +319,14 @@ class StageWorker:
         part = self.part(fragment).slice
 
         def work() -> Snapshot:
-            started = time.monotonic()
+            started = ambient.monotonic()
             self.outer.snapshot[part].copy_(self._trainer.master[part])
-            return Snapshot(fragment, self.progress, self.current_learning_rate(), time.monotonic() - started)
+            return Snapshot(fragment, self.progress, self.current_learning_rate(), ambient.monotonic() - started)
 
         return await self._thread.run(Priority.STEP, work)
 
     async def commit(
-        self, snapshot: Snapshot, *, scale: float, clock_shift: float, on_host: OnHost = asyncio.to_thread
+        self, snapshot: Snapshot, *, scale: float, clock_shift: float, on_host: OnHost = ambient.elsewhere
     ) -> Commit:
         """Apply the open outer step: φ and δ replaced, θ ← θ + (φ_new − θ_snapshot), the clock shifted.
 
@@ -340,12 +339,12 @@ class StageWorker:
         return commit
 
     def _apply(self, snapshot: Snapshot, correction: Tensor, clock_shift: float) -> Commit:
-        started = time.monotonic()
+        started = ambient.monotonic()
         self._trainer.add_to_weights(correction, self.part(snapshot.fragment).slice)
         self.outer.adopt()
         self.progress = self.progress.after_outer_step(snapshot.fragment, snapshot.progress, clock_shift)
-        self.shifted_at = time.monotonic()
-        return Commit(self.progress, time.monotonic() - started, self.progress.steps - snapshot.progress.steps)
+        self.shifted_at = ambient.monotonic()
+        return Commit(self.progress, ambient.monotonic() - started, self.progress.steps - snapshot.progress.steps)
 
     async def full_state(self) -> tuple[Progress, dict[str, Tensor]]:
         """One consistent copy of everything a late joiner needs: flat host tensors by name, and the progress."""
@@ -379,7 +378,7 @@ class StageWorker:
             slow = weights.to(torch.float32)
             return {"fast": slow, "slow": slow, **zeros, "optimizer_steps": torch.tensor(0)}
 
-        await self.load_full_state(clock, outer_rounds, await asyncio.to_thread(state))
+        await self.load_full_state(clock, outer_rounds, await ambient.elsewhere(state))
 
     async def load_full_state(self, clock: float, outer_rounds: int, state: Mapping[str, Tensor]) -> None:
         """Become a copy of a fellow: its state as `full_state()` gives it, its clock and round. Own counts start anew
@@ -389,7 +388,7 @@ class StageWorker:
             self._trainer.load(state["fast"], state)
             self.outer.load(state["slow"], state["momentum"], state.get(TRAIL))
             self.progress = self.progress.as_copy_of(clock, outer_rounds, self._spec.outer.inner_steps)
-            self.origins_lead, self.copied_at = None, time.monotonic()
+            self.origins_lead, self.copied_at = None, ambient.monotonic()
             self.shifted_at = self.copied_at
 
         await self._thread.run(Priority.STEP, work)
@@ -400,10 +399,10 @@ class StageWorker:
         The caller goes on in the same turn of the event loop in which it would have learnt of every microbatch that is
         in the copy, and of none that is not: what it then reads of its books belongs to the copy.
         """
-        room = await asyncio.to_thread(self._room)
+        room = await ambient.elsewhere(self._room)
 
         def work() -> WholeState:
-            started = time.monotonic()
+            started = ambient.monotonic()
             self.outer.settle()
             trainer = self._trainer
             trainer.copy_into(room)
@@ -412,7 +411,7 @@ class StageWorker:
             if self.outer.trail is not None:
                 room[TRAIL].copy_(self.outer.trail)
             tokens, loss = trainer.tokens_accumulated, trainer.loss_accumulated
-            return WholeState(self.progress, self._credit, tokens, loss, room, time.monotonic() - started)
+            return WholeState(self.progress, self._credit, tokens, loss, room, ambient.monotonic() - started)
 
         return await self._thread.run(Priority.STEP, work)
 
@@ -460,7 +459,7 @@ class StageWorker:
 
     def _count_gradient(self) -> None:
         self._step_if_due()
-        self.last_trained = LastTrained(self.trained_tokens, time.monotonic())
+        self.last_trained = LastTrained(self.trained_tokens, ambient.monotonic())
 
     def _step_if_due(self) -> None:
         live = self.live_replicas  # once: the event loop may replace it at any moment

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from noloco_node import ambient
 from noloco_node.config.lab_spec import LabSpec
 from noloco_node.virtual.expansion import Cell, Job, Point, is_one_for_all, job_of
 from noloco_node.virtual.journal import Journal
@@ -188,13 +188,13 @@ class _Pace:
     """How fast the trainings go, from those that have ended in this session."""
 
     def __init__(self) -> None:
-        self._begun = time.monotonic()
+        self._begun = ambient.monotonic()
         self._done = 0.0
 
     def seconds_left(self, cost: float, left: float) -> float:
         """Take note of a training that has ended; `left` is the cost of those still to do."""
         self._done += cost
-        return (time.monotonic() - self._begun) / self._done * left
+        return (ambient.monotonic() - self._begun) / self._done * left
 
 
 def _wanted(chosen: Iterable[tuple[Cell, Sequence[Point]]], seeds: Sequence[int], purpose: Purpose) -> list[_Wanted]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.lab_spec import Algorithm, WorldSpec
 from noloco_node.config.run_spec import RunSpec
@@ -50,10 +50,10 @@ def simulate(
 
     Raises UserError (CONFIG) where the global batch cannot be divided among the replicas, (DATA) as `load_windows`.
     """
-    started = time.monotonic()
+    started = ambient.monotonic()
     training = Training(run, world, algorithm, replicas, seed)
     training.run_to_the_end(evaluations, spread_points)
-    return training.measured(time.monotonic() - started)
+    return training.measured(ambient.monotonic() - started)
 
 
 def microbatch_windows(run: RunSpec, world: WorldSpec, replicas: int) -> int:

@@ -21,11 +21,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.replica import Replica
-from noloco_node.swarm import late_join, state_donor, state_messages
+from noloco_node.swarm import late_join, state_messages
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.donor_pace import DonorPaces
 from noloco_node.swarm.donor_rate import HIGHEST_RATE, KEPT_SHARE, Cost, DonorRate
@@ -645,7 +646,7 @@ async def test_a_donor_whose_p2pd_is_killed_midway_is_replaced_by_the_next(
 
 
 class _Skewed:
-    """Stands for the module `time`: its monotonic clock runs `ahead` seconds before the real one."""
+    """A monotonic clock that runs `ahead` seconds before the real one."""
 
     ahead = 0.0
 
@@ -661,7 +662,7 @@ async def test_who_keeps_asking_and_reads_nothing_new_keeps_no_joiner_out(
     """Every 19 s, just within the progress deadline, they open the held snapshot again, or ask for the same chunk. As
     many of them as there are places: a joiner that asks now and then gets its turn within three deadlines."""
     clock = _Skewed()
-    monkeypatch.setattr(state_donor, "time", clock)
+    monkeypatch.setattr(ambient, "monotonic", clock.monotonic)
     settings = NodeSettings(in_flight=1, drain_seconds=1, donor_places=2, initial_peers=(NAMED,))
     limits = LIMITS.model_copy(update={"exchange_progress_seconds": 20.0})
     async with world(micro_spec(stages=1, outer=OUTER, limits=limits), 2, settings) as made:

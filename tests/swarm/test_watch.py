@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from noloco_node.swarm import watch
+from noloco_node import ambient
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.watch import Facts, Watch, doing
 from noloco_node.telemetry.events import Doing
@@ -42,7 +42,7 @@ def test_what_a_node_does_follows_from_the_facts(facts: Facts, what: str, words:
 def test_a_change_is_said_once_and_its_beginning_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same again is no news; other details of the same wait are, now and then, with the old beginning."""
     now = [100.0]
-    monkeypatch.setattr(watch.time, "time", lambda: now[0])
+    monkeypatch.setattr(ambient, "wall", lambda: now[0])
     said: list[Doing] = []
     follower = Watch(said.append)
     for second, what, detail in (
@@ -68,7 +68,7 @@ def test_idle_time_begins_with_the_watch_and_anew_whenever_something_was_trained
 ) -> None:
     """Also where that was between two looks."""
     now = [100.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ambient, "monotonic", lambda: now[0])
     follower = Watch(lambda _: None)
     seen: list[float] = []
     for second, last_trained in ((5, 0.0), (8, 0.0), (9, 108.5), (30, 108.5)):
@@ -84,7 +84,7 @@ def test_the_gauges_say_what_it_does_and_how_long_it_has_waited(monkeypatch: pyt
     def value(name: str, **labels: str) -> float | None:
         return metrics.registry.get_sample_value(name, labels)
 
-    monkeypatch.setattr("noloco_node.telemetry.metrics.time.time", lambda: 150.0)
+    monkeypatch.setattr(ambient, "wall", lambda: 150.0)
     metrics.observe(Doing(what="waiting_for_work", detail="", since=120.0))
     assert value("noloco_doing", what="waiting_for_work") == 1.0
     assert value("noloco_waiting_seconds") == 30.0

@@ -1,0 +1,99 @@
+"""Time, chance and work that is done elsewhere. All of the package takes them from here, and from nowhere else.
+
+They are the machine's own, unless the event loop that runs brings its own (`Ambience`): a simulation is a loop, and
+nothing else has to be handed about or replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Ambience:
+    """What an event loop brings that is not in the real world. Its `time()` and `run_in_executor` count too."""
+
+    def wall(self) -> float:
+        """Seconds since 1970."""
+        raise NotImplementedError
+
+    def chance(self) -> random.Random:
+        """A new source of chance, unlike those before it."""
+        raise NotImplementedError
+
+    def token(self, octets: int) -> str:
+        """So many random bytes, in hexadecimal."""
+        raise NotImplementedError
+
+
+def monotonic() -> float:
+    """Seconds from a moment that means nothing, for measuring and waiting.
+
+    On a real loop not the loop's own time: uvloop's stands still within a turn and knows milliseconds only.
+    """
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return time.monotonic()
+    return loop.time() if isinstance(loop, Ambience) else time.monotonic()
+
+
+def wall() -> float:
+    """Seconds since 1970, as this machine believes."""
+    own = _ambience()
+    return time.time() if own is None else own.wall()
+
+
+def chance() -> random.Random:
+    """A new source of chance that nobody can foretell. What a seed must repeat takes a `random.Random` instead."""
+    own = _ambience()
+    return random.Random() if own is None else own.chance()
+
+
+def token(octets: int) -> str:
+    """So many random bytes, in hexadecimal, that nobody can guess."""
+    own = _ambience()
+    return secrets.token_hex(octets) if own is None else own.token(octets)
+
+
+async def elsewhere(work: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> T:
+    """Do `work` off the event loop, beside it; what it returns or raises."""
+    return await asyncio.to_thread(work, *args, **named)
+
+
+class OneByOne:
+    """Work off the event loop, one piece after another, on a thread of this name."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, name)
+        self._stopped = False
+
+    async def do(self, work: Callable[[], T]) -> T:
+        """What `work` returns, or raises."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._begin, work)
+
+    def _begin(self, work: Callable[[], T]) -> T:
+        if self._stopped:
+            raise asyncio.CancelledError
+        return work()
+
+    def stop(self) -> None:
+        """End the thread once the piece under way is done; the others are not begun."""
+        self._stopped = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _ambience() -> Ambience | None:
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+    return loop if isinstance(loop, Ambience) else None
