@@ -11,7 +11,7 @@ from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.known_peers import Held
 from noloco_node.swarm.membership import SERVING, Membership
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.telemetry.events import Warned
 
 HOLDER_SECONDS = 15.0

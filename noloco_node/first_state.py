@@ -14,14 +14,14 @@ from noloco_node.swarm.beginning import (
     HEARD,
     lacks_first_weights,
     no_first_weights,
-    run_has_ended,
     where_to_begin,
 )
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.first_look import LOOK_AGAIN_SECONDS
 from noloco_node.swarm.late_join import BUSY_PATIENCE_SECONDS, NoDonor, StateCopier
 from noloco_node.swarm.membership import SERVING, Membership
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.spec_fetch import run_has_ended
 from noloco_node.swarm.watch import Watch
 
 logger = logging.getLogger(__name__)

@@ -28,10 +28,11 @@ from noloco_node.swarm.p2p_daemon import PrivateP2P
 from noloco_node.swarm.p2pd_start import Doors, running_p2p
 from noloco_node.swarm.p2pd_supervisor import Supervisor
 from noloco_node.swarm.peer_addresses import PeerAddress, Reach, parse_address, reach_of
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.reach_watch import Policy, ReachWatch
 from noloco_node.swarm.relay_places import connected_by_relay
 from noloco_node.swarm.screened_directory import ScreenedDirectory
-from noloco_node.swarm.transport import PeerId, Transport
+from noloco_node.swarm.transport import Transport
 
 logger = logging.getLogger(__name__)
 

@@ -39,9 +39,9 @@ from noloco_node.storage.weights import save_stage
 from noloco_node.swarm.directory import DirectoryView, PeerState
 from noloco_node.swarm.hello import check_same_run, held_out_loss, serve_hello
 from noloco_node.swarm.outlook import Outlook, outlook_of
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.receipts import Receipts, open_receipts
 from noloco_node.swarm.spec_fetch import fetch_run_spec, serve_spec
-from noloco_node.swarm.transport import PeerId
 from noloco_node.telemetry.events import AnyEvent, NodeStarted, NodeStopped, P2pdRestarted, Reachability
 from noloco_node.telemetry.of_node import Telemetry, telemetry_of
 from noloco_node.telemetry.web import WebServer

@@ -12,16 +12,19 @@ from noloco_node import ambient
 from noloco_node.aio import Pulse
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.exchange import Exchanger
-from noloco_node.swarm.exchange_session import caught_up_event
 from noloco_node.swarm.fellow_clocks import FarBehind
 from noloco_node.swarm.late_join import StateCopier
 from noloco_node.swarm.links import FellowWays
 from noloco_node.swarm.membership import SERVING, Membership
 from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, decide, retry_delay
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.probation import Ending, Standing
-from noloco_node.swarm.transport import PeerId, Refused, Transport, TransportError
+from noloco_node.swarm.state_messages import StateManifest
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import Refused, TransportError
 from noloco_node.telemetry.events import AnyEvent, OuterStep, ProbationEnded
 from noloco_node.training.pace import Pace
+from noloco_node.training.progress import Progress
 from noloco_node.training.stage_worker import StageWorker
 
 logger = logging.getLogger(__name__)
@@ -124,7 +127,7 @@ class OuterSteps:
         self.begin_on_probation()
         logger.info("caught up with %s: clock %.0f", partner, manifest.clock)
         rate, seconds = self._worker.current_learning_rate(), ambient.monotonic() - started
-        self._emit(caught_up_event(partner, self._worker.progress, manifest, rate, seconds))
+        self._emit(_caught_up_event(partner, self._worker.progress, manifest, rate, seconds))
 
     def begin_on_probation(self) -> None:
         """The state is a fellow's copy."""
@@ -146,3 +149,27 @@ class OuterSteps:
             sent_and_received = event.bytes_sent + event.bytes_received
             self._ways.exchanged(PeerId(event.partner), event.seconds, sent_and_received, ambient.monotonic())
         self._emit(event)
+
+
+def _caught_up_event(
+    partner: PeerId, progress: Progress, manifest: StateManifest, learning_rate: float, seconds: float
+) -> OuterStep:
+    """What is reported of a replica that took a fellow's state instead of averaging with it."""
+    return OuterStep(
+        kind="caught_up",
+        round=manifest.outer_rounds,
+        step=progress.steps,
+        clock=manifest.clock,
+        learning_rate=learning_rate,
+        partner=partner,
+        role="none",
+        reason="this replica's clock lagged its partner's",
+        spread=None,
+        difference_norm=None,
+        clipped=False,
+        bytes_sent=0,
+        bytes_received=manifest.size,
+        seconds=seconds,
+        held_seconds=0.0,
+        inner_steps_meanwhile=0,
+    )

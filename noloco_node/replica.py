@@ -33,6 +33,7 @@ from noloco_node.swarm.membership import Membership, OwnFigures
 from noloco_node.swarm.microbatch import Ledger, Sample
 from noloco_node.swarm.origin import Origin
 from noloco_node.swarm.peer_addresses import peers_at
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.pipeline import Downstream, PipelineServer
 from noloco_node.swarm.probation import Standing
 from noloco_node.swarm.records_call import serve_records
@@ -41,7 +42,7 @@ from noloco_node.swarm.routing import RoutingBook
 from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.shared_text import SharedText
 from noloco_node.swarm.state_donor import StateDonor, nobody_relayed
-from noloco_node.swarm.transport import PeerId, Transport
+from noloco_node.swarm.transport import Transport
 from noloco_node.swarm.waiting import CommonStart, MissingStages
 from noloco_node.swarm.watch import Watch, doing, facts_of
 from noloco_node.telemetry.events import AnyEvent, InnerStep

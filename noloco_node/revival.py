@@ -16,7 +16,7 @@ from noloco_node.swarm.beginning import lacks_first_weights, no_first_weights
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.membership import SERVING, Membership
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.training.stage_worker import StageWorker, sizes_of, without_missing_trail
 
 logger = logging.getLogger(__name__)

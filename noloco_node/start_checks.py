@@ -29,7 +29,9 @@ from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.dial_back import MAX_PORTS, Dialled, Reached, ask_dial_back
 from noloco_node.swarm.hello import Measured, measure_hello
 from noloco_node.swarm.peer_addresses import parse_address
-from noloco_node.swarm.transport import PeerId, Refused, Transport, TransportError
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import Refused, TransportError
 
 logger = logging.getLogger(__name__)
 

@@ -30,9 +30,10 @@ from noloco_node.swarm.known_peers import Held
 from noloco_node.swarm.membership import SERVING
 from noloco_node.swarm.microbatch import Ledger
 from noloco_node.swarm.peer_addresses import peers_at
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.relocation import Move, Relocation, Standing
 from noloco_node.swarm.roll_call import SWEEP_SECONDS, RollCall
-from noloco_node.swarm.transport import PeerId, Transport
+from noloco_node.swarm.transport import Transport
 from noloco_node.telemetry.events import NodeMoved, Warned
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from noloco_node.start_checks import among_peers, for_a_stage, report
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.swarm.hello import measure_hello, serve_hello
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
 GB = 10**9

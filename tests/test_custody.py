@@ -23,7 +23,7 @@ from noloco_node.storage.checkpoint import STATE, CheckpointFolder
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.known_peers import Held, KnownPeers
 from noloco_node.swarm.memory_directory import MemoryDirectory
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.telemetry.display import SwarmView, plain_line, screen
 from noloco_node.telemetry.events import Warned
 from tests.storage.test_checkpoint import RUN, standing, tensors

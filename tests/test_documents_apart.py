@@ -33,7 +33,8 @@ from noloco_node.model.export import evaluate_model, model_of
 from noloco_node.preflight import plan_run
 from noloco_node.swarm import microbatch
 from noloco_node.swarm.microbatch import MicrobatchHeader
-from noloco_node.swarm.transport import Message, Refusal, Refused
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.telemetry.events import Evaluation
 from noloco_node.virtual.stacked import StackedStage, token_losses
 from tests import worlds

@@ -29,8 +29,8 @@ from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.hello import HeldOutLoss, Hello, serve_hello
 from noloco_node.swarm.memory_directory import MemoryDirectory
 from noloco_node.swarm.memory_transport import MemoryTransport
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.slow_weights import of_one_mind
-from noloco_node.swarm.transport import PeerId
 from tests.support import files_up_to
 from tests.worlds import World, micro_spec, world
 

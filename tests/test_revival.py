@@ -28,7 +28,9 @@ from noloco_node.swarm.given_copies import GivenCopies
 from noloco_node.swarm.guard import StageCopies
 from noloco_node.swarm.memory_directory import MemoryDirectory
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
-from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 from tests.support import eventually, one_turn
 from tests.worlds import World, micro_spec, peer_name, world
 

@@ -18,8 +18,8 @@ from noloco_node.swarm import first_look, membership
 from noloco_node.swarm.directory import Directory, DirectoryView, PeerState
 from noloco_node.swarm.first_look import look_for_others
 from noloco_node.swarm.memory_directory import MemoryDirectory
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.relocation import Move
-from noloco_node.swarm.transport import PeerId
 from tests.worlds import NAMED, World, micro_spec, peer_name, world
 
 SECONDS = 0.05

@@ -26,7 +26,8 @@ from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.memory_transport import Fault, MemoryNetwork, MemoryTransport
 from noloco_node.swarm.p2pd_start import running_p2p
-from noloco_node.swarm.transport import PeerId, Transport
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Transport
 from noloco_node.telemetry.events import Account, AnyEvent, Evaluation
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.placing import on_its_device

@@ -29,9 +29,11 @@ from noloco_node.swarm.access import Access
 from noloco_node.swarm.directory import Directory, PeerState
 from noloco_node.swarm.first_look import FIRST_LOOK_SECONDS, look_for_others
 from noloco_node.swarm.hello import Hello, ask_hello
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.slow_weights import fetch_slow, of_one_mind
-from noloco_node.swarm.transport import PeerId, Refused, Transport, TransportError
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import Refused, TransportError
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.training.layout import FlatLayout
 

@@ -19,13 +19,10 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.directory import LiveRecord
 from noloco_node.swarm.invitation import PREFIX, BadInvitation, Invitation, Proof, read_invitation
-from noloco_node.swarm.transport import (
-    Message,
-    PeerId,
-    Refusal,
-    Refused,
-    Transport,
-)
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.typed_calls import Nothing, ask
 from noloco_node.swarm.wire import WireModel, no_tensors, parse
 

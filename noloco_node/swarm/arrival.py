@@ -14,7 +14,7 @@ from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.balancing import Server, choose_stage, servers_of, settle_among, supply_of
 from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
 from noloco_node.swarm.membership import WITHDRAWAL_MARGIN_SECONDS
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,10 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.swarm.finite import INLINE_ELEMENTS
 from noloco_node.swarm.microbatch import COME_BACK, Outgoing, Trained
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.repute import TRIAL_SECONDS, Trust
 from noloco_node.swarm.routing import RoutingBook
-from noloco_node.swarm.transport import PeerId, Refused, TransportError
+from noloco_node.swarm.transport_errors import Refused, TransportError
 from noloco_node.training.norm_bound import NormBound
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from statistics import median
 from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.directory import DirectoryView, PeerRecord, PeerState
 from noloco_node.swarm.headcount import WELCOME_SHARE, is_there
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 COUNTED = (PeerState.JOINING, PeerState.TRAINING, PeerState.FINISHING)
 PRESENT = (PeerState.TRAINING, PeerState.FINISHING)
@@ -212,11 +212,3 @@ def rescue_rank(
 def rescue_wait(rank: int, rng: random.Random) -> float:
     """Seconds that the candidate of this rank waits, at random within its slot, before it looks again and moves."""
     return (rank + rng.random()) * RESCUE_SLOT_SECONDS
-
-
-def guarded_stage(own_stage: int, rank: int, stages: int, copies: int) -> int | None:
-    """The stage of which the node with this place among its fellows keeps a copy, or None: `copies` nodes of each stage
-    keep one each, the first of the next stage, the second of the one after that, and so on round the pipeline."""
-    if stages < 2 or rank >= copies:
-        return None
-    return (own_stage + 1 + rank % (stages - 1)) % stages

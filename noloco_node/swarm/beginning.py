@@ -94,16 +94,6 @@ def _before_the_first_round(own_clock: float | None, others: Sequence[PeerRecord
     return Beginning("seed", f"there is no checkpoint here, and {nobody}")
 
 
-def run_has_ended(spec: RunSpec, why: str) -> UserError:
-    """The error for a node that comes when nobody trains any more."""
-    return UserError(
-        ExitCode.NO_DONOR,
-        f"run {spec.run_id[:8]} ({spec.name}) has come to its end: {why}",
-        "start a new run, with another run.name or a higher run.inner.target_tokens; to begin this one anew, start its "
-        "first node in a new folder and without initial peers",
-    )
-
-
 def lacks_first_weights(spec: RunSpec) -> bool:
     """Whether the run began with weights that this node has no folder of: it must not make up others."""
     return spec.model.fingerprint is not None and spec.model.from_pretrained is None

@@ -12,7 +12,7 @@ from enum import IntEnum
 
 import base58
 
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.varint import varint
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"

@@ -31,8 +31,9 @@ from noloco_node.swarm.circuit_messages import (
     wanted_peer,
     write_message,
 )
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.stream_pool import StreamHost
-from noloco_node.swarm.transport import PeerId, PeerUnreachable
+from noloco_node.swarm.transport_errors import PeerUnreachable
 
 logger = logging.getLogger(__name__)
 

@@ -7,19 +7,11 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.conduct import Conduct
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.serving import OPEN_TO_ALL, RequestDesk, TransportLimits
-from noloco_node.swarm.transport import (
-    Admit,
-    Gate,
-    Handle,
-    Message,
-    PeerId,
-    ProtocolViolation,
-    Refusal,
-    Refused,
-    TrafficCount,
-    TransportError,
-)
+from noloco_node.swarm.transport import Admit, Gate, Handle, TrafficCount
+from noloco_node.swarm.transport_errors import ProtocolViolation, Refusal, Refused, TransportError
+from noloco_node.swarm.transport_messages import Message
 
 Introduce = Callable[[PeerId, float], Awaitable[None]]
 """Shows a peer, within so many seconds, that this node is invited. Raises like `Transport.call`."""

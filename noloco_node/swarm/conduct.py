@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from noloco_node import ambient
-from noloco_node.swarm.transport import PeerId, ProtocolViolation, Refusal, Refused
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport_errors import ProtocolViolation, Refusal, Refused
 
 logger = logging.getLogger(__name__)
 

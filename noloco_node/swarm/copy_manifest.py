@@ -17,7 +17,8 @@ from pydantic import Field, ValidationError
 from torch import Tensor
 
 from noloco_node.config.canonical import canonical_json
-from noloco_node.swarm.transport import PeerId, Transport
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Transport
 from noloco_node.swarm.typed_calls import BadAnswer
 from noloco_node.swarm.wire import ClockValue, PeerName, RunName, StageIndex, WireModel
 

@@ -24,10 +24,10 @@ from noloco_node.swarm.identity import Identity
 from noloco_node.swarm.lost_peers import LostPeers
 from noloco_node.swarm.p2p_daemon import PrivateP2P
 from noloco_node.swarm.peer_addresses import parse_address, peers_unreachable
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.record_intake import Intake
 from noloco_node.swarm.record_store import Esteem, RecordStore
 from noloco_node.swarm.record_validator import RecordValidator, sign_record, stage_key
-from noloco_node.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
 

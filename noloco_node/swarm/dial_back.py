@@ -18,13 +18,10 @@ from pydantic import Field
 
 from noloco_node import ambient
 from noloco_node.swarm.hello import Plain
-from noloco_node.swarm.transport import (
-    Message,
-    PeerId,
-    Refusal,
-    Refused,
-    Transport,
-)
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.typed_calls import ask
 from noloco_node.swarm.who_answers import NoAnswer, who_answers
 from noloco_node.swarm.wire import WireModel, no_tensors, parse

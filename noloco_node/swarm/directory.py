@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from noloco_node.data.claims import MOST_CLAIMS
 from noloco_node.swarm.invitation import Proof
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 
 class PeerState(StrEnum):

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from noloco_node import ambient
-from noloco_node.swarm.transport import PeerId, TransportError
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport_errors import TransportError
 
 USUAL_SECONDS = 600.0
 """A state that takes longer than this is worth a look at another donor."""

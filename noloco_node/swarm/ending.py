@@ -18,7 +18,7 @@ from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.origins_seen import OriginsSeen, Voice, median_voice
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 NEAR_TARGET = 0.9
 """Share of the target from which the run's end may have come; in a run so short that clocks may differ by more than the

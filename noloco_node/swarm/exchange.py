@@ -52,19 +52,11 @@ from noloco_node.swarm.fellow_clocks import FellowClocks
 from noloco_node.swarm.finite import all_finite
 from noloco_node.swarm.pairing import Window, answer_proposal
 from noloco_node.swarm.patience import Patience, Visits
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.probation import Meeting, Standing
-from noloco_node.swarm.transport import (
-    DTYPE_NAMES,
-    JsonObject,
-    Message,
-    PeerId,
-    ProtocolViolation,
-    Refusal,
-    Refused,
-    TensorSpec,
-    Transport,
-    TransportError,
-)
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import ProtocolViolation, Refusal, Refused, TransportError
+from noloco_node.swarm.transport_messages import DTYPE_NAMES, JsonObject, Message, TensorSpec
 from noloco_node.swarm.typed_calls import A, Answer, Nothing, ask
 from noloco_node.swarm.wire import WireModel, no_tensors, parse
 from noloco_node.telemetry.events import OuterStep

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from noloco_node.ambient import OneByOne
 from noloco_node.outer.replica import NotFinite
-from noloco_node.swarm.transport import PeerId, Transport
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Transport
 from noloco_node.swarm.typed_calls import BadAnswer, judging
 from noloco_node.training.stage_worker import StageWorker
 

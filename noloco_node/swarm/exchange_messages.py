@@ -8,7 +8,7 @@ from pydantic import Field
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.swarm.transport import Refusal, Refused
+from noloco_node.swarm.transport_errors import Refusal, Refused
 from noloco_node.swarm.wire import (
     ClockValue,
     ProtocolVersion,

@@ -16,18 +16,17 @@ from noloco_node.outer.gauge import gauge_coordinates, spread
 from noloco_node.outer.replica import NotFinite, OuterReplica, Part
 from noloco_node.swarm.exchange_messages import LEAVE, Leave, Opening
 from noloco_node.swarm.patience import STRANGERS, Patience, Visits
-from noloco_node.swarm.state_messages import StateManifest
-from noloco_node.swarm.transport import (
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import (
     BrokenStream,
     DeadlinePassed,
-    PeerId,
     PeerUnreachable,
     ProtocolViolation,
     Refused,
-    TensorSpec,
-    Transport,
     TransportError,
 )
+from noloco_node.swarm.transport_messages import TensorSpec
 from noloco_node.swarm.typed_calls import Nothing, ask
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.progress import Progress
@@ -212,29 +211,5 @@ def abort_event(session: Session, progress: Progress, learning_rate: float, reas
         bytes_received=session.received,
         seconds=ambient.monotonic() - session.started,
         held_seconds=session.snapshot.held_seconds if session.snapshot else 0.0,
-        inner_steps_meanwhile=0,
-    )
-
-
-def caught_up_event(
-    partner: PeerId, progress: Progress, manifest: StateManifest, learning_rate: float, seconds: float
-) -> OuterStep:
-    """What is reported of a replica that took a fellow's state instead of averaging with it."""
-    return OuterStep(
-        kind="caught_up",
-        round=manifest.outer_rounds,
-        step=progress.steps,
-        clock=manifest.clock,
-        learning_rate=learning_rate,
-        partner=partner,
-        role="none",
-        reason="this replica's clock lagged its partner's",
-        spread=None,
-        difference_norm=None,
-        clipped=False,
-        bytes_sent=0,
-        bytes_received=manifest.size,
-        seconds=seconds,
-        held_seconds=0.0,
         inner_steps_meanwhile=0,
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median, median_high
 from typing import Literal
 
 from noloco_node import ambient
-from noloco_node.swarm.pairing import believed_clock, laggard, lags
 
 FROM_ORIGINS = 0.5
 """Share of the lag that is allowed by which a partner's clock may differ from the origins' to be believed: a replica
@@ -57,11 +57,11 @@ class FellowClocks:
         return min(claimed, believed)
 
     def laggard(self, claimed: float) -> Literal["own", "other"] | None:
-        """Which of this replica and a partner lags the other too far, if one does (`pairing.laggard`)."""
+        """Which of this replica and a partner lags the other too far, if one does (`laggard`)."""
         return laggard(self.own(), claimed, estimated=self.estimated(), recorded=self.recorded(), max_lag=self.max_lag)
 
     def own_lags(self) -> bool:
-        """Whether the directory agrees that this replica is behind (`pairing.lags`)."""
+        """Whether the directory agrees that this replica is behind (`lags`)."""
         return lags(self.own(), self.recorded(), self.max_lag)
 
     def far_behind(self) -> bool:
@@ -90,3 +90,39 @@ class FarBehind:
     def stands_back(self) -> bool:
         """As of the last look."""
         return self._since is not None and self._clock() - self._since < STANDS_BACK_SECONDS
+
+
+def believed_clock(claimed: float, *, estimated: Sequence[float], recorded: Sequence[float], max_lag: float) -> float:
+    """A partner's clock as far as the directory bears it out: one peer's claim cannot push the swarm's time.
+
+    It is believed up to `max_lag` above the median of the fellows' `estimated` present clocks, and down to `max_lag`
+    below the median of their `recorded` ones. An estimate may be ahead of the truth, so it never raises a claim:
+    otherwise the raised clocks would be recorded, estimated on, and time would run away. The upper bound is that of the
+    higher middle one: of two fellows, one that lags must not take the word from the other.
+    """
+    if not estimated or not recorded:
+        return claimed
+    ceiling, floor = median_high(estimated) + max_lag, median(recorded) - max_lag
+    return min(ceiling, max(floor, claimed))
+
+
+def lags(own_clock: float, directory_clocks: Sequence[float], max_lag: float) -> bool:
+    """Whether the directory agrees that this replica is behind: its clock is more than half of `max_lag` below the
+    median of its fellows' records. One peer's word alone would let it push its state."""
+    return bool(directory_clocks) and median(directory_clocks) - own_clock > max_lag / 2
+
+
+def laggard(
+    own_clock: float, claimed: float, *, estimated: Sequence[float], recorded: Sequence[float], max_lag: float
+) -> Literal["own", "other"] | None:
+    """Which of two clocks lags the other by more than `max_lag`, else None.
+
+    What the partner claims is believed as `believed_clock` says. This replica lags only where the `recorded` clocks,
+    which are never ahead of the truth, agree (`lags`). The partner lags only where this replica is not itself ahead of
+    its fellows by as much: it would find nobody who agrees, and train alone from then on. Averaging brings it back.
+    """
+    other = believed_clock(claimed, estimated=estimated, recorded=recorded, max_lag=max_lag)
+    if other - own_clock > max_lag and lags(own_clock, recorded, max_lag):
+        return "own"
+    ahead_of_all = bool(estimated) and own_clock - median_high(estimated) > max_lag
+    return "other" if own_clock - other > max_lag and not ahead_of_all else None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 
 from noloco_node.swarm.directory import Directory, DirectoryView
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 FIRST_LOOK_SECONDS = 10.0
 LOOK_AGAIN_SECONDS = 0.3

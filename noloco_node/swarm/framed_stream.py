@@ -24,7 +24,7 @@ from noloco_node.swarm.frames import (
     frame_lengths,
     tensor_bytes,
 )
-from noloco_node.swarm.transport import WIRE_DTYPES, TensorSpec
+from noloco_node.swarm.transport_messages import WIRE_DTYPES, TensorSpec
 
 T = TypeVar("T")
 

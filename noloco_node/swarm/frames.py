@@ -23,14 +23,13 @@ from typing import Any, NoReturn, cast
 import numpy as np
 import torch
 
-from noloco_node.swarm.transport import (
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import (
     MAX_DIMENSIONS,
     MAX_HEADER_BYTES,
     MAX_TENSORS,
     WIRE_DTYPES,
     JsonObject,
-    Refusal,
-    Refused,
     TensorSpec,
 )
 

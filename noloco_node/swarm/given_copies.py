@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from noloco_node.swarm.copy_manifest import StageCopy
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 MOST_READERS = 64
 READING_SECONDS = 900.0

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.swarm.balancing import guarded_stage
 from noloco_node.swarm.copy_manifest import (
     DTYPES,
     CopyManifest,
@@ -35,16 +34,10 @@ from noloco_node.swarm.copy_manifest import (
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.given_copies import GivenCopies
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.transport import (
-    JsonObject,
-    Message,
-    PeerId,
-    Refusal,
-    Refused,
-    TensorSpec,
-    Transport,
-    TransportError,
-)
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import Refusal, Refused, TransportError
+from noloco_node.swarm.transport_messages import JsonObject, Message, TensorSpec
 from noloco_node.swarm.typed_calls import BadAnswer, Nothing, ask, judging
 from noloco_node.swarm.wire import RunName, StageIndex, WireModel, no_tensors, parse
 from noloco_node.training.stage_worker import StageWorker
@@ -312,3 +305,11 @@ class StageCopies:
             root=root,
         )
         return sign_copy(self._transport, manifest, weights)
+
+
+def guarded_stage(own_stage: int, rank: int, stages: int, copies: int) -> int | None:
+    """The stage of which the node with this place among its fellows keeps a copy, or None: `copies` nodes of each stage
+    keep one each, the first of the next stage, the second of the one after that, and so on round the pipeline."""
+    if stages < 2 or rank >= copies:
+        return None
+    return (own_stage + 1 + rank % (stages - 1)) % stages

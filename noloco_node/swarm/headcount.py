@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from noloco_node import ambient
 from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.directory import PeerRecord, PeerState
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 PRIOR = 3.0
 """Fellows that are taken to have worked at a common start, before any has been asked."""

@@ -15,7 +15,10 @@ from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError, version_remedy
 from noloco_node.swarm.peer_addresses import parse_address
-from noloco_node.swarm.transport import Message, PeerId, Refused, Transport, TransportError
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import Refused, TransportError
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.typed_calls import ask
 from noloco_node.swarm.wire import ClockValue, ProtocolVersion, StageIndex, WireModel, no_tensors
 from noloco_node.telemetry.events import Evaluation

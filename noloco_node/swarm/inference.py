@@ -17,17 +17,10 @@ from noloco_node.model.cut import StageCut
 from noloco_node.swarm.budget import Budget, PeerBudgets
 from noloco_node.swarm.fellow_clocks import FarBehind
 from noloco_node.swarm.finite import all_finite
-from noloco_node.swarm.transport import (
-    DTYPE_NAMES,
-    JsonObject,
-    Message,
-    PeerId,
-    Refusal,
-    Refused,
-    Release,
-    TensorSpec,
-    Transport,
-)
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Release, Transport
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import DTYPE_NAMES, JsonObject, Message, TensorSpec
 from noloco_node.swarm.wire import ProtocolVersion, RunName, StageIndex, WireModel, check_addressed, parse
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.fair_queue import Turn

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from noloco_node.swarm.identity import Identity, ed25519_peer_id, ed25519_public_key, verify
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 PREFIX = "noloco-invitation-"
 """Begins the text of every invitation."""

@@ -16,14 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from noloco_node import ambient
 from noloco_node.storage import atomic
 from noloco_node.swarm.directory import DirectoryView
-from noloco_node.swarm.peer_addresses import PeerAddress, Reach, parse_address, reach_of
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_addresses import MOST_ADDRESSES, dialable
+from noloco_node.swarm.peer_id import PeerId
 
 logger = logging.getLogger(__name__)
 
 MOST_PEERS = 32
-MOST_ADDRESSES = 4
-"""Addresses kept of one peer."""
 LOOK_SECONDS = 1.0
 LONGEST_PAUSE = 30
 """Looks after which a peer is asked for again, also where it is known: it may have moved."""
@@ -178,21 +176,6 @@ class KnownPeers:
         self.run = parsed.run
         self.held = {PeerId(peer): held for peer, held in parsed.held.items()}
         self.addresses = {PeerId(peer): usable for peer, texts in parsed.peers.items() if (usable := dialable(texts))}
-
-
-def dialable(texts: Iterable[str]) -> tuple[str, ...]:
-    """Those addresses that a node may dial by TCP, public ones first; a peer's loopback only where it has no other (it
-    is on this machine then)."""
-    parsed: list[PeerAddress] = []
-    for text in texts:
-        try:
-            parsed.append(parse_address(text))
-        except ValueError:
-            continue
-    ordered = sorted(((reach_of(address.host), address.text) for address in parsed), key=lambda row: row[0])
-    elsewhere = [text for reach, text in ordered if reach in (Reach.PUBLIC, Reach.PRIVATE)]
-    here = [text for reach, text in ordered if reach is Reach.LOOPBACK]
-    return tuple(dict.fromkeys(elsewhere or here))[:MOST_ADDRESSES]
 
 
 def live_peers(view: DirectoryView, now: float, own: PeerId) -> list[PeerId]:

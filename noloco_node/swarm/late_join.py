@@ -18,16 +18,11 @@ from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.donor_pace import DonorPaces, Pace, TooSlow, floor_of
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.state_messages import OFFER, StateManifest, StateOffer, StateRequest, packed_size
 from noloco_node.swarm.state_transfer import Download, fetch_state, load_download, new_download
-from noloco_node.swarm.transport import (
-    PeerId,
-    ProtocolViolation,
-    Refusal,
-    Refused,
-    Transport,
-    TransportError,
-)
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import ProtocolViolation, Refusal, Refused, TransportError
 from noloco_node.swarm.typed_calls import ask
 from noloco_node.telemetry.events import AnyEvent, DonorFailed, StateDownload
 from noloco_node.training.stage_worker import StageWorker

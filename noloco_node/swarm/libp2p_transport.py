@@ -29,18 +29,12 @@ from noloco_node.swarm.frames import (
     tensor_bytes,
 )
 from noloco_node.swarm.identity import Identity
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.serving import TransportLimits
 from noloco_node.swarm.signing import sign_statement, signed_by
 from noloco_node.swarm.stream_pool import Lease, StreamHost, StreamPool
-from noloco_node.swarm.transport import (
-    BrokenStream,
-    DeadlinePassed,
-    Message,
-    PeerId,
-    ProtocolViolation,
-    Refusal,
-    Refused,
-)
+from noloco_node.swarm.transport_errors import BrokenStream, DeadlinePassed, ProtocolViolation, Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 
 logger = logging.getLogger(__name__)
 

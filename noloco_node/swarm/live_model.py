@@ -20,17 +20,17 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import build_config
 from noloco_node.swarm.directory import Directory, PeerState
 from noloco_node.swarm.inference import METHOD, ForwardHeader, window_spec
-from noloco_node.swarm.transport import (
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import (
     DeadlinePassed,
-    PeerId,
     PeerUnreachable,
     ProtocolViolation,
     Refusal,
     Refused,
-    TensorSpec,
-    Transport,
     TransportError,
 )
+from noloco_node.swarm.transport_messages import TensorSpec
 from noloco_node.swarm.typed_calls import Nothing, ask
 
 ANSWERING = (PeerState.TRAINING, PeerState.FINISHING)

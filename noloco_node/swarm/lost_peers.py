@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from noloco_node.swarm.directory import DirectoryView, PeerState
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 MOST_REMEMBERED = 64
 FIRST_PAUSE_SECONDS = 5.0

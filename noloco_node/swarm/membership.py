@@ -12,8 +12,8 @@ from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
 from noloco_node.swarm.first_look import LOOK_AGAIN_SECONDS, look_for_others
 from noloco_node.swarm.headcount import Headcount, is_there
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.shared_text import SharedText, in_record
-from noloco_node.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from noloco_node import ambient
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, SignedRecord
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 
 class MemoryDirectoryHub:

@@ -16,19 +16,19 @@ from enum import StrEnum
 from noloco_node.aio import cancel_and_wait
 from noloco_node.swarm.common_transport import CommonTransport
 from noloco_node.swarm.frames import Envelope, decode_envelope, encode_envelope, tensor_bytes
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.serving import TransportLimits
-from noloco_node.swarm.transport import (
+from noloco_node.swarm.transport import TrafficCount
+from noloco_node.swarm.transport_errors import (
     BrokenStream,
     DeadlinePassed,
-    Message,
-    PeerId,
     PeerUnreachable,
     ProtocolViolation,
     Refusal,
     Refused,
-    TrafficCount,
     TransportError,
 )
+from noloco_node.swarm.transport_messages import Message
 
 
 class FaultKind(StrEnum):

@@ -21,7 +21,9 @@ from noloco_node.model.router import Router
 from noloco_node.swarm.finite import scale_of
 from noloco_node.swarm.link_codecs import from_wire
 from noloco_node.swarm.origins_seen import DrawnBy
-from noloco_node.swarm.transport import DTYPE_NAMES, JsonObject, PeerId, Refusal, Refused, TensorSpec
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import DTYPE_NAMES, JsonObject, TensorSpec
 from noloco_node.swarm.typed_calls import Answer, BadAnswer
 from noloco_node.swarm.wire import (
     ClockValue,

@@ -12,10 +12,11 @@ from noloco_node.swarm.directory import Directory, PeerRecord
 from noloco_node.swarm.first_look import look_for_others
 from noloco_node.swarm.headcount import is_there
 from noloco_node.swarm.membership import REFRESH_SECONDS
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.roll_call import SWEEP_SECONDS, RollCall
 from noloco_node.swarm.screened_directory import ScreenedDirectory
 from noloco_node.swarm.swarm_view import nothing_seen, view_swarm
-from noloco_node.swarm.transport import PeerId, Transport
+from noloco_node.swarm.transport import Transport
 from noloco_node.telemetry.swarm_state import SwarmView
 
 CALLS_A_SECOND = 16.0

@@ -19,7 +19,7 @@ from noloco_node.marks import positions_of
 from noloco_node.swarm.microbatch import HopFailed, Ledger, Mode, Outgoing, Sample
 from noloco_node.swarm.origins_seen import DrawnBy
 from noloco_node.swarm.pipeline import Downstream
-from noloco_node.swarm.transport import Refusal
+from noloco_node.swarm.transport_errors import Refusal
 from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
 from noloco_node.training.stage_worker import StageWorker
 

@@ -35,9 +35,10 @@ from noloco_node.swarm.peer_addresses import (
     reach_of,
     widest_first,
 )
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.private_folder import PrivateFolder
 from noloco_node.swarm.stream_pool import StreamHandler
-from noloco_node.swarm.transport import PeerId, PeerUnreachable
+from noloco_node.swarm.transport_errors import PeerUnreachable
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from noloco_node.swarm.p2p_daemon import PrivateP2P
 from noloco_node.swarm.p2pd_arguments import ALWAYS, check_port_free, node_arguments
 from noloco_node.swarm.p2pd_failures import NOT_THIS_PEER
 from noloco_node.swarm.peer_addresses import PeerAddress, log_passed_over, no_address, peers_unreachable, try_peers
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.private_folder import PrivateFolder, sweep_dead_folders
 from noloco_node.swarm.relay_places import circuit_address, keep_places, willing_relays
-from noloco_node.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 from noloco_node.aio import Pulse
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm.p2p_daemon import PrivateP2P
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 logger = logging.getLogger(__name__)
 

@@ -26,6 +26,8 @@ _ADDRESS = re.compile(
 RETRY_SECONDS = 0.25
 CONNECT_SECONDS = 3.0
 MAX_SHOWN = 300
+MOST_ADDRESSES = 4
+"""Addresses kept of one peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,3 +187,18 @@ async def why_silent(address: PeerAddress) -> str | None:
         return f"unreachable: {error.strerror or error}"
     writer.transport.abort()
     return None
+
+
+def dialable(texts: Iterable[str]) -> tuple[str, ...]:
+    """Those addresses that a node may dial by TCP, public ones first; a peer's loopback only where it has no other (it
+    is on this machine then)."""
+    parsed: list[PeerAddress] = []
+    for text in texts:
+        try:
+            parsed.append(parse_address(text))
+        except ValueError:
+            continue
+    ordered = sorted(((reach_of(address.host), address.text) for address in parsed), key=lambda row: row[0])
+    elsewhere = [text for reach, text in ordered if reach in (Reach.PUBLIC, Reach.PRIVATE)]
+    here = [text for reach, text in ordered if reach is Reach.LOOPBACK]
+    return tuple(dict.fromkeys(elsewhere or here))[:MOST_ADDRESSES]

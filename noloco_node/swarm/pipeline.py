@@ -44,21 +44,13 @@ from noloco_node.swarm.microbatch import (
 )
 from noloco_node.swarm.origins_seen import OriginsSeen
 from noloco_node.swarm.paces import HANG_SECONDS, Outcome
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.places import Places
 from noloco_node.swarm.repeats import MicrobatchName, Repeats, content_of
 from noloco_node.swarm.routing import RoutingBook
-from noloco_node.swarm.transport import (
-    JsonObject,
-    Message,
-    PeerId,
-    PeerUnreachable,
-    Refusal,
-    Refused,
-    Release,
-    TensorSpec,
-    Transport,
-    TransportError,
-)
+from noloco_node.swarm.transport import Release, Transport
+from noloco_node.swarm.transport_errors import PeerUnreachable, Refusal, Refused, TransportError
+from noloco_node.swarm.transport_messages import JsonObject, Message, TensorSpec
 from noloco_node.swarm.typed_calls import ask, judging
 from noloco_node.telemetry.meters import Meter
 from noloco_node.telemetry.metric_table import HOP_SECONDS

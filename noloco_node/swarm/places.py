@@ -7,7 +7,9 @@ from collections.abc import Callable
 from functools import partial
 
 from noloco_node import ambient
-from noloco_node.swarm.transport import PeerId, Refusal, Refused, Release
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Release
+from noloco_node.swarm.transport_errors import Refusal, Refused
 
 WANTED_SECONDS = 1.0
 """How long a peer that was refused is taken to want a place still: it asks again within a fraction of that."""

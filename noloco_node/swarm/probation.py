@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 PROBATION_ROUNDS = 4
 """The bound, in outer rounds: so many times H inner steps."""

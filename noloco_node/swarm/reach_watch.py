@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from noloco_node.swarm.dial_back import MAX_PORTS, PEER_SECONDS, Dialled, Reached, ask_dial_back, hosts_of
-from noloco_node.swarm.known_peers import dialable
-from noloco_node.swarm.peer_addresses import PeerAddress, Reach, parse_address, reach_of
+from noloco_node.swarm.peer_addresses import PeerAddress, Reach, dialable, parse_address, reach_of
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.reachability import (
     MISSES,
     Finding,
@@ -31,7 +31,8 @@ from noloco_node.swarm.reachability import (
     next_step,
 )
 from noloco_node.swarm.relay_places import MOST_RELAYS, RelayedHost, ask_for_place, circuit_address, only_relayed
-from noloco_node.swarm.transport import PeerId, Refused, Transport, TransportError
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import Refused, TransportError
 
 logger = logging.getLogger(__name__)
 

@@ -23,15 +23,10 @@ from noloco_node.swarm.contribution import (
     statement_text,
 )
 from noloco_node.swarm.microbatch import Ledger
-from noloco_node.swarm.transport import (
-    Message,
-    PeerId,
-    PeerUnreachable,
-    Refusal,
-    Refused,
-    Transport,
-    TransportError,
-)
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import PeerUnreachable, Refusal, Refused, TransportError
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.typed_calls import Nothing, ask
 from noloco_node.swarm.wire import WireModel, no_tensors, parse
 from noloco_node.training.progress import Progress

@@ -16,8 +16,11 @@ from pydantic import Field
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.directory import Directory, SignedRecord
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.record_validator import MAX_SIGNED_BYTES
-from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, Transport, TransportError
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import Refusal, Refused, TransportError
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.typed_calls import ask
 from noloco_node.swarm.wire import ProtocolVersion, RunName, StageIndex, WireModel, check_run, no_tensors, parse
 

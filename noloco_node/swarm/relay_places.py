@@ -19,10 +19,10 @@ from noloco_node.swarm.circuit_messages import (
     reserve_request,
     write_message,
 )
-from noloco_node.swarm.known_peers import dialable
-from noloco_node.swarm.peer_addresses import CIRCUIT, PeerAddress, parse_address
+from noloco_node.swarm.peer_addresses import CIRCUIT, PeerAddress, dialable, parse_address
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.stream_pool import StreamHost
-from noloco_node.swarm.transport import PeerId, PeerUnreachable
+from noloco_node.swarm.transport_errors import PeerUnreachable
 from noloco_node.swarm.who_answers import NoAnswer, who_answers
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,9 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.swarm.frames import tensor_bytes
 from noloco_node.swarm.microbatch import Mode
-from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 
 ANSWERS_KEPT = 32
 KEPT_ANSWER_BYTES = 64 << 20

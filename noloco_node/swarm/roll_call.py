@@ -18,8 +18,10 @@ from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
 from noloco_node.swarm.headcount import is_there
 from noloco_node.swarm.hello import ask_hello
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.records_call import tell
-from noloco_node.swarm.transport import PeerId, Refused, Transport, TransportError
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import Refused, TransportError
 
 LOOK_SECONDS = 1.0
 """Longest time between two looks whom to ask."""

@@ -13,8 +13,8 @@ from noloco_node.aio import Pulse
 from noloco_node.swarm.conduct import PEERS_REMEMBERED
 from noloco_node.swarm.links import share_of_relayed
 from noloco_node.swarm.paces import Outcome, Paces
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.repute import Repute, Trust, after_audit
-from noloco_node.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
 

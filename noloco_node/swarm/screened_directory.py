@@ -10,7 +10,7 @@ from typing import Protocol
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.directory import Directory, DirectoryView, LiveRecord, PeerRecord, SignedRecord
 from noloco_node.swarm.invitation import Proof
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 logger = logging.getLogger(__name__)
 

@@ -15,18 +15,10 @@ from noloco_node.config.run_spec import MAX_BODY_BYTES
 from noloco_node.swarm.acquaintance import Acquaintances
 from noloco_node.swarm.conduct import OFFENSIVE, Conduct
 from noloco_node.swarm.frames import Envelope, encode_envelope, tensor_bytes
-from noloco_node.swarm.transport import (
-    Admit,
-    Gate,
-    Handle,
-    Message,
-    PeerId,
-    Refusal,
-    Refused,
-    Release,
-    TensorSpec,
-    TrafficCount,
-)
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Admit, Gate, Handle, Release, TrafficCount
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message, TensorSpec
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from noloco_node.data.claims import MOST_CLAIMS, Claim, Said
 from noloco_node.data.shared_turns import SharedTurns, SlotEvent
 from noloco_node.swarm.directory import Directory, LiveRecord, PeerState, SlotClaim
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.telemetry.events import TextBlock
 
 OVERDUE = 0.45

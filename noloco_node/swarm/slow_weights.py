@@ -11,7 +11,10 @@ from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.copy_manifest import CopyManifest, CopyOffer, alike, read_offer, root_of_weights
 from noloco_node.swarm.guard import CHUNK, OPEN, CopyRequest
-from noloco_node.swarm.transport import PeerId, ProtocolViolation, TensorSpec, Transport, TransportError
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import ProtocolViolation, TransportError
+from noloco_node.swarm.transport_messages import TensorSpec
 from noloco_node.swarm.typed_calls import BadAnswer, Nothing, ask, judging
 
 CHUNK_ATTEMPTS = 3

@@ -17,17 +17,12 @@ from noloco_node.config.data_spec import NO_TOKENIZER, DataSpec
 from noloco_node.config.load import OwnData
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm.beginning import run_has_ended
 from noloco_node.swarm.hello import Hello, ask_hello, other_protocol, said_to_be_over
 from noloco_node.swarm.peer_addresses import log_passed_over, parse_address, peers_unreachable, shown
-from noloco_node.swarm.transport import (
-    Message,
-    PeerId,
-    Refusal,
-    Refused,
-    Transport,
-    TransportError,
-)
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import Refusal, Refused, TransportError
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.typed_calls import BadAnswer, Nothing, ask, judging
 from noloco_node.swarm.wire import first_problem, no_tensors
 
@@ -286,3 +281,13 @@ def _reason(error: Refused | TransportError, hello: Hello) -> str:
 
 def _quoted(value: str | None) -> str:
     return "not set" if value is None else f"'{shown(value)}'"
+
+
+def run_has_ended(spec: RunSpec, why: str) -> UserError:
+    """The error for a node that comes when nobody trains any more."""
+    return UserError(
+        ExitCode.NO_DONOR,
+        f"run {spec.run_id[:8]} ({spec.name}) has come to its end: {why}",
+        "start a new run, with another run.name or a higher run.inner.target_tokens; to begin this one anew, start its "
+        "first node in a new folder and without initial peers",
+    )

@@ -12,6 +12,7 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.swarm.donor_rate import WINDOW_SECONDS, DonorRate
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.state_messages import (
     CHUNK,
     OFFER,
@@ -24,7 +25,9 @@ from noloco_node.swarm.state_messages import (
     root_of,
 )
 from noloco_node.swarm.state_readers import Readers
-from noloco_node.swarm.transport import JsonObject, Message, PeerId, Refusal, Refused, TensorSpec, Transport
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import JsonObject, Message, TensorSpec
 from noloco_node.swarm.wire import check_addressed, no_tensors, parse
 from noloco_node.training.stage_worker import StageWorker
 

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.canonical import canonical_json
-from noloco_node.swarm.transport import Message, PeerId, Transport
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.typed_calls import Answer, BadAnswer
 from noloco_node.swarm.wire import ClockValue, ProtocolVersion, RunName, StageIndex, WireModel
 

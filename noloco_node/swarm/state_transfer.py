@@ -11,6 +11,7 @@ import torch
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.state_messages import (
     CHUNK,
     DIGEST_BYTES,
@@ -23,15 +24,9 @@ from noloco_node.swarm.state_messages import (
     read_manifest,
     unpack,
 )
-from noloco_node.swarm.transport import (
-    DeadlinePassed,
-    PeerId,
-    ProtocolViolation,
-    Refused,
-    TensorSpec,
-    Transport,
-    TransportError,
-)
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import DeadlinePassed, ProtocolViolation, Refused, TransportError
+from noloco_node.swarm.transport_messages import TensorSpec
 from noloco_node.swarm.typed_calls import BadAnswer, Nothing, ask, judging
 from noloco_node.training.stage_worker import StageWorker
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from noloco_node.swarm.framed_stream import FramedStream
-from noloco_node.swarm.transport import PeerId, PeerUnreachable
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport_errors import PeerUnreachable
 
 StreamHandler = Callable[[PeerId, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Serves one incoming stream of an authenticated peer until it returns."""

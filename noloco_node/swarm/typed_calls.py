@@ -17,7 +17,10 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from noloco_node.swarm.finite import scale_of
-from noloco_node.swarm.transport import Message, PeerId, ProtocolViolation, TensorSpec, Transport
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import ProtocolViolation
+from noloco_node.swarm.transport_messages import Message, TensorSpec
 from noloco_node.swarm.wire import WireModel, first_problem
 
 A = TypeVar("A", bound=WireModel)

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.x509 import ObjectIdentifier, UnrecognizedExtension
 
 from noloco_node.swarm.identity import peer_id_of, verify
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 MULTISTREAM = b"/multistream/1.0.0\n"
 TLS = b"/tls/1.0.0\n"

@@ -7,7 +7,9 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.swarm.transport import JsonObject, PeerId, Refusal, Refused, TensorSpec
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import JsonObject, TensorSpec
 
 ClockValue = Annotated[float, Field(ge=0.0, le=1e18, allow_inf_nan=False)]
 RunName = Annotated[str, Field(max_length=64)]

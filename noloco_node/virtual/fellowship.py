@@ -22,7 +22,7 @@ from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.outer.update import OuterRule, token_weights
 from noloco_node.swarm.pairing import Dial, PairingState, StepAlone, Window, answer_proposal, decide
 from noloco_node.swarm.patience import Visits
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.training.progress import Progress
 from noloco_node.virtual.stacked import StackedStage
 

@@ -23,8 +23,8 @@ from noloco_node.data.walk import WindowWalk
 from noloco_node.data.windows import Windows, load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.marks import positions_of
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.routing import Candidate, choose_peer
-from noloco_node.swarm.transport import PeerId
 from noloco_node.training.activation_codec import there_and_back
 from noloco_node.training.progress import Progress, staggered
 from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch

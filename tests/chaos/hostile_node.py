@@ -32,9 +32,11 @@ from noloco_node.swarm.frames import END_FRAME, FrameKind, encode_envelope, enco
 from noloco_node.swarm.guarded_dht import Stored
 from noloco_node.swarm.libp2p_transport import STREAM_PROTOCOL
 from noloco_node.swarm.microbatch import MicrobatchHeader, Trained
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.pipeline import PipelineServer
 from noloco_node.swarm.record_validator import sign_record, stage_key
-from noloco_node.swarm.transport import Message, PeerId, Refused, TensorSpec, TransportError
+from noloco_node.swarm.transport_errors import Refused, TransportError
+from noloco_node.swarm.transport_messages import Message, TensorSpec
 from tests.chaos import paced_node
 
 HOSTILITY = "NOLOCO_CHAOS_HOSTILITY"

@@ -21,7 +21,8 @@ from noloco_node.swarm.conduct import Conduct, Offence
 from noloco_node.swarm.dht_directory import DhtDirectory
 from noloco_node.swarm.directory import DirectoryView
 from noloco_node.swarm.headcount import is_there
-from noloco_node.swarm.transport import Message, PeerId
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport_messages import Message
 from tests.chaos import paced_node
 
 WATCHED = "NOLOCO_CHAOS_WATCHED"

@@ -10,7 +10,8 @@ from noloco_node.model.router import Router
 from noloco_node.model.stage import build_stage
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.microbatch import MicrobatchAnswer, MicrobatchHeader, read_answer
-from noloco_node.swarm.transport import Message, Refused
+from noloco_node.swarm.transport_errors import Refused
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.typed_calls import Answer, BadAnswer
 from tests.model.families import spec_of
 from tests.worlds import micro_spec, peer_name, world

@@ -22,8 +22,10 @@ from noloco_node.swarm.identity import Identity, load_or_create_identity
 from noloco_node.swarm.invitation import Invitation, Proof, invite, read_invitation
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.screened_directory import ScreenedDirectory
-from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.wire import no_tensors
 from tests.worlds import micro_spec
 

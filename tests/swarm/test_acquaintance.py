@@ -9,7 +9,9 @@ import pytest
 from noloco_node.swarm import acquaintance
 from noloco_node.swarm.acquaintance import ANSWER_SECONDS, SILENCES_TOLERATED, WORK_SECONDS, Acquaintances
 from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryNetwork, MemoryTransport
-from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, TransportError
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport_errors import Refusal, Refused, TransportError
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.wire import no_tensors
 
 PEER = PeerId("a-peer-of-ours")

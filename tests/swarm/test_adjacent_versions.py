@@ -22,9 +22,12 @@ from noloco_node.swarm.directory import PeerRecord, PeerState, SignedRecord
 from noloco_node.swarm.hello import Hello, check_same_run
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.records_call import serve_records, tell
 from noloco_node.swarm.screened_directory import ScreenedDirectory
-from noloco_node.swarm.transport import Admit, Handle, Message, PeerId, Refusal, Refused
+from noloco_node.swarm.transport import Admit, Handle
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.telemetry.events import AnyEvent, OuterStep
 from tests.support import eventually
 from tests.swarm.test_spec_fetch import OTHER, SPEC, Swarm, claim, swarm

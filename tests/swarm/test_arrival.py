@@ -13,7 +13,7 @@ from noloco_node.swarm.arrival import Arrival
 from noloco_node.swarm.balancing import Server, supply_of, worth_moving
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 from tests.support import eventually, one_turn
 from tests.swarm.worlds import AllAnswer
 

@@ -21,10 +21,12 @@ from noloco_node.swarm.conduct import FIRST_BAN_SECONDS
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
 from noloco_node.swarm.microbatch import METHOD, Ledger, MicrobatchHeader, Outgoing, Trained
 from noloco_node.swarm.origins_seen import DrawnBy
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.pipeline import Downstream
 from noloco_node.swarm.repute import TRIAL_SECONDS, Trust
 from noloco_node.swarm.routing import RoutingBook
-from noloco_node.swarm.transport import Message, PeerId, PeerUnreachable, Refusal, Refused
+from noloco_node.swarm.transport_errors import PeerUnreachable, Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 from tests.support import eventually
 from tests.worlds import micro_spec, peer_name
 

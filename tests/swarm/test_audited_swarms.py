@@ -19,9 +19,10 @@ from noloco_node.swarm import conduct
 from noloco_node.swarm.audit import Finding
 from noloco_node.swarm.memory_transport import Fault, FaultKind
 from noloco_node.swarm.microbatch import METHOD
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.pipeline import PipelineServer
 from noloco_node.swarm.repute import SET_ASIDE_AT, Trust
-from noloco_node.swarm.transport import Message, PeerId
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.telemetry.events import Account, OuterStep
 from noloco_node.training.stage_trainer import LossResult
 from tests.support import eventually

@@ -18,7 +18,6 @@ from noloco_node.swarm.balancing import (
     Server,
     Supply,
     choose_stage,
-    guarded_stage,
     plan_move,
     rescue_rank,
     servers_of,
@@ -27,8 +26,9 @@ from noloco_node.swarm.balancing import (
     worth_moving,
 )
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.swarm.guard import guarded_stage
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.relocation import JOINER_PATIENCE, Move, Relocation, Standing
-from noloco_node.swarm.transport import PeerId
 from tests.swarm.worlds import AllAnswer
 
 OWN = PeerId("peer-own-00000")

@@ -9,7 +9,7 @@ import pytest
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.beginning import BEGINNINGS, Beginning, where_to_begin
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 MAX_LAG = 1000
 T, F, J = PeerState.TRAINING, PeerState.FINISHING, PeerState.JOINING

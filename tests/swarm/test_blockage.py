@@ -19,9 +19,11 @@ from noloco_node.swarm.blockage import TRIES, Blockage, patience
 from noloco_node.swarm.directory import LiveRecord, PeerRecord, PeerState
 from noloco_node.swarm.memory_directory import MemoryDirectory
 from noloco_node.swarm.memory_transport import MemoryTransport
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.records_call import serve_records
 from noloco_node.swarm.relocation import Move, Relocation, Standing
-from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.wire import no_tensors
 from tests.support import eventually
 from tests.worlds import World, micro_spec, peer_name, world

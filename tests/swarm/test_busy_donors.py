@@ -11,7 +11,8 @@ from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.replica import Replica
 from noloco_node.swarm import late_join, state_messages
 from noloco_node.swarm.memory_transport import Fault, FaultKind
-from noloco_node.swarm.transport import PeerId, Refusal
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport_errors import Refusal
 from noloco_node.telemetry.events import DonorFailed
 from tests.swarm.test_late_join import FIRST, OUTER, SECOND, drip, is_copy_of, make_veteran
 from tests.worlds import World, micro_spec, world

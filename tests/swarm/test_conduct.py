@@ -20,12 +20,12 @@ from noloco_node.swarm.conduct import (
     Standing,
     after_offence,
 )
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.serving import RequestDesk, TransportLimits
-from noloco_node.swarm.transport import (
+from noloco_node.swarm.transport_errors import (
     REFUSAL_MEANINGS,
     BrokenStream,
     DeadlinePassed,
-    PeerId,
     PeerUnreachable,
     ProtocolViolation,
     Refusal,

@@ -25,9 +25,11 @@ from noloco_node.swarm.contribution import (
 from noloco_node.swarm.identity import Identity, load_or_create_identity
 from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.swarm.microbatch import PEERS_COUNTED, Ledger
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.receipts import METHOD, Receipts, open_receipts
 from noloco_node.swarm.signing import sign_statement, signed_by
-from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.training.progress import Progress
 from tests.support import eventually, one_turn
 from tests.worlds import micro_spec, run_to_the_end, world

@@ -31,7 +31,9 @@ from noloco_node.swarm.identity import Identity, load_or_create_identity
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.p2pd_start import running_p2p
 from noloco_node.swarm.peer_addresses import parse_address
-from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.who_answers import EXTENSION, SIGNED_PREFIX, NoAnswer, peer_of_certificate, who_answers
 from tests.support import nothing_left_behind
 

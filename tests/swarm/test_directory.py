@@ -27,8 +27,8 @@ from noloco_node.swarm.guarded_dht import node_id_of
 from noloco_node.swarm.identity import Identity, load_or_create_identity
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.p2pd_start import running_p2p
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.record_validator import MAX_EXPIRY, RecordValidator, sign_record, stage_key
-from noloco_node.swarm.transport import PeerId
 from tests.support import eventually, nothing_left_behind
 
 RUN = "run-under-test"

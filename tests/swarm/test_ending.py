@@ -25,7 +25,7 @@ from noloco_node.swarm.ending import (
 from noloco_node.swarm.membership import Membership, OwnFigures
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.origins_seen import DrawnBy, OriginsSeen
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 from tests.support import eventually
 from tests.swarm.worlds import AllAnswer
 from tests.worlds import micro_spec, peer_name, world

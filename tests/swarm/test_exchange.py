@@ -18,7 +18,8 @@ from noloco_node.outer.update import OuterRule, contribution, step_, token_weigh
 from noloco_node.replica import Replica
 from noloco_node.swarm import exchange, exchange_session
 from noloco_node.swarm.memory_transport import Fault, FaultKind
-from noloco_node.swarm.transport import Message, Refusal, Refused
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.telemetry.events import OuterStep
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import Swarm, World, libp2p_world, micro_spec, peer_name, world

@@ -12,7 +12,8 @@ from noloco_node.config.run_spec import OuterSpec
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.fellow_clocks import STANDS_BACK_SECONDS, FarBehind, FellowClocks
 from noloco_node.swarm.pairing import WAIT, Dial, PairingState, Window, decide
-from noloco_node.swarm.transport import PeerId, Refusal, Refused
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport_errors import Refusal, Refused
 from noloco_node.telemetry.events import OuterStep
 from tests.support import eventually
 from tests.swarm.test_pipeline import ask, request

@@ -49,7 +49,8 @@ from noloco_node.swarm.libp2p_transport import STREAM_PROTOCOL, Libp2pTransport
 from noloco_node.swarm.p2p_daemon import PrivateP2P
 from noloco_node.swarm.p2pd_start import start_p2p
 from noloco_node.swarm.serving import TransportLimits
-from noloco_node.swarm.transport import MAX_TENSORS, WIRE_DTYPES, Message, Refusal, Refused, TensorSpec
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import MAX_TENSORS, WIRE_DTYPES, Message, TensorSpec
 from tests.support import eventually, nothing_left_behind
 
 MAX_BODY = 1 << 20

@@ -25,8 +25,8 @@ from noloco_node.swarm.guarded_dht import (
     node_id_of,
 )
 from noloco_node.swarm.identity import Identity
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.record_store import MOST_HEARSAY, MOST_RECORDS
-from noloco_node.swarm.transport import PeerId
 from tests.swarm.hostile_dht import FIND, PING, STORE, Stranger, ghost, key_ids, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
 from tests.swarm.test_directory import RUN, live_ids, record_of

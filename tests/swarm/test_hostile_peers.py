@@ -12,8 +12,11 @@ from noloco_node.config.run_spec import PipelineSpec
 from noloco_node.replica import Replica
 from noloco_node.swarm import exchange
 from noloco_node.swarm.microbatch import MicrobatchAnswer, read_answer
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.places import Places
-from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, Release
+from noloco_node.swarm.transport import Release
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.typed_calls import Answer, BadAnswer
 from tests.support import eventually, one_turn
 from tests.swarm.test_exchange import outer_steps, state_of, two_replicas, unchanged

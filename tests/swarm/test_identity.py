@@ -43,7 +43,7 @@ from noloco_node.swarm.identity import (
 )
 from noloco_node.swarm.p2p_daemon import PrivateP2P
 from noloco_node.swarm.p2pd_start import running_p2p, start_p2p
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 from tests.support import nothing_left_behind
 
 PASSPHRASE = b"correct horse battery"

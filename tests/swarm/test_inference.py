@@ -25,7 +25,9 @@ from noloco_node.swarm.inference import METHOD, SAVED_WINDOWS, ForwardHeader, Ra
 from noloco_node.swarm.live_model import LiveModel
 from noloco_node.swarm.memory_directory import MemoryDirectory
 from noloco_node.swarm.memory_transport import MemoryTransport
-from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.training.compute_thread import Priority
 from noloco_node.training.fair_queue import Turn
 from tests.support import eventually

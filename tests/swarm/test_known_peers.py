@@ -12,10 +12,11 @@ from noloco_node import PROTOCOL_VERSION
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.network import seen_before
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
-from noloco_node.swarm.known_peers import MOST_ADDRESSES, MOST_PEERS, KnownPeers, dialable, live_peers, peers_met
+from noloco_node.swarm.known_peers import MOST_PEERS, KnownPeers, live_peers, peers_met
 from noloco_node.swarm.p2pd_arguments import announced_address, check_port_free
 from noloco_node.swarm.p2pd_failures import FailedStart, explain
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_addresses import MOST_ADDRESSES, dialable
+from noloco_node.swarm.peer_id import PeerId
 from tests.support import eventually
 
 ID = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"

@@ -14,7 +14,7 @@ from noloco_node.storage.run_folder import MARK, RunFolder
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.swarm.last_words import is_over
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 SPEC = load_config(Path(__file__).parent.parent / "configs" / "micro.yaml").run
 LIFE = 60.0

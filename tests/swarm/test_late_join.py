@@ -32,10 +32,13 @@ from noloco_node.swarm.donor_pace import DonorPaces
 from noloco_node.swarm.donor_rate import HIGHEST_RATE, KEPT_SHARE, Cost, DonorRate
 from noloco_node.swarm.late_join import rank_donors
 from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryTransport
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.state_messages import StateOffer
 from noloco_node.swarm.state_readers import WAIT_SECONDS, Readers
 from noloco_node.swarm.state_transfer import Download
-from noloco_node.swarm.transport import JsonObject, Message, PeerId, Refusal, Refused, Transport
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import JsonObject, Message
 from noloco_node.telemetry.events import DonorFailed, OuterStep, StateDownload
 from noloco_node.training.progress import LastTrained
 from tests.support import eventually, nothing_left_behind

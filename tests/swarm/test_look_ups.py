@@ -6,8 +6,8 @@ import pytest
 
 from noloco_node.swarm import guarded_dht
 from noloco_node.swarm.guarded_dht import ASKED_BYTES
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.record_store import Held
-from noloco_node.swarm.transport import PeerId
 from tests.swarm.hostile_dht import Stranger, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
 from tests.swarm.test_directory import record_of

@@ -16,7 +16,7 @@ from noloco_node.swarm.lost_peers import (
     MOST_REMEMBERED,
     LostPeers,
 )
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 OWN = PeerId("own-peer-id")
 

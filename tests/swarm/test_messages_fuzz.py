@@ -53,8 +53,11 @@ from noloco_node.swarm.invitation import invite
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.memory_transport import MemoryTransport
 from noloco_node.swarm.p2pd_start import running_p2p
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.serving import RequestDesk
-from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, Transport, TransportError
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import Refusal, Refused, TransportError
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.telemetry.events import AnyEvent, OuterStep
 from tests.chaos.attacks.life import throw_away_key
 from tests.support import eventually, nothing_left_behind, one_turn

@@ -18,7 +18,8 @@ from noloco_node.swarm.origins_seen import (
     DrawnBy,
     OriginsSeen,
 )
-from noloco_node.swarm.transport import Message, PeerId
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport_messages import Message
 from tests.worlds import MICROBATCH, micro_spec, peer_name, run_to_the_end, world
 
 

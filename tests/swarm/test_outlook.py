@@ -7,7 +7,7 @@ import pytest
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.swarm.outlook import outlook_of
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 
 TRAINING, JOINING = PeerState.TRAINING, PeerState.JOINING
 

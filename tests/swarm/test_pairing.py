@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from noloco_node.swarm.fellow_clocks import FellowClocks
+from noloco_node.swarm.fellow_clocks import FellowClocks, believed_clock, laggard
 from noloco_node.swarm.pairing import (
     WAIT,
     Dial,
@@ -14,12 +14,11 @@ from noloco_node.swarm.pairing import (
     StepAlone,
     Window,
     answer_proposal,
-    believed_clock,
     decide,
-    laggard,
     retry_delay,
 )
-from noloco_node.swarm.transport import PeerId, Refusal
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport_errors import Refusal
 
 WINDOW = Window(inner_steps=10, min_inner_steps=5)
 FELLOWS = (PeerId("b"), PeerId("c"), PeerId("d"))

@@ -21,7 +21,7 @@ from noloco_node.swarm.patience import (
     after_lost_exchange,
     after_meeting,
 )
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 from tests.outer.groups import average, learn, replica_of
 
 RULE = OuterRule(0.5, 0.5, 0.5, "averaged")

@@ -19,7 +19,8 @@ from noloco_node.swarm.memory_transport import Fault, FaultKind
 from noloco_node.swarm.microbatch import MicrobatchHeader, Sample
 from noloco_node.swarm.origin import Origin
 from noloco_node.swarm.repeats import MicrobatchName
-from noloco_node.swarm.transport import Message, Refusal, Refused
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
 from tests.support import eventually, last_account
 from tests.worlds import (

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.replica import Replica
 from noloco_node.swarm.directory import PeerState
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.probation import (
     LOSS_TOLERANCE,
     PEERS_REMEMBERED,
@@ -24,7 +25,7 @@ from noloco_node.swarm.probation import (
     Standing,
     in_line,
 )
-from noloco_node.swarm.transport import PeerId, Refusal
+from noloco_node.swarm.transport_errors import Refusal
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
 from tests.support import eventually, one_turn
 from tests.worlds import World, micro_spec, peer_name, run_ahead, world

@@ -33,7 +33,8 @@ from noloco_node.swarm.reachability import (
     may_change,
     network_of,
 )
-from noloco_node.swarm.transport import Message, PeerUnreachable
+from noloco_node.swarm.transport_errors import PeerUnreachable
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.wire import no_tensors
 
 BASE = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from noloco_node.swarm import record_store
 from noloco_node.swarm.directory import PeerRecord, PeerState
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.record_intake import CHECKS_A_SECOND, CHECKS_AT_ONCE, POOLS, SKEW_SECONDS, Intake
 from noloco_node.swarm.record_store import (
     FEW,
@@ -23,7 +24,6 @@ from noloco_node.swarm.record_store import (
     RecordStore,
 )
 from noloco_node.swarm.record_validator import MAX_RECORD_BYTES, RecordValidator
-from noloco_node.swarm.transport import PeerId
 from tests.swarm.hostile_dht import ghost, key_ids, throw_away_key
 
 RUN, STAGES, LIFE = "run-under-test", 2, 60.0

@@ -9,8 +9,10 @@ import pytest
 from noloco_node.swarm.directory import SignedRecord
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryNetwork, MemoryTransport
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.records_call import METHOD, MOST_TOLD, serve_records, tell
-from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 
 RUN = "run-under-test"
 ONE, TWO = PeerId("peer-number-one"), PeerId("peer-number-two")

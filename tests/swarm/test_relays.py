@@ -38,8 +38,9 @@ from noloco_node.swarm.multiaddrs import to_dial
 from noloco_node.swarm.p2p_daemon import PrivateP2P
 from noloco_node.swarm.p2pd_start import reached_by_a_stranger, running_p2p, start_p2p
 from noloco_node.swarm.peer_addresses import parse_address
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.relay_places import RelayedHost, ask_for_place, connected_by_relay, only_relayed
-from noloco_node.swarm.transport import Message, PeerId
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.wire import no_tensors
 from tests.support import eventually, nothing_left_behind, p2pd_children
 

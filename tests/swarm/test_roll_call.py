@@ -12,9 +12,9 @@ from noloco_node import PROTOCOL_VERSION
 from noloco_node.swarm.directory import PeerRecord, PeerState
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.records_call import METHOD, serve_records
 from noloco_node.swarm.roll_call import BURST, RollCall
-from noloco_node.swarm.transport import PeerId
 from tests.support import eventually
 
 RUN = "run-under-test"

@@ -23,8 +23,9 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.swarm import hello, spec_fetch
 from noloco_node.swarm.hello import Hello, check_same_run, serve_hello
 from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryNetwork, MemoryTransport
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.spec_fetch import MAX_SPEC_BYTES, NOT_READ, fetch_run_spec, read_agreed, serve_spec
-from noloco_node.swarm.transport import Message, PeerId
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.wire import no_tensors
 from tests.swarm.worlds import LIMITS
 

@@ -13,7 +13,7 @@ import pytest
 
 from noloco_node.swarm.fellow_clocks import FellowClocks
 from noloco_node.swarm.origins_seen import DrawnBy, OriginsSeen
-from noloco_node.swarm.transport import PeerId
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.training.progress import Progress
 from noloco_node.training.schedule import SLOWEST_PACE, tied_pace
 

@@ -19,9 +19,10 @@ from noloco_node.replica import Replica
 from noloco_node.swarm import late_join, state_messages, state_transfer
 from noloco_node.swarm.directory import PeerState
 from noloco_node.swarm.memory_transport import Fault, FaultKind
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.state_donor import StateDonor
 from noloco_node.swarm.state_messages import PackedState, digest, packed_size, unpack
-from noloco_node.swarm.transport import Message, PeerId
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.typed_calls import BadAnswer
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
 from tests.support import eventually

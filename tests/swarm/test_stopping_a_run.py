@@ -22,11 +22,12 @@ from noloco_node.swarm.hello import serve_hello
 from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.places import RELIABLE_SECONDS, Places
 from noloco_node.swarm.records_call import serve_records
 from noloco_node.swarm.roll_call import RollCall
 from noloco_node.swarm.serving import TransportLimits
-from noloco_node.swarm.transport import PeerId, Refused
+from noloco_node.swarm.transport_errors import Refused
 from noloco_node.swarm.typed_calls import Nothing, ask
 from tests.support import eventually
 from tests.swarm.hostile_dht import PING, throw_away_key

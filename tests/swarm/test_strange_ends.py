@@ -25,7 +25,7 @@ from noloco_node.swarm.memory_directory import MemoryDirectory
 from noloco_node.swarm.memory_transport import Fault, FaultKind
 from noloco_node.swarm.p2pd_start import running_p2p
 from noloco_node.swarm.peer_addresses import parse_address
-from noloco_node.swarm.transport import Refusal, Refused
+from noloco_node.swarm.transport_errors import Refusal, Refused
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import NAMED, Swarm, World, libp2p_world, micro_spec, peer_name, run_to_the_end, world
 

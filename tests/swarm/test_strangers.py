@@ -31,8 +31,10 @@ from noloco_node.swarm.libp2p_transport import STREAM_PROTOCOL, Libp2pTransport
 from noloco_node.swarm.memory_transport import Fault, FaultKind
 from noloco_node.swarm.p2p_daemon import PrivateP2P
 from noloco_node.swarm.p2pd_start import running_p2p
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.serving import RequestDesk, TransportLimits
-from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused, TensorSpec
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message, TensorSpec
 from noloco_node.telemetry.events import Account
 from noloco_node.telemetry.metrics import Metrics
 from tests.support import eventually, nothing_left_behind

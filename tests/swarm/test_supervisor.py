@@ -24,8 +24,10 @@ from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.p2p_daemon import PrivateP2P
 from noloco_node.swarm.p2pd_start import running_p2p
 from noloco_node.swarm.p2pd_supervisor import MOST_DEATHS, WINDOW_SECONDS, Probes, Supervisor, restart_delay
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.private_folder import sweep_dead_folders
-from noloco_node.swarm.transport import Message, PeerId, PeerUnreachable
+from noloco_node.swarm.transport_errors import PeerUnreachable
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.swarm.wire import no_tensors
 from tests.support import eventually, nothing_left_behind, one_turn
 

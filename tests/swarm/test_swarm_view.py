@@ -13,8 +13,8 @@ from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, P
 from noloco_node.swarm.memory_directory import MemoryDirectory
 from noloco_node.swarm.memory_transport import MemoryTransport
 from noloco_node.swarm.onlooker import Onlooker
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.swarm_view import believed, nothing_seen, view_swarm
-from noloco_node.swarm.transport import PeerId
 from noloco_node.telemetry.metric_table import SEED_TABLE
 from noloco_node.telemetry.swarm_metrics import rows_of
 from noloco_node.telemetry.swarm_state import MOST_NODES, MOST_VERSIONS, SwarmView, document

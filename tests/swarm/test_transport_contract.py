@@ -12,19 +12,16 @@ import pytest
 import torch
 import uvloop
 
-from noloco_node.swarm.transport import (
-    WIRE_DTYPES,
+from noloco_node.swarm.peer_id import PeerId
+from noloco_node.swarm.transport_errors import (
     BrokenStream,
     DeadlinePassed,
-    JsonObject,
-    Message,
-    PeerId,
     PeerUnreachable,
     ProtocolViolation,
     Refusal,
     Refused,
-    TensorSpec,
 )
+from noloco_node.swarm.transport_messages import WIRE_DTYPES, JsonObject, Message, TensorSpec
 from tests.support import eventually, nothing_left_behind
 from tests.swarm.worlds import World, memory_world, real_world
 

@@ -19,18 +19,12 @@ from noloco_node.replica import Replica
 from noloco_node.swarm import dial_back, exchange, hello, microbatch, spec_fetch
 from noloco_node.swarm.contribution import Receipt, statement_text
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.receipts import METHOD as RECEIPT
 from noloco_node.swarm.receipts import open_receipts
-from noloco_node.swarm.transport import (
-    JsonObject,
-    Message,
-    PeerId,
-    ProtocolViolation,
-    Refusal,
-    Refused,
-    TensorSpec,
-    Transport,
-)
+from noloco_node.swarm.transport import Transport
+from noloco_node.swarm.transport_errors import ProtocolViolation, Refusal, Refused
+from noloco_node.swarm.transport_messages import JsonObject, Message, TensorSpec
 from noloco_node.swarm.typed_calls import BadAnswer, ask, judging
 from noloco_node.swarm.wire import WireModel
 from noloco_node.training.progress import Progress

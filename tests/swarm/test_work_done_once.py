@@ -21,9 +21,9 @@ from noloco_node.swarm.identity import load_or_create_identity
 from noloco_node.swarm.identity import verify as identity_verify
 from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.swarm.pairing import WAIT, PairingState, Window, decide
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.record_validator import RecordValidator, sign_record, stage_key
 from noloco_node.swarm.screened_directory import ScreenedDirectory
-from noloco_node.swarm.transport import PeerId
 from tests.worlds import micro_spec, run_to_the_end, world
 
 PEERS = tuple(PeerId(f"peer-of-a-stage-{number}") for number in range(3))

@@ -18,8 +18,9 @@ from noloco_node.swarm.libp2p_transport import Libp2pTransport
 from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
 from noloco_node.swarm.p2p_daemon import PrivateP2P
 from noloco_node.swarm.p2pd_start import running_p2p
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.serving import TransportLimits
-from noloco_node.swarm.transport import Message, PeerId
+from noloco_node.swarm.transport_messages import Message
 
 LIMITS = TransportLimits(max_body_bytes=96 << 20, progress_seconds=2.0, idle_seconds=4.0)
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from noloco_node.swarm.libp2p_transport import STREAM_PROTOCOL
-from noloco_node.swarm.transport import TransportError
+from noloco_node.swarm.transport_errors import TransportError
 from tests.chaos.attacks.life import LOST, Life, Victim
 
 STREAMS = 300

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from noloco_node.swarm import copy_manifest, exchange_messages, guard, hello, microbatch, state_messages
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.state_messages import StateManifest, StateOffer, digest, manifest_message, packed_size, root_of
-from noloco_node.swarm.transport import Message, PeerId, Refusal, Refused
+from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.swarm.transport_messages import Message
 from tests.chaos.attacks.life import Life, Victim
 from tests.chaos.attacks.records import own_record, store
 from tests.chaos.attacks.visits import made_microbatch

@@ -13,8 +13,9 @@ import torch
 
 from noloco_node.swarm import exchange_messages, microbatch, records_call
 from noloco_node.swarm.exchange_session import opening_specs
+from noloco_node.swarm.peer_id import PeerId
 from noloco_node.swarm.state_messages import OPEN as STATE_OPEN
-from noloco_node.swarm.transport import Message, PeerId
+from noloco_node.swarm.transport_messages import Message
 from noloco_node.training.activation_codec import encode
 from tests.chaos.attacks.life import Life, Victim, repeat
 from tests.chaos.attacks.records import ghost, own_record
