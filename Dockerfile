@@ -32,7 +32,7 @@ RUN find lib -type d \( -name tests -o -name test \) -prune -exec rm -rf {} + \
         lib/python3*/site-packages/pyarrow/*flight* \
         lib/python3*/site-packages/numpy/_core/include \
     && find lib -name __pycache__ -prune -exec rm -rf {} + \
-    && bin/python -c "import datasets, noloco_node.doctor, noloco_node.local_run, noloco_node.node, noloco_node.seed, noloco_node.status" \
+    && bin/python -c "import datasets, noloco_node.diagnostics.doctor, noloco_node.launch.local_run, noloco_node.node.daemon, noloco_node.node.seed, noloco_node.diagnostics.status" \
     && bin/noloco-node config validate tiny
 
 FROM ${BASE_IMAGE}

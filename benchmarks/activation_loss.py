@@ -19,7 +19,7 @@ import torch
 
 from noloco_node.config.lab_spec import WorldSpec
 from noloco_node.config.load import load_config
-from noloco_node.virtual.training import simulate
+from noloco_node.laboratory.training import simulate
 
 REFERENCE = "fp32"
 REPLICAS = 4

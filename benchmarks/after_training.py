@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from noloco_node.config.load import load_config
+from noloco_node.laboratory.expansion import Point, expand
+from noloco_node.laboratory.training import Training
 from noloco_node.model.export import model_of
-from noloco_node.virtual.expansion import Point, expand
-from noloco_node.virtual.training import Training
 
 FINE_TUNING_STEPS = 400
 BATCH = 32

@@ -17,8 +17,8 @@ import torch
 
 from noloco_node.config.lab_spec import WorldSpec
 from noloco_node.config.load import load_config
+from noloco_node.laboratory.training import simulate
 from noloco_node.telemetry.summary import Summary
-from noloco_node.virtual.training import simulate
 
 
 class Figures(NamedTuple):

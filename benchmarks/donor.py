@@ -21,17 +21,17 @@ import torch
 
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.identity.keys import load_or_create_identity
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.start import running_p2p
 from noloco_node.model.stage import build_stage
-from noloco_node.swarm.identity import load_or_create_identity
-from noloco_node.swarm.libp2p_transport import Libp2pTransport
-from noloco_node.swarm.p2pd_start import running_p2p
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.state_transfer import fetch_state, new_download
-from noloco_node.swarm.transport_errors import Refused, TransportError
+from noloco_node.state_transfer.fetch import fetch_state, new_download
 from noloco_node.telemetry.events import EventReader, InnerStep, NodeStarted
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import StageWorker, outer_of
+from noloco_node.transport.errors import Refused, TransportError
+from noloco_node.transport.libp2p import Libp2pTransport
 
 SETTINGS = (
     "run.model.stages=1",

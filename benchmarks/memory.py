@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from noloco_node.config.load import Config, load_config
-from noloco_node.local_swarm import LocalSwarm, Observer, SwarmNode
+from noloco_node.launch.local_swarm import LocalSwarm, Observer, SwarmNode
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import PROGRAM_BYTES, memory_of
 from noloco_node.telemetry.events import AnyEvent

@@ -29,7 +29,7 @@ import torch
 
 from noloco_node import __version__
 from noloco_node.config.load import Config, load_config
-from noloco_node.local_swarm import LocalSwarm, Observer, SwarmNode
+from noloco_node.launch.local_swarm import LocalSwarm, Observer, SwarmNode
 from noloco_node.telemetry.events import AnyEvent, Evaluation, InnerStep
 
 SWEEP_SECONDS = 8

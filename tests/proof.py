@@ -26,7 +26,7 @@ import numpy as np
 
 from noloco_node.config.load import Config, load_config
 from noloco_node.data.reading import held_out_windows
-from noloco_node.local_swarm import LocalSwarm, SwarmNode
+from noloco_node.launch.local_swarm import LocalSwarm, SwarmNode
 from noloco_node.model.cut import build_config
 from noloco_node.telemetry.events import Evaluation, InnerStep
 from tests.support import eventually

@@ -18,23 +18,23 @@ import psutil
 import pytest
 import torch
 
-from noloco_node.checkpointing import HELD_SHARE, CheckpointKeeper, is_due
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec, RunSpec
 from noloco_node.data.samples import Samples
 from noloco_node.data.walk import WalkPosition, WindowWalk
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.marks import BEGINS
 from noloco_node.model.stage import build_stage
+from noloco_node.node.checkpointing import HELD_SHARE, CheckpointKeeper, is_due
+from noloco_node.node.replica import Replica
 from noloco_node.outer.codec import CodecName
-from noloco_node.replica import Replica
+from noloco_node.pipeline.messages import Ledger, Sample
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder, Standing, Written, held_name, read_checkpoint
-from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
-from noloco_node.swarm.microbatch import Ledger, Sample
 from noloco_node.telemetry.events import Account, AnyEvent, CheckpointTaken, EventFile, InnerStep, read_events
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.placing import on_its_device
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from tests.support import eventually
 from tests.worlds import (
     LENGTH,

@@ -12,9 +12,14 @@ import pytest
 import torch
 
 from noloco_node import PROTOCOL_VERSION, __version__, ambient
-from noloco_node import checks as machine_checks
 from noloco_node.address_space import refused_memory
-from noloco_node.checks import (
+from noloco_node.bootstrap.hello import measure_hello, serve_hello
+from noloco_node.config.load import load_config
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node import checks as machine_checks
+from noloco_node.node.checks import (
     Check,
     Outcome,
     check_clock,
@@ -27,16 +32,11 @@ from noloco_node.checks import (
     memory,
     raise_file_limit,
 )
-from noloco_node.config.load import load_config
-from noloco_node.config.node_settings import NodeSettings
-from noloco_node.errors import ExitCode, UserError
-from noloco_node.preflight import plan_run
+from noloco_node.node.start_checks import among_peers, for_a_stage, report
 from noloco_node.sizing.machine import free_memory
-from noloco_node.start_checks import among_peers, for_a_stage, report
+from noloco_node.sizing.preflight import plan_run
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.swarm.hello import measure_hello, serve_hello
-from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
-from noloco_node.swarm.peer_id import PeerId
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
 GB = 10**9

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node import __version__, cli
+from noloco_node import __version__
+from noloco_node.cli import main as cli
+from noloco_node.cli.node_options import node_overrides
+from noloco_node.cli.printing import print_run
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.node_options import node_overrides
-from noloco_node.printing import print_run
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
 
@@ -33,7 +34,7 @@ def test_help_and_settings_need_no_heavy_library() -> None:
     """Help, version, `config show` and a mistyped address answer at once: nothing that takes seconds to load is loaded.
     The command alone lists the commands."""
     code = (
-        "import sys; from noloco_node.cli import main\n"
+        "import sys; from noloco_node.cli.main import main\n"
         f"assert main(['config', 'show', {str(MICRO)!r}]) == 0\n"
         "assert main([]) == 2\n"
         "assert main(['join', '/ip4/10.0.0.5/tcp/31337']) == 3\n"
@@ -178,7 +179,7 @@ def test_a_joiner_sees_what_it_joins(
 ) -> None:
     """Model, data, tokens, stages, H, bytes of an outer step, progress and hours to go."""
     from noloco_node.config.load import load_config
-    from noloco_node.swarm.outlook import Outlook
+    from noloco_node.directory.summary import Outlook
 
     print_run(load_config(MICRO).run, Outlook(clock, 49_152, replicas, speed))
     output = capsys.readouterr().out
@@ -256,9 +257,9 @@ def test_what_cannot_be_trained_on_is_said_before_anything_starts(
 ) -> None:
     """By `config validate`, and by what would start a node: none is started, and no folder is made."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("noloco_node.local_run.run_local_swarm", _never)
-    monkeypatch.setattr("noloco_node.node.run_node", _never)
-    monkeypatch.setattr("noloco_node.device_group.run_devices", _never)
+    monkeypatch.setattr("noloco_node.launch.local_run.run_local_swarm", _never)
+    monkeypatch.setattr("noloco_node.node.daemon.run_node", _never)
+    monkeypatch.setattr("noloco_node.launch.device_group.run_devices", _never)
     (tmp_path / "short.txt").write_text("short")
     (tmp_path / "rows.jsonl").write_text('{"body": "text"}\n')
     options = [option for setting in settings for option in ("--set", setting)]
@@ -274,7 +275,7 @@ def _never(*_: object) -> None:
 def test_a_node_of_a_later_stage_needs_no_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only stage 0 reads it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("noloco_node.node.run_node", _never)
+    monkeypatch.setattr("noloco_node.node.daemon.run_node", _never)
     text = ["--set", "run.data.source=text", "--set", "run.data.path=gone.txt"]
     assert cli.main(["run", str(MICRO), "--stage", "1", *text]) == ExitCode.FAILURE  # it went as far as the node
     assert cli.main(["run", str(MICRO), "--stage", "0", *text]) == ExitCode.DATA

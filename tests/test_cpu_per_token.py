@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.records import PeerState
 from noloco_node.model.stage import build_stage
-from noloco_node.swarm.directory import PeerState
 from noloco_node.training.compute_thread import Priority
 from noloco_node.training.stage_trainer import Passage, StageTrainer
 from tests.worlds import Swarm, libp2p_world, micro_spec, window_batch

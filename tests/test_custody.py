@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from noloco_node import custody
 from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.custody import last_of_stage, unusable_checkpoints
-from noloco_node.local_swarm import LocalSwarm
-from noloco_node.replica import Replica
+from noloco_node.directory.known_peers import Held, KnownPeers
+from noloco_node.directory.memory import MemoryDirectory
+from noloco_node.directory.records import PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.launch.local_swarm import LocalSwarm
+from noloco_node.node import custody
+from noloco_node.node.custody import last_of_stage, unusable_checkpoints
+from noloco_node.node.replica import Replica
+from noloco_node.node.stage_lifecycle import Stays
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.stays import Stays
 from noloco_node.storage.checkpoint import STATE, CheckpointFolder
-from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.known_peers import Held, KnownPeers
-from noloco_node.swarm.memory_directory import MemoryDirectory
-from noloco_node.swarm.peer_id import PeerId
 from noloco_node.telemetry.display import SwarmView, plain_line, screen
 from noloco_node.telemetry.events import Warned
 from tests.storage.test_checkpoint import RUN, standing, tensors

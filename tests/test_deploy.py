@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from noloco_node import __version__, cli
+from noloco_node import __version__
+from noloco_node.cli import main as cli
 from noloco_node.config.environment import PREFIX, node_environment
 from noloco_node.config.load import load_join
 from noloco_node.config.shipped import shipped_configs

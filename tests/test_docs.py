@@ -197,14 +197,14 @@ def test_whatever_a_document_names_exists(document: Path) -> None:
 @pytest.mark.parametrize(
     "span",
     [
-        "swarm/no_such_file.py",
+        "pipeline/no_such_file.py",
         "docs/no-such.md",
         "no_such_room/",
         "tests/no_such/*",
         "Exchanger.no_such_method",
-        "pairing.no_such_function",
+        "matchmaking.no_such_function",
         "outer.no_such_setting",
-        "noloco_node.swarm.no_such_module",
+        "noloco_node.pipeline.no_such_module",
         "no_such_call()",
         "_no_such_helper",
         "NoSuchClass",
@@ -219,7 +219,7 @@ def test_what_does_not_exist_is_found(span: str) -> None:
 @pytest.mark.parametrize(
     "span",
     [
-        "swarm/exchange.py",
+        "averaging/exchange.py",
         "exchange.py",
         "tests/outer/*",
         "outer/",
@@ -228,7 +228,7 @@ def test_what_does_not_exist_is_found(span: str) -> None:
         "outer.inner_steps",
         "run.inner.learning_rate",
         "outer.chunk",
-        "noloco_node.swarm.exchange",
+        "noloco_node.averaging.exchange",
         "torch.func.functional_call",
         "choose_peer(...)",
         "busy",

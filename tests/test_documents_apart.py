@@ -27,16 +27,16 @@ from noloco_node.data.tokenizers import ByteTokenizer
 from noloco_node.data.turns import Turn
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.laboratory.stacked import StackedStage, token_losses
 from noloco_node.marks import BEGINS, positions_of, without_marks
 from noloco_node.model.cut import PARTS_DOCUMENTS, check_parts_documents
 from noloco_node.model.export import evaluate_model, model_of
-from noloco_node.preflight import plan_run
-from noloco_node.swarm import microbatch
-from noloco_node.swarm.microbatch import MicrobatchHeader
-from noloco_node.swarm.transport_errors import Refusal, Refused
-from noloco_node.swarm.transport_messages import Message
+from noloco_node.pipeline import messages as microbatch
+from noloco_node.pipeline.messages import MicrobatchHeader
+from noloco_node.sizing.preflight import plan_run
 from noloco_node.telemetry.events import Evaluation
-from noloco_node.virtual.stacked import StackedStage, token_losses
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.messages import Message
 from tests import worlds
 from tests.data.made_files import write_texts
 from tests.data.test_sources import text_spec

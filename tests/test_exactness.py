@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.replica import Replica
+from noloco_node.node.replica import Replica
 from noloco_node.telemetry.events import InnerStep
 from tests.reference import train
 from tests.worlds import Swarm, micro_spec, run_to_the_end, window_batch, world

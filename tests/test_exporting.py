@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from noloco_node.cli import main
+from noloco_node.cli.main import main
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.folders import gather_folders
-from noloco_node.merge import merge_run
+from noloco_node.exporting.merge import merge_run
 from noloco_node.model.export import load_exported
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import SLOW, Manifest

@@ -14,23 +14,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from noloco_node.bootstrap.hello import HeldOutLoss, Hello, serve_hello
 from noloco_node.config.run_spec import LimitsSpec
+from noloco_node.directory.memory import MemoryDirectory
+from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.gathered import Gathered, Reported, Shapes
 from noloco_node.exporting.live import Gatherer, reported_by
+from noloco_node.exporting.merge import mean_of
 from noloco_node.exporting.sources import check_own_files
 from noloco_node.exporting.write import export
-from noloco_node.merge import mean_of
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.export import load_exported
-from noloco_node.replica import Replica
+from noloco_node.node.replica import Replica
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.guard import StageCopies
-from noloco_node.swarm.hello import HeldOutLoss, Hello, serve_hello
-from noloco_node.swarm.memory_directory import MemoryDirectory
-from noloco_node.swarm.memory_transport import MemoryTransport
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.slow_weights import of_one_mind
+from noloco_node.state_transfer.backups import StageCopies
+from noloco_node.state_transfer.slow_weights import of_one_mind
+from noloco_node.transport.memory import MemoryTransport
 from tests.support import files_up_to
 from tests.worlds import World, micro_spec, world
 

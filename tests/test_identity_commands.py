@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node import cli, identity_commands
+from noloco_node.cli import identity as identity_commands
+from noloco_node.cli import main as cli
 from noloco_node.errors import ExitCode
-from noloco_node.swarm.identity import BACKUP_LABEL, IdentityLock, load_or_create_identity
+from noloco_node.identity.keys import BACKUP_LABEL, IdentityLock, load_or_create_identity
 
 PASSPHRASE = "correct horse battery"
 
@@ -146,7 +147,7 @@ def test_an_import_says_in_one_screen_why_it_fails(
 
 ASKER = """
 from noloco_node.errors import UserError
-from noloco_node.identity_commands import new_passphrase
+from noloco_node.cli.identity import new_passphrase
 try:
     print("got", len(new_passphrase(None)))
 except UserError as error:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node.checkpointing import CheckpointKeeper
-from noloco_node.replica import Replica
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.checkpointing import CheckpointKeeper
+from noloco_node.node.replica import Replica
 from noloco_node.storage.checkpoint import CheckpointFolder
-from noloco_node.swarm.conduct import Offence
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.transport_errors import Refusal, Refused
-from noloco_node.swarm.transport_messages import Message
 from noloco_node.training.compute_thread import ComputeThread, Priority
+from noloco_node.transport.bans import Offence
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.messages import Message
 from tests.support import eventually
 from tests.test_off_the_loop import SETTINGS, replicas
 from tests.worlds import peer_name

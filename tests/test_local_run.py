@@ -10,8 +10,8 @@ from rich.console import Console
 
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.local_run import _drop_checkpoints, disk_use, run_local_swarm
-from noloco_node.local_swarm import LocalSwarm
+from noloco_node.launch.local_run import _drop_checkpoints, disk_use, run_local_swarm
+from noloco_node.launch.local_swarm import LocalSwarm
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import EventFile
 from tests.telemetry import made_events as made

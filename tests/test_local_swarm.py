@@ -20,11 +20,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from noloco_node.cli import main
+from noloco_node.cli.main import main
 from noloco_node.config.load import Config, load_config
 from noloco_node.data.reading import held_out_windows
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.local_swarm import STOP_SECONDS, LocalSwarm, Observer, SwarmNode
+from noloco_node.launch.local_swarm import STOP_SECONDS, LocalSwarm, Observer, SwarmNode
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import Evaluation, InnerStep, OuterStep
 from noloco_node.telemetry.summary import Summary

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from noloco_node.merge import SavedReplica, final_weights, in_time
+from noloco_node.exporting.merge import SavedReplica, final_weights, in_time
 from noloco_node.model.cut import StageCut
 from noloco_node.storage.weights import save_stage
 

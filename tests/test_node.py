@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from noloco_node.compute_device import check_device, describe_device, resolve_device
 from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import MAX_BODY_BYTES, check_microbatch_bytes
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.network import out_of_reach
-from noloco_node.node import run_and_save, run_node
-from noloco_node.preflight import plan
+from noloco_node.node.daemon import run_and_save, run_node
+from noloco_node.node.network import out_of_reach
+from noloco_node.sizing.preflight import plan
 from noloco_node.storage.run_folder import RunFolder
+from noloco_node.training.compute_device import check_device, describe_device, resolve_device
 from tests.support import one_turn
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from noloco_node.checkpointing import CheckpointKeeper
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.model.stage import build_stage
-from noloco_node.replica import Replica
+from noloco_node.node.checkpointing import CheckpointKeeper
+from noloco_node.node.replica import Replica
 from noloco_node.sizing.footprint import footprint_of
+from noloco_node.state_transfer.backups import StageCopies
+from noloco_node.state_transfer.fetch import Download
 from noloco_node.storage.checkpoint import CheckpointFolder
-from noloco_node.swarm.guard import StageCopies
-from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
-from noloco_node.swarm.state_transfer import Download
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.placing import on_its_device
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from tests.worlds import Drawn, micro_spec, peer_name, samples_of
 
 SPEC = micro_spec(

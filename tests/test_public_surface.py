@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
-from noloco_node.cli import parser
+from noloco_node.cli.main import parser
 from noloco_node.config.load import setting_names
 from noloco_node.errors import EXIT_MEANINGS, ExitCode
 from noloco_node.telemetry.events import AnyEvent

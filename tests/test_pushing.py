@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node.cli import main
+from noloco_node.cli.main import main
 from noloco_node.errors import ExitCode
 from tests.hub import TOKEN, Hub, running_hub
 from tests.made_runs import finished

@@ -13,24 +13,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from noloco_node import PROTOCOL_VERSION, ambient, revival
-from noloco_node.checkpointing import CheckpointKeeper
+from noloco_node import PROTOCOL_VERSION, ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.directory.memory import MemoryDirectory
+from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.replica import Replica
-from noloco_node.revival import revive_if_lost
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node import revival
+from noloco_node.node.checkpointing import CheckpointKeeper
+from noloco_node.node.replica import Replica
+from noloco_node.node.revival import revive_if_lost
 from noloco_node.sizing.footprint import footprint_of
+from noloco_node.state_transfer.backups import StageCopies
+from noloco_node.state_transfer.copy_manifest import CopyManifest, StageCopy, root_of_weights, sign_copy
+from noloco_node.state_transfer.given_copies import GivenCopies
 from noloco_node.storage.checkpoint import CheckpointFolder
-from noloco_node.swarm.copy_manifest import CopyManifest, StageCopy, root_of_weights, sign_copy
-from noloco_node.swarm.directory import PeerRecord, PeerState
-from noloco_node.swarm.given_copies import GivenCopies
-from noloco_node.swarm.guard import StageCopies
-from noloco_node.swarm.memory_directory import MemoryDirectory
-from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.transport_errors import Refusal, Refused
-from noloco_node.swarm.transport_messages import Message
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from noloco_node.transport.messages import Message
 from tests.support import eventually, one_turn
 from tests.worlds import World, micro_spec, peer_name, world
 

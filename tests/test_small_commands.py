@@ -12,18 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node import __version__, cli
-from noloco_node.config.environment import variable_of
-from noloco_node.config.load import load_config
-from noloco_node.config.shipped import find_config, shipped_configs
-from noloco_node.errors import ExitCode
-from noloco_node.small_commands import (
+from noloco_node import __version__
+from noloco_node.cli import main as cli
+from noloco_node.cli.small import (
     DEFAULT_METRICS_PORT,
     FOLDER_VARIABLE,
     HOST_VARIABLE,
     PORT_VARIABLE,
     health_address,
 )
+from noloco_node.config.environment import variable_of
+from noloco_node.config.load import load_config
+from noloco_node.config.shipped import find_config, shipped_configs
+from noloco_node.errors import ExitCode
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import EventFile
 from noloco_node.telemetry.web import Page, WebServer
@@ -102,7 +103,7 @@ def test_a_node_is_asked_where_it_said_that_its_pages_are(tmp_path: Path) -> Non
 def test_health_costs_next_to_nothing(node: tuple[dict[str, HTTPStatus], str]) -> None:
     """A container asks every half minute beside the training: no library of ours is loaded, and no setting read."""
     code = (
-        "import sys; from noloco_node.cli import main\n"
+        "import sys; from noloco_node.cli.main import main\n"
         f"assert main(['health', '--metrics-port', {node[1]!r}]) == 0\n"
         "heavy = {'torch', 'numpy', 'pydantic', 'yaml', 'hivemind', 'rich', 'argcomplete'} & set(sys.modules)\n"
         "import resource; used = resource.getrusage(resource.RUSAGE_SELF); spent = used.ru_utime + used.ru_stime\n"

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node import stays as stays_module
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.first_state import STARTS_ALONE
+from noloco_node.directory import first_look, membership
+from noloco_node.directory.first_look import look_for_others
+from noloco_node.directory.memory import MemoryDirectory
+from noloco_node.directory.records import Directory, DirectoryView, PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node import stage_lifecycle as stays_module
+from noloco_node.node.first_state import STARTS_ALONE
+from noloco_node.node.stage_lifecycle import Stays
+from noloco_node.placement.migration import Move
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.stays import Stays
 from noloco_node.storage.checkpoint import CheckpointFolder
-from noloco_node.swarm import first_look, membership
-from noloco_node.swarm.directory import Directory, DirectoryView, PeerState
-from noloco_node.swarm.first_look import look_for_others
-from noloco_node.swarm.memory_directory import MemoryDirectory
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.relocation import Move
 from tests.worlds import NAMED, World, micro_spec, peer_name, world
 
 SECONDS = 0.05

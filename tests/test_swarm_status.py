@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node import cli
+from noloco_node.cli import main as cli
+from noloco_node.diagnostics.status import status_lines
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.status import status_lines
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, EventFile
 from tests.telemetry import made_events as made

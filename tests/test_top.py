@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from noloco_node import cli
+from noloco_node.cli import main as cli
+from noloco_node.diagnostics.top import Follower, follow, screen
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.telemetry.state import Surroundings
 from noloco_node.telemetry.told_state import NoState, ToldState, ask_state
 from noloco_node.telemetry.web import Page, WebServer
-from noloco_node.top import Follower, follow, screen
 from tests.telemetry.test_node_pages import RUDE, seen, shown
 from tests.telemetry.test_page import whole_life
 

@@ -7,11 +7,11 @@ import io
 import pytest
 from rich.console import Console
 
-from noloco_node import cli
+from noloco_node.cli import main as cli
+from noloco_node.diagnostics.watch import screen
 from noloco_node.errors import ExitCode
-from noloco_node.swarm.swarm_view import nothing_seen
+from noloco_node.observer.swarm_view import nothing_seen
 from noloco_node.telemetry.swarm_state import Happening, SwarmView
-from noloco_node.watch import screen
 from tests.telemetry.made_swarm import node, stage, swarm
 from tests.telemetry.test_node_pages import RUDE
 from tests.worlds import micro_spec

@@ -11,26 +11,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, OuterSpec, PipelineSpec, RunSpec
 from noloco_node.data.samples import Batch, Samples, inputs_and_labels
+from noloco_node.directory.dht import join_directory
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.directory.records import Directory
+from noloco_node.identity.keys import load_or_create_identity
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.start import running_p2p
 from noloco_node.model.stage import build_stage
-from noloco_node.replica import Replica
-from noloco_node.swarm.dht_directory import join_directory
-from noloco_node.swarm.directory import Directory
-from noloco_node.swarm.hello import serve_hello
-from noloco_node.swarm.identity import load_or_create_identity
-from noloco_node.swarm.libp2p_transport import Libp2pTransport
-from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.swarm.memory_transport import Fault, MemoryNetwork, MemoryTransport
-from noloco_node.swarm.p2pd_start import running_p2p
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.transport import Transport
+from noloco_node.node.replica import Replica
 from noloco_node.telemetry.events import Account, AnyEvent, Evaluation
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.placing import on_its_device
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.libp2p import Libp2pTransport
+from noloco_node.transport.memory import Fault, MemoryNetwork, MemoryTransport
 from tests.support import eventually, last_account
 
 VOCABULARY = 61

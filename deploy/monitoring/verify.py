@@ -31,7 +31,7 @@ from deploy.monitoring.servers import SEEDS, Watchers, check_files, free_port, w
 from deploy.monitoring.trials import try_rules
 from noloco_node.config.load import load_config
 from noloco_node.config.shipped import shipped_config
-from noloco_node.local_swarm import LocalSwarm, Observer, SwarmNode
+from noloco_node.launch.local_swarm import LocalSwarm, Observer, SwarmNode
 from noloco_node.storage import atomic
 from noloco_node.telemetry.events import CheckpointTaken, Evaluation, InnerStep, OuterStep
 from noloco_node.telemetry.scrape_targets import TARGETS, scrape_targets

@@ -13,7 +13,7 @@ from noloco_node.config.load import render
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.exporting.evaluation import Score
 from noloco_node.exporting.gathered import Gathered
-from noloco_node.merge import SavedReplica
+from noloco_node.exporting.merge import SavedReplica
 
 S = TypeVar("S", DataSpec, MixedSource)
 

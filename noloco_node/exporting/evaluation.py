@@ -13,9 +13,9 @@ from torch import Tensor
 from noloco_node.config.data_spec import NO_TOKENIZER
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.reading import held_out_windows
+from noloco_node.exporting.merge import SavedReplica, batches_of
 from noloco_node.exporting.text_bytes import text_bytes
 from noloco_node.marks import without_marks
-from noloco_node.merge import SavedReplica, batches_of
 from noloco_node.model.cut import build_config
 from noloco_node.model.export import evaluate_model, model_of
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from torch import Tensor
 
+from noloco_node.bootstrap.spec_fetch import read_agreed
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.diagnostics.status import Events
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.gathered import Gathered, Reported, Shapes
-from noloco_node.merge import SavedReplica, final_weights
-from noloco_node.status import Events
+from noloco_node.exporting.merge import SavedReplica, final_weights
 from noloco_node.storage.checkpoint import STATE, CheckpointFolder, Unusable, read_slow, read_standing
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import MANIFEST, read_manifest
-from noloco_node.swarm.spec_fetch import read_agreed
 from noloco_node.telemetry.events import Evaluation, NodeStarted
 from noloco_node.telemetry.words import printable
 

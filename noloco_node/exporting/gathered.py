@@ -10,7 +10,7 @@ from torch import Tensor
 
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.merge import SavedReplica, in_time
+from noloco_node.exporting.merge import SavedReplica, in_time
 from noloco_node.model.stage import Stage, stage_without_weights
 from noloco_node.training.layout import FlatLayout
 

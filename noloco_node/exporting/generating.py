@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from noloco_node import ambient
+from noloco_node.bootstrap.spec_fetch import check_own_word
 from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.encoding import fitting_tokenizer
 from noloco_node.data.tokenizers import NoTokenizer, PretrainedTokenizer, Tokenizer
+from noloco_node.directory.first_look import FIRST_LOOK_SECONDS, look_for_others
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.interrupts import interruptible
 from noloco_node.model.cut import build_config
-from noloco_node.onlooking import looking_on
-from noloco_node.swarm.access import Access
-from noloco_node.swarm.first_look import FIRST_LOOK_SECONDS, look_for_others
-from noloco_node.swarm.live_model import LiveModel
-from noloco_node.swarm.screened_directory import ScreenedDirectory
-from noloco_node.swarm.spec_fetch import check_own_word
+from noloco_node.node.interrupts import interruptible
+from noloco_node.node.observing import looking_on
+from noloco_node.pipeline.live_model import LiveModel
 from noloco_node.telemetry.logging import NodeLog, configure_logging
+from noloco_node.trust.admission import Access
+from noloco_node.trust.filtered_directory import ScreenedDirectory
 
 HALF_A_CHARACTER = "\ufffd"
 """What a tokenizer shows for bytes that make no character yet."""

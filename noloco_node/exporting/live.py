@@ -17,25 +17,25 @@ import torch
 from torch import Tensor
 
 from noloco_node import ambient
+from noloco_node.bootstrap.hello import Hello, ask_hello
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.first_look import FIRST_LOOK_SECONDS, look_for_others
+from noloco_node.directory.records import Directory, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.gathered import Gathered, Reported, Shapes
-from noloco_node.interrupts import interruptible
-from noloco_node.merge import SavedReplica
+from noloco_node.exporting.merge import SavedReplica
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.stage import build_stage
-from noloco_node.onlooking import looking_on
-from noloco_node.swarm.access import Access
-from noloco_node.swarm.directory import Directory, PeerState
-from noloco_node.swarm.first_look import FIRST_LOOK_SECONDS, look_for_others
-from noloco_node.swarm.hello import Hello, ask_hello
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.screened_directory import ScreenedDirectory
-from noloco_node.swarm.slow_weights import fetch_slow, of_one_mind
-from noloco_node.swarm.transport import Transport
-from noloco_node.swarm.transport_errors import Refused, TransportError
+from noloco_node.node.interrupts import interruptible
+from noloco_node.node.observing import looking_on
+from noloco_node.state_transfer.slow_weights import fetch_slow, of_one_mind
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.training.layout import FlatLayout
+from noloco_node.transport.errors import Refused, TransportError
+from noloco_node.transport.interface import Transport
+from noloco_node.trust.admission import Access
+from noloco_node.trust.filtered_directory import ScreenedDirectory
 
 T = TypeVar("T")
 

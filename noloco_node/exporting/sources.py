@@ -31,7 +31,7 @@ def are_addresses(sources: Sequence[str]) -> bool:
 def guest_settings(options: argparse.Namespace) -> NodeSettings:
     """Of one who looks at the run of `options.sources`, which are addresses. UserError (CONFIG) where one is none."""
     from noloco_node.config.node_settings import NodeSettings
-    from noloco_node.early_checks import check_peers
+    from noloco_node.node.early_checks import check_peers
 
     settings = NodeSettings(
         initial_peers=tuple(options.sources), invitation=options.invitation, identity=options.identity
@@ -87,8 +87,8 @@ def named_run(options: argparse.Namespace) -> RunSpec | None:
 def check_own_files(run: RunSpec, options: argparse.Namespace, *, reads_text: bool) -> None:
     """Raise UserError (CONFIG) where a run that comes from strangers names files of this machine without the word of
     whoever exports it: its tokenizer, which goes with the model, and its text where that is read."""
+    from noloco_node.bootstrap.spec_fetch import check_own_word
     from noloco_node.config.load import load_join
-    from noloco_node.swarm.spec_fetch import check_own_word
 
     if reads_text:
         with_text(run, options)
@@ -99,8 +99,8 @@ def check_own_files(run: RunSpec, options: argparse.Namespace, *, reads_text: bo
 def with_text(run: RunSpec, options: argparse.Namespace) -> RunSpec:
     """With the place of the text, as `--config` or who joins a run says it. UserError: CONFIG where it must be named,
     WRONG_RUN where the configuration is another run's."""
+    from noloco_node.bootstrap.spec_fetch import with_own_data
     from noloco_node.config.load import load_join
-    from noloco_node.swarm.spec_fetch import with_own_data
 
     named = named_run(options)
     if named is not None:
@@ -126,7 +126,7 @@ def check_text_named(options: argparse.Namespace) -> None:
     """Raise UserError (DATA) where a text or tokenizer of this machine is named that is not there; CONFIG for settings
     that are none. For before anybody is asked for a run."""
     from noloco_node.config.load import load_join
-    from noloco_node.early_checks import check_own_data
+    from noloco_node.node.early_checks import check_own_data
 
     if named_run(options) is None:
         check_own_data(load_join(options.set).run.data)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from noloco_node.checks import free_disk
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.card import NAME as CARD
 from noloco_node.exporting.card import model_card
 from noloco_node.exporting.evaluation import Bench, Score
 from noloco_node.exporting.gathered import Gathered, chosen
-from noloco_node.merge import SavedReplica, mean_of, write_model
+from noloco_node.exporting.merge import SavedReplica, mean_of, write_model
 from noloco_node.model.export import SHARD_BYTES
+from noloco_node.node.checks import free_disk
 from noloco_node.telemetry.words import as_bytes
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from typing import cast
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from noloco_node import __version__
+from noloco_node.diagnostics.status import node_folders, said_now
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.report.chronicle import Chronicle
-from noloco_node.status import node_folders, said_now
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import MAX_LINE_BYTES, AnyEvent, EventReader
 from noloco_node.telemetry.summary import Summary, summarize_histories

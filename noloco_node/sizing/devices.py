@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from noloco_node.compute_device import peak_of
 from noloco_node.config.run_spec import PrecisionName
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.training.compute_device import peak_of
 
 REACHED = 0.4
 """Of its maker's peak, what training reaches on a device that never waits: 0.3 to 0.5 is usual."""

@@ -8,8 +8,8 @@ import psutil
 import torch
 
 from noloco_node.address_space import address_space_left
-from noloco_node.compute_device import resolve_device
 from noloco_node.sizing.memory import Memory
+from noloco_node.training.compute_device import resolve_device
 
 
 def free_memory(device: str) -> Memory:

@@ -148,12 +148,12 @@ class Strangers(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     offences: dict[str, int] = {}
-    """By kind (`swarm.conduct.Offence`)."""
+    """By kind (`transport.bans.Offence`)."""
     bans: dict[str, int] = {}
     """By the offence that brought them."""
     banned_now: int = 0
     audits: dict[str, int] = {}
-    """Of next-stage peers, by finding (`swarm.audit.Finding`)."""
+    """Of next-stage peers, by finding (`pipeline.audit.Finding`)."""
     set_aside_now: int = 0
     """Next-stage peers that get no microbatch, because audits went against them."""
     bounded: dict[str, int] = {}

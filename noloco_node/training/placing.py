@@ -8,12 +8,12 @@ import tempfile
 from pathlib import Path
 
 from noloco_node import ambient
-from noloco_node.compute_device import resolve_device
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import Stage
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compiled_stage import INDUCTOR
+from noloco_node.training.compute_device import resolve_device
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.stage_worker import PlacedStage, place_stage
 

@@ -22,21 +22,29 @@ import torch
 from hivemind.dht.routing import DHTID
 from torch import Tensor
 
-from noloco_node import PROTOCOL_VERSION, node
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.run_spec import ActivationCodec
+from noloco_node.directory.dht_node import Stored
+from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.directory.validator import sign_record, stage_key
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node import daemon as node
+from noloco_node.node.replica import Replica
 from noloco_node.outer.replica import OuterReplica, Part
-from noloco_node.replica import Replica
-from noloco_node.swarm import microbatch
-from noloco_node.swarm.directory import PeerRecord, PeerState
-from noloco_node.swarm.frames import END_FRAME, FrameKind, encode_envelope, encode_frame, encode_prefix, tensor_bytes
-from noloco_node.swarm.guarded_dht import Stored
-from noloco_node.swarm.libp2p_transport import STREAM_PROTOCOL
-from noloco_node.swarm.microbatch import MicrobatchHeader, Trained
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.pipeline import PipelineServer
-from noloco_node.swarm.record_validator import sign_record, stage_key
-from noloco_node.swarm.transport_errors import Refused, TransportError
-from noloco_node.swarm.transport_messages import Message, TensorSpec
+from noloco_node.pipeline import messages as microbatch
+from noloco_node.pipeline.messages import MicrobatchHeader, Trained
+from noloco_node.pipeline.passing import PipelineServer
+from noloco_node.transport.errors import Refused, TransportError
+from noloco_node.transport.frames import (
+    END_FRAME,
+    FrameKind,
+    encode_envelope,
+    encode_frame,
+    encode_prefix,
+    tensor_bytes,
+)
+from noloco_node.transport.libp2p import STREAM_PROTOCOL
+from noloco_node.transport.messages import Message, TensorSpec
 from tests.chaos import paced_node
 
 HOSTILITY = "NOLOCO_CHAOS_HOSTILITY"

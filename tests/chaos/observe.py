@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from noloco_node.local_swarm import SwarmNode
+from noloco_node.launch.local_swarm import SwarmNode
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
 
 

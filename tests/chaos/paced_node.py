@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from noloco_node import cli, node
+from noloco_node.cli import main as cli
+from noloco_node.node import daemon as node
 from noloco_node.training.compute_thread import ComputeThread, Priority
 from noloco_node.training.fair_queue import OWN, Turn
 

@@ -23,8 +23,8 @@ from hivemind.utils import MSGPackSerializer
 
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.validator import RecordValidator
 from noloco_node.errors import UserError
-from noloco_node.swarm.record_validator import RecordValidator
 from tests.chaos.attacks import ATTACKS
 from tests.chaos.attacks.life import BROKEN, LOST, Life, Tally, digest_of, living, read_victims
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import psutil
 
-from noloco_node.local_swarm import Observer, SwarmNode
+from noloco_node.launch.local_swarm import Observer, SwarmNode
 from noloco_node.telemetry.events import InnerStep, NodeStarted
 from tests.chaos.paced_node import OPERATION_SECONDS
 

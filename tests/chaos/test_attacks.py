@@ -11,16 +11,16 @@ from typing import Any, cast
 import pytest
 
 from noloco_node.config.run_spec import LimitsSpec, RunSpec
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.swarm import state_messages
-from noloco_node.swarm.guard import StageCopies
-from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.state_messages import SignedManifest, StateOffer, StateRequest, packed_size
-from noloco_node.swarm.transport import Transport
-from noloco_node.swarm.transport_errors import Refused
-from noloco_node.swarm.transport_messages import Message, TensorSpec
-from noloco_node.swarm.typed_calls import Nothing, ask
+from noloco_node.state_transfer import messages as state_messages
+from noloco_node.state_transfer.backups import StageCopies
+from noloco_node.state_transfer.messages import SignedManifest, StateOffer, StateRequest, packed_size
+from noloco_node.transport.calls import Nothing, ask
+from noloco_node.transport.errors import Refused
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from noloco_node.transport.messages import Message, TensorSpec
 from tests.chaos.attacks import ATTACKS, Attack
 from tests.chaos.attacks.life import BROKEN, Life, Tally, Victim, make_workers, throw_away_key
 from tests.chaos.scenarios.stranger import ANSWERS, passed_over

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node.local_swarm import Observer, SwarmNode
+from noloco_node.launch.local_swarm import Observer, SwarmNode
 from noloco_node.telemetry.events import InnerStep
 from tests.chaos.observe import rate, seconds_to_recover
 from tests.chaos.proxy import CLEAR, Shape, shaping_proxies

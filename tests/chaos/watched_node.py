@@ -14,15 +14,17 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from noloco_node.swarm import exchange_messages, guard, state_messages
-from noloco_node.swarm.acquaintance import Acquaintances
-from noloco_node.swarm.common_transport import CommonTransport
-from noloco_node.swarm.conduct import Conduct, Offence
-from noloco_node.swarm.dht_directory import DhtDirectory
-from noloco_node.swarm.directory import DirectoryView
-from noloco_node.swarm.headcount import is_there
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.transport_messages import Message
+from noloco_node.averaging import messages as exchange_messages
+from noloco_node.directory.dht import DhtDirectory
+from noloco_node.directory.headcount import is_there
+from noloco_node.directory.records import DirectoryView
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.state_transfer import backups as guard
+from noloco_node.state_transfer import messages as state_messages
+from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.bans import Conduct, Offence
+from noloco_node.transport.common import CommonTransport
+from noloco_node.transport.messages import Message
 from tests.chaos import paced_node
 
 WATCHED = "NOLOCO_CHAOS_WATCHED"

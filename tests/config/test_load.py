@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from noloco_node.config.load import Config, load_config, render, setting_names
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.virtual.laboratory import plan_lab
+from noloco_node.laboratory.course import plan_lab
 
 ROOT = Path(__file__).parent.parent.parent
 GOOD = """

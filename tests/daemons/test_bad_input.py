@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from noloco_node.config.load import load_config
+from noloco_node.diagnostics.status import status_lines
 from noloco_node.errors import ExitCode
-from noloco_node.status import status_lines
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped, read_events
 

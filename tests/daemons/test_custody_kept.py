@@ -20,7 +20,10 @@ from tests.support import eventually
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(300)]
 
-PATIENT = "import noloco_node.custody as custody, noloco_node.cli as cli; custody.HOLDER_SECONDS = 120.0; cli.entry()"
+PATIENT = (
+    "from noloco_node.cli import main; from noloco_node.node import custody; "
+    "custody.HOLDER_SECONDS = 120.0; main.entry()"
+)
 """The daemon, which waits longer for a holder: on a busy machine one needs more than 15 s for its start."""
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node.swarm.libp2p_transport import Libp2pTransport
+from noloco_node.transport.libp2p import Libp2pTransport
 from tests.support import nothing_left_behind, p2pd_children
 from tests.test_exactness import STEPS, run_and_compare
 from tests.worlds import libp2p_world, micro_spec

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node.errors import ExitCode
-from noloco_node.swarm.identity import load_or_create_identity
+from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.telemetry.events import InnerStep, NodeStarted, OuterStep
 from tests.daemons.test_bad_input import command, refused
 from tests.daemons.test_join import ENDLESS, MICRO, node

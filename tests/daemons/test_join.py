@@ -13,7 +13,7 @@ import pytest
 
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode
-from noloco_node.local_swarm import LocalSwarm
+from noloco_node.launch.local_swarm import LocalSwarm
 from noloco_node.telemetry.events import AnyEvent, EventReader, InnerStep, NodeStarted, NodeStopped, OuterStep
 from tests.made_runs import OWN_TEXT
 from tests.support import eventually, printed_file

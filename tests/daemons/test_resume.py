@@ -17,7 +17,7 @@ import pytest
 
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode
-from noloco_node.local_swarm import LocalSwarm, SwarmNode
+from noloco_node.launch.local_swarm import LocalSwarm, SwarmNode
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import (

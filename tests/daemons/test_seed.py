@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from noloco_node import __version__
+from noloco_node.cli.small import ask_health
 from noloco_node.errors import ExitCode
-from noloco_node.small_commands import ask_health
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import Account, NodeStarted, NodeStopped, OuterStep, read_events
 from tests.support import eventually, free_port, printed_file

@@ -15,7 +15,7 @@ import pytest
 
 from noloco_node.config.load import load_config
 from noloco_node.data.windows import load_windows
-from noloco_node.local_swarm import LocalSwarm, SwarmNode
+from noloco_node.launch.local_swarm import LocalSwarm, SwarmNode
 from noloco_node.telemetry.events import Account, TextBlock
 from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.chaos.swarm import PACED

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node.config.load import Config, load_config
-from noloco_node.local_swarm import LocalSwarm, SwarmNode
+from noloco_node.launch.local_swarm import LocalSwarm, SwarmNode
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, NodeMoved, NodeStopped, OuterStep
 from tests.support import eventually, last_account
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from noloco_node.accounting.statements import ContributionFile, Receipt, Work, statement_text
+from noloco_node.diagnostics.status import status_lines
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.status import status_lines
+from noloco_node.identity.keys import Identity, load_or_create_identity
+from noloco_node.identity.signing import sign_statement
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.swarm.contribution import ContributionFile, Receipt, Work, statement_text
-from noloco_node.swarm.identity import Identity, load_or_create_identity
-from noloco_node.swarm.signing import sign_statement
 from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
@@ -182,7 +182,7 @@ def test_to_ask_for_the_status_loads_no_heavy_library(folder: Path, identity: Id
     """Each of them takes a second or two, and a person may look every few seconds."""
     write(folder, started(identity), account())
     script = (
-        "import sys; from noloco_node.cli import main; code = main(['status', sys.argv[1]]); "
+        "import sys; from noloco_node.cli.main import main; code = main(['status', sys.argv[1]]); "
         "print('loaded', sorted({'torch', 'numpy', 'hivemind', 'transformers'} & set(sys.modules)), code)"
     )
     done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=60)

@@ -13,7 +13,7 @@ import pytest
 
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode
-from noloco_node.local_swarm import LocalSwarm, SwarmNode
+from noloco_node.launch.local_swarm import LocalSwarm, SwarmNode
 from noloco_node.telemetry.events import InnerStep, P2pdRestarted
 from tests.support import eventually, last_account, nothing_left_behind
 

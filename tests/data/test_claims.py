@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from noloco_node.data.claims import FURTHEST, MOST_CLAIMS, REACH_AT_LEAST, Claim, Said, SharedPosition, SlotBook
 from noloco_node.data.shared_turns import SharedTurns
-from noloco_node.swarm.directory import PeerRecord, PeerState
-from noloco_node.swarm.shared_text import in_record
+from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.directory.shared_text import in_record
 from tests.data.claim_swarm import ClaimSwarm, Shape
 
 LIFE = 20.0

@@ -8,12 +8,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from noloco_node.cli import main
+from noloco_node.cli.main import main
 from noloco_node.config.load import load_config, validate
 from noloco_node.data.encoding import check_made_tokens, fitting_tokenizer
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.merge import merge_run
+from noloco_node.exporting.merge import merge_run
 from tests.data.made_files import write_table
 from tests.data.test_made_tokens import laid_out, tokens_spec
 from tests.data.test_sources import text_spec

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from noloco_node.bootstrap.spec_fetch import read_agreed, with_own_data
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import OwnData, load_config
 from noloco_node.data import prepared
@@ -16,7 +17,6 @@ from noloco_node.data.sources import fingerprint_of_documents
 from noloco_node.data.tokenizers import ByteTokenizer, Tokens
 from noloco_node.data.windows import Windows, load_windows
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm.spec_fetch import read_agreed, with_own_data
 from tests.data.made_files import write_texts
 from tests.data.test_sources import text_spec
 

@@ -32,7 +32,7 @@ from noloco_node.data.turns import OwnTurns, Turn, TurnPosition
 from noloco_node.data.walk import Permutation
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.preflight import note_on_blocks
+from noloco_node.sizing.preflight import note_on_blocks
 from tests.data.made_files import lines, write_texts
 from tests.data.test_sources import text_spec
 from tests.support import eventually

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
-from noloco_node.cli import main
+from noloco_node.cli.main import main
 from noloco_node.data.tokenizer_training import END, TextTaken, train_tokenizer
 from noloco_node.data.tokenizers import load_tokenizer
 from noloco_node.data.windows import load_windows

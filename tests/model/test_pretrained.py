@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from noloco_node.cli import main
+from noloco_node.bootstrap.spec_fetch import read_agreed
+from noloco_node.cli.main import main
 from noloco_node.config.load import validate
 from noloco_node.config.pretrained import open_pretrained
 from noloco_node.config.run_spec import RunSpec
@@ -24,7 +25,6 @@ from noloco_node.model.cut import build_config
 from noloco_node.model.export import evaluate_model, export_model, load_exported
 from noloco_node.model.stage import build_stage
 from noloco_node.model.weights_check import pretrained_lines, with_own_weights
-from noloco_node.swarm.spec_fetch import read_agreed
 from tests.model.families import FAMILIES, build_all, parameters_by_full_name, spec_of, token_ids
 from tests.model.test_stage import compose
 

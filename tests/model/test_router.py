@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from noloco_node.directory.records import PeerState
 from noloco_node.model.router import Router
 from noloco_node.model.stage import build_stage
-from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.microbatch import MicrobatchAnswer, MicrobatchHeader, read_answer
-from noloco_node.swarm.transport_errors import Refused
-from noloco_node.swarm.transport_messages import Message
-from noloco_node.swarm.typed_calls import Answer, BadAnswer
+from noloco_node.pipeline.messages import MicrobatchAnswer, MicrobatchHeader, read_answer
+from noloco_node.transport.calls import Answer, BadAnswer
+from noloco_node.transport.errors import Refused
+from noloco_node.transport.messages import Message
 from tests.model.families import spec_of
 from tests.worlds import micro_spec, peer_name, world
 

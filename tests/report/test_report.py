@@ -14,7 +14,8 @@ from statistics import fmean
 import matplotlib.image
 import pytest
 
-from noloco_node import cli
+from noloco_node.cli import main as cli
+from noloco_node.diagnostics.status import status_lines
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.report import figures
 from noloco_node.report.chronicle import Chronicle
@@ -22,7 +23,6 @@ from noloco_node.report.drawing import figure
 from noloco_node.report.folder import read_folder
 from noloco_node.report.make import make_report
 from noloco_node.report.page import page
-from noloco_node.status import status_lines
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, Doing, DonorFailed, EventFile, P2pdRestarted, Warned
 from noloco_node.telemetry.summary import NodeHistory, summarize, throughput_curve, token_counters

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node.compute_device import PEAK_TFLOP_PER_SECOND
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.sizing.advice import expect, outlook_on
@@ -15,6 +14,7 @@ from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import memory_of
 from noloco_node.sizing.screen import expectation_lines, memory_lines
 from noloco_node.sizing.utilisation import Link
+from noloco_node.training.compute_device import PEAK_TFLOP_PER_SECOND
 
 HOME = Link(2.5e6, 0.1)
 SPEED = 2e11

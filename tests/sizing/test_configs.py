@@ -8,9 +8,9 @@ import pytest
 
 from noloco_node.config.load import load_config
 from noloco_node.config.shipped import shipped_configs
-from noloco_node.preflight import plan
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import GIB, memory_of
+from noloco_node.sizing.preflight import plan
 
 PAPER = {"125m": (309.9e6, 0.5e6), "1.3b": (2.135e9, 1e6), "6.8b": (9.639e9, 2e6)}
 """Parameters with the published code's vocabulary and three matrices in the feed-forward part, and the batch."""

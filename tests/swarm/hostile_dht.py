@@ -14,9 +14,9 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
-from noloco_node.swarm.directory import PeerRecord, PeerState
-from noloco_node.swarm.identity import Identity, ed25519_peer_id
-from noloco_node.swarm.record_validator import sign_record, stage_key
+from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.directory.validator import sign_record, stage_key
+from noloco_node.identity.keys import Identity, ed25519_peer_id
 
 PING, STORE, FIND = "DHTProtocol.rpc_ping", "DHTProtocol.rpc_store", "DHTProtocol.rpc_find"
 

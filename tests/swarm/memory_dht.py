@@ -9,9 +9,9 @@ from typing import Any
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
-from noloco_node.swarm.acquaintance import Acquaintances
-from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
-from noloco_node.swarm.identity import Identity
+from noloco_node.directory.dht import DhtDirectory, join_directory
+from noloco_node.identity.keys import Identity
+from noloco_node.transport.acquaintance import Acquaintances
 from tests.swarm.hostile_dht import throw_away_key
 
 Hook = Callable[[str, str], Awaitable[None]]

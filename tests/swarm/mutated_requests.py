@@ -10,20 +10,16 @@ from random import Random
 import torch
 from torch import Tensor
 
-from noloco_node.swarm import (
-    access,
-    dial_back,
-    exchange_messages,
-    guard,
-    hello,
-    inference,
-    microbatch,
-    receipts,
-    records_call,
-    spec_fetch,
-    state_messages,
-)
-from noloco_node.swarm.wire import WireModel
+from noloco_node.accounting import receipts
+from noloco_node.averaging import messages as exchange_messages
+from noloco_node.bootstrap import dial_back, hello, spec_fetch
+from noloco_node.directory import records_call
+from noloco_node.pipeline import inference
+from noloco_node.pipeline import messages as microbatch
+from noloco_node.state_transfer import backups as guard
+from noloco_node.state_transfer import messages as state_messages
+from noloco_node.transport.headers import WireModel
+from noloco_node.trust import admission as access
 from tests.worlds import VOCABULARY
 
 REQUESTS: Mapping[str, type[WireModel] | None] = {

@@ -12,21 +12,21 @@ import pytest
 from pydantic import ValidationError
 
 from noloco_node import PROTOCOL_VERSION
+from noloco_node.cli.invitations import make_invitation
 from noloco_node.config.run_spec import AccessSpec, RunSpec
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.invite_commands import make_invitation
-from noloco_node.swarm.access import METHOD, Access, Introduction, own_access
-from noloco_node.swarm.conduct import Conduct
-from noloco_node.swarm.directory import PeerRecord, PeerState
-from noloco_node.swarm.identity import Identity, load_or_create_identity
-from noloco_node.swarm.invitation import Invitation, Proof, invite, read_invitation
-from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.screened_directory import ScreenedDirectory
-from noloco_node.swarm.transport_errors import Refusal, Refused
-from noloco_node.swarm.transport_messages import Message
-from noloco_node.swarm.wire import no_tensors
+from noloco_node.identity.invitations import Invitation, Proof, invite, read_invitation
+from noloco_node.identity.keys import Identity, load_or_create_identity
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.bans import Conduct
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.headers import no_tensors
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from noloco_node.transport.messages import Message
+from noloco_node.trust.admission import METHOD, Access, Introduction, own_access
+from noloco_node.trust.filtered_directory import ScreenedDirectory
 from tests.worlds import micro_spec
 
 LATER = int(time.time()) + 3600

@@ -6,13 +6,13 @@ import contextlib
 
 import pytest
 
-from noloco_node.swarm import acquaintance
-from noloco_node.swarm.acquaintance import ANSWER_SECONDS, SILENCES_TOLERATED, WORK_SECONDS, Acquaintances
-from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryNetwork, MemoryTransport
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.transport_errors import Refusal, Refused, TransportError
-from noloco_node.swarm.transport_messages import Message
-from noloco_node.swarm.wire import no_tensors
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport import acquaintance
+from noloco_node.transport.acquaintance import ANSWER_SECONDS, SILENCES_TOLERATED, WORK_SECONDS, Acquaintances
+from noloco_node.transport.errors import Refusal, Refused, TransportError
+from noloco_node.transport.headers import no_tensors
+from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
+from noloco_node.transport.messages import Message
 
 PEER = PeerId("a-peer-of-ours")
 

@@ -12,23 +12,23 @@ import pytest
 import tests.worlds as worlds
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.aio import cancel_and_wait
-from noloco_node.checks import Outcome, check_versions
+from noloco_node.bootstrap.hello import Hello, check_same_run
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, OuterSpec, RunSpec
+from noloco_node.directory import records_call
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.directory.records import PeerRecord, PeerState, SignedRecord
+from noloco_node.directory.records_call import serve_records, tell
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm import records_call
-from noloco_node.swarm.conduct import Conduct
-from noloco_node.swarm.directory import PeerRecord, PeerState, SignedRecord
-from noloco_node.swarm.hello import Hello, check_same_run
-from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.records_call import serve_records, tell
-from noloco_node.swarm.screened_directory import ScreenedDirectory
-from noloco_node.swarm.transport import Admit, Handle
-from noloco_node.swarm.transport_errors import Refusal, Refused
-from noloco_node.swarm.transport_messages import Message
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.checks import Outcome, check_versions
 from noloco_node.telemetry.events import AnyEvent, OuterStep
+from noloco_node.transport.bans import Conduct
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.interface import Admit, Handle
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from noloco_node.transport.messages import Message
+from noloco_node.trust.filtered_directory import ScreenedDirectory
 from tests.support import eventually
 from tests.swarm.test_spec_fetch import OTHER, SPEC, Swarm, claim, swarm
 from tests.worlds import micro_spec, world

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.swarm.arrival import Arrival
-from noloco_node.swarm.balancing import Server, supply_of, worth_moving
-from noloco_node.swarm.directory import PeerRecord, PeerState
-from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.swarm.peer_id import PeerId
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.placement.arrival import Arrival
+from noloco_node.placement.balancing import Server, supply_of, worth_moving
 from tests.support import eventually, one_turn
 from tests.swarm.worlds import AllAnswer
 

@@ -15,18 +15,18 @@ from torch import Tensor
 
 from noloco_node.aio import cancel_and_wait
 from noloco_node.config.run_spec import PipelineSpec, RunSpec
-from noloco_node.swarm import routing
-from noloco_node.swarm.audit import ALIKE, Auditor, Finding, likeness, odd_one_out
-from noloco_node.swarm.conduct import FIRST_BAN_SECONDS
-from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
-from noloco_node.swarm.microbatch import METHOD, Ledger, MicrobatchHeader, Outgoing, Trained
-from noloco_node.swarm.origins_seen import DrawnBy
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.pipeline import Downstream
-from noloco_node.swarm.repute import TRIAL_SECONDS, Trust
-from noloco_node.swarm.routing import RoutingBook
-from noloco_node.swarm.transport_errors import PeerUnreachable, Refusal, Refused
-from noloco_node.swarm.transport_messages import Message
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline import routing
+from noloco_node.pipeline.audit import ALIKE, Auditor, Finding, likeness, odd_one_out
+from noloco_node.pipeline.messages import METHOD, Ledger, MicrobatchHeader, Outgoing, Trained
+from noloco_node.pipeline.passing import Downstream
+from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.transport.bans import FIRST_BAN_SECONDS
+from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from noloco_node.transport.messages import Message
+from noloco_node.trust.reputation import TRIAL_SECONDS, Trust
+from noloco_node.trust.sources_seen import DrawnBy
 from tests.support import eventually
 from tests.worlds import micro_spec, peer_name
 

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec, PipelineSpec, RunSpec
-from noloco_node.replica import Replica
-from noloco_node.swarm import conduct
-from noloco_node.swarm.audit import Finding
-from noloco_node.swarm.memory_transport import Fault, FaultKind
-from noloco_node.swarm.microbatch import METHOD
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.pipeline import PipelineServer
-from noloco_node.swarm.repute import SET_ASIDE_AT, Trust
-from noloco_node.swarm.transport_messages import Message
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.replica import Replica
+from noloco_node.pipeline.audit import Finding
+from noloco_node.pipeline.messages import METHOD
+from noloco_node.pipeline.passing import PipelineServer
 from noloco_node.telemetry.events import Account, OuterStep
 from noloco_node.training.stage_trainer import LossResult
+from noloco_node.transport import bans as conduct
+from noloco_node.transport.memory import Fault, FaultKind
+from noloco_node.transport.messages import Message
+from noloco_node.trust.reputation import SET_ASIDE_AT, Trust
 from tests.support import eventually
 from tests.worlds import World, last_accounts, micro_spec, peer_name, run_to_the_end, run_with_faults, world
 

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.swarm.acquaintance import IDLES_ALLOWED, Acquaintances
-from noloco_node.swarm.balancing import (
+from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.placement.balancing import (
     CREDIBLE_STRENGTH,
     Server,
     Supply,
@@ -25,10 +26,9 @@ from noloco_node.swarm.balancing import (
     supply_of,
     worth_moving,
 )
-from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
-from noloco_node.swarm.guard import guarded_stage
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.relocation import JOINER_PATIENCE, Move, Relocation, Standing
+from noloco_node.placement.migration import JOINER_PATIENCE, Move, Relocation, Standing
+from noloco_node.state_transfer.backups import guarded_stage
+from noloco_node.transport.acquaintance import IDLES_ALLOWED, Acquaintances
 from tests.swarm.worlds import AllAnswer
 
 OWN = PeerId("peer-own-00000")

@@ -7,9 +7,9 @@ from unittest.mock import ANY
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.swarm.beginning import BEGINNINGS, Beginning, where_to_begin
-from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
-from noloco_node.swarm.peer_id import PeerId
+from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.placement.initial_state import BEGINNINGS, Beginning, where_to_begin
 
 MAX_LAG = 1000
 T, F, J = PeerState.TRAINING, PeerState.FINISHING, PeerState.JOINING

@@ -8,23 +8,23 @@ import random
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node import stays as stays_module
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec
+from noloco_node.directory.memory import MemoryDirectory
+from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
+from noloco_node.directory.records_call import serve_records
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node import stage_lifecycle as stays_module
+from noloco_node.node.stage_lifecycle import Stays
+from noloco_node.pipeline import messages as microbatch
+from noloco_node.pipeline.blockage import TRIES, Blockage, patience
+from noloco_node.placement.balancing import Server, as_seen_at_work, supply_of, worth_moving
+from noloco_node.placement.migration import Move, Relocation, Standing
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.stays import Stays
-from noloco_node.swarm import microbatch
-from noloco_node.swarm.balancing import Server, as_seen_at_work, supply_of, worth_moving
-from noloco_node.swarm.blockage import TRIES, Blockage, patience
-from noloco_node.swarm.directory import LiveRecord, PeerRecord, PeerState
-from noloco_node.swarm.memory_directory import MemoryDirectory
-from noloco_node.swarm.memory_transport import MemoryTransport
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.records_call import serve_records
-from noloco_node.swarm.relocation import Move, Relocation, Standing
-from noloco_node.swarm.transport_errors import Refusal, Refused
-from noloco_node.swarm.transport_messages import Message
-from noloco_node.swarm.wire import no_tensors
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.headers import no_tensors
+from noloco_node.transport.memory import MemoryTransport
+from noloco_node.transport.messages import Message
 from tests.support import eventually
 from tests.worlds import World, micro_spec, peer_name, world
 
@@ -120,8 +120,8 @@ async def test_a_stage_that_only_a_crowd_of_keys_fills_is_rescued_by_a_neighbour
     """Six keys that answer and are always too busy are all that is at stage 1. One of the two nodes of stage 0 goes
     there, and finds nobody worth its trust there."""
     monkeypatch.setattr(stays_module, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr("noloco_node.swarm.balancing.RESCUE_SLOT_SECONDS", 0.2)
-    monkeypatch.setattr("noloco_node.replica.patience", lambda *_: 0.3)
+    monkeypatch.setattr("noloco_node.placement.balancing.RESCUE_SLOT_SECONDS", 0.2)
+    monkeypatch.setattr("noloco_node.node.replica.patience", lambda *_: 0.3)
     spec = micro_spec(limits=LimitsSpec(record_seconds=1.0, grace_seconds=2, chunk_bytes=4096))
     settings = NodeSettings(in_flight=1, drain_seconds=1, moves="always")
     async with world(spec, replicas=2, settings=settings) as made:

@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from noloco_node.config.run_spec import LimitsSpec
-from noloco_node.replica import Replica
-from noloco_node.swarm import late_join, state_messages
-from noloco_node.swarm.memory_transport import Fault, FaultKind
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.transport_errors import Refusal
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.replica import Replica
+from noloco_node.state_transfer import donor_choice as late_join
+from noloco_node.state_transfer import messages as state_messages
 from noloco_node.telemetry.events import DonorFailed
+from noloco_node.transport.errors import Refusal
+from noloco_node.transport.memory import Fault, FaultKind
 from tests.swarm.test_late_join import FIRST, OUTER, SECOND, drip, is_copy_of, make_veteran
 from tests.worlds import World, micro_spec, world
 

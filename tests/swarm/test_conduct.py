@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.swarm import conduct
-from noloco_node.swarm.conduct import (
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport import bans as conduct
+from noloco_node.transport.bans import (
     FIRST_BAN_SECONDS,
     FORGIVEN_A_SECOND,
     LONGEST_BAN_SECONDS,
@@ -20,9 +21,7 @@ from noloco_node.swarm.conduct import (
     Standing,
     after_offence,
 )
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.serving import RequestDesk, TransportLimits
-from noloco_node.swarm.transport_errors import (
+from noloco_node.transport.errors import (
     REFUSAL_MEANINGS,
     BrokenStream,
     DeadlinePassed,
@@ -31,6 +30,7 @@ from noloco_node.swarm.transport_errors import (
     Refusal,
     Refused,
 )
+from noloco_node.transport.server import RequestDesk, TransportLimits
 
 PEER = PeerId("a-stranger")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node.aio import Pulse
-from noloco_node.swarm import receipts as receipts_module
-from noloco_node.swarm.contribution import (
+from noloco_node.accounting import receipts as receipts_module
+from noloco_node.accounting.receipts import METHOD, Receipts, open_receipts
+from noloco_node.accounting.statements import (
     ContributionFile,
     Receipt,
     Work,
@@ -22,15 +22,15 @@ from noloco_node.swarm.contribution import (
     read_entries,
     statement_text,
 )
-from noloco_node.swarm.identity import Identity, load_or_create_identity
-from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryNetwork, MemoryTransport
-from noloco_node.swarm.microbatch import PEERS_COUNTED, Ledger
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.receipts import METHOD, Receipts, open_receipts
-from noloco_node.swarm.signing import sign_statement, signed_by
-from noloco_node.swarm.transport_errors import Refusal, Refused
-from noloco_node.swarm.transport_messages import Message
+from noloco_node.aio import Pulse
+from noloco_node.identity.keys import Identity, load_or_create_identity
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.identity.signing import sign_statement, signed_by
+from noloco_node.pipeline.messages import PEERS_COUNTED, Ledger
 from noloco_node.training.progress import Progress
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
+from noloco_node.transport.messages import Message
 from tests.support import eventually, one_turn
 from tests.worlds import micro_spec, run_to_the_end, world
 

@@ -13,10 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtensionOID
 
-from noloco_node.checks import Outcome
-from noloco_node.config.node_settings import NodeSettings
-from noloco_node.start_checks import check_reached, relayed_instead
-from noloco_node.swarm.dial_back import (
+from noloco_node.bootstrap.dial_back import (
     AT_ONCE,
     MAX_PORTS,
     PEER_SECONDS,
@@ -27,14 +24,17 @@ from noloco_node.swarm.dial_back import (
     hosts_of,
     serve_dial_back,
 )
-from noloco_node.swarm.identity import Identity, load_or_create_identity
-from noloco_node.swarm.libp2p_transport import Libp2pTransport
-from noloco_node.swarm.p2pd_start import running_p2p
-from noloco_node.swarm.peer_addresses import parse_address
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.transport_errors import Refusal, Refused
-from noloco_node.swarm.transport_messages import Message
-from noloco_node.swarm.who_answers import EXTENSION, SIGNED_PREFIX, NoAnswer, peer_of_certificate, who_answers
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.identity.addresses import parse_address
+from noloco_node.identity.keys import Identity, load_or_create_identity
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.start import running_p2p
+from noloco_node.libp2p.tls_probe import EXTENSION, SIGNED_PREFIX, NoAnswer, peer_of_certificate, who_answers
+from noloco_node.node.checks import Outcome
+from noloco_node.node.start_checks import check_reached, relayed_instead
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.libp2p import Libp2pTransport
+from noloco_node.transport.messages import Message
 from tests.support import nothing_left_behind
 
 ID = PeerId("12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9")

@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.swarm.dht_directory import join_directory
-from noloco_node.swarm.directory import Directory, PeerRecord, PeerState
-from noloco_node.swarm.guarded_dht import node_id_of
-from noloco_node.swarm.identity import Identity, load_or_create_identity
-from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.swarm.p2pd_start import running_p2p
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.record_validator import MAX_EXPIRY, RecordValidator, sign_record, stage_key
+from noloco_node.directory.dht import join_directory
+from noloco_node.directory.dht_node import node_id_of
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.directory.records import Directory, PeerRecord, PeerState
+from noloco_node.directory.validator import MAX_EXPIRY, RecordValidator, sign_record, stage_key
+from noloco_node.identity.keys import Identity, load_or_create_identity
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.start import running_p2p
 from tests.support import eventually, nothing_left_behind
 
 RUN = "run-under-test"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.swarm.dht_directory import join_directory
-from noloco_node.swarm.identity import Identity, load_or_create_identity
-from noloco_node.swarm.p2pd_start import running_p2p
+from noloco_node.directory.dht import join_directory
+from noloco_node.identity.keys import Identity, load_or_create_identity
+from noloco_node.libp2p.start import running_p2p
 from tests.support import eventually, nothing_left_behind
 from tests.swarm.hostile_dht import Stranger, ghost, key_ids
 from tests.swarm.test_directory import RUN, STAGES, dht_nodes, live_ids, record_of

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from noloco_node.aio import cancel_and_wait
-from noloco_node.swarm.donor_rate import DonorRate
+from noloco_node.state_transfer.rate import DonorRate
 from noloco_node.training.progress import LastTrained
 from tests.swarm.virtual_time import in_virtual_time
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from noloco_node.aio import Pulse
+from noloco_node.directory.membership import Membership, OwnFigures
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm.acquaintance import Acquaintances
-from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.ending import (
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.placement.run_end import (
     BEGINNING_SECONDS,
     HELD_UP_GRACES,
     LATE_GRACES,
@@ -22,10 +24,8 @@ from noloco_node.swarm.ending import (
     near_from,
     verdict,
 )
-from noloco_node.swarm.membership import Membership, OwnFigures
-from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.swarm.origins_seen import DrawnBy, OriginsSeen
-from noloco_node.swarm.peer_id import PeerId
+from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.trust.sources_seen import DrawnBy, OriginsSeen
 from tests.support import eventually
 from tests.swarm.worlds import AllAnswer
 from tests.worlds import micro_spec, peer_name, world

@@ -13,14 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from noloco_node.averaging import exchange
+from noloco_node.averaging import session as exchange_session
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.node.replica import Replica
 from noloco_node.outer.update import OuterRule, contribution, step_, token_weights
-from noloco_node.replica import Replica
-from noloco_node.swarm import exchange, exchange_session
-from noloco_node.swarm.memory_transport import Fault, FaultKind
-from noloco_node.swarm.transport_errors import Refusal, Refused
-from noloco_node.swarm.transport_messages import Message
 from noloco_node.telemetry.events import OuterStep
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.memory import Fault, FaultKind
+from noloco_node.transport.messages import Message
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import Swarm, World, libp2p_world, micro_spec, peer_name, world
 

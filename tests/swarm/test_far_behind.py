@@ -8,13 +8,13 @@ import random
 import pytest
 
 from noloco_node.aio import cancel_and_wait
+from noloco_node.averaging.matchmaking import WAIT, Dial, PairingState, Window, decide
 from noloco_node.config.run_spec import OuterSpec
-from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.fellow_clocks import STANDS_BACK_SECONDS, FarBehind, FellowClocks
-from noloco_node.swarm.pairing import WAIT, Dial, PairingState, Window, decide
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.directory.peer_clocks import STANDS_BACK_SECONDS, FarBehind, FellowClocks
+from noloco_node.directory.records import PeerState
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.telemetry.events import OuterStep
+from noloco_node.transport.errors import Refusal, Refused
 from tests.support import eventually
 from tests.swarm.test_pipeline import ask, request
 from tests.worlds import micro_spec, peer_name, run_ahead, world

@@ -25,9 +25,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.swarm import conduct
-from noloco_node.swarm.framed_stream import FramedStream, StreamEnded
-from noloco_node.swarm.frames import (
+from noloco_node.identity.keys import load_or_create_identity
+from noloco_node.libp2p.daemon import PrivateP2P
+from noloco_node.libp2p.start import start_p2p
+from noloco_node.transport import bans as conduct
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.frames import (
     BODY_FRAME_BYTES,
     END_FRAME,
     MAX_PAYLOAD,
@@ -44,13 +47,10 @@ from noloco_node.swarm.frames import (
     frame_lengths,
     tensor_bytes,
 )
-from noloco_node.swarm.identity import load_or_create_identity
-from noloco_node.swarm.libp2p_transport import STREAM_PROTOCOL, Libp2pTransport
-from noloco_node.swarm.p2p_daemon import PrivateP2P
-from noloco_node.swarm.p2pd_start import start_p2p
-from noloco_node.swarm.serving import TransportLimits
-from noloco_node.swarm.transport_errors import Refusal, Refused
-from noloco_node.swarm.transport_messages import MAX_TENSORS, WIRE_DTYPES, Message, TensorSpec
+from noloco_node.transport.libp2p import STREAM_PROTOCOL, Libp2pTransport
+from noloco_node.transport.messages import MAX_TENSORS, WIRE_DTYPES, Message, TensorSpec
+from noloco_node.transport.server import TransportLimits
+from noloco_node.transport.streams import FramedStream, StreamEnded
 from tests.support import eventually, nothing_left_behind
 
 MAX_BODY = 1 << 20

@@ -7,8 +7,8 @@ import asyncio
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
-from noloco_node.swarm.directory import LiveRecord, PeerRecord, PeerState
-from noloco_node.swarm.peer_id import PeerId
+from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.telemetry.events import InnerStep, OuterStep
 from tests.support import eventually
 from tests.worlds import World, micro_spec, world

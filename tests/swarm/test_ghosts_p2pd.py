@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node import stays as stays_module
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec, RunSpec
+from noloco_node.directory.dht import join_directory
+from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.identity.keys import Identity, load_or_create_identity
+from noloco_node.libp2p.start import running_p2p
+from noloco_node.node import stage_lifecycle as stays_module
+from noloco_node.node.stage_lifecycle import Stays
+from noloco_node.placement.migration import Move
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.stays import Stays
-from noloco_node.swarm.dht_directory import join_directory
-from noloco_node.swarm.directory import PeerRecord, PeerState
-from noloco_node.swarm.identity import Identity, load_or_create_identity
-from noloco_node.swarm.p2pd_start import running_p2p
-from noloco_node.swarm.relocation import Move
 from noloco_node.telemetry.events import InnerStep
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import Swarm, libp2p_world, micro_spec
@@ -104,7 +104,7 @@ async def test_ghosts_in_a_real_directory_change_no_count_move_nobody_and_put_no
     Counts and clocks stay as they were, and nobody leaves its stage for that; when stage 1 has lost both replicas, one
     of stage 0 goes there although its ghosts live."""
     monkeypatch.setattr(stays_module, "LOOK_SECONDS", 0.5)
-    monkeypatch.setattr("noloco_node.swarm.balancing.RESCUE_SLOT_SECONDS", 1.0)
+    monkeypatch.setattr("noloco_node.placement.balancing.RESCUE_SLOT_SECONDS", 1.0)
     spec = micro_spec(steps=STEPS, microbatches_a_step=2, outer=OuterSpec(inner_steps=4), limits=LIMITS)
     async with libp2p_world(spec, tmp_path, replicas=2, settings=SETTINGS) as made:
         stays = [

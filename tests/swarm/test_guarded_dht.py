@@ -12,11 +12,9 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
-from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm import dht_walk, guarded_dht
-from noloco_node.swarm.dht_walk import MOST_BY_ONE, MOST_INTRODUCED
-from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.guarded_dht import (
+from noloco_node.directory import dht_node as guarded_dht
+from noloco_node.directory import dht_walk
+from noloco_node.directory.dht_node import (
     ANSWER_BYTES,
     ANSWERS_BYTES,
     ASKED_BYTES,
@@ -24,9 +22,12 @@ from noloco_node.swarm.guarded_dht import (
     HAND_OVERS_AT_ONCE,
     node_id_of,
 )
-from noloco_node.swarm.identity import Identity
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.record_store import MOST_HEARSAY, MOST_RECORDS
+from noloco_node.directory.dht_walk import MOST_BY_ONE, MOST_INTRODUCED
+from noloco_node.directory.records import PeerState
+from noloco_node.directory.store import MOST_HEARSAY, MOST_RECORDS
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.keys import Identity
+from noloco_node.identity.peer_id import PeerId
 from tests.swarm.hostile_dht import FIND, PING, STORE, Stranger, ghost, key_ids, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
 from tests.swarm.test_directory import RUN, live_ids, record_of

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.swarm.acquaintance import ASKS_ALLOWED, IDLES_ALLOWED, Acquaintances
-from noloco_node.swarm.directory import PeerRecord, PeerState
-from noloco_node.swarm.headcount import SAMPLE, STILL_STEPS, Headcount, count, sampled_share, welcome_share
-from noloco_node.swarm.peer_id import PeerId
+from noloco_node.directory.headcount import SAMPLE, STILL_STEPS, Headcount, count, sampled_share, welcome_share
+from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.acquaintance import ASKS_ALLOWED, IDLES_ALLOWED, Acquaintances
 
 LIFE = 20.0
 

@@ -7,17 +7,17 @@ import asyncio
 import pytest
 import torch
 
+from noloco_node.averaging import exchange
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PipelineSpec
-from noloco_node.replica import Replica
-from noloco_node.swarm import exchange
-from noloco_node.swarm.microbatch import MicrobatchAnswer, read_answer
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.places import Places
-from noloco_node.swarm.transport import Release
-from noloco_node.swarm.transport_errors import Refusal, Refused
-from noloco_node.swarm.transport_messages import Message
-from noloco_node.swarm.typed_calls import Answer, BadAnswer
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.replica import Replica
+from noloco_node.pipeline.limiter import Places
+from noloco_node.pipeline.messages import MicrobatchAnswer, read_answer
+from noloco_node.transport.calls import Answer, BadAnswer
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.interface import Release
+from noloco_node.transport.messages import Message
 from tests.support import eventually, one_turn
 from tests.swarm.test_exchange import outer_steps, state_of, two_replicas, unchanged
 from tests.swarm.test_pipeline import ask, request, serving_world

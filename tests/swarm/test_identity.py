@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.directory.dht import DhtDirectory, join_directory
+from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm import identity
-from noloco_node.swarm.dht_directory import DhtDirectory, join_directory
-from noloco_node.swarm.directory import PeerRecord, PeerState
-from noloco_node.swarm.identity import (
+from noloco_node.identity import keys as identity
+from noloco_node.identity.keys import (
     BACKUP_LABEL,
     BadKey,
     IdentityLock,
@@ -41,9 +41,9 @@ from noloco_node.swarm.identity import (
     verify,
     write_new_private_file,
 )
-from noloco_node.swarm.p2p_daemon import PrivateP2P
-from noloco_node.swarm.p2pd_start import running_p2p, start_p2p
-from noloco_node.swarm.peer_id import PeerId
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.daemon import PrivateP2P
+from noloco_node.libp2p.start import running_p2p, start_p2p
 from tests.support import nothing_left_behind
 
 PASSPHRASE = b"correct horse battery"
@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_made_is_the_users_error(tmp_path: Path) -> None
 HOLDER = """
 import sys
 from pathlib import Path
-from noloco_node.swarm.identity import IdentityLock
+from noloco_node.identity.keys import IdentityLock
 with IdentityLock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -14,22 +14,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from noloco_node import eval_commands
+from noloco_node.cli import evaluating as eval_commands
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.data.tokenizers import ByteTokenizer, NoTokenizer, Tokens
+from noloco_node.directory.memory import MemoryDirectory
+from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.generating import Wish, continue_text, drawn
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.export import model_of
-from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.inference import METHOD, SAVED_WINDOWS, ForwardHeader, Rations
-from noloco_node.swarm.live_model import LiveModel
-from noloco_node.swarm.memory_directory import MemoryDirectory
-from noloco_node.swarm.memory_transport import MemoryTransport
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.transport_errors import Refusal, Refused
-from noloco_node.swarm.transport_messages import Message
+from noloco_node.pipeline.inference import METHOD, SAVED_WINDOWS, ForwardHeader, Rations
+from noloco_node.pipeline.live_model import LiveModel
 from noloco_node.training.compute_thread import Priority
 from noloco_node.training.fair_queue import Turn
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.memory import MemoryTransport
+from noloco_node.transport.messages import Message
 from tests.support import eventually
 from tests.worlds import LENGTH, VOCABULARY, World, micro_spec, world
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.swarm.directory import PeerRecord, PeerState, SignedRecord
-from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryNetwork, MemoryTransport
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.records_call import serve_records
-from noloco_node.swarm.roll_call import SWEEP_SECONDS, RollCall
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.directory.records import PeerRecord, PeerState, SignedRecord
+from noloco_node.directory.records_call import serve_records
+from noloco_node.directory.roll_call import SWEEP_SECONDS, RollCall
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from tests.swarm.virtual_time import in_virtual_time
 
 GHOSTS = 1000

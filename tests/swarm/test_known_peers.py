@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
+from noloco_node.directory.known_peers import MOST_PEERS, KnownPeers, live_peers, peers_met
+from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.network import seen_before
-from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
-from noloco_node.swarm.known_peers import MOST_PEERS, KnownPeers, live_peers, peers_met
-from noloco_node.swarm.p2pd_arguments import announced_address, check_port_free
-from noloco_node.swarm.p2pd_failures import FailedStart, explain
-from noloco_node.swarm.peer_addresses import MOST_ADDRESSES, dialable
-from noloco_node.swarm.peer_id import PeerId
+from noloco_node.identity.addresses import MOST_ADDRESSES, dialable
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.arguments import announced_address, check_port_free
+from noloco_node.libp2p.failures import FailedStart, explain
+from noloco_node.node.network import seen_before
 from tests.support import eventually
 
 ID = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
@@ -86,7 +86,7 @@ def test_a_named_run_is_entered_by_its_own_peers_only(tmp_path: Path) -> None:
 
 async def test_the_file_follows_the_live_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they listen is asked again and again; one that nobody finds keeps its last address."""
-    monkeypatch.setattr("noloco_node.swarm.known_peers.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("noloco_node.directory.known_peers.LOOK_SECONDS", 0.01)
     answers = {PeerId(ID): (at("203.0.114.7"),), PeerId(OTHER): ()}
 
     class Book:
@@ -109,7 +109,7 @@ async def test_a_peer_is_asked_for_as_soon_as_it_is_seen_and_seldom_where_nobody
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run may be over half a minute after a peer came; one that is never found costs a look-up now and then."""
-    monkeypatch.setattr("noloco_node.swarm.known_peers.LOOK_SECONDS", 0.002)
+    monkeypatch.setattr("noloco_node.directory.known_peers.LOOK_SECONDS", 0.002)
     looks, asked = 0, list[tuple[int, PeerId]]()
 
     class Book:
@@ -134,7 +134,7 @@ async def test_at_its_end_a_node_learns_where_those_listen_that_it_met_last(
 ) -> None:
     """However short its life was. Who is known already is not asked for, nobody is asked for whom there is no room, and
     one that cannot be found holds nothing up for long."""
-    monkeypatch.setattr("noloco_node.swarm.known_peers.LAST_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("noloco_node.directory.known_peers.LAST_LOOK_SECONDS", 0.2)
     asked: list[PeerId] = []
 
     class Book:

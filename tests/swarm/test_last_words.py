@@ -9,12 +9,12 @@ import pytest
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.load import load_config
-from noloco_node.seed import last_words
+from noloco_node.directory.last_words import is_over
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.seed import last_words
 from noloco_node.storage.run_folder import MARK, RunFolder
-from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
-from noloco_node.swarm.last_words import is_over
-from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.swarm.peer_id import PeerId
 
 SPEC = load_config(Path(__file__).parent.parent / "configs" / "micro.yaml").run
 LIFE = 60.0

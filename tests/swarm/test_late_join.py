@@ -24,23 +24,24 @@ from hypothesis import strategies as st
 from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.replica import Replica
-from noloco_node.swarm import late_join, state_messages
-from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.donor_pace import DonorPaces
-from noloco_node.swarm.donor_rate import HIGHEST_RATE, KEPT_SHARE, Cost, DonorRate
-from noloco_node.swarm.late_join import rank_donors
-from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryTransport
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.state_messages import StateOffer
-from noloco_node.swarm.state_readers import WAIT_SECONDS, Readers
-from noloco_node.swarm.state_transfer import Download
-from noloco_node.swarm.transport import Transport
-from noloco_node.swarm.transport_errors import Refusal, Refused
-from noloco_node.swarm.transport_messages import JsonObject, Message
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.replica import Replica
+from noloco_node.state_transfer import donor_choice as late_join
+from noloco_node.state_transfer import messages as state_messages
+from noloco_node.state_transfer.donor_choice import rank_donors
+from noloco_node.state_transfer.donor_pace import DonorPaces
+from noloco_node.state_transfer.fetch import Download
+from noloco_node.state_transfer.messages import StateOffer
+from noloco_node.state_transfer.rate import HIGHEST_RATE, KEPT_SHARE, Cost, DonorRate
+from noloco_node.state_transfer.readers import WAIT_SECONDS, Readers
 from noloco_node.telemetry.events import DonorFailed, OuterStep, StateDownload
 from noloco_node.training.progress import LastTrained
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.memory import Fault, FaultKind, MemoryTransport
+from noloco_node.transport.messages import JsonObject, Message
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import NAMED, Swarm, World, libp2p_world, micro_spec, peer_name, world
 

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, token_bytes
-from noloco_node.swarm.link_codecs import CARRIED_SHARE, LinkCodecs, codec_for
-from noloco_node.swarm.peer_id import PeerId
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline.link_codecs import CARRIED_SHARE, LinkCodecs, codec_for
 
 ALLOWED: tuple[ActivationCodec, ...] = ("fp32", "bf16", "int8")
 SIZES = {codec: token_bytes(INT8_BLOCK, codec) for codec in ALLOWED}

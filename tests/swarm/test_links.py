@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.swarm.links import LEAST_WEIGHT, RELAYED_WEIGHT, REMEMBERED_SECONDS, FellowWays, way_weights
-from noloco_node.swarm.pairing import Dial, PairingState, Window, decide
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.routing import Candidate, RoutingBook, choose_peer
+from noloco_node.averaging.matchmaking import Dial, PairingState, Window, decide
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline.links import LEAST_WEIGHT, RELAYED_WEIGHT, REMEMBERED_SECONDS, FellowWays, way_weights
+from noloco_node.pipeline.routing import Candidate, RoutingBook, choose_peer
 
 PEERS = [PeerId(name) for name in ("a", "b", "c", "d")]
 WAY = st.tuples(st.none() | st.floats(1e-9, 1e3), st.booleans())

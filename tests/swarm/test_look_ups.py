@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_node.swarm import guarded_dht
-from noloco_node.swarm.guarded_dht import ASKED_BYTES
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.record_store import Held
+from noloco_node.directory import dht_node as guarded_dht
+from noloco_node.directory.dht_node import ASKED_BYTES
+from noloco_node.directory.store import Held
+from noloco_node.identity.peer_id import PeerId
 from tests.swarm.hostile_dht import Stranger, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
 from tests.swarm.test_directory import record_of

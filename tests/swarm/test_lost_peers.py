@@ -8,15 +8,15 @@ from itertools import pairwise
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
-from noloco_node.swarm.lost_peers import (
+from noloco_node.directory.lost_peers import (
     FIRST_PAUSE_SECONDS,
     FORGET_SECONDS,
     LONGEST_PAUSE_SECONDS,
     MOST_REMEMBERED,
     LostPeers,
 )
-from noloco_node.swarm.peer_id import PeerId
+from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.identity.peer_id import PeerId
 
 OWN = PeerId("own-peer-id")
 

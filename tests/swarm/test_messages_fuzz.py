@@ -25,40 +25,37 @@ import pytest
 import torch
 from torch import Tensor
 
+from noloco_node.accounting import receipts
+from noloco_node.accounting.statements import ContributionFile, Receipt, statement_text
+from noloco_node.averaging import backoff as patience
+from noloco_node.averaging import exchange
+from noloco_node.bootstrap import dial_back, spec_fetch
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import AccessSpec, LimitsSpec, OuterSpec, PipelineSpec, RunSpec
+from noloco_node.directory import records_call
+from noloco_node.directory.records import PeerState
+from noloco_node.identity.invitations import invite
+from noloco_node.identity.keys import load_or_create_identity
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.start import running_p2p
+from noloco_node.node.replica import Replica
 from noloco_node.outer.replica import Part
-from noloco_node.replica import Replica
-from noloco_node.swarm import (
-    access,
-    conduct,
-    dial_back,
-    exchange,
-    guard,
-    inference,
-    microbatch,
-    patience,
-    receipts,
-    records_call,
-    repeats,
-    spec_fetch,
-    state_messages,
-    state_transfer,
-)
-from noloco_node.swarm.contribution import ContributionFile, Receipt, statement_text
-from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.frames import FrameError
-from noloco_node.swarm.identity import load_or_create_identity
-from noloco_node.swarm.invitation import invite
-from noloco_node.swarm.libp2p_transport import Libp2pTransport
-from noloco_node.swarm.memory_transport import MemoryTransport
-from noloco_node.swarm.p2pd_start import running_p2p
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.serving import RequestDesk
-from noloco_node.swarm.transport import Transport
-from noloco_node.swarm.transport_errors import Refusal, Refused, TransportError
-from noloco_node.swarm.transport_messages import Message
+from noloco_node.pipeline import inference
+from noloco_node.pipeline import ledger as repeats
+from noloco_node.pipeline import messages as microbatch
+from noloco_node.state_transfer import backups as guard
+from noloco_node.state_transfer import fetch as state_transfer
+from noloco_node.state_transfer import messages as state_messages
 from noloco_node.telemetry.events import AnyEvent, OuterStep
+from noloco_node.transport import bans as conduct
+from noloco_node.transport.errors import Refusal, Refused, TransportError
+from noloco_node.transport.frames import FrameError
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.libp2p import Libp2pTransport
+from noloco_node.transport.memory import MemoryTransport
+from noloco_node.transport.messages import Message
+from noloco_node.transport.server import RequestDesk
+from noloco_node.trust import admission as access
 from tests.chaos.attacks.life import throw_away_key
 from tests.support import eventually, nothing_left_behind, one_turn
 from tests.swarm.mutated_requests import METHODS, REQUESTS, Recipe, changed_tensors, fields_of, recipe

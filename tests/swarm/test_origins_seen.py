@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec
-from noloco_node.swarm import microbatch
-from noloco_node.swarm.memory_transport import MemoryTransport
-from noloco_node.swarm.microbatch import MicrobatchHeader
-from noloco_node.swarm.origins_seen import (
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline import messages as microbatch
+from noloco_node.pipeline.messages import MicrobatchHeader
+from noloco_node.transport.memory import MemoryTransport
+from noloco_node.transport.messages import Message
+from noloco_node.trust.sources_seen import (
     ORIGINS_OF_A_SENDER,
     RECENT_MICROBATCHES,
     SENDERS_REMEMBERED,
     DrawnBy,
     OriginsSeen,
 )
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.transport_messages import Message
 from tests.worlds import MICROBATCH, micro_spec, peer_name, run_to_the_end, world
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
-from noloco_node.swarm.outlook import outlook_of
-from noloco_node.swarm.peer_id import PeerId
+from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.directory.summary import outlook_of
+from noloco_node.identity.peer_id import PeerId
 
 TRAINING, JOINING = PeerState.TRAINING, PeerState.JOINING
 

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from noloco_node.config.run_spec import PipelineSpec
-from noloco_node.replica import Replica
-from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.microbatch import HopFailed
-from noloco_node.swarm.transport_errors import Refusal
+from noloco_node.directory.records import PeerState
+from noloco_node.node.replica import Replica
+from noloco_node.pipeline.messages import HopFailed
+from noloco_node.transport.errors import Refusal
 from tests.worlds import World, micro_spec, window_rows, world
 
 HALF = PipelineSpec(activations=("fp16",), budget_seconds=5.0, progress_seconds=2.0, hop_attempts=1)

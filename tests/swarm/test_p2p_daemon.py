@@ -20,10 +20,10 @@ import pytest
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm.identity import load_or_create_identity
-from noloco_node.swarm.p2pd_start import Doors, running_p2p, start_p2p
-from noloco_node.swarm.peer_addresses import parse_address, try_peers
-from noloco_node.swarm.private_folder import SHARED_PREFIX, leave_shared_folder, sweep_dead_folders
+from noloco_node.identity.addresses import parse_address, try_peers
+from noloco_node.identity.keys import load_or_create_identity
+from noloco_node.libp2p.start import Doors, running_p2p, start_p2p
+from noloco_node.storage.private_folder import SHARED_PREFIX, leave_shared_folder, sweep_dead_folders
 from tests.support import eventually, nothing_left_behind, one_turn, p2pd_children
 
 pytestmark = pytest.mark.daemons
@@ -84,7 +84,7 @@ async def test_each_initial_peer_is_told_off_for_its_own_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Malformed and refused addresses are listed with why."""
-    monkeypatch.setattr("noloco_node.swarm.p2pd_start.PEERS_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr("noloco_node.libp2p.start.PEERS_ANSWER_SECONDS", 0.5)
     wrong = ("nonsense", f"/ip4/127.0.0.1/tcp/70000/p2p/{NOBODY}", "/ip4/127.0.0.1/tcp/9/p2p/QmNoPeer")
     refused = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
     error = await failure(joining(*wrong, refused), tmp_path)
@@ -121,7 +121,7 @@ async def test_peers_seen_before_stand_in_for_dead_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the named peers are dead, or none is named; with nobody left a node starts a swarm only if it may."""
-    monkeypatch.setattr("noloco_node.swarm.p2pd_start.PEERS_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr("noloco_node.libp2p.start.PEERS_ANSWER_SECONDS", 0.5)
     dead = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
     key = load_or_create_identity(tmp_path / "two")
     async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "one")) as first:
@@ -186,7 +186,7 @@ async def test_the_death_of_p2pd_is_noticed(tmp_path: Path) -> None:
 
 async def test_a_p2pd_that_cannot_start_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its last words."""
-    monkeypatch.setattr("noloco_node.swarm.p2pd_arguments.ALWAYS", ("-announceAddrs=nonsense",))
+    monkeypatch.setattr("noloco_node.libp2p.arguments.ALWAYS", ("-announceAddrs=nonsense",))
     error = await failure(NodeSettings(), tmp_path)
     assert error.exit_code is ExitCode.P2P_DAEMON
     assert "nonsense" in error.message
@@ -226,8 +226,8 @@ NODE = """
 import asyncio, sys
 from pathlib import Path
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.swarm.identity import load_or_create_identity
-from noloco_node.swarm.p2pd_start import start_p2p
+from noloco_node.identity.keys import load_or_create_identity
+from noloco_node.libp2p.start import start_p2p
 
 async def main():
     daemon = await start_p2p(NodeSettings(), load_or_create_identity(Path(sys.argv[1])))

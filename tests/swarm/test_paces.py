@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from noloco_node.swarm.paces import Outcome
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.routing import RoutingBook
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline.paces import Outcome
+from noloco_node.pipeline.routing import RoutingBook
 
 PEERS = [PeerId(name) for name in ("hostile", "a", "b", "c")]
 USUAL = 0.2

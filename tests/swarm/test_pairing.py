@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from noloco_node.swarm.fellow_clocks import FellowClocks, believed_clock, laggard
-from noloco_node.swarm.pairing import (
+from noloco_node.averaging.matchmaking import (
     WAIT,
     Dial,
     PairingState,
@@ -17,8 +16,9 @@ from noloco_node.swarm.pairing import (
     decide,
     retry_delay,
 )
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.transport_errors import Refusal
+from noloco_node.directory.peer_clocks import FellowClocks, believed_clock, laggard
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.errors import Refusal
 
 WINDOW = Window(inner_steps=10, min_inner_steps=5)
 FELLOWS = (PeerId("b"), PeerId("c"), PeerId("d"))

@@ -7,11 +7,7 @@ import random
 import pytest
 import torch
 
-from noloco_node.outer.clipping import PartnerBound
-from noloco_node.outer.codec import BLOCK
-from noloco_node.outer.update import OuterRule
-from noloco_node.swarm.conduct import FIRST_BAN_SECONDS, LONGEST_BAN_SECONDS
-from noloco_node.swarm.patience import (
+from noloco_node.averaging.backoff import (
     FAR,
     FELLOWS_REMEMBERED,
     Distance,
@@ -21,7 +17,11 @@ from noloco_node.swarm.patience import (
     after_lost_exchange,
     after_meeting,
 )
-from noloco_node.swarm.peer_id import PeerId
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.outer.clipping import PartnerBound
+from noloco_node.outer.codec import BLOCK
+from noloco_node.outer.update import OuterRule
+from noloco_node.transport.bans import FIRST_BAN_SECONDS, LONGEST_BAN_SECONDS
 from tests.outer.groups import average, learn, replica_of
 
 RULE = OuterRule(0.5, 0.5, 0.5, "averaged")

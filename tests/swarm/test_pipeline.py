@@ -13,15 +13,15 @@ import torch
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec, PipelineSpec
-from noloco_node.swarm import microbatch
-from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.memory_transport import Fault, FaultKind
-from noloco_node.swarm.microbatch import MicrobatchHeader, Sample
-from noloco_node.swarm.origin import Origin
-from noloco_node.swarm.repeats import MicrobatchName
-from noloco_node.swarm.transport_errors import Refusal, Refused
-from noloco_node.swarm.transport_messages import Message
+from noloco_node.directory.records import PeerState
+from noloco_node.pipeline import messages as microbatch
+from noloco_node.pipeline.ledger import MicrobatchName
+from noloco_node.pipeline.messages import MicrobatchHeader, Sample
+from noloco_node.pipeline.source import Origin
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.memory import Fault, FaultKind
+from noloco_node.transport.messages import Message
 from tests.support import eventually, last_account
 from tests.worlds import (
     LENGTH,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec
-from noloco_node.replica import Replica
-from noloco_node.swarm.audit import Finding
+from noloco_node.node.replica import Replica
+from noloco_node.pipeline.audit import Finding
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.stage_trainer import LossResult
 from tests.worlds import MICROBATCH, World, last_accounts, micro_spec, run_to_the_end, window_batch, world

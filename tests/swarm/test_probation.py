@@ -12,11 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.config.run_spec import LimitsSpec, OuterSpec
-from noloco_node.replica import Replica
-from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.probation import (
+from noloco_node.averaging.probation import (
     LOSS_TOLERANCE,
     PEERS_REMEMBERED,
     UNMET_FACTOR,
@@ -25,8 +21,12 @@ from noloco_node.swarm.probation import (
     Standing,
     in_line,
 )
-from noloco_node.swarm.transport_errors import Refusal
+from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.directory.records import PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.replica import Replica
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
+from noloco_node.transport.errors import Refusal
 from tests.support import eventually, one_turn
 from tests.worlds import World, micro_spec, peer_name, run_ahead, world
 

@@ -14,14 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.swarm import dial_back
-from noloco_node.swarm.circuit_relay import CircuitRelay
-from noloco_node.swarm.dial_back import DialBack, Dialled, Reached
-from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
-from noloco_node.swarm.peer_addresses import PeerAddress, parse_address
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.reach_watch import Policy, ReachWatch
-from noloco_node.swarm.reachability import (
+from noloco_node.bootstrap import dial_back
+from noloco_node.bootstrap.dial_back import DialBack, Dialled, Reached
+from noloco_node.bootstrap.reach_watch import Policy, ReachWatch
+from noloco_node.bootstrap.reachability import (
     CHANGES_COUNT_SECONDS,
     FIRST_CHANGE_SECONDS,
     Finding,
@@ -33,9 +29,13 @@ from noloco_node.swarm.reachability import (
     may_change,
     network_of,
 )
-from noloco_node.swarm.transport_errors import PeerUnreachable
-from noloco_node.swarm.transport_messages import Message
-from noloco_node.swarm.wire import no_tensors
+from noloco_node.identity.addresses import PeerAddress, parse_address
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.relay.server import CircuitRelay
+from noloco_node.transport.errors import PeerUnreachable
+from noloco_node.transport.headers import no_tensors
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from noloco_node.transport.messages import Message
 
 BASE = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx"
 OWN, SEED, OTHER, LIAR = (PeerId(BASE + letter) for letter in "9ABC")
@@ -170,7 +170,10 @@ class World:
 @contextlib.asynccontextmanager
 async def watching(world: World, monkeypatch: pytest.MonkeyPatch, policy: Policy = FREE) -> AsyncIterator[ReachWatch]:
     """The watch of a node in that world, which may ask the same peers again at once and change as often as it likes."""
-    for place in ("noloco_node.swarm.reach_watch.PEER_SECONDS", "noloco_node.swarm.reachability.FIRST_CHANGE_SECONDS"):
+    for place in (
+        "noloco_node.bootstrap.reach_watch.PEER_SECONDS",
+        "noloco_node.bootstrap.reachability.FIRST_CHANGE_SECONDS",
+    ):
         monkeypatch.setattr(place, 0.0)
     network = MemoryNetwork()
     peers = [MemoryTransport(network, peer) for peer in world.answers]
@@ -214,8 +217,8 @@ async def test_the_address_that_peers_have_dialled_is_told_beside_its_own(monkey
 
 async def test_a_port_that_the_router_opens_is_waited_for_and_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
     """p2pd tells others of it itself, so nothing is changed; where none is opened, the wait has an end."""
-    monkeypatch.setattr("noloco_node.swarm.reach_watch.MAP_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr("noloco_node.swarm.reach_watch.MAP_SECONDS", 0.05)
+    monkeypatch.setattr("noloco_node.bootstrap.reach_watch.MAP_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("noloco_node.bootstrap.reach_watch.MAP_SECONDS", 0.05)
     mapped = Place(OUTSIDE.host, 40000)
 
     class Opening(World):

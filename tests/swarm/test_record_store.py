@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.swarm import record_store
-from noloco_node.swarm.directory import PeerRecord, PeerState
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.record_intake import CHECKS_A_SECOND, CHECKS_AT_ONCE, POOLS, SKEW_SECONDS, Intake
-from noloco_node.swarm.record_store import (
+from noloco_node.directory import store as record_store
+from noloco_node.directory.intake import CHECKS_A_SECOND, CHECKS_AT_ONCE, POOLS, SKEW_SECONDS, Intake
+from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.directory.store import (
     FEW,
     MOST_HEARSAY,
     MOST_KEYS_A_SIGNER,
@@ -23,7 +22,8 @@ from noloco_node.swarm.record_store import (
     Held,
     RecordStore,
 )
-from noloco_node.swarm.record_validator import MAX_RECORD_BYTES, RecordValidator
+from noloco_node.directory.validator import MAX_RECORD_BYTES, RecordValidator
+from noloco_node.identity.peer_id import PeerId
 from tests.swarm.hostile_dht import ghost, key_ids, throw_away_key
 
 RUN, STAGES, LIFE = "run-under-test", 2, 60.0

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from noloco_node.swarm.directory import SignedRecord
-from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryNetwork, MemoryTransport
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.records_call import METHOD, MOST_TOLD, serve_records, tell
-from noloco_node.swarm.transport_errors import Refusal, Refused
-from noloco_node.swarm.transport_messages import Message
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.directory.records import SignedRecord
+from noloco_node.directory.records_call import METHOD, MOST_TOLD, serve_records, tell
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
+from noloco_node.transport.messages import Message
 
 RUN = "run-under-test"
 ONE, TWO = PeerId("peer-number-one"), PeerId("peer-number-two")

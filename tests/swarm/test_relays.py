@@ -18,8 +18,15 @@ from hypothesis import strategies as st
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm import circuit_relay, p2pd_start, relay_places
-from noloco_node.swarm.circuit_messages import (
+from noloco_node.identity.addresses import parse_address
+from noloco_node.identity.keys import Identity, load_or_create_identity
+from noloco_node.identity.multiaddrs import to_dial
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p import start as p2pd_start
+from noloco_node.libp2p.daemon import PrivateP2P
+from noloco_node.libp2p.relay import places as relay_places
+from noloco_node.libp2p.relay import server as circuit_relay
+from noloco_node.libp2p.relay.messages import (
     HOP,
     Status,
     hop_answer,
@@ -31,17 +38,12 @@ from noloco_node.swarm.circuit_messages import (
     wanted_peer,
     write_message,
 )
-from noloco_node.swarm.circuit_relay import CircuitRelay
-from noloco_node.swarm.identity import Identity, load_or_create_identity
-from noloco_node.swarm.libp2p_transport import Libp2pTransport
-from noloco_node.swarm.multiaddrs import to_dial
-from noloco_node.swarm.p2p_daemon import PrivateP2P
-from noloco_node.swarm.p2pd_start import reached_by_a_stranger, running_p2p, start_p2p
-from noloco_node.swarm.peer_addresses import parse_address
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.relay_places import RelayedHost, ask_for_place, connected_by_relay, only_relayed
-from noloco_node.swarm.transport_messages import Message
-from noloco_node.swarm.wire import no_tensors
+from noloco_node.libp2p.relay.places import RelayedHost, ask_for_place, connected_by_relay, only_relayed
+from noloco_node.libp2p.relay.server import CircuitRelay
+from noloco_node.libp2p.start import reached_by_a_stranger, running_p2p, start_p2p
+from noloco_node.transport.headers import no_tensors
+from noloco_node.transport.libp2p import Libp2pTransport
+from noloco_node.transport.messages import Message
 from tests.support import eventually, nothing_left_behind, p2pd_children
 
 ONE = PeerId("12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9")

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.swarm import microbatch, repeats
-from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.memory_transport import Fault, FaultKind
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.repeats import MicrobatchName, Repeats
-from noloco_node.swarm.transport_errors import Refused
-from noloco_node.swarm.transport_messages import Message
+from noloco_node.directory.records import PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline import ledger as repeats
+from noloco_node.pipeline import messages as microbatch
+from noloco_node.pipeline.ledger import MicrobatchName, Repeats
+from noloco_node.transport.errors import Refused
+from noloco_node.transport.memory import Fault, FaultKind
+from noloco_node.transport.messages import Message
 from tests.swarm.test_pipeline import QUICK, request
 from tests.worlds import LENGTH, WINDOWS, World, micro_spec, peer_name, world
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.swarm.conduct import FIRST_BAN_SECONDS, LONGEST_BAN_SECONDS
-from noloco_node.swarm.repute import FORGIVEN, SET_ASIDE_AT, TRIAL_SECONDS, Repute, Trust, after_audit
+from noloco_node.transport.bans import FIRST_BAN_SECONDS, LONGEST_BAN_SECONDS
+from noloco_node.trust.reputation import FORGIVEN, SET_ASIDE_AT, TRIAL_SECONDS, Repute, Trust, after_audit
 
 
 def test_a_liar_is_set_aside_soon_and_for_longer_each_time() -> None:

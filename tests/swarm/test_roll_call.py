@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.swarm.directory import PeerRecord, PeerState
-from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.records_call import METHOD, serve_records
-from noloco_node.swarm.roll_call import BURST, RollCall
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.directory.records_call import METHOD, serve_records
+from noloco_node.directory.roll_call import BURST, RollCall
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from tests.support import eventually
 
 RUN = "run-under-test"

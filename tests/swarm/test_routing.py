@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from noloco_node.swarm.paces import Outcome
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.repute import Trust
-from noloco_node.swarm.routing import SUSPENSION_SECONDS, Candidate, RoutingBook, Strategy, choose_peer
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline.paces import Outcome
+from noloco_node.pipeline.routing import SUSPENSION_SECONDS, Candidate, RoutingBook, Strategy, choose_peer
+from noloco_node.trust.reputation import Trust
 
 PEERS = [PeerId(name) for name in ("a", "b", "c", "d")]
 

@@ -16,17 +16,17 @@ import pytest
 import torch
 
 from noloco_node import PROTOCOL_VERSION
+from noloco_node.bootstrap import hello, spec_fetch
+from noloco_node.bootstrap.hello import Hello, check_same_run, serve_hello
+from noloco_node.bootstrap.spec_fetch import MAX_SPEC_BYTES, NOT_READ, fetch_run_spec, read_agreed, serve_spec
 from noloco_node.config.canonical import canonical_json
 from noloco_node.config.load import OwnData, load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm import hello, spec_fetch
-from noloco_node.swarm.hello import Hello, check_same_run, serve_hello
-from noloco_node.swarm.memory_transport import Fault, FaultKind, MemoryNetwork, MemoryTransport
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.spec_fetch import MAX_SPEC_BYTES, NOT_READ, fetch_run_spec, read_agreed, serve_spec
-from noloco_node.swarm.transport_messages import Message
-from noloco_node.swarm.wire import no_tensors
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.headers import no_tensors
+from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
+from noloco_node.transport.messages import Message
 from tests.swarm.worlds import LIMITS
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from noloco_node.swarm.fellow_clocks import FellowClocks
-from noloco_node.swarm.origins_seen import DrawnBy, OriginsSeen
-from noloco_node.swarm.peer_id import PeerId
+from noloco_node.directory.peer_clocks import FellowClocks
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.training.progress import Progress
 from noloco_node.training.schedule import SLOWEST_PACE, tied_pace
+from noloco_node.trust.sources_seen import DrawnBy, OriginsSeen
 
 TOKENS, INNER_STEPS = 64, 10
 

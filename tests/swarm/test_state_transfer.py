@@ -13,18 +13,20 @@ import torch
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec, RunSpec
+from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.replica import Replica
 from noloco_node.outer.codec import CodecName
-from noloco_node.replica import Replica
-from noloco_node.swarm import late_join, state_messages, state_transfer
-from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.memory_transport import Fault, FaultKind
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.state_donor import StateDonor
-from noloco_node.swarm.state_messages import PackedState, digest, packed_size, unpack
-from noloco_node.swarm.transport_messages import Message
-from noloco_node.swarm.typed_calls import BadAnswer
+from noloco_node.state_transfer import donor_choice as late_join
+from noloco_node.state_transfer import fetch as state_transfer
+from noloco_node.state_transfer import messages as state_messages
+from noloco_node.state_transfer.donor import StateDonor
+from noloco_node.state_transfer.messages import PackedState, digest, packed_size, unpack
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
+from noloco_node.transport.calls import BadAnswer
+from noloco_node.transport.memory import Fault, FaultKind
+from noloco_node.transport.messages import Message
 from tests.support import eventually
 from tests.worlds import NAMED, World, micro_spec, peer_name, run_ahead, world
 

@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 from hivemind.proto import dht_pb2
 
-from noloco_node.swarm.acquaintance import PEERS_REMEMBERED, Acquaintances
-from noloco_node.swarm.directory import PeerRecord
-from noloco_node.swarm.exchange_messages import LEAVE, PROPOSE, Acceptance, Leave, Proposal
-from noloco_node.swarm.framed_stream import FramedStream
-from noloco_node.swarm.frames import FrameKind, encode_envelope
-from noloco_node.swarm.guarded_dht import MOST_CALL_BACKS, node_id_of
-from noloco_node.swarm.hello import serve_hello
-from noloco_node.swarm.libp2p_transport import Libp2pTransport
-from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.places import RELIABLE_SECONDS, Places
-from noloco_node.swarm.records_call import serve_records
-from noloco_node.swarm.roll_call import RollCall
-from noloco_node.swarm.serving import TransportLimits
-from noloco_node.swarm.transport_errors import Refused
-from noloco_node.swarm.typed_calls import Nothing, ask
+from noloco_node.averaging.messages import LEAVE, PROPOSE, Acceptance, Leave, Proposal
+from noloco_node.bootstrap.hello import serve_hello
+from noloco_node.directory.dht_node import MOST_CALL_BACKS, node_id_of
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.directory.records import PeerRecord
+from noloco_node.directory.records_call import serve_records
+from noloco_node.directory.roll_call import RollCall
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline.limiter import RELIABLE_SECONDS, Places
+from noloco_node.transport.acquaintance import PEERS_REMEMBERED, Acquaintances
+from noloco_node.transport.calls import Nothing, ask
+from noloco_node.transport.errors import Refused
+from noloco_node.transport.frames import FrameKind, encode_envelope
+from noloco_node.transport.libp2p import Libp2pTransport
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from noloco_node.transport.server import TransportLimits
+from noloco_node.transport.streams import FramedStream
 from tests.support import eventually
 from tests.swarm.hostile_dht import PING, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P

@@ -12,20 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION, first_state
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec, PipelineSpec, RunSpec
+from noloco_node.directory.dht import join_directory
+from noloco_node.directory.memory import MemoryDirectory
+from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.replica import Replica
-from noloco_node.swarm import ending, late_join
-from noloco_node.swarm.dht_directory import join_directory
-from noloco_node.swarm.directory import PeerRecord, PeerState
-from noloco_node.swarm.identity import load_or_create_identity
-from noloco_node.swarm.memory_directory import MemoryDirectory
-from noloco_node.swarm.memory_transport import Fault, FaultKind
-from noloco_node.swarm.p2pd_start import running_p2p
-from noloco_node.swarm.peer_addresses import parse_address
-from noloco_node.swarm.transport_errors import Refusal, Refused
+from noloco_node.identity.addresses import parse_address
+from noloco_node.identity.keys import load_or_create_identity
+from noloco_node.libp2p.start import running_p2p
+from noloco_node.node import first_state
+from noloco_node.node.replica import Replica
+from noloco_node.placement import run_end as ending
+from noloco_node.state_transfer import donor_choice as late_join
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.memory import Fault, FaultKind
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import NAMED, Swarm, World, libp2p_world, micro_spec, peer_name, run_to_the_end, world
 

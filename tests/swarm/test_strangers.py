@@ -9,13 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from noloco_node.averaging import exchange
+from noloco_node.averaging.session import Session, overdue
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import ActivationCodec
-from noloco_node.swarm import conduct, exchange, pipeline
-from noloco_node.swarm.conduct import FIRST_BAN_SECONDS, Offence
-from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.exchange_session import Session, overdue
-from noloco_node.swarm.frames import (
+from noloco_node.directory.records import PeerState
+from noloco_node.identity.keys import load_or_create_identity
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.daemon import PrivateP2P
+from noloco_node.libp2p.start import running_p2p
+from noloco_node.pipeline import passing as pipeline
+from noloco_node.telemetry.events import Account
+from noloco_node.telemetry.metrics import Metrics
+from noloco_node.transport import bans as conduct
+from noloco_node.transport.bans import FIRST_BAN_SECONDS, Offence
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.frames import (
     BODY_FRAME_BYTES,
     PREFIX_BYTES,
     Envelope,
@@ -26,17 +35,10 @@ from noloco_node.swarm.frames import (
     encode_frame,
     encode_prefix,
 )
-from noloco_node.swarm.identity import load_or_create_identity
-from noloco_node.swarm.libp2p_transport import STREAM_PROTOCOL, Libp2pTransport
-from noloco_node.swarm.memory_transport import Fault, FaultKind
-from noloco_node.swarm.p2p_daemon import PrivateP2P
-from noloco_node.swarm.p2pd_start import running_p2p
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.serving import RequestDesk, TransportLimits
-from noloco_node.swarm.transport_errors import Refusal, Refused
-from noloco_node.swarm.transport_messages import Message, TensorSpec
-from noloco_node.telemetry.events import Account
-from noloco_node.telemetry.metrics import Metrics
+from noloco_node.transport.libp2p import STREAM_PROTOCOL, Libp2pTransport
+from noloco_node.transport.memory import Fault, FaultKind
+from noloco_node.transport.messages import Message, TensorSpec
+from noloco_node.transport.server import RequestDesk, TransportLimits
 from tests.support import eventually, nothing_left_behind
 from tests.swarm.test_exchange import outer_steps, two_replicas
 from tests.swarm.test_hostile_peers import NAME, STRANGER, propose

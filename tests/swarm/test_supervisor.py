@@ -16,19 +16,19 @@ import pytest
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.directory.dht import join_directory
+from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm.dht_directory import join_directory
-from noloco_node.swarm.directory import PeerRecord, PeerState
-from noloco_node.swarm.identity import load_or_create_identity
-from noloco_node.swarm.libp2p_transport import Libp2pTransport
-from noloco_node.swarm.p2p_daemon import PrivateP2P
-from noloco_node.swarm.p2pd_start import running_p2p
-from noloco_node.swarm.p2pd_supervisor import MOST_DEATHS, WINDOW_SECONDS, Probes, Supervisor, restart_delay
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.private_folder import sweep_dead_folders
-from noloco_node.swarm.transport_errors import PeerUnreachable
-from noloco_node.swarm.transport_messages import Message
-from noloco_node.swarm.wire import no_tensors
+from noloco_node.identity.keys import load_or_create_identity
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.daemon import PrivateP2P
+from noloco_node.libp2p.start import running_p2p
+from noloco_node.libp2p.supervisor import MOST_DEATHS, WINDOW_SECONDS, Probes, Supervisor, restart_delay
+from noloco_node.storage.private_folder import sweep_dead_folders
+from noloco_node.transport.errors import PeerUnreachable
+from noloco_node.transport.headers import no_tensors
+from noloco_node.transport.libp2p import Libp2pTransport
+from noloco_node.transport.messages import Message
 from tests.support import eventually, nothing_left_behind, one_turn
 
 RUN = "ab" * 32
@@ -253,7 +253,7 @@ async def test_a_p2pd_that_dies_again_and_again_ends_the_node_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bounded number of times; the work beside it is cancelled, and a request is not kept waiting for ever."""
-    monkeypatch.setattr("noloco_node.swarm.p2pd_supervisor.MOST_DEATHS", 2)
+    monkeypatch.setattr("noloco_node.libp2p.supervisor.MOST_DEATHS", 2)
 
     async def nothing() -> None:
         return None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.routing import RoutingBook
-from noloco_node.swarm.surroundings import surroundings
+from noloco_node.accounting.surroundings import surroundings
+from noloco_node.directory.records import PeerState
+from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.telemetry.state import MOST_PEERS
 from tests.worlds import MICROBATCH, micro_spec, peer_name, world
 

@@ -8,16 +8,16 @@ from collections.abc import Iterable
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.config.run_spec import AccessSpec, LimitsSpec
-from noloco_node.swarm.acquaintance import NOBODY
-from noloco_node.swarm.directory import DirectoryView, LiveRecord, PeerRecord, PeerState
-from noloco_node.swarm.memory_directory import MemoryDirectory
-from noloco_node.swarm.memory_transport import MemoryTransport
-from noloco_node.swarm.onlooker import Onlooker
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.swarm_view import believed, nothing_seen, view_swarm
+from noloco_node.directory.memory import MemoryDirectory
+from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.observer.onlooker import Onlooker
+from noloco_node.observer.swarm_view import believed, nothing_seen, view_swarm
 from noloco_node.telemetry.metric_table import SEED_TABLE
 from noloco_node.telemetry.swarm_metrics import rows_of
 from noloco_node.telemetry.swarm_state import MOST_NODES, MOST_VERSIONS, SwarmView, document
+from noloco_node.transport.acquaintance import NOBODY
+from noloco_node.transport.memory import MemoryTransport
 from tests.support import eventually
 from tests.worlds import MICROBATCH, micro_spec, world
 

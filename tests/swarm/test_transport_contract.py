@@ -12,8 +12,8 @@ import pytest
 import torch
 import uvloop
 
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.transport_errors import (
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.errors import (
     BrokenStream,
     DeadlinePassed,
     PeerUnreachable,
@@ -21,7 +21,7 @@ from noloco_node.swarm.transport_errors import (
     Refusal,
     Refused,
 )
-from noloco_node.swarm.transport_messages import WIRE_DTYPES, JsonObject, Message, TensorSpec
+from noloco_node.transport.messages import WIRE_DTYPES, JsonObject, Message, TensorSpec
 from tests.support import eventually, nothing_left_behind
 from tests.swarm.worlds import World, memory_world, real_world
 

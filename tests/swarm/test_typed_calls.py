@@ -13,21 +13,23 @@ from typing import cast
 import pytest
 import torch
 
+from noloco_node.accounting.receipts import METHOD as RECEIPT
+from noloco_node.accounting.receipts import open_receipts
+from noloco_node.accounting.statements import Receipt, statement_text
+from noloco_node.averaging import exchange
+from noloco_node.bootstrap import dial_back, hello, spec_fetch
 from noloco_node.config.run_spec import OuterSpec
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.replica import Replica
 from noloco_node.outer.codec import CODECS
-from noloco_node.replica import Replica
-from noloco_node.swarm import dial_back, exchange, hello, microbatch, spec_fetch
-from noloco_node.swarm.contribution import Receipt, statement_text
-from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.receipts import METHOD as RECEIPT
-from noloco_node.swarm.receipts import open_receipts
-from noloco_node.swarm.transport import Transport
-from noloco_node.swarm.transport_errors import ProtocolViolation, Refusal, Refused
-from noloco_node.swarm.transport_messages import JsonObject, Message, TensorSpec
-from noloco_node.swarm.typed_calls import BadAnswer, ask, judging
-from noloco_node.swarm.wire import WireModel
+from noloco_node.pipeline import messages as microbatch
 from noloco_node.training.progress import Progress
+from noloco_node.transport.calls import BadAnswer, ask, judging
+from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused
+from noloco_node.transport.headers import WireModel
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from noloco_node.transport.messages import JsonObject, Message, TensorSpec
 from tests.worlds import World, micro_spec, peer_name, world
 
 HOSTILE = PeerId("a-hostile-fellow")

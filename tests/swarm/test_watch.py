@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from noloco_node import ambient
-from noloco_node.swarm.directory import PeerState
-from noloco_node.swarm.watch import Facts, Watch, doing
+from noloco_node.accounting.activity import Facts, Watch, doing
+from noloco_node.directory.records import PeerState
 from noloco_node.telemetry.events import Doing
 from noloco_node.telemetry.metrics import Metrics
 

@@ -10,20 +10,21 @@ import pytest
 from hivemind.dht.routing import DHTID
 
 from noloco_node import PROTOCOL_VERSION, __version__
+from noloco_node.averaging.matchmaking import WAIT, PairingState, Window, decide
 from noloco_node.config import run_spec
 from noloco_node.config.canonical import canonical_json
-from noloco_node.outer_steps import OuterSteps
-from noloco_node.swarm import conduct, record_validator
-from noloco_node.swarm.access import Access
-from noloco_node.swarm.conduct import FIRST_BAN_SECONDS, Conduct, Offence
-from noloco_node.swarm.directory import LiveRecord, PeerRecord, PeerState
-from noloco_node.swarm.identity import load_or_create_identity
-from noloco_node.swarm.identity import verify as identity_verify
-from noloco_node.swarm.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.swarm.pairing import WAIT, PairingState, Window, decide
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.record_validator import RecordValidator, sign_record, stage_key
-from noloco_node.swarm.screened_directory import ScreenedDirectory
+from noloco_node.directory import validator as record_validator
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
+from noloco_node.directory.validator import RecordValidator, sign_record, stage_key
+from noloco_node.identity.keys import load_or_create_identity
+from noloco_node.identity.keys import verify as identity_verify
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.outer_steps import OuterSteps
+from noloco_node.transport import bans as conduct
+from noloco_node.transport.bans import FIRST_BAN_SECONDS, Conduct, Offence
+from noloco_node.trust.admission import Access
+from noloco_node.trust.filtered_directory import ScreenedDirectory
 from tests.worlds import micro_spec, run_to_the_end, world
 
 PEERS = tuple(PeerId(f"peer-of-a-stage-{number}") for number in range(3))

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.swarm.acquaintance import Acquaintances
-from noloco_node.swarm.identity import load_or_create_identity
-from noloco_node.swarm.libp2p_transport import Libp2pTransport
-from noloco_node.swarm.memory_transport import MemoryNetwork, MemoryTransport
-from noloco_node.swarm.p2p_daemon import PrivateP2P
-from noloco_node.swarm.p2pd_start import running_p2p
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.serving import TransportLimits
-from noloco_node.swarm.transport_messages import Message
+from noloco_node.identity.keys import load_or_create_identity
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.daemon import PrivateP2P
+from noloco_node.libp2p.start import running_p2p
+from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.libp2p import Libp2pTransport
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from noloco_node.transport.messages import Message
+from noloco_node.transport.server import TransportLimits
 
 LIMITS = TransportLimits(max_body_bytes=96 << 20, progress_seconds=2.0, idle_seconds=4.0)
 

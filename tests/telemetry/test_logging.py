@@ -31,10 +31,10 @@ def test_each_line_carries_short_peer_id_stage_and_round(capsys: pytest.CaptureF
     """Who speaks is known from the node's own events."""
     log = NodeLog()
     configure_logging("INFO", log)
-    logging.getLogger("noloco_node.swarm").info("looking for peers")
+    logging.getLogger("noloco_node.directory").info("looking for peers")
     log.observe(made.started("s1-r0"))
     log.observe(made.outer_step(3, "s1-r1"))
-    logging.getLogger("noloco_node.swarm").info("still there")
+    logging.getLogger("noloco_node.directory").info("still there")
     log.observe(made.inner_step(4))
     lines = capsys.readouterr().err.splitlines()
     assert "[starting] looking for peers" in lines[0]
@@ -48,7 +48,7 @@ def test_a_collector_gets_each_record_as_one_line_of_json(capsys: pytest.Capture
     """Also one of several lines, with what is no text, or with a traceback; who speaks as soon as it is known."""
     log = NodeLog()
     configure_logging("INFO", log, style="json")
-    speaker = logging.getLogger("noloco_node.swarm")
+    speaker = logging.getLogger("noloco_node.directory")
     speaker.info("looking for %s", "peers")
     log.observe(made.started("s1-r0"))
     log.observe(made.outer_step(3, "s1-r1"))
@@ -58,7 +58,7 @@ def test_a_collector_gets_each_record_as_one_line_of_json(capsys: pytest.Capture
         speaker.exception("odd \n words")
     rows = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     first, odd = rows[0], rows[-1]
-    assert (first["level"], first["logger"], first["message"]) == ("INFO", "noloco_node.swarm", "looking for peers")
+    assert (first["level"], first["logger"], first["message"]) == ("INFO", "noloco_node.directory", "looking for peers")
     assert "stage" not in first
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first["time"])
     assert "others join with" in rows[1]["message"]

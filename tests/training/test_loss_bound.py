@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from noloco_node.swarm.transport_messages import Message
 from noloco_node.training.loss_bound import RECENT, SHARE, LossBound
+from noloco_node.transport.messages import Message
 from tests.swarm.test_pipeline import ask, request, serving_world
 from tests.training.made_trainers import make_trainer
 from tests.worlds import LENGTH, MICROBATCH, VOCABULARY, WINDOWS, micro_spec, peer_name, window_batch

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from noloco_node.config.run_spec import PrecisionName, RunSpec
+from noloco_node.laboratory.stacked import StackedStage
 from noloco_node.model.stage import Stage, build_stage
 from noloco_node.training.precision import PRECISIONS
 from noloco_node.training.stage_trainer import Passage, StageTrainer
-from noloco_node.virtual.stacked import StackedStage
 from tests.training.made_trainers import lone_worker, make_trainer
 from tests.worlds import LENGTH, VOCABULARY, WINDOWS, micro_spec
 

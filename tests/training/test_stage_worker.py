@@ -12,7 +12,7 @@ import torch
 
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.swarm.microbatch import HopFailed
+from noloco_node.pipeline.messages import HopFailed
 from noloco_node.training import schedule, stage_worker
 from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
 from tests.support import eventually

@@ -13,10 +13,10 @@ from typing import Any
 from noloco_node.config.lab_spec import LabSpec
 from noloco_node.config.load import Config, load_config
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.laboratory.expansion import Job, Point, expand
+from noloco_node.laboratory.experiment import is_tuned
+from noloco_node.laboratory.result import LossPoint, Result, Results, SpreadPoint
 from noloco_node.outer.stability import contraction_factor
-from noloco_node.virtual.expansion import Job, Point, expand
-from noloco_node.virtual.experiment import is_tuned
-from noloco_node.virtual.result import LossPoint, Result, Results, SpreadPoint
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 WARMUP = 2048

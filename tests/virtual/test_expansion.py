@@ -8,8 +8,8 @@ import pytest
 
 from noloco_node.config.lab_spec import ALL_ALGORITHMS
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.virtual.expansion import check_points, expand, job_of
-from noloco_node.virtual.experiment import planned
+from noloco_node.laboratory.expansion import check_points, expand, job_of
+from noloco_node.laboratory.experiment import planned
 from tests.virtual import made_results as made
 
 

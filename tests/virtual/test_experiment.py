@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.virtual.expansion import expand
-from noloco_node.virtual.experiment import Experiment, Finished, Train
-from noloco_node.virtual.journal import Journal
-from noloco_node.virtual.result import Result
+from noloco_node.laboratory.expansion import expand
+from noloco_node.laboratory.experiment import Experiment, Finished, Train
+from noloco_node.laboratory.journal import Journal
+from noloco_node.laboratory.result import Result
 from tests.support import eventually
 from tests.virtual import made_results as made
 

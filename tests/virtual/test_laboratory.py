@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from noloco_node import cli
+from noloco_node.cli import main as cli
 from noloco_node.config.load import load_config, render, setting_names
 from noloco_node.errors import ExitCode
-from noloco_node.virtual.laboratory import command_line, plan_lab
-from noloco_node.virtual.result import Results
+from noloco_node.laboratory.course import command_line, plan_lab
+from noloco_node.laboratory.result import Results
 from tests.virtual import made_results as made
 
 LAB = """

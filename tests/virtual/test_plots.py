@@ -9,10 +9,10 @@ import matplotlib.image
 import pytest
 
 from noloco_node.config.lab_spec import Plot
+from noloco_node.laboratory import plots
+from noloco_node.laboratory.canvas import PALETTE, Sheet
+from noloco_node.laboratory.result import Results
 from noloco_node.outer.stability import admissible_gamma
-from noloco_node.virtual import plots
-from noloco_node.virtual.canvas import PALETTE, Sheet
-from noloco_node.virtual.result import Results
 from tests.telemetry.test_plots import pixels_of
 from tests.virtual import made_results as made
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from noloco_node.virtual.figures import lines, pearson, spread_follows_rate
-from noloco_node.virtual.report import markdown
-from noloco_node.virtual.result import LossPoint, Results
+from noloco_node.laboratory.figures import lines, pearson, spread_follows_rate
+from noloco_node.laboratory.report import markdown
+from noloco_node.laboratory.result import LossPoint, Results
 from tests.virtual import made_results as made
 
 VARIANTS = [

@@ -13,10 +13,10 @@ from noloco_node.config.lab_spec import Algorithm, WorldSpec
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.walk import WindowWalk
+from noloco_node.laboratory.result import Measured
+from noloco_node.laboratory.training import DrawnWindows, Training, simulate
 from noloco_node.outer.clipping import Judgement, PartnerBound
 from noloco_node.outer.stability import contraction_factor
-from noloco_node.virtual.result import Measured
-from noloco_node.virtual.training import DrawnWindows, Training, simulate
 from tests.virtual import made_results as made
 
 GLOBAL_BATCH = 1024

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from noloco_node.swarm.libp2p_transport import STREAM_PROTOCOL
-from noloco_node.swarm.transport_errors import TransportError
+from noloco_node.transport.errors import TransportError
+from noloco_node.transport.libp2p import STREAM_PROTOCOL
 from tests.chaos.attacks.life import LOST, Life, Victim
 
 STREAMS = 300

@@ -21,20 +21,20 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerErr
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.validator import stage_key
+from noloco_node.identity.keys import Identity, ed25519_peer_id, ed25519_public_key, load_or_create_identity
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.daemon import PrivateP2P
+from noloco_node.libp2p.start import running_p2p
 from noloco_node.model.stage import build_stage
-from noloco_node.swarm.guard import guarded_stage
-from noloco_node.swarm.identity import Identity, ed25519_peer_id, ed25519_public_key, load_or_create_identity
-from noloco_node.swarm.libp2p_transport import Libp2pTransport
-from noloco_node.swarm.p2p_daemon import PrivateP2P
-from noloco_node.swarm.p2pd_start import running_p2p
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.record_validator import stage_key
-from noloco_node.swarm.transport import Handle
-from noloco_node.swarm.transport_errors import Refusal, Refused, TransportError
-from noloco_node.swarm.transport_messages import JsonObject, Message, TensorSpec
+from noloco_node.state_transfer.backups import guarded_stage
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import StageWorker, outer_of
+from noloco_node.transport.errors import Refusal, Refused, TransportError
+from noloco_node.transport.interface import Handle
+from noloco_node.transport.libp2p import Libp2pTransport
+from noloco_node.transport.messages import JsonObject, Message, TensorSpec
 
 RPC_SECONDS = 3.0
 CALL_SECONDS = 5.0

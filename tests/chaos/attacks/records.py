@@ -15,9 +15,9 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
 from noloco_node import PROTOCOL_VERSION, __version__
-from noloco_node.swarm import record_validator
-from noloco_node.swarm.directory import PeerRecord, PeerState
-from noloco_node.swarm.identity import Identity
+from noloco_node.directory import validator as record_validator
+from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.identity.keys import Identity
 from tests.chaos.attacks.life import DHT_SERVICE, Life, Victim, digest_of, throw_away_key
 
 IDS_A_KEY = 20

@@ -8,11 +8,23 @@ from typing import Any
 
 import torch
 
-from noloco_node.swarm import copy_manifest, exchange_messages, guard, hello, microbatch, state_messages
-from noloco_node.swarm.peer_id import PeerId
-from noloco_node.swarm.state_messages import StateManifest, StateOffer, digest, manifest_message, packed_size, root_of
-from noloco_node.swarm.transport_errors import Refusal, Refused
-from noloco_node.swarm.transport_messages import Message
+from noloco_node.averaging import messages as exchange_messages
+from noloco_node.bootstrap import hello
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline import messages as microbatch
+from noloco_node.state_transfer import backups as guard
+from noloco_node.state_transfer import copy_manifest
+from noloco_node.state_transfer import messages as state_messages
+from noloco_node.state_transfer.messages import (
+    StateManifest,
+    StateOffer,
+    digest,
+    manifest_message,
+    packed_size,
+    root_of,
+)
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.messages import Message
 from tests.chaos.attacks.life import Life, Victim
 from tests.chaos.attacks.records import own_record, store
 from tests.chaos.attacks.visits import made_microbatch

@@ -21,8 +21,10 @@ from typing import Any
 
 import psutil
 
-from noloco_node.swarm import exchange_messages, guard, state_messages
-from noloco_node.swarm.peer_id import PeerId
+from noloco_node.averaging import messages as exchange_messages
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.state_transfer import backups as guard
+from noloco_node.state_transfer import messages as state_messages
 from noloco_node.telemetry.events import Account, DonorFailed, InnerStep, StateDownload
 from tests.chaos.attacks import ATTACKS
 from tests.chaos.attacks.life import BROKEN, LOST, Victim, write_victims

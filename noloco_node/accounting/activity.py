@@ -1,0 +1,102 @@
+"""What a node is doing, or what it waits for: never idle without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from noloco_node import ambient
+from noloco_node.directory.membership import SERVING, Membership
+from noloco_node.directory.records import PeerState
+from noloco_node.telemetry.events import Doing
+
+IDLE_SECONDS = 10.0
+"""Without a trained token for this long, and for as long as five inner steps usually take, a node is waiting."""
+USUAL_STEPS = 5
+SAY_AGAIN_SECONDS = 10.0
+"""Between two words on the same thing, when only its details have changed."""
+
+What = Literal["joining", "downloading", "training", "waiting_for_work", "waiting_for_peers", "finishing", "draining"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a node at one moment."""
+
+    state: PeerState
+    stage: int
+    stages: int
+    idle_seconds: float
+    """Since the last token was trained here, or since the start."""
+    step_seconds: float
+    """What an inner step usually takes."""
+    before: int
+    """Live replicas of the stage before; those of the own one on stage 0."""
+    after: int
+    """Live replicas of the next stage; those of the own one on the last."""
+    in_hand: int
+    """Microbatches that this node holds: its own under way on stage 0, else those of others."""
+
+
+def facts_of(membership: Membership, idle_seconds: float, step_seconds: float, in_hand: int) -> Facts:
+    """The facts of this moment, the others as the directory says."""
+    stage, stages = membership.stage, membership.stages
+    return Facts(
+        state=membership.state,
+        stage=stage,
+        stages=stages,
+        idle_seconds=idle_seconds,
+        step_seconds=step_seconds,
+        before=len(membership.live(max(0, stage - 1), *SERVING)),
+        after=len(membership.live(min(stage + 1, stages - 1), *SERVING)),
+        in_hand=in_hand,
+    )
+
+
+def doing(facts: Facts) -> tuple[What, str]:
+    """What the node does, and one line about it."""
+    if facts.state is PeerState.DRAINING:
+        return "draining", "leaving: finishing what is under way"
+    if facts.state is PeerState.FINISHING:
+        return "finishing", "its training is over: serving others, and averaging a last time"
+    if facts.idle_seconds <= max(IDLE_SECONDS, USUAL_STEPS * facts.step_seconds):
+        return "training", "training"
+    last = facts.stage == facts.stages - 1
+    if not last and not facts.after:
+        return "waiting_for_peers", f"a replica of stage {facts.stage + 1}: none is known"
+    if facts.stage > 0 and not facts.before:
+        return "waiting_for_peers", f"a replica of stage {facts.stage - 1}: none is known"
+    if facts.in_hand and not last:
+        return "waiting_for_work", (
+            f"answers from stage {facts.stage + 1}, which has {facts.after} replicas: {facts.in_hand} microbatches are "
+            "under way"
+        )
+    if facts.in_hand or facts.stage == 0:
+        return "waiting_for_work", f"the device: {facts.in_hand} microbatches are in hand"
+    return "waiting_for_work", f"microbatches from stage {facts.stage - 1}, which has {facts.before} replicas"
+
+
+class Watch:
+    """Follows what a node does and emits it when it changes."""
+
+    def __init__(self, emit: Callable[[Doing], None]) -> None:
+        self._emit = emit
+        self._began = ambient.monotonic()
+        self._said: Doing | None = None
+
+    def idle_seconds(self, last_trained: float) -> float:
+        """Since the node last trained (monotonic seconds, 0 before the first time), or since the watch began."""
+        return ambient.monotonic() - max(self._began, last_trained)
+
+    def say(self, what: What, detail: str) -> None:
+        """The node does this now."""
+        now, said = ambient.wall(), self._said
+        if said is not None and said.what == what:
+            if said.detail == detail or now - said.time < SAY_AGAIN_SECONDS:
+                return
+            since = said.since
+        else:
+            since = now
+        self._said = Doing(time=now, what=what, detail=detail, since=since)
+        self._emit(self._said)

@@ -1,0 +1,270 @@
+"""Receipts between peers: once a minute each node signs, for each peer that served it, how much that peer did.
+
+Amounts are what came since the last receipt. One that may have been lost is sent again as it was, and the receiver
+knows it by its serial number, so that nothing is counted twice. A node files only what it has counted itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from noloco_node import ambient
+from noloco_node.accounting.statements import (
+    ContributionFile,
+    Entry,
+    Receipt,
+    Work,
+    read_entries,
+    statement_text,
+)
+from noloco_node.aio import Pulse, cancel_and_wait, run_to_end
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline.messages import Ledger
+from noloco_node.training.progress import Progress
+from noloco_node.transport.calls import Nothing, ask
+from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError
+from noloco_node.transport.headers import WireModel, no_tensors, parse
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import Message
+
+logger = logging.getLogger(__name__)
+
+METHOD = "contribution.receipt"
+
+EVERY_SECONDS = 60.0
+LEAST_SECONDS = 5.0
+"""Between two receipts of one peer in the long run; two may come at once, and what comes more often is `busy`."""
+CALL_SECONDS = 5.0
+LAST_SECONDS = 4.0
+"""For the last ones at a node's end; most have been sent when it began to leave."""
+LAST_PAUSE_SECONDS = 0.5
+TRIES = 10
+
+
+class ReceiptHeader(WireModel):
+    """Carries a receipt as text, and its seal as hex."""
+
+    statement: str
+    seal: str
+
+
+@dataclass(slots=True)
+class _Pending:
+    header: ReceiptHeader
+    tries: int = 0
+
+
+class Receipts:
+    """Keeps this node's contribution file: its own work, and the receipts of the peers that it serves.
+
+    `progress()` gives the replica's counts. Times are wall times.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        stage: int,
+        transport: Transport,
+        ledger: Ledger,
+        progress: Callable[[], Progress],
+        file: ContributionFile,
+    ) -> None:
+        self._run = run_id
+        self._stage = stage
+        self._transport = transport
+        self._ledger = ledger
+        self._progress = progress
+        self._file = file
+        self._session = ambient.token(8)
+        self._serials: dict[PeerId, int] = {}
+        self._pending: dict[PeerId, _Pending] = {}
+        self._filed: dict[tuple[PeerId, str], int] = {}
+        self._settled: dict[PeerId, float] = {}
+        """When each peer would have sent as many receipts as it has, one in `LEAST_SECONDS`."""
+        self._last = False
+        self._writing = asyncio.Lock()
+        self._since = ambient.wall()
+        self._counted = (0, 0, 0, 0)
+
+    def recall(self, entries: list[Entry | None]) -> None:
+        """Take over which receipts were filed by earlier runs of this node."""
+        for entry in entries:
+            if entry is not None and isinstance(entry.statement, Receipt):
+                name = (entry.signer, entry.statement.session)
+                self._filed[name] = max(self._filed.get(name, -1), entry.statement.serial)
+
+    def start(self) -> None:
+        """Register with the transport, and count from here."""
+        self._counted = self._counts()
+        self._transport.serve(METHOD, no_tensors, self._handle, max_concurrent_per_peer=1)
+
+    async def beside(self, work: Awaitable[None], moved: Pulse, leaving: Callable[[], bool]) -> None:
+        """Await `work` while the file is kept, and settle a last time at its end; not where it is cancelled, since that
+        means to leave at once. `leaving()`, asked whenever `moved` fires, says that little or nothing more comes."""
+        keeping = asyncio.create_task(self._keep(moved, leaving), name="receipts")
+        at_once = False
+        try:
+            await work
+        except asyncio.CancelledError:
+            at_once = True
+            raise
+        finally:
+            await cancel_and_wait((keeping,))
+            if not keeping.cancelled():
+                logger.warning("the contribution file was no longer kept: %r", keeping.exception())
+            if not at_once:
+                await self.finish()
+
+    async def _keep(self, moved: Pulse, leaving: Callable[[], bool]) -> None:
+        """Send receipts and write down the own work, once a minute, and as soon as this node is leaving: its peers may
+        leave, too, before it has come to its end."""
+        loop, told = asyncio.get_running_loop(), False
+        due = loop.time() + EVERY_SECONDS
+        while True:
+            await moved.wait(max(0.0, due - loop.time()))
+            leaves = leaving() and not told
+            if leaves or loop.time() >= due:
+                told, due = told or leaves, loop.time() + EVERY_SECONDS
+                await self.settle()
+
+    async def settle(self) -> None:
+        """Send what is due and write down the own work now."""
+        await self._write_work()
+        self._make_receipts()
+        async with asyncio.TaskGroup() as group:
+            for peer in list(self._pending):
+                group.create_task(self._send(peer))
+
+    async def finish(self) -> None:
+        """Settle a last time, within seconds; peers that are gone are not waited for."""
+        self._last = True
+        try:
+            async with asyncio.timeout(LAST_SECONDS):
+                await self.settle()
+                while self._pending:
+                    # Nothing tells that a peer would take it now: asking again is the only way.
+                    await asyncio.sleep(LAST_PAUSE_SECONDS)
+                    await self.settle()
+        except TimeoutError:
+            logger.info("%d peers did not take their last receipt", len(self._pending))
+
+    def _counts(self) -> tuple[int, int, int, int]:
+        progress = self._progress()
+        return progress.tokens, self._ledger.drawn, self._ledger.served, progress.outer_rounds
+
+    async def _write_work(self) -> None:
+        now, counts = ambient.wall(), self._counts()
+        tokens, drawn, served, rounds = (max(0, new - old) for new, old in zip(counts, self._counted, strict=True))
+        if not any((tokens, drawn, served, rounds)):
+            return
+        work = Work(
+            run=self._run,
+            stage=self._stage,
+            since=self._since,
+            until=now,
+            tokens=tokens,
+            drawn=drawn,
+            served=served,
+            outer_rounds=rounds,
+        )
+        text = statement_text(work)
+        seal = self._transport.sign(text.encode())
+        self._since, self._counted = now, counts  # before it is written: whoever is cancelled meanwhile, it will be
+        await self._append(self._transport.peer_id, text, seal)
+
+    def _make_receipts(self) -> None:
+        for peer, done in list(self._ledger.done_by.items()):
+            if peer in self._pending:
+                continue
+            serial = self._serials[peer] = self._serials.get(peer, -1) + 1
+            receipt = Receipt(
+                run=self._run,
+                since=self._since,
+                until=ambient.wall(),
+                server=peer,
+                session=self._session,
+                serial=serial,
+                microbatches=done.microbatches,
+                tokens=done.tokens,
+            )
+            del self._ledger.done_by[peer]
+            text = statement_text(receipt)
+            seal = self._transport.sign(text.encode()).hex()
+            self._pending[peer] = _Pending(ReceiptHeader(statement=text, seal=seal))
+
+    async def _send(self, peer: PeerId) -> None:
+        pending = self._pending[peer]
+        pending.tries += 1
+        limit = CALL_SECONDS
+        try:
+            await ask(self._transport, peer, METHOD, pending.header, Nothing, timeout=limit, progress=limit)
+        except (Refused, TransportError) as error:
+            logger.debug("receipt for %s came to nothing: %r", peer, error)
+            final = isinstance(error, Refused) and error.reason is not Refusal.BUSY
+            final = final or (self._last and isinstance(error, PeerUnreachable))
+            if not final and pending.tries < TRIES:
+                return
+        del self._pending[peer]
+
+    async def _handle(self, peer: PeerId, message: Message) -> Message:
+        header = parse(ReceiptHeader, message.header)
+        receipt = self._checked(peer, header)
+        name = (peer, receipt.session)
+        if receipt.serial <= self._filed.get(name, -1):
+            return Message()
+        now = ambient.monotonic()
+        settled = max(now, self._settled.get(peer, now))
+        if settled - now > LEAST_SECONDS:
+            raise Refused(Refusal.BUSY, f"one receipt in {LEAST_SECONDS:g} s")
+        done = self._ledger.done_for.get(peer)
+        if done is None or receipt.microbatches > done.microbatches or receipt.tokens > done.tokens:
+            raise Refused(Refusal.NOT_COUNTED, "the receipt is for more than this node has counted")
+        done.microbatches -= receipt.microbatches
+        done.tokens -= receipt.tokens
+        if not done.microbatches:
+            del self._ledger.done_for[peer]
+        self._settled[peer], self._filed[name] = settled + LEAST_SECONDS, receipt.serial
+        self._transport.acquaintances.worked(peer)
+        await self._append(peer, header.statement, bytes.fromhex(header.seal))
+        return Message()
+
+    def _checked(self, peer: PeerId, header: ReceiptHeader) -> Receipt:
+        """The receipt, if `peer` signed it and made it out to this node."""
+        try:
+            receipt, seal = Receipt.model_validate_json(header.statement), bytes.fromhex(header.seal)
+        except ValueError:
+            raise Refused(Refusal.MALFORMED, "no receipt") from None
+        if receipt.run != self._run:
+            raise Refused(Refusal.WRONG_RUN)
+        signed = self._transport.signed_by(peer, seal, header.statement.encode())
+        if not signed or receipt.server != self._transport.peer_id:
+            raise Refused(Refusal.MALFORMED, "the receipt is not signed by its sender, or made out to another node")
+        return receipt
+
+    async def _append(self, signer: PeerId, text: str, seal: bytes) -> None:
+        """One after another, and to its end also where the caller is cancelled: a thread cannot be called back."""
+        await run_to_end(self._append_in_turn(signer, text, seal))
+
+    async def _append_in_turn(self, signer: PeerId, text: str, seal: bytes) -> None:
+        async with self._writing:
+            try:
+                await ambient.elsewhere(self._file.append, signer, text, seal)
+            except OSError as error:  # a full disk must not end the training
+                logger.warning("the contribution file cannot be written: %s", error)
+
+
+async def open_receipts(
+    path: Path, run_id: str, stage: int, transport: Transport, ledger: Ledger, progress: Callable[[], Progress]
+) -> Receipts:
+    """Read the contribution file at `path`, make it where missing, and serve receipts from now on. OSError as the file
+    system says."""
+    entries = await ambient.elsewhere(lambda: list(read_entries(path)))
+    file = await ambient.elsewhere(ContributionFile, path)
+    receipts = Receipts(run_id, stage, transport, ledger, progress, file)
+    receipts.recall(entries)
+    receipts.start()
+    return receipts

@@ -1,0 +1,140 @@
+"""Whom to average with, and when: pure decisions about the outer step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.errors import Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The dialling window in inner steps since a fragment's last committed snapshot.
+
+    From `min_inner_steps` (H_min) a replica may be dialled, from `inner_steps` (H) it dials, and only after
+    H + 2·H_min does it step alone: giving up after a few tries would leave a fifth of the steps alone, the window
+    leaves next to none, also where speeds differ eightfold.
+    """
+
+    inner_steps: int
+    min_inner_steps: int
+
+    @property
+    def alone_after(self) -> int:
+        """Inner steps after which a replica that found nobody steps alone."""
+        return self.inner_steps + self.search_steps
+
+    @property
+    def search_steps(self) -> int:
+        """Inner steps that a replica spends looking for a partner before it steps alone, at least two."""
+        return 2 * max(1, self.min_inner_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class PairingState:
+    """What the decision to dial rests on."""
+
+    steps_since_outer: Sequence[int]
+    """Inner steps of each fragment since its last committed snapshot."""
+    steps_free: int
+    """Inner steps since this replica was last engaged: a long exchange must not use up the time to find the next."""
+    fellows: Callable[[], Sequence[PeerId]]
+    """Live fellows that may be averaged with. Asked only once a step is due: it takes all records to say, and the
+    decision is taken at every pulse."""
+    engaged: bool
+    """An exchange is open, here or dialled from elsewhere."""
+    next_try: float
+    """Time before which no new dial is made, after a refusal."""
+    last_round: bool = False
+    """Training is over: dial for the whole whatever the counts, and never step alone while fellows live."""
+    behind: bool = False
+    """Far behind its fellows: it dials whatever the counts, since whoever answers gives it its state."""
+    last_done: bool = False
+    """The last outer step has been taken: others may still dial, this replica does not."""
+    weigh: Callable[[Sequence[PeerId]], Sequence[float]] | None = None
+    """How often to dial each of the fellows, in their order; None: all alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Propose an exchange of a fragment (None: of the whole stage) to this fellow."""
+
+    partner: PeerId
+    fragment: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepAlone:
+    """Take the outer step of a fragment (None: of the whole stage) without a partner."""
+
+    fragment: int | None
+
+
+class Wait:
+    """Nothing to do now."""
+
+
+WAIT = Wait()
+
+
+def decide(state: PairingState, window: Window, *, now: float, rng: random.Random) -> Dial | StepAlone | Wait:
+    """Dial a random fellow, step alone, or wait: for the fragment that has waited longest, or in the last round for the
+    whole."""
+    longest = max(state.steps_since_outer)
+    due = longest >= window.inner_steps or state.last_round
+    if state.engaged or state.last_done or not (due or state.behind):
+        return WAIT
+    fragment = None if state.last_round else state.steps_since_outer.index(longest)
+    fellows = state.fellows()
+    if not fellows:
+        return StepAlone(fragment) if due else WAIT
+    searched_enough = state.steps_free >= window.search_steps
+    if longest >= window.alone_after and searched_enough and not state.last_round:
+        return StepAlone(fragment)
+    if now < state.next_try:
+        return WAIT
+    return Dial(_draw(fellows, state.weigh, rng), fragment)
+
+
+def _draw(
+    fellows: Sequence[PeerId], weigh: Callable[[Sequence[PeerId]], Sequence[float]] | None, rng: random.Random
+) -> PeerId:
+    weights = weigh(fellows) if weigh is not None else ()
+    if len(set(weights)) <= 1:
+        return rng.choice(list(fellows))
+    return rng.choices(list(fellows), weights)[0]
+
+
+def retry_delay(step_seconds: float, rng: random.Random) -> float:
+    """Seconds until the next dial after a refusal: a jittered part of an inner step, within [0.02, 5]."""
+    return min(5.0, max(0.02, step_seconds * rng.uniform(0.05, 0.3)))
+
+
+def answer_proposal(
+    *,
+    own: PeerId,
+    dialler: PeerId,
+    dialling: PeerId | None,
+    exchange_open: bool,
+    steps_since_outer: int,
+    window: Window,
+    last_round: bool,
+) -> Refusal | None:
+    """None to accept a proposal of `dialler`, else the reason to refuse it.
+
+    `steps_since_outer` is the count of what is proposed: of the fragment, or of the whole. `dialling` is the fellow to
+    whom an own proposal is under way. Where two dial each other, the proposal of the peer with the smaller id stands
+    and the other is refused as crossed.
+    """
+    if exchange_open:
+        return Refusal.BUSY
+    if dialling is not None:
+        if dialling != dialler:
+            return Refusal.BUSY
+        return None if dialler < own else Refusal.CROSSED
+    if steps_since_outer < window.min_inner_steps and not last_round:
+        return Refusal.TOO_EARLY
+    return None

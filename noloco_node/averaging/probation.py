@@ -1,0 +1,151 @@
+"""Who counts in an average: newcomers are pulled towards their fellows before they pull anybody themselves.
+
+An exchange in which the dialled side does not count the dialler is *weightless*: the dialler commits as ever, the
+dialled side gives its half and changes nothing. Two kinds of newcomers are not counted: those that say so (a late
+joiner, of itself), and those that this replica came to know only after its own first outer round, whatever they say.
+Saying too little therefore gains a peer nothing, and saying too much only costs it its own weight. Both kinds count as
+soon as one exchange has shown their distance to be in line, or a bounded number of inner steps is over. It shuts out
+what is broken, not what is hostile and patient: against that stands the bound on every partner's pull.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from noloco_node.identity.peer_id import PeerId
+
+PROBATION_ROUNDS = 4
+"""The bound, in outer rounds: so many times H inner steps."""
+UNMET_FACTOR = 4
+"""The bound of a newcomer that no fellow has had time for, in times the other: its copy is as old as when it came."""
+LOSS_TOLERANCE = 1.1
+LOSS_STEPS = 16
+"""Inner steps behind the loss that a replica says of itself."""
+PEERS_REMEMBERED = 4096
+
+Ending = Literal["in_line", "time"]
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What one exchange showed of two replicas, as one of them measured it."""
+
+    difference: float
+    """Norm of the difference between the two, before clipping."""
+    bound: float
+    """Largest difference that the one who decides accepts whole (`DifferenceBound.bound`); for a newcomer itself the
+    smaller of its own and the fellow's, since its own motion, were it wild, would excuse every distance."""
+    own_loss: float | None = None
+    """Recent training loss of the newcomer; None where it is not known or does not matter."""
+    fellow_loss: float | None = None
+    """Recent training loss of the other, as that one says."""
+
+
+def in_line(meeting: Meeting) -> bool:
+    """Whether the newcomer is where its fellows are: so near that nothing would be clipped, and where both losses are
+    known, its own at most a tenth above the other's."""
+    if not meeting.difference <= meeting.bound:  # not `>`: NaN is in line with nothing
+        return False
+    if meeting.own_loss is None or meeting.fellow_loss is None:
+        return True
+    return meeting.own_loss <= LOSS_TOLERANCE * meeting.fellow_loss
+
+
+class RecentLoss:
+    """The mean training loss over the last inner steps, by tokens."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, int]] = deque(maxlen=LOSS_STEPS)
+
+    def add(self, loss: float, tokens: int) -> None:
+        """One more inner step."""
+        if tokens > 0:
+            self._steps.append((loss, tokens))
+
+    @property
+    def mean(self) -> float | None:
+        """Nats per token; None before the first step."""
+        tokens = sum(count for _, count in self._steps)
+        return sum(loss * count for loss, count in self._steps) / tokens if tokens else None
+
+
+class Standing:
+    """Who counts, in the view of one replica: itself and its fellows. `limit` is the bound in inner steps.
+
+    Methods take this replica's own inner steps so far where time matters. `on_end` is told why and after how many inner
+    steps its own probation ended.
+    """
+
+    def __init__(self, inner_steps: int, on_end: Callable[[Ending, int], None]) -> None:
+        self._on_end = on_end
+        self.limit = PROBATION_ROUNDS * inner_steps
+        self.loss = RecentLoss()
+        self._joined_at: int | None = None
+        self._drawn = False
+        self._since: OrderedDict[PeerId, int | None] = OrderedDict()
+        self._settled = False
+        self._last_given = -(1 << 62)
+
+    def begin(self, steps: int) -> None:
+        """This replica has just become a copy of a fellow: it does not count for now."""
+        self._joined_at, self._drawn = steps, False
+
+    @property
+    def newcomer(self) -> bool:
+        """Whether this replica itself is on probation."""
+        return self._joined_at is not None
+
+    def met(self, meeting: Meeting | None, steps: int) -> None:
+        """After an exchange of this newcomer, or after an inner step (None): its probation may end. Time alone does not
+        end it soon: what it copied may be long past, and only an exchange tells it what time it is."""
+        if self._joined_at is None:
+            return
+        self._drawn |= meeting is not None
+        lasted = steps - self._joined_at
+        aligned = meeting is not None and in_line(meeting)
+        if aligned or lasted >= self.limit * (1 if self._drawn else UNMET_FACTOR):
+            self._joined_at = None
+            self._on_end("in_line" if aligned else "time", lasted)
+
+    def look(self, fellows: Iterable[PeerId], steps: int, *, outer_rounds: int) -> None:
+        """The directory was read. Who is there before this replica's own first outer round, or at its first look after
+        it, was there before or with it."""
+        for peer in fellows:
+            self._know(peer, steps)
+            self._since.move_to_end(peer)  # who has long been gone is forgotten first
+        self._settled = self._settled or outer_rounds > 0
+
+    def counts(self, peer: PeerId, steps: int) -> bool:
+        """Whether an exchange with this peer moves this replica."""
+        since = self._know(peer, steps)
+        return since is None or steps - since >= self.limit
+
+    def measured(self, peer: PeerId, meeting: Meeting) -> None:
+        """A weightless exchange with `peer` is complete: it counts from the next one on if it was in line."""
+        if in_line(meeting):
+            self._since[peer] = None
+
+    def may_give(self, steps: int, pause: int) -> bool:
+        """Whether a weightless exchange may be answered now. One in `pause` inner steps at most, for all newcomers
+        together: else a crowd of them, or one that never ends, would keep this replica from its own averaging."""
+        return steps - self._last_given >= pause
+
+    def gave(self, steps: int) -> None:
+        """A weightless exchange was accepted."""
+        self._last_given = steps
+
+    def partners(self, fellows: Sequence[PeerId], declared: Collection[PeerId], steps: int) -> list[PeerId]:
+        """Those of `fellows` that are worth dialling: they do not say that they are newcomers, and would move this
+        replica. A newcomer is moved by everybody that counts itself."""
+        return [peer for peer in fellows if peer not in declared and (self.newcomer or self.counts(peer, steps))]
+
+    def _know(self, peer: PeerId, steps: int) -> int | None:
+        """The step at which this peer came to be known as a newcomer; None for one that was there before."""
+        if peer not in self._since:
+            self._since[peer] = steps if self._settled else None
+            if len(self._since) > PEERS_REMEMBERED:
+                self._since.popitem(last=False)
+        return self._since[peer]

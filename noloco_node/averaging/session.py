@@ -1,0 +1,215 @@
+"""One open exchange: what a side knows of it, and the event that it ends in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from noloco_node import ambient
+from noloco_node.averaging.backoff import STRANGERS, Patience, Visits
+from noloco_node.averaging.messages import LEAVE, Leave, Opening
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.outer.clipping import Judgement
+from noloco_node.outer.codec import Codec
+from noloco_node.outer.gauge import gauge_coordinates, spread
+from noloco_node.outer.replica import NotFinite, OuterReplica, Part
+from noloco_node.telemetry.events import OuterStep
+from noloco_node.training.progress import Progress
+from noloco_node.training.stage_worker import Commit, Snapshot
+from noloco_node.transport.calls import Nothing, ask
+from noloco_node.transport.errors import (
+    BrokenStream,
+    DeadlinePassed,
+    PeerUnreachable,
+    ProtocolViolation,
+    Refused,
+    TransportError,
+)
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import TensorSpec
+
+logger = logging.getLogger(__name__)
+
+CHUNKS_PER_LIMIT = 1
+"""An exchange may take the progress deadline for each chunk, and once more: on a slow link, where chunks go one by one
+(`streams_for`), that is what it takes."""
+LEAVE_SECONDS = 2.0
+"""Time to tell a partner that an exchange is over: it would find out by itself, only later."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One open exchange."""
+
+    exchange: str
+    partner: PeerId
+    role: Literal["dialler", "dialled"]
+    fragment: int | None
+    """Which fragment of the stage; None is the whole."""
+    part: Part
+    weight: float = 1.0
+    """n·w of this replica."""
+    started: float = field(default_factory=ambient.monotonic)
+    last_progress: float = field(default_factory=ambient.monotonic)
+    opening: bool = False
+    snapshot: Snapshot | None = None
+    partner_clock: float = 0.0
+    spread: float | None = None
+    added: set[int] = field(default_factory=set[int])
+    """Chunks whose arithmetic is done (kept by the arithmetic's thread); the commit waits for all of them."""
+    committing: bool = False
+    """From here on it is carried to its end."""
+    gives_only: bool = False
+    """The dialled side of a weightless exchange: nothing changes here."""
+    bound: float | None = None
+    """The largest difference that the giving side would accept whole: measured there, told here."""
+    fellow_loss: float | None = None
+    """The partner's training loss, as it says."""
+    sent: int = 0
+    received: int = 0
+
+    def meet(self, partner_clock: float, own: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Both openings are known: the partner's clock as it is believed, the spread, and the bytes so far."""
+        self.partner_clock = partner_clock
+        self.spread = spread(own[0], others[0])
+        self.sent += sum(tensor.nbytes for tensor in own)
+        self.received += sum(tensor.nbytes for tensor in others)
+        self.last_progress = ambient.monotonic()
+
+
+def begin(outer: OuterReplica, session: Session, coordinates: int) -> tuple[Tensor, ...]:
+    """On the arithmetic's thread: open the outer step on the snapshot; the gauge and, if any, the sketch."""
+    part = session.part
+    outer.open(part, members=2, weight=session.weight, exchange=session.exchange)
+    places = gauge_coordinates(session.exchange, part.size, coordinates)
+    gauge, sketch = outer.snapshot[part.slice][places], outer.sketch()
+    return (gauge, sketch) if sketch.numel() else (gauge,)
+
+
+def opening_specs(codec: Codec, size: int, coordinates: int) -> tuple[TensorSpec, ...]:
+    """What must travel at the opening of an exchange of `size` weights: what `begin` gives."""
+    gauge, sketch = gauge_coordinates("", size, coordinates).numel(), codec.sketch_elements(size)
+    return tuple(TensorSpec("fp32", (elements,)) for elements in (gauge, sketch) if elements)
+
+
+def opening_of(session: Session, snapshot: Snapshot) -> Opening:
+    """What a side says of its snapshot before any chunk."""
+    return Opening(exchange=session.exchange, clock=snapshot.progress.clock, bound=session.bound)
+
+
+def streams_for(chunk_seconds: float, limit: float, most: int) -> int:
+    """Chunks to have in flight, 1 to `most`, where the first one alone took `chunk_seconds`.
+
+    On a slow link they share its bandwidth, and each must be there within `limit` seconds: half of that is used.
+    """
+    return max(1, min(most, int(limit / 2 / max(chunk_seconds, 1e-3))))
+
+
+def overdue(session: Session, now: float, limit: float, chunks: int) -> str | None:
+    """Why an exchange of so many chunks must be given up; None where it makes progress, and enough of it."""
+    whole = limit * (1.0 + chunks / CHUNKS_PER_LIMIT)
+    if now - session.last_progress > limit:
+        return f"stalled: no chunk for {limit:g} s"
+    return f"slow: not done within {whole:g} s" if now - session.started > whole else None
+
+
+_WORDS: tuple[tuple[type[Exception], str], ...] = (
+    (PeerUnreachable, "unreachable"),
+    (BrokenStream, "broken_stream"),
+    (DeadlinePassed, "deadline_passed"),
+    (ProtocolViolation, "protocol_violation"),
+    (TransportError, "link"),
+    (NotFinite, "not_finite"),
+)
+
+
+def failure_of(error: Refused | TransportError | NotFinite) -> str:
+    """An aborted outer step's `reason`: a word for the kind of failure, which becomes a label, and what was said."""
+    if isinstance(error, Refused):
+        return str(error)
+    word = next(word for kind, word in _WORDS if isinstance(error, kind))
+    return f"{word}: {error}"
+
+
+async def say_goodbye(transport: Transport, session: Session) -> None:
+    """Tell the partner that the exchange is over, so that it is free at once and not after its deadline."""
+    leave, limit = Leave(exchange=session.exchange), LEAVE_SECONDS
+    try:
+        await ask(transport, session.partner, LEAVE, leave, Nothing, timeout=limit, progress=limit)
+    except (Refused, TransportError) as error:
+        logger.debug("%s was not told that the exchange is over: %r", session.partner, error)
+
+
+def account_of(dialler: PeerId, transport: Transport) -> PeerId:
+    """Under whose name the exchanges that `dialler` abandons are booked."""
+    return dialler if transport.acquaintances.has_worked(dialler) else STRANGERS
+
+
+def remember(session: Session, transport: Transport, patience: Patience, visits: Visits, fellows: int) -> None:
+    """What the end of an exchange or of a step alone says of the partner; `fellows` live beside this replica."""
+    now, dialled = ambient.monotonic(), session.role == "dialled"
+    if not session.partner:
+        visits.stepped()
+    elif session.committing:
+        patience.committed(session.partner)
+        transport.acquaintances.worked(session.partner)
+        if not session.gives_only:
+            if dialled:
+                visits.made(session.partner, fellows)
+            visits.stepped()
+    else:
+        if dialled:
+            patience.abandoned(account_of(session.partner, transport), now - session.started, now)
+        patience.lost(session.partner, now - session.started, now)
+        transport.acquaintances.idle(session.partner)
+
+
+def commit_event(session: Session, snapshot: Snapshot, commit: Commit, judgement: Judgement) -> OuterStep:
+    """What is reported of a committed step; `judgement` is on the difference to the partner, if there was one."""
+    paired = bool(session.partner)
+    return OuterStep(
+        kind="paired" if paired else "alone",
+        round=commit.progress.outer_rounds,
+        step=snapshot.progress.steps,
+        clock=commit.progress.clock,
+        learning_rate=snapshot.learning_rate,
+        fragment=session.fragment,
+        partner=session.partner or None,
+        role=session.role if paired else "none",
+        reason="",
+        spread=session.spread,
+        difference_norm=judgement.norm if paired else None,
+        clipped=judgement.scale < 1.0,
+        bytes_sent=session.sent,
+        bytes_received=session.received,
+        seconds=ambient.monotonic() - session.started,
+        held_seconds=snapshot.held_seconds + commit.held_seconds,
+        inner_steps_meanwhile=commit.inner_steps_meanwhile,
+    )
+
+
+def abort_event(session: Session, progress: Progress, learning_rate: float, reason: str) -> OuterStep:
+    """What is reported of an exchange that came to nothing."""
+    return OuterStep(
+        kind="aborted",
+        round=progress.outer_rounds,
+        step=progress.steps,
+        clock=progress.clock,
+        learning_rate=learning_rate,
+        fragment=session.fragment,
+        partner=session.partner,
+        role=session.role,
+        reason=reason,
+        spread=session.spread,
+        difference_norm=None,
+        clipped=False,
+        bytes_sent=session.sent,
+        bytes_received=session.received,
+        seconds=ambient.monotonic() - session.started,
+        held_seconds=session.snapshot.held_seconds if session.snapshot else 0.0,
+        inner_steps_meanwhile=0,
+    )

@@ -1,0 +1,154 @@
+"""Whether others reach this node, and what follows: pure judgements of what those peers found that dialled back."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
+from typing import NamedTuple
+
+from noloco_node.identity.addresses import Reach, reach_of
+from noloco_node.identity.peer_id import PeerId
+
+NETWORKS_AGREED = 2
+"""Networks whose peers must have reached an address that only they know to be this node's, before it is announced."""
+MISSES = 2
+"""Looks in a row that must find a node out of reach before it asks for a relay."""
+FIRST_CHANGE_SECONDS = 60.0
+LONGEST_CHANGE_SECONDS = 960.0
+CHANGES_COUNT_SECONDS = 3600.0
+
+
+class Place(NamedTuple):
+    """An IP address and a TCP port."""
+
+    host: str
+    port: int
+
+
+class Way(StrEnum):
+    """How others reach a node."""
+
+    UNKNOWN = "unknown"
+    DIRECT = "direct"
+    RELAYED = "relayed"
+    UNREACHED = "unreached"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one peer found that dialled this node at the host that it sees it at."""
+
+    observer: PeerId
+    network: str
+    """Of the observer, as `network_of` says: peers of one network count as one."""
+    place: Place
+    reached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What the peers found together."""
+
+    place: Place | None
+    """Where this node is reached; None where it is not, or where too few say so."""
+    tried: tuple[Place, ...]
+    """Where it was dialled."""
+
+
+class Step(Enum):
+    """What follows from a look."""
+
+    DIRECT = auto()
+    """It is reached where others are told."""
+    ANNOUNCE = auto()
+    """It is reached elsewhere, or no longer needs a relay: tell others so."""
+    RELAYED = auto()
+    """Its relays work."""
+    SEEK_RELAY = auto()
+    LOOK_AGAIN = auto()
+    """Too little is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a node is reached now."""
+
+    way: Way = Way.UNKNOWN
+    place: Place | None = None
+    relays: tuple[str, ...] = ()
+    """Peer ids."""
+    why: str = ""
+    """What is in the way, where it is not reached."""
+
+    def words(self) -> str:
+        """For a person, in one line."""
+        match self.way:
+            case Way.DIRECT if self.place is not None:
+                return f"reachable directly at {self.place.host} port {self.place.port}"
+            case Way.RELAYED:
+                return f"reachable by relay {', '.join(self.relays)}"
+            case Way.UNREACHED:
+                return "not reachable" + (f": {self.why}" if self.why else "")
+            case _:
+                return "not known whether others reach this node"
+
+
+def network_of(host: str) -> str:
+    """The network of an IP address: its /24, or /48 of IPv6; machines of one may belong to one owner. ValueError."""
+    version = ipaddress.ip_address(host).version
+    return str(ipaddress.ip_network(f"{host}/{24 if version == 4 else 48}", strict=False))
+
+
+def judge(seen: Sequence[Seen], own: Collection[Place], named: Collection[PeerId]) -> Finding | None:
+    """Where this node is reached, by what peers found, each once a place; None where nobody dialled it.
+
+    Only the widest hosts count: that a neighbour reaches it says nothing of the world. An address that this node knows
+    for its own needs the word of one network, and no more that say otherwise. One that it knows from others only must
+    be reached from two networks, so that no single peer can have it announce a stranger's; where all who can be asked
+    are of one network, one of the peers that its owner `named` must be among them.
+    """
+    if not seen:
+        return None
+    widest = min(reach_of(each.place.host) for each in seen)
+    counted = [each for each in seen if reach_of(each.place.host) is widest]
+    networks = {each.network for each in seen}
+    tried = tuple(dict.fromkeys(each.place for each in counted))
+    found: list[tuple[int, Place]] = []
+    for place in tried:
+        yes = {each.network for each in counted if each.place == place and each.reached}
+        no = {each.network for each in counted if each.place == place and not each.reached} - yes
+        if not yes or len(no) > len(yes):
+            continue
+        vouched = any(each.observer in named for each in counted if each.place == place and each.reached)
+        if place in own or len(yes) >= NETWORKS_AGREED or (len(networks) == 1 and vouched):
+            found.append((len(yes), place))
+    best = max(found, default=None)
+    return Finding(None if best is None else best[1], tried)
+
+
+def next_step(
+    finding: Finding | None, told: Collection[Place], *, relayed: bool, relays_work: bool, misses: int
+) -> Step:
+    """What to do: `told` are the places that others are told now, `relayed` whether they are told relays. `misses`
+    counts looks in a row, this one included, that found a node out of reach; one that was reached has two."""
+    if finding is not None and finding.place is not None:
+        return Step.ANNOUNCE if relayed or finding.place not in told else Step.DIRECT
+    if relayed:
+        return Step.RELAYED if relays_work else Step.SEEK_RELAY
+    return Step.LOOK_AGAIN if finding is None or misses < MISSES else Step.SEEK_RELAY
+
+
+def may_change(changes: Sequence[float], now: float) -> bool:
+    """Whether what others are told may be changed, after changes at these times. Each costs all connections for a
+    moment: the next one waits a minute, twice as long for each more within the hour, up to 16 minutes."""
+    recent = [at for at in changes if now - at < CHANGES_COUNT_SECONDS]
+    if not recent:
+        return True
+    return now - recent[-1] >= min(LONGEST_CHANGE_SECONDS, FIRST_CHANGE_SECONDS * 2.0 ** (len(recent) - 1))
+
+
+def is_elsewhere(host: str) -> bool:
+    """Whether a peer at this host is on another machine."""
+    return reach_of(host) in (Reach.PUBLIC, Reach.PRIVATE)

@@ -1,0 +1,293 @@
+"""How a stranger learns which run it joins: a peer hands out what the run id is the hash of, and is held to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from noloco_node import PROTOCOL_VERSION, __version__
+from noloco_node.bootstrap.hello import Hello, ask_hello, other_protocol, said_to_be_over
+from noloco_node.config.data_spec import NO_TOKENIZER, DataSpec
+from noloco_node.config.load import OwnData
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.addresses import log_passed_over, parse_address, peers_unreachable, shown
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.calls import BadAnswer, Nothing, ask, judging
+from noloco_node.transport.errors import Refusal, Refused, TransportError
+from noloco_node.transport.headers import first_problem, no_tensors
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import Message
+
+METHOD = "hello.spec"
+TIMEOUT_SECONDS = 20.0
+PROGRESS_SECONDS = 10.0
+MAX_SPEC_BYTES = 128 * 1024
+"""Largest RunSpec that travels; an ordinary one has 2 KiB."""
+NOT_READ = "(not named: only stage 0 reads the text)"
+"""Stands for the path of a `text` source on a node that does not read it."""
+
+
+def serve_spec(transport: Transport, spec: RunSpec) -> None:
+    """Hand out the RunSpec to anyone who asks, from now on: `RunSpec.agreed_json` as a tensor u8 [bytes]."""
+    text = spec.agreed_json.encode()
+
+    async def handle(_peer: PeerId, _message: Message) -> Message:
+        if len(text) > MAX_SPEC_BYTES:
+            raise Refused(Refusal.TOO_LARGE, f"the RunSpec has {len(text)} bytes: join with its file")
+        return Message({}, (torch.frombuffer(bytearray(text), dtype=torch.uint8),))
+
+    transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=2)
+
+
+async def fetch_run_spec(
+    transport: Transport,
+    joined: Sequence[str],
+    own: OwnData,
+    *,
+    reads_text: bool,
+    met_in: str | None = None,
+    brings_state: bool = True,
+) -> RunSpec:
+    """The RunSpec of the run that the peers at these addresses serve, from the first that gives a sound one.
+
+    Where they serve several it is that of the run `met_in`, in which this node was before, else the run of most of
+    them. `own` is what the volunteer says of the run's text, which is read here where `reads_text`; `brings_state`: it
+    has been in a run. Raises UserError: PEERS_UNREACHABLE where no peer answers; NO_DONOR where most of the peers say
+    that the run has come to its end, and this node brings nothing to go on from; WRONG_RUN where they serve several
+    runs and none of these is most, speak another protocol version, or give no RunSpec that stands up to its hash;
+    CONFIG as `with_own_data` does.
+    """
+    hellos = _of_one_run(await _hellos(transport, joined), met_in)
+    failures: dict[str, str] = {}
+    for address, hello in hellos.items():
+        try:
+            spec = await _fetch(transport, parse_address(address).peer, hello)
+        except (Refused, TransportError) as error:
+            failures[address] = _reason(error, hello)
+        else:
+            log_passed_over(failures)
+            if not brings_state and said_to_be_over(hellos.values()):
+                raise run_has_ended(spec, f"so say the peers that were named, {_of_all(hellos.values())}")
+            return with_own_data(spec, own, reads_text=reads_text)
+    lines = "".join(f"\n  {address}: {shown(why)}" for address, why in failures.items())
+    raise UserError(
+        ExitCode.WRONG_RUN,
+        f"none of {len(failures)} peers gave a RunSpec that can be used{lines}",
+        "name another node of the run, or install the version of noloco-node that its nodes have",
+    )
+
+
+def read_agreed(text: bytes) -> RunSpec:
+    """Parse what a peer hands out. The path of a `text` source, whatever the peer says, is `NOT_READ`, and weights to
+    start from have none.
+
+    Raises ValueError (ValidationError included) for what is no RunSpec: other JSON, unknown settings, values out of
+    bounds, an inadmissible γ; and for text that a terminal should not be shown.
+    """
+    parsed: object = from_json(text, allow_inf_nan=False)
+    if not isinstance(parsed, dict):
+        raise ValueError("it is no JSON object")
+    raw = cast("dict[str, Any]", parsed)
+    if not all(word.isprintable() for word in _words(raw)):
+        raise ValueError("it holds control characters")
+    data, model = raw.get("data"), raw.get("model")
+    if isinstance(model, dict):
+        cast("dict[str, Any]", model).pop("from_pretrained", None)
+    if isinstance(data, dict):
+        told = cast("dict[str, Any]", data)
+        told.pop("prepared", None)
+        mixed: object = told.get("mixture")
+        several = cast("list[object]", mixed) if isinstance(mixed, list) else []
+        for source in (told, *(cast("dict[str, Any]", each) for each in several if isinstance(each, dict))):
+            if source.get("source") == "text":
+                source["path"] = NOT_READ
+    return RunSpec.model_validate(raw)
+
+
+def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
+    """The RunSpec with what this volunteer has by itself: the place of the text. Its run id stays.
+
+    Raises UserError (CONFIG) where that place is missing, where `own` contradicts the run, and where the run names
+    files of this machine without the volunteer's word: a stranger must not choose what is read here.
+    """
+    if spec.data.mixture:
+        _check_mixture(spec, own, reads_text=reads_text)
+    data = spec.data.model_copy(update={"prepared": own.prepared})
+    if data.source == "text":
+        if own.path is None and own.prepared is None and reads_text:
+            raise _no_text(spec)
+        data = data.model_copy(update={"path": own.path or data.path})
+    for name, value, named in (("path", data.path, own.path), ("tokenizer", data.tokenizer, own.tokenizer)):
+        check_own_word(spec, name, value, named, reads=reads_text)
+    return spec.model_copy(update={"data": data})
+
+
+def _check_mixture(spec: RunSpec, own: OwnData, *, reads_text: bool) -> None:
+    """Raise UserError (CONFIG) where a mixture is read of which something lies on this machine: a word for each of its
+    sources has no place among a joiner's settings, unless all of them are prepared."""
+    if own.prepared is not None:
+        return
+    for number, part in enumerate(spec.data.mixture if reads_text else ()):
+        if part.source == "text" or (part.path is not None and _is_local(part.path)):
+            lies = "of which each volunteer has its own copy" if part.source == "text" else "which lies on this machine"
+            raise UserError(
+                ExitCode.CONFIG,
+                f"run.data.mixture[{number}] of run '{spec.name}' is a text {lies}",
+                "get the run's configuration from its owner, set the paths of that list to your own, and use that: "
+                "`noloco-node run CONFIG`, or --config CONFIG of export and eval; or prepare the text with it, and set "
+                "run.data.prepared as you join"
+                + ("; a node of a later stage needs none: --stage 1" if spec.stages > 1 else ""),
+            )
+
+
+def check_own_word(spec: RunSpec, name: str, value: str | None, named: str | None, *, reads: bool = True) -> None:
+    """Raise UserError (CONFIG) where the run's `data.NAME` is this `value` and the volunteer has `named` another; and
+    where it is a file of this machine, which is read here, without the volunteer's word."""
+    if named is not None and named != value:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"run.data.{name} is '{named}', but for run '{spec.name}' it is {_quoted(value)}",
+            f"leave out --set run.data.{name}: who joins takes the run as it is",
+        )
+    if reads and named is None and value is not None and _is_local(value):
+        raise _local(spec, name, value)
+
+
+def _of_all(hellos: Collection[Hello]) -> str:
+    return f"{sum(hello.over for hello in hellos)} of {len(hellos)}"
+
+
+def _words(value: object) -> Iterator[str]:
+    """All strings in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in cast("dict[str, object]", value).items():
+            yield key
+            yield from _words(inner)
+    elif isinstance(value, list):
+        for inner in cast("list[object]", value):
+            yield from _words(inner)
+
+
+def _no_text(spec: RunSpec) -> UserError:
+    later = "; a node of a later stage needs none: --stage 1" if spec.stages > 1 else ""
+    return UserError(
+        ExitCode.CONFIG,
+        f"run.data.path is not set, and run '{spec.name}' trains on a text of which each volunteer has its own copy",
+        f"get the text from whoever started the run, and say where it lies with --set run.data.path=FILE{later}",
+    )
+
+
+def _local(spec: RunSpec, name: str, value: str) -> UserError:
+    return UserError(
+        ExitCode.CONFIG,
+        f"run.data.{name} of run '{spec.name}' is {_quoted(value)}, which lies on this machine: a run that comes from "
+        "a stranger may not choose which of your files are read",
+        f"if it may read that, say so with --set run.data.{name}={_quoted(value)}; else do not join this run",
+    )
+
+
+def _is_local(name: str) -> bool:
+    """Whether the loaders of datasets and tokenizers might take the name for a file or folder of this machine."""
+    if name in (DataSpec().tokenizer, NO_TOKENIZER, NOT_READ):
+        return False
+    return name.startswith(("/", ".", "~")) or any(os.path.exists(part) for part in (name, name.partition(":")[0]))
+
+
+def _of_one_run(hellos: dict[str, Hello], met_in: str | None) -> dict[str, Hello]:
+    """Those of the one run to join; the others are logged. A single key that names another run must not keep a
+    volunteer out, nor one process that answered for most of the peers that this node has written down."""
+    runs = Counter(hello.run for hello in hellos.values())
+    chosen, votes = (met_in, len(hellos)) if met_in in runs else runs.most_common(1)[0]
+    if 2 * votes <= len(hellos):
+        lines = "".join(f"\n  {address}: run '{h.name}' ({h.run})" for address, h in hellos.items())
+        raise UserError(
+            ExitCode.WRONG_RUN,
+            f"the addresses belong to {len(runs)} runs:{lines}",
+            "choose one of the runs, and name addresses of its nodes only",
+        )
+    log_passed_over({a: f"it serves run '{h.name}' ({h.run})" for a, h in hellos.items() if h.run != chosen})
+    return {address: hello for address, hello in hellos.items() if hello.run == chosen}
+
+
+async def _hellos(transport: Transport, joined: Sequence[str]) -> dict[str, Hello]:
+    """The peers that answer in this protocol version, by address; the others are logged with the reason."""
+    asked = await asyncio.gather(*(_hello_or_reason(transport, address) for address in joined))
+    answers = dict(zip(joined, asked, strict=True))
+    silent = {address: answer for address, answer in answers.items() if isinstance(answer, str)}
+    hellos = {address: answer for address, answer in answers.items() if isinstance(answer, Hello)}
+    if not hellos:
+        raise peers_unreachable(silent)
+    ours = {address: hello for address, hello in hellos.items() if hello.protocol == PROTOCOL_VERSION}
+    if not ours:
+        raise other_protocol(next(iter(hellos.values())))
+    others = {a: f"it speaks protocol version {h.protocol}" for a, h in hellos.items() if a not in ours}
+    log_passed_over(silent | others)
+    return ours
+
+
+async def _hello_or_reason(transport: Transport, address: str) -> Hello | str:
+    try:
+        hello = await ask_hello(transport, parse_address(address).peer)
+        return hello if hello.run else "it is a seed that knows of no run: name a node of the run beside it"
+    except (Refused, TransportError) as error:
+        return f"it does not say which run it serves ({shown(str(error) or repr(error))})"
+
+
+async def _fetch(transport: Transport, peer: PeerId, hello: Hello) -> RunSpec:
+    """One peer's RunSpec, equal to the run that it said it serves. Raises Refused or TransportError."""
+    answer = await ask(
+        transport,
+        peer,
+        METHOD,
+        None,
+        Nothing,
+        text_bytes=MAX_SPEC_BYTES,
+        timeout=TIMEOUT_SECONDS,
+        progress=PROGRESS_SECONDS,
+    )
+    with judging(transport, peer, METHOD):
+        return _spec_of(answer.tensors[0].numpy().tobytes(), hello)
+
+
+def _spec_of(text: bytes, hello: Hello) -> RunSpec:
+    """The RunSpec of the run that this hello names. Raises BadAnswer."""
+    try:
+        spec = read_agreed(text)
+        found = spec.run_id
+    except ValidationError as error:
+        raise BadAnswer(f"its RunSpec is refused: {first_problem(error)}") from None
+    except ValueError as error:
+        raise BadAnswer(f"its RunSpec is refused: {error}") from None
+    if found != hello.run:
+        raise BadAnswer(f"its RunSpec is that of run {found}, but it says that it serves {hello.run}")
+    return spec
+
+
+def _reason(error: Refused | TransportError, hello: Hello) -> str:
+    if isinstance(error, Refused) and error.reason is Refusal.UNKNOWN_METHOD:
+        return f"noloco-node {hello.version} does not hand out its RunSpec (this node has {__version__})"
+    return str(error) or repr(error)
+
+
+def _quoted(value: str | None) -> str:
+    return "not set" if value is None else f"'{shown(value)}'"
+
+
+def run_has_ended(spec: RunSpec, why: str) -> UserError:
+    """The error for a node that comes when nobody trains any more."""
+    return UserError(
+        ExitCode.NO_DONOR,
+        f"run {spec.run_id[:8]} ({spec.name}) has come to its end: {why}",
+        "start a new run, with another run.name or a higher run.inner.target_tokens; to begin this one anew, start its "
+        "first node in a new folder and without initial peers",
+    )

@@ -1,0 +1,1 @@
+"""The commands: what they understand, and what they print."""

@@ -1,0 +1,200 @@
+"""`noloco-node eval` and `generate`: what a model is worth, and what it says."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from noloco_node.cli.node_options import CONFIG_HELP, OWN_TEXT, guest_arguments, set_argument
+from noloco_node.collector import loading
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.exporting.sources import (
+    are_addresses,
+    check_text_named,
+    gathered_folders,
+    gathered_live,
+    guest_settings,
+    named_run,
+    say,
+    with_text,
+)
+from noloco_node.telemetry.words import plain_text
+
+if TYPE_CHECKING:
+    from noloco_node.config.run_spec import RunSpec
+    from noloco_node.exporting.evaluation import HeldOut, Score
+    from noloco_node.exporting.gathered import Gathered
+    from noloco_node.exporting.merge import SavedReplica
+
+FIRST_COLUMN = 46
+
+
+def eval_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `eval`."""
+    add = command.add_argument
+    places = "what `export` wrote; or nodes of a run under way, or run folders, as `export` takes them"
+    add("sources", metavar="DIR|ADDRESS", nargs="+", help=places)
+    add("--config", metavar="CONFIG", type=Path, help=CONFIG_HELP)
+    add("--tasks", metavar="NAME[,NAME]", help="tasks of lm-eval instead of the held-out text; DIR only")
+    add("--include-path", metavar="DIR", type=Path, help="where tasks of your own lie, a YAML file each")
+    add("--limit", metavar="N", type=int, help="only so many samples of each task")
+    guest_arguments(command)
+    set_argument(command, OWN_TEXT)
+    command.set_defaults(call=_eval)
+
+
+def generate_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `generate`."""
+    add = command.add_argument
+    places = "what `export` wrote, or another model of transformers; or nodes of a run under way"
+    add("sources", metavar="DIR|ADDRESS", nargs="+", help=places)
+    add("--prompt", metavar="TEXT", required=True, help="how the text begins")
+    add("--max-tokens", metavar="N", type=int, default=200, help="so many tokens at most (default: 200)")
+    add("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
+    add("--seed", metavar="N", type=int, default=0, help="another seed gives another text (default: 0)")
+    guest_arguments(command)
+    set_argument(command, "run.data.tokenizer=DIR where the run's tokenizer lies on this machine")
+    command.set_defaults(call=_generate)
+
+
+def _eval(options: argparse.Namespace) -> int:
+    first = Path(options.sources[0])
+    is_model = len(options.sources) == 1 and (first / "config.json").is_file()
+    _check_task_options(options, is_model)
+    if options.tasks is not None:
+        return _eval_tasks(first, options)
+    if is_model:
+        return _eval_model(first, options)
+    with contextlib.ExitStack() as stack:
+        if are_addresses(options.sources):
+            check_text_named(options)
+            gathered = gathered_live(options, stack, None, lambda run: with_text(run, options))
+        else:
+            gathered = gathered_folders(options)
+        _eval_replicas(gathered, options)
+    return int(ExitCode.OK)
+
+
+def _check_task_options(options: argparse.Namespace, is_model: bool) -> None:
+    if options.tasks is None:
+        if options.include_path is not None or options.limit is not None:
+            message = "--include-path and --limit are for tasks, and --tasks names none"
+            raise UserError(ExitCode.USAGE, message, "name tasks of lm-eval with --tasks, or leave both out")
+        return
+    if not is_model:
+        message = f"--tasks wants one exported model, and {options.sources[0]} is none"
+        raise UserError(ExitCode.USAGE, message, "make one with noloco-node export, and name its folder")
+    if not all(name.strip() for name in options.tasks.split(",")):
+        raise UserError(ExitCode.USAGE, f"--tasks is '{options.tasks}'", "name tasks with commas between them")
+    if options.limit is not None and options.limit < 1:
+        raise UserError(ExitCode.USAGE, f"--limit is {options.limit}", "name 1 sample or more")
+    if options.include_path is not None and not options.include_path.is_dir():
+        message = f"--include-path is '{options.include_path}', which is no folder"
+        raise UserError(ExitCode.USAGE, message, "name the folder of your tasks' YAML files")
+
+
+def _eval_tasks(folder: Path, options: argparse.Namespace) -> int:
+    with loading():
+        from noloco_node.exporting.tasks import run_tasks
+
+    names = [name.strip() for name in options.tasks.split(",")]
+    scores = run_tasks(folder, names, options.include_path, options.limit)
+    print(f"{'task':<30} {'metric':<24} {'value':>10} {'± error':>10} {'samples':>8}")
+    for score in scores:
+        error = "" if score.error is None else f"{score.error:.4f}"
+        print(f"{score.task:<30} {score.metric:<24} {score.value:>10.4f} {error:>10} {score.samples:>8,}")
+    return int(ExitCode.OK)
+
+
+def _eval_replicas(gathered: Gathered, options: argparse.Namespace) -> None:
+    with loading():
+        from noloco_node.exporting.evaluation import Bench, HeldOut
+        from noloco_node.exporting.merge import mean_of
+
+    held_out, kept = HeldOut(with_text(gathered.run, options)), gathered.kept()
+    mean = {name: value for stage in sorted(kept) for name, value in mean_of(kept[stage]).items()}
+    _print_head(gathered.run, held_out, f", at {gathered.clock:,.0f} of {gathered.run.inner.target_tokens:,} tokens")
+    Bench(gathered.run, held_out).singles(kept, mean, _print_single)
+
+
+def _eval_model(folder: Path, options: argparse.Namespace) -> int:
+    with loading():
+        from noloco_node.exporting.evaluation import HeldOut
+        from noloco_node.exporting.folders import read_run
+        from noloco_node.exporting.read import open_model
+        from noloco_node.exporting.write import RUN_FILE
+
+    run = named_run(options) or with_text(read_run(folder / RUN_FILE), options)
+    model, held_out = open_model(folder), HeldOut(run)
+    _print_head(run, held_out)
+    _print_score("the model", held_out.score(model))
+    return int(ExitCode.OK)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    if options.max_tokens < 1 or not 0.0 <= options.temperature <= 100.0:
+        message = f"--max-tokens is {options.max_tokens} and --temperature {options.temperature:g}"
+        raise UserError(ExitCode.USAGE, message, "name 1 token or more, and a temperature from 0 to 100")
+    if not options.prompt:
+        raise UserError(ExitCode.USAGE, "--prompt is empty", "name the beginning of a text")
+    if are_addresses(options.sources):
+        return _generate_live(options)
+    if len(options.sources) > 1:
+        message = f"{len(options.sources)} folders are named"
+        raise UserError(ExitCode.USAGE, message, "name one folder, which `noloco-node export` wrote")
+    with loading():
+        from noloco_node.exporting.read import continued
+
+    folder = Path(options.sources[0])
+    print(plain_text(continued(folder, options.prompt, options.max_tokens, options.seed, options.temperature)))
+    return int(ExitCode.OK)
+
+
+def _generate_live(options: argparse.Namespace) -> int:
+    settings = guest_settings(options)
+    with loading():
+        import uvloop
+
+        from noloco_node.config.load import load_join
+        from noloco_node.exporting.generating import Wish, generate_live
+
+    wish = Wish(options.prompt, options.max_tokens, options.temperature, options.seed)
+    try:
+        run, spoken = uvloop.run(generate_live(settings, load_join(options.set).run.data, wish, _write, say))
+    finally:
+        print(flush=True)
+    asked = f"; {spoken.replaced} peers replaced" if spoken.replaced else ""
+    say(f"{spoken.tokens} tokens in {spoken.seconds:,.1f} s, by {run.stages} stages of run {run.name}{asked}")
+    if spoken.full:
+        say(f"the text ends where the run's windows do: run.data.sequence_length is {run.data.sequence_length}")
+    return int(ExitCode.OK)
+
+
+def _write(text: str) -> None:
+    print(plain_text(text), end="", flush=True)
+
+
+def _print_head(run: RunSpec, held_out: HeldOut, at: str = "") -> None:
+    print(f"run {run.name} ({run.run_id}){at}: {held_out.windows} held-out windows, {held_out.tokens:,} tokens")
+    if held_out.bytes is None:
+        print("bits a byte are not known: the run trains on token ids, without a tokenizer (run.data.tokenizer: none)")
+    print(f"{'':<{FIRST_COLUMN}} {'loss':>8} {'perplexity':>12} {'bits/byte':>10}", flush=True)
+
+
+def _print_single(replica: SavedReplica | None, score: Score) -> None:
+    _print_score("merged" if replica is None else _alone(replica), score)
+
+
+def _alone(replica: SavedReplica) -> str:
+    folder = "" if replica.source == replica.peer else replica.source.rpartition("/")[2]
+    words = [word for word in (folder, f"…{replica.peer[-6:]}" if replica.peer else "") if word]
+    return f"stage {replica.stage} of {' '.join(words)} alone"[:FIRST_COLUMN]
+
+
+def _print_score(name: str, score: Score) -> None:
+    perplexity = f"{score.perplexity:,.3f}" if math.isfinite(score.perplexity) else "infinite"
+    bits = "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
+    print(f"{name:<{FIRST_COLUMN}} {score.loss:>8.4f} {perplexity:>12} {bits:>10}", flush=True)

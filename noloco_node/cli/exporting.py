@@ -1,0 +1,89 @@
+"""`noloco-node export`: a model out of a run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from noloco_node import ambient
+from noloco_node.cli.node_options import CONFIG_HELP, OWN_TEXT, guest_arguments, set_argument
+from noloco_node.collector import loading
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.exporting.sources import (
+    are_addresses,
+    check_own_files,
+    gathered_folders,
+    gathered_live,
+    say,
+    with_text,
+)
+
+if TYPE_CHECKING:
+    from noloco_node.exporting.gathered import Gathered
+    from noloco_node.exporting.write import Exported
+
+SHARD_BYTES = 5_000_000_000
+
+
+def export_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `export`."""
+    add = command.add_argument
+    add("sources", metavar="ADDRESS|RUN_FOLDER", nargs="+", help="of a run under way; or folders that nodes have left")
+    add("--out", metavar="DIR", type=Path, required=True, help="where the model goes, a folder that does not exist")
+    add("--replicas", metavar="mean|best|PEER", default="mean", help="which of each stage (default: mean)")
+    add("--config", metavar="CONFIG", type=Path, help=CONFIG_HELP)
+    add("--shard-bytes", metavar="N", type=int, default=SHARD_BYTES, help="largest file of weights (default: 5 GB)")
+    add("--eval", action="store_true", help="say in its card what the model loses on the run's held-out text")
+    add("--push", metavar="OWNER/NAME", help="upload it to the Hugging Face hub too, with your own token, as private")
+    add("--public", action="store_true", help="a repository that --push makes is for everybody")
+    guest_arguments(command)
+    set_argument(command, OWN_TEXT)
+    command.set_defaults(call=_export)
+
+
+def _export(options: argparse.Namespace) -> int:
+    began = ambient.monotonic()
+    if options.shard_bytes < 1:
+        raise UserError(ExitCode.USAGE, f"--shard-bytes is {options.shard_bytes}", "name a size of 1 byte or more")
+    with loading():
+        from noloco_node.exporting.evaluation import Bench, HeldOut
+        from noloco_node.exporting.push import check_push, push
+        from noloco_node.exporting.write import BEST, check_out, export
+
+    check_out(options.out)
+    if options.push is not None:
+        check_push(options.push)
+    elif options.public:
+        raise UserError(ExitCode.USAGE, "--public says nothing without --push", "name --push OWNER/NAME, too")
+    with contextlib.ExitStack() as stack:
+        needs_text = options.eval or options.replicas == BEST
+        if are_addresses(options.sources):
+            gathered = gathered_live(
+                options, stack, options.out, lambda run: check_own_files(run, options, reads_text=needs_text)
+            )
+        else:
+            gathered = gathered_folders(options)
+        bench = Bench(gathered.run, HeldOut(with_text(gathered.run, options))) if needs_text else None
+        exported = export(gathered, options.out, options.replicas, say, options.shard_bytes, bench)
+    _print_exported(gathered, exported, ambient.monotonic() - began)
+    if options.push is not None:
+        print(f"{'pushed':<30} {push(exported.folder, options.push, public=options.public)}")
+    return int(ExitCode.OK)
+
+
+def _print_exported(gathered: Gathered, exported: Exported, seconds: float) -> None:
+    run, used = gathered.run, exported.used
+    averaged = ", ".join(f"{len(used[stage])} of stage {stage}" for stage in sorted(used))
+    out = f"; {exported.left_out} too far behind" if exported.left_out else ""
+    print(f"run {run.name} ({run.run_id}), {gathered.clock:,.0f} of {run.inner.target_tokens:,} tokens")
+    print(f"{'replicas':<30} {averaged}{out}")
+    if gathered.reported is not None:
+        at = f"at {gathered.reported.clock:,.0f} tokens, as the swarm reported it"
+        print(f"{'validation loss':<30} {gathered.reported.loss:.4f} nats per token {at}")
+    if exported.score is not None:
+        print(f"{'validation loss of the model':<30} {exported.score.loss:.4f} nats per token")
+    made = f"{exported.folder}, {exported.parameters:,} parameters, in {seconds:,.0f} s"
+    print(f"{'model (Hugging Face folder)':<30} {made}")
+    print(f"{'what it is worth':<30} noloco-node eval {exported.folder}")

@@ -1,0 +1,189 @@
+"""`noloco-node identity`: look at a node's identity file, take an encrypted backup of it, bring one back."""
+
+from __future__ import annotations
+
+import getpass
+import shlex
+import stat
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from noloco_node.config.load import NO_ENVIRONMENT, load_join
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.storage.run_folder import RunFolder
+
+MIN_PASSPHRASE = 12
+"""Characters of a new passphrase: all that protects a backup."""
+MAX_PASSPHRASE_BYTES = 1023
+"""The most that the encryption takes."""
+MAX_BACKUP_BYTES = 64 * 1024
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def default_identity(environ: Mapping[str, str] = NO_ENVIRONMENT) -> Path:
+    """The identity file of `noloco-node run` where neither --run-folder nor --identity is given. UserError as
+    loading settings does."""
+    settings = load_join((), environ).node
+    return settings.identity or RunFolder(settings.run_folder).identity
+
+
+def show_identity(path: Path) -> list[str]:
+    """What a person wants to know of an identity file, as lines. UserError (CONFIG) where it is none."""
+    from noloco_node.identity.keys import load_identity
+
+    identity = load_identity(path)
+    return [
+        f"peer id      {identity.peer_id}",
+        f"file         {path.resolve()}",
+        f"permissions  {_permissions(path)}",
+        f"in use       {_in_use(path)}",
+    ]
+
+
+def export_identity(path: Path, target: Path, passphrase_file: Path | None) -> str:
+    """Write an encrypted copy of the identity file `path` to `target` (PKCS#8, PEM, mode 0600); returns the peer id.
+
+    Asks for the passphrase twice where no file holds it. Raises UserError: CONFIG (no such key, a target that exists, a
+    weak passphrase), RUN_FOLDER (`target` cannot be written), USAGE (no passphrase file and no terminal to ask on).
+    """
+    from noloco_node.identity.keys import load_identity, write_new_private_file
+
+    identity = load_identity(path)
+    _refuse_existing(target)
+    backup = identity.backup(new_passphrase(passphrase_file))
+    try:
+        written = write_new_private_file(target, backup)
+    except OSError as error:
+        raise _not_writable(target, error) from None
+    if not written:
+        _refuse_existing(target)
+    return identity.peer_id
+
+
+def import_identity(backup: Path, target: Path, passphrase_file: Path | None) -> str:
+    """Write the key inside `backup` as a new identity file `target` (mode 0600); returns its peer id.
+
+    Raises UserError: CONFIG (no backup, a wrong passphrase, a target that exists), RUN_FOLDER (`target` cannot be
+    written), USAGE (no passphrase file and no terminal to ask on).
+    """
+    from noloco_node.identity.keys import BadKey, WrongPassphrase, key_of_backup, load_identity, write_new_private_file
+
+    _refuse_existing(target)
+    try:
+        with backup.open("rb") as file:
+            content = file.read(MAX_BACKUP_BYTES)
+        key = key_of_backup(content, known_passphrase(passphrase_file))
+        written = write_new_private_file(target, key)
+    except WrongPassphrase:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"passphrase: it does not open {backup}",
+            "give the passphrase of the export; if it is right, the file was damaged: take another copy",
+        ) from None
+    except BadKey as error:
+        raise _no_backup(backup, str(error)) from None
+    except OSError as error:
+        if error.filename == str(backup):
+            raise _no_backup(backup, error.strerror or str(error)) from None
+        raise _not_writable(target, error) from None
+    if not written:
+        _refuse_existing(target)
+    return load_identity(target).peer_id
+
+
+def new_passphrase(file: Path | None) -> bytes:
+    """A passphrase for a new backup, from the first line of `file` or asked for twice. UserError if it is weak."""
+    passphrase = _first_line(file) if file else _ask("passphrase for the backup: ")
+    if len(passphrase) < MIN_PASSPHRASE:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"passphrase: it has {len(passphrase)} characters, fewer than {MIN_PASSPHRASE}",
+            "take a longer one, for example five words drawn at random; whoever guesses it can run as this node",
+        )
+    if file is None and _ask("once more: ") != passphrase:
+        raise UserError(ExitCode.CONFIG, "passphrase: the two differ", "start again and type the same one twice")
+    return _encoded(passphrase)
+
+
+def known_passphrase(file: Path | None) -> bytes:
+    """The passphrase of a backup, from the first line of `file` or asked for."""
+    return _encoded(_first_line(file) if file else _ask("passphrase of the backup: "))
+
+
+def _ask(prompt: str) -> str:
+    try:
+        with warnings.catch_warnings():
+            # Without a terminal getpass would warn and read with echo.
+            warnings.simplefilter("error", getpass.GetPassWarning)
+            return getpass.getpass(prompt)
+    except (getpass.GetPassWarning, EOFError):
+        raise UserError(
+            ExitCode.USAGE,
+            "passphrase: there is no terminal to ask for it on",
+            "put it into the first line of a file that only you can read, and name that with --passphrase-file",
+        ) from None
+
+
+def _first_line(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            return opened.readline(MAX_PASSPHRASE_BYTES + 2).decode().rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UserError(
+            ExitCode.CONFIG,
+            f"passphrase_file: {file} cannot be read ({reason})",
+            "name a text file whose first line is the passphrase",
+        ) from None
+
+
+def _encoded(passphrase: str) -> bytes:
+    encoded = passphrase.encode()
+    if len(encoded) > MAX_PASSPHRASE_BYTES:
+        message = f"passphrase: it is longer than {MAX_PASSPHRASE_BYTES} bytes"
+        raise UserError(ExitCode.CONFIG, message, "take a shorter one")
+    return encoded
+
+
+def _permissions(path: Path) -> str:
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if not mode & OTHERS:
+        return f"{mode:04o}, for its owner only"
+    remedy = f"chmod 600 {shlex.quote(str(path))}"
+    return f"{mode:04o}, WARNING: not for its owner only; who reads it can run as this node; remedy: {remedy}"
+
+
+def _in_use(path: Path) -> str:
+    from noloco_node.identity.keys import holder_of
+
+    try:
+        holder = holder_of(path)
+    except OSError as error:
+        return f"not known ({error.strerror})"
+    return f"by {holder}" if holder else "by no node on this machine"
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists() or target.is_symlink():
+        raise UserError(
+            ExitCode.CONFIG,
+            f"to: {target} exists already, and is left as it is",
+            "name a file that does not exist yet with --to, or move this one away",
+        )
+
+
+def _not_writable(target: Path, error: OSError) -> UserError:
+    return UserError(
+        ExitCode.RUN_FOLDER,
+        f"to: {target} cannot be written ({error.strerror})",
+        "name a file in a folder that this user may write, on a disk with space left",
+    )
+
+
+def _no_backup(backup: Path, reason: str) -> UserError:
+    return UserError(
+        ExitCode.CONFIG,
+        f"backup: {backup} cannot be used ({reason})",
+        "name a file that `noloco-node identity export` wrote",
+    )

@@ -1,0 +1,164 @@
+"""What the commands print of runs, swarms and experiments."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from noloco_node.collector import loading
+
+if TYPE_CHECKING:
+    from noloco_node.config.data_spec import DataSpec
+    from noloco_node.config.load import Config
+    from noloco_node.config.run_spec import RunSpec
+    from noloco_node.directory.summary import Outlook
+    from noloco_node.laboratory.experiment import Finished
+    from noloco_node.launch.local_run import SwarmResult
+
+
+def print_plan(config: Config) -> None:
+    """What a configuration comes to. UserError as `plan` and `check_text` raise it."""
+    _print_numbers(config)
+    _check_text(config)
+
+
+def print_sized_plan(config: Config, device: str | None, uplink: str, round_trip: str) -> None:
+    """`print_plan` with memory by part and, where a device is named, how much it would work. UserError also (USAGE) as
+    `device_by_name` and the quantities raise it."""
+    _print_numbers(config)
+    with loading():
+        from noloco_node.sizing.advice import expect
+        from noloco_node.sizing.devices import bytes_a_second, device_by_name, seconds
+        from noloco_node.sizing.footprint import footprint_of
+        from noloco_node.sizing.memory import memory_of
+        from noloco_node.sizing.screen import expectation_lines, memory_lines
+        from noloco_node.sizing.utilisation import Link
+
+    footprint = footprint_of(config.run)
+    lines = memory_lines(config, footprint)
+    if device is not None:
+        link = Link(bytes_a_second(uplink), seconds(round_trip))
+        named = device_by_name(device, config.run.inner.precision)
+        needs = memory_of(config.run, config.node, footprint, config.local_swarm.replicas)
+        found = expect(config, link, named.flop_per_second)
+        lines += expectation_lines(config, named, link, found, needs)
+    print("\n".join(lines))
+    sys.stdout.flush()
+    _check_text(config)
+
+
+def _print_numbers(config: Config) -> None:
+    with loading():
+        from noloco_node.sizing.preflight import plan, plan_lines
+
+    numbers = plan(config)
+    print("\n".join(plan_lines(config.run, numbers)))
+    for warning in numbers.warnings:
+        print(f"  note: {warning}")
+    sys.stdout.flush()
+
+
+def _check_text(config: Config) -> None:
+    from noloco_node.sizing.preflight import check_text, note_on_blocks
+
+    check_text(config.run)
+    note = note_on_blocks(config)
+    if note is not None:
+        print(f"  note: {note}")
+
+
+def print_fingerprint(run: RunSpec) -> None:
+    """Of the text on this machine, which is read for it. UserError as `fingerprint_of` raises it."""
+    data = run.data
+    if any(part.source == "huggingface" for part in data.parts) and not data.streaming and data.prepared is None:
+        return
+    from noloco_node.data.prepared import fingerprints_of
+
+    said = (
+        "as the run has it" if run.data.fingerprint else "set run.data.fingerprint to it, and every node is held to it"
+    )
+    whole, parts = fingerprints_of(data)
+    print(f"  text              {whole} ({said})")
+    for name, each in zip(data.names, parts, strict=True):
+        print(f"    {name:<15} {each}")
+    sys.stdout.flush()
+
+
+def print_run(run: RunSpec, outlook: Outlook) -> None:
+    """What a joiner is about to take part in."""
+    from noloco_node.sizing.preflight import plan_lines, plan_run
+    from noloco_node.telemetry.words import as_long, as_nodes
+
+    data = run.data
+    source = "; ".join(_source(part) for part in data.parts)
+    windows = f"windows of {data.sequence_length} tokens, tokenizer {json.dumps(data.tokenizer, ensure_ascii=False)}"
+    nodes = as_nodes(outlook.replicas)
+    share = 100.0 * min(1.0, outlook.clock / outlook.target_tokens)
+    left, over = outlook.seconds_left, outlook.clock >= outlook.target_tokens
+    empty = [str(stage) for stage, count in enumerate(outlook.replicas) if not count]
+    waits = f"not known: stage {', '.join(empty)} has no node" if empty else "not known yet: nobody says how fast it is"
+    print("\n".join([*plan_lines(run, plan_run(run)), f"  model             {run.model.config['model_type']}"]))
+    print(f"  data              {source}, {windows}")
+    print(f"  swarm             nodes {nodes}, {outlook.tokens_per_second:,.0f} tokens/s")
+    print(f"  progress          {outlook.clock:,.0f} of {outlook.target_tokens:,} tokens ({share:.0f} %)")
+    to_go = waits if left is None else f"about {as_long(left)} at this speed"
+    print(f"  to go             {'nothing: this run is over, and its nodes are leaving' if over else to_go}")
+    sys.stdout.flush()
+
+
+def _source(data: DataSpec) -> str:
+    return data.source if data.path is None else f"{data.source}, {json.dumps(data.path, ensure_ascii=False)}"
+
+
+def print_lab_plan(config: Config) -> None:
+    """What an experiment comes to. UserError as `plan_lab` raises it."""
+    from noloco_node.laboratory.course import plan_lab
+
+    numbers, lab = plan_lab(config), config.lab
+    print(
+        f"laboratory: {len(lab.variants)} variants, {numbers.trainings:,} trainings, {numbers.tokens:,} tokens in all"
+    )
+    sys.stdout.flush()
+
+
+def print_finished(finished: Finished) -> None:
+    """One training of an experiment."""
+    result = finished.result
+    loss = "diverged" if result.validation_loss is None else f"loss {result.validation_loss:.4f}"
+    options = "".join(f" {name}={value}" for name, value in result.options.items())
+    print(
+        f"{finished.done} of {finished.total}: {result.variant}{options}, {result.replicas} replicas, "
+        f"{result.tokens:,} tokens, seed {result.seed} ({result.purpose}): {loss}, {result.seconds:,.0f} s; "
+        f"about {finished.seconds_left / 60:,.1f} min left",
+        flush=True,
+    )
+
+
+def print_result(result: SwarmResult) -> None:
+    """How a local swarm's run ended, and what it left where."""
+    from noloco_node.telemetry.words import as_bytes
+
+    summary = result.summary
+    losses = {
+        "training loss": summary.training_loss,
+        "validation loss": summary.validation_loss,
+        "validation loss, merged": summary.validation_loss_merged,
+    }
+    print(f"\n{summary.tokens:,} tokens in {summary.seconds:,.0f} s, {summary.tokens_per_second:,.0f} tokens/s")
+    for name, loss in losses.items():
+        if loss is not None:
+            print(f"{name:<30} {loss:.4f} nats per token")
+    for name in summary.died:
+        print(f"{name:<30} ended without a last word, see its log")
+    for name, path in result.files.items():
+        print(f"{name:<30} {path}")
+    parts = ", ".join(f"{name} {as_bytes(size)}" for name, size in result.disk.items() if size)
+    print(f"{'on the disk':<30} {as_bytes(sum(result.disk.values()))} ({parts})")
+
+
+def print_seed(run: RunSpec | None, addresses: list[str]) -> None:
+    """The addresses of a seed that is up."""
+    print("seed of any run is up" if run is None else f"seed of run {run.name} ({run.run_id}) is up")
+    how = "name it with: --initial-peers" if run is None else "join with: noloco-node join"
+    print("\n".join(f"  others {how} {address}" for address in addresses), flush=True)

@@ -1,0 +1,257 @@
+"""What a node is doing and what it has contributed, read from its run folder: while it runs, and long after."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from noloco_node import ambient
+from noloco_node.accounting.statements import Contribution, read_contribution
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.keys import load_identity
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.telemetry.events import (
+    MAX_LINE_BYTES,
+    Account,
+    AnyEvent,
+    Doing,
+    Evaluation,
+    Event,
+    InnerStep,
+    NodeMoved,
+    NodeStarted,
+    NodeStopped,
+    P2pdRestarted,
+    Reachability,
+    StateDownload,
+    parse_event,
+)
+from noloco_node.telemetry.words import as_long, as_nodes, printable
+
+SHOWN_PEERS = 8
+SILENT_SECONDS = 15.0
+"""A running node writes its account every two seconds; one that is silent for longer is stuck or frozen."""
+
+_KIND = re.compile(rb'"event":"([a-z0-9_]+)"')
+
+_CAUSES = {"died": "died", "frozen": "had frozen"}
+
+E = TypeVar("E", bound=Event)
+
+
+class Events:
+    """The last event of each kind in an event file."""
+
+    def __init__(self, path: Path) -> None:
+        lines: dict[bytes, bytes] = {}
+        with path.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                kind = _KIND.search(line)
+                if kind and line.endswith(b"\n"):
+                    lines[kind.group(1)] = line
+        self._last = [event for line in lines.values() if (event := _parsed(line)) is not None]
+
+    def last(self, kind: type[E]) -> E | None:
+        """The last one of this kind; None where there is none."""
+        return next((event for event in self._last if isinstance(event, kind)), None)
+
+    @property
+    def time(self) -> float:
+        """Wall time of the very last."""
+        return max((event.time for event in self._last), default=0.0)
+
+
+def _parsed(line: bytes) -> AnyEvent | None:
+    try:
+        return parse_event(line)
+    except ValidationError:  # a line of another version, or one that was tampered with
+        return None
+
+
+def status_lines(path: Path, now: float | None = None) -> list[str]:
+    """What `noloco-node status` prints: of a node, or of all nodes whose folders lie in that one, a line each.
+    UserError (RUN_FOLDER) where no node has ever run there."""
+    now, members = ambient.wall() if now is None else now, node_folders(path)
+    if members != [path]:
+        return [printable(line) for line in _swarm(path, members, now)]
+    folder = RunFolder(path)
+    events = Events(folder.events)
+    started = events.last(NodeStarted)
+    lines = [
+        *_node(path, folder, started),
+        *_now(folder, events, started, now),
+        *_training(events, started),
+        *_ledger(folder, started),
+    ]
+    return [printable(line) for line in lines]
+
+
+def node_folders(path: Path) -> list[Path]:
+    """The folders of the nodes that ran in this one: itself, or those of a local swarm or of a machine's devices.
+    UserError (RUN_FOLDER) where no node has ever run there."""
+    events = RunFolder(path).events.name
+    if (path / events).is_file():
+        return [path]
+    members = sorted(file.parent for place in ("*", "nodes/*") for file in path.glob(f"{place}/{events}"))
+    if not members:
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"node.run_folder is '{path}', and no node has run there: it has no {events}",
+            "name the run folder of a node (--run-folder of `run` and `join`; runs/node where it was not given)",
+        )
+    return members
+
+
+def said_now(folder: RunFolder, now: float) -> str:
+    """Whether the node of this folder runs, and what it does or waits for, in one line."""
+    events = Events(folder.events)
+    return printable(_said(folder, events, events.last(NodeStarted), now))
+
+
+def _said(folder: RunFolder, events: Events, started: NodeStarted | None, now: float) -> str:
+    return next(_now(folder, events, started, now)).removeprefix("now").strip()
+
+
+def _swarm(path: Path, members: Sequence[Path], now: float) -> Iterator[str]:
+    """The nodes of a local swarm, or of a machine's devices."""
+    yield f"{len(members)} nodes in {path}"
+    told: set[str] = set()
+    for member in members:
+        folder, events = RunFolder(member), Events(RunFolder(member).events)
+        started, moved, account = events.last(NodeStarted), events.last(NodeMoved), events.last(Account)
+        if started is not None and started.run_id not in told:
+            told.add(started.run_id)
+            yield f"  run               {started.run_name} ({started.run_id})"
+        stage = moved.stage if moved and started and moved.time > started.time else started and started.stage
+        where = "not up yet" if stage is None else f"stage {stage}"
+        share = "" if account is None else f", {100.0 * min(1.0, account.clock / max(1, account.target)):.0f} %"
+        loss = events.last(InnerStep)
+        trained = "" if loss is None else f", training loss {loss.loss:.4f}"
+        yield f"  {member.name:<16}  {where}{share}{trained}; {_said(folder, events, started, now)}"
+    yield f"  more of each with: noloco-node status {members[0]}"
+
+
+def _node(path: Path, folder: RunFolder, started: NodeStarted | None) -> Iterator[str]:
+    yield f"node in {path}"
+    if started is None:
+        yield "  it has not been up yet"
+        return
+    yield f"  peer id           {started.peer_id}"
+    yield f"  run               {started.run_name} ({started.run_id})"
+    yield f"  stage             {started.stage} of {started.stages}, {started.parameters:,} parameters"
+    if folder.log.exists():
+        yield f"  log               {folder.log}"
+
+
+def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: float) -> Iterator[str]:
+    """Whether it runs, and what it does or waits for, and for how long."""
+    stopped, doing = events.last(NodeStopped), events.last(Doing)
+    begun = max((event.time for event in (started, doing) if event is not None), default=0.0)
+    ended = stopped is not None and stopped.time >= begun
+    if not ended and not folder.in_use:
+        if not events.time:
+            yield f"now                 not known: nothing in {folder.events} can be read"
+            return
+        gone = _ago(now - events.time)
+        yield f"now                 gone without a last word {gone} ago: killed, or the machine went down"
+        return
+    if ended and stopped is not None:
+        detail = f": {stopped.detail}" if stopped.detail else ""
+        reason = stopped.reason.replace("_", " ")
+        yield f"now                 stopped {_ago(now - stopped.time)} ago ({reason}{detail})"
+        return
+    silent = now - events.time
+    yield f"now                 {_activity(events, doing, now)}"
+    yield from _p2pd(events, started, now)
+    reached = events.last(Reachability)
+    if reached is not None:
+        yield f"  reached           {reached.words}"
+    if silent > SILENT_SECONDS:
+        yield f"  silent            for {_ago(silent)}: the process is stuck or frozen"
+
+
+def _p2pd(events: Events, started: NodeStarted | None, now: float) -> Iterator[str]:
+    """How often p2pd had to be started again in this life of the node."""
+    last = events.last(P2pdRestarted)
+    if last is not None and (started is None or last.time >= started.time):
+        often, ago = "once" if last.restarts == 1 else f"{last.restarts} times", _ago(now - last.time)
+        yield f"  p2pd              started again {often}, last {ago} ago: it {_CAUSES[last.cause]}"
+
+
+def _activity(events: Events, doing: Doing | None, now: float) -> str:
+    if doing is None:
+        return "starting"
+    since = _ago(now - doing.since)
+    if doing.what.startswith("waiting"):
+        return f"waiting for {since} for {doing.detail}"
+    download = events.last(StateDownload)
+    if doing.what == "downloading" and download is not None and download.time >= doing.since:
+        share = 100.0 * download.received / max(1, download.total)
+        return f"copying the state of {download.donor}: {share:.0f} % of {download.total / 1e6:,.1f} MB, for {since}"
+    return f"{doing.detail}, for {since}"
+
+
+def _training(events: Events, started: NodeStarted | None) -> Iterator[str]:
+    account, step, loss = events.last(Account), events.last(InnerStep), events.last(Evaluation)
+    stopped = events.last(NodeStopped)
+    if stopped is not None and (stopped.reason != "target_reached" or (started and started.time > stopped.time)):
+        stopped = None
+    if account is not None and stopped is not None:
+        # A replica's clock is its own: that of one which was behind stands still where its fellows end the run.
+        yield f"progress            the run is over: {account.target:,} tokens; its clock stood at {account.clock:,.0f}"
+    elif account is not None:
+        share = 100.0 * min(1.0, account.clock / max(1, account.target))
+        yield f"progress            {account.clock:,.0f} of {account.target:,} tokens ({share:.0f} %)"
+        yield f"  nodes             {as_nodes(account.nodes_per_stage)}, as this node sees them"
+    if step is not None:
+        yield f"  training loss     {step.loss:.4f} nats/token at inner step {step.step}"
+    if loss is not None:
+        yield f"  validation loss   {loss.loss:.4f} nats/token"
+
+
+def _ledger(folder: RunFolder, started: NodeStarted | None) -> Iterator[str]:
+    owner = PeerId(started.peer_id) if started else None
+    if owner is None and folder.identity.is_file():
+        owner = load_identity(folder.identity).peer_id
+    if owner is None or not folder.contribution.is_file():
+        yield "contribution        none written down yet"
+        return
+    total = read_contribution(folder.contribution, owner)
+    yield f"contribution        {_since(total)}"
+    yield f"  tokens            {total.tokens:,}"
+    yield f"  microbatches      {total.drawn:,} drawn, {total.served:,} served for others"
+    yield f"  outer rounds      {total.outer_rounds:,}"
+    yield from _receipts(total)
+    if total.refused:
+        yield f"  refused           {total.refused} lines of {folder.contribution} are not signed by whom they name"
+
+
+def _since(total: Contribution) -> str:
+    if total.first is None:
+        return "nothing yet"
+    try:
+        begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(total.first))
+    except (OverflowError, ValueError, OSError):  # whoever signed it may write any number
+        begun = "an unknown time"
+    return f"since {begun}, {as_long(total.seconds)} at work, as this node says"
+
+
+def _receipts(total: Contribution) -> Iterator[str]:
+    rows = sorted(total.receipts.items(), key=lambda item: -item[1].microbatches)
+    microbatches, tokens = sum(row.microbatches for _, row in rows), sum(row.tokens for _, row in rows)
+    yield f"  receipts          {microbatches:,} microbatches, {tokens:,} tokens, signed by {len(rows)} peers"
+    for peer, row in rows[:SHOWN_PEERS]:
+        yield f"    {peer}  {row.microbatches:,} microbatches, {row.tokens:,} tokens"
+    if len(rows) > SHOWN_PEERS:
+        yield f"    and {len(rows) - SHOWN_PEERS} more"
+
+
+def _ago(seconds: float) -> str:
+    return as_long(max(0.0, seconds)) if math.isfinite(seconds) else "an unknown time"

@@ -1,0 +1,270 @@
+"""The directory in hivemind's DHT: one key a stage, one subkey a peer, signed records with a short life."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.utils.timed_storage import get_dht_time  # pyright: ignore[reportMissingTypeStubs]
+
+from noloco_node import ambient
+from noloco_node.aio import cancel_and_wait
+from noloco_node.directory.dht_node import CannotBeReached, ClocksDiffer, DhtNode, Stored, peer_name
+from noloco_node.directory.dht_walk import Walker
+from noloco_node.directory.intake import Intake
+from noloco_node.directory.lost_peers import LostPeers
+from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, SignedRecord
+from noloco_node.directory.store import Esteem, RecordStore
+from noloco_node.directory.validator import RecordValidator, sign_record, stage_key
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.addresses import parse_address, peers_unreachable
+from noloco_node.identity.keys import Identity
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.daemon import PrivateP2P
+from noloco_node.transport.acquaintance import SILENCES_TOLERATED, Acquaintances
+
+logger = logging.getLogger(__name__)
+
+STORE_SECONDS = 5.0
+JOIN_SECONDS = 20.0
+MAX_LIFE_SECONDS = 3600.0
+"""A record that claims to live much longer than this from now is not held: its owner could never leave."""
+WITHDRAWAL_SECONDS = 10.0
+"""What a withdrawal may live longer than what it withdraws."""
+SMALLEST_EXTENSION = 1e-3
+ALSO_ASKED = 8
+"""Peers that have answered this node and are asked for records whatever their places: a stranger that took all places
+near a key does not come between those who know each other."""
+MOST_ENTRANCES = 2
+ALSO_TOLD = 3
+"""Of these, those that an own record is stored at besides the nodes nearest to its key."""
+
+
+class DhtDirectory:
+    """Implements `Directory` on the DHT. Made by `join_directory`."""
+
+    def __init__(
+        self,
+        node: DhtNode,
+        intake: Intake,
+        records: RecordStore,
+        identity: Identity,
+        keys: tuple[str, ...],
+        acquaintances: Acquaintances,
+        *,
+        only_asks: bool = False,
+    ) -> None:
+        self._node = node
+        self._only_asks = only_asks
+        self._intake = intake
+        self._records = records
+        self._identity = identity
+        self._keys = keys
+        self._key_ids: tuple[Any, ...] = tuple(DHTID.generate(source=key) for key in keys)
+        self._acquaintances = acquaintances
+        self._last_expiry: dict[int, float] = {}
+        self._entrances: list[PeerId] = []
+        self._rng = ambient.chance()
+        self._walker = Walker(node, self._rng)
+        self._view = DirectoryView(tuple({} for _ in keys))
+        self._lost = LostPeers(identity.peer_id, ambient.chance())
+        self._seeking: asyncio.Task[None] | None = None
+
+    @property
+    def view(self) -> DirectoryView:
+        """The last view read; empty before the first `refresh`."""
+        return self._view
+
+    @property
+    def records_held(self) -> int:
+        """Records that this node holds, for itself and for others."""
+        return len(self._records)
+
+    def now(self) -> float:
+        """DHT time, seconds."""
+        return float(get_dht_time())
+
+    async def enter(self, peers: Sequence[str]) -> None:
+        """Make this node known to the peers at these addresses, and to those near it. Raises UserError where none of
+        them takes it, with the reason."""
+        self._entrances = [parse_address(text).peer for text in peers]
+        asked = [self._node.ping(_peer(peer), introduce=not self._only_asks) for peer in self._entrances]
+        answers: list[bool | BaseException] = []
+        try:
+            async with asyncio.timeout(JOIN_SECONDS):
+                answers = await asyncio.gather(*asked, return_exceptions=True)
+                if True in answers:
+                    await self._walker.walk([self._node.node_id])
+        except TimeoutError:
+            logger.debug("entering the directory took more than %g s", JOIN_SECONDS)
+        if True in answers or not peers:
+            return
+        for answer in answers:
+            if isinstance(answer, ClocksDiffer | CannotBeReached):
+                raise UserError(
+                    ExitCode.CONFIG,
+                    f"node.initial_peers: a peer does not accept this node ({answer})",
+                    "set this machine's clock (NTP), and see that others can reach the announced address",
+                )
+            if isinstance(answer, BaseException):
+                raise answer
+        raise peers_unreachable(dict.fromkeys(peers, "connected, but it does not answer in the directory"))
+
+    async def publish(self, record: PeerRecord, life: float) -> bool:
+        """Sign and store this node's record for `life` seconds, or a little longer where its last one would outlive it
+        (whatever expires later is kept: so a withdrawal always wins over what it withdraws). This node always holds
+        and serves its own."""
+        assert record.peer_id == self._identity.peer_id, "a node can only publish its own record"
+        key_id, own = self._key_ids[record.stage], self._identity.peer_id
+        last = self._last_expiry.get(record.stage, 0.0)
+        if last > self._intake.latest_expiry:  # this clock was ahead for a moment: nobody else holds that record
+            self._records.forget(key_id.to_bytes(), own)
+            last = 0.0
+        expires = max(self.now() + life, last + SMALLEST_EXTENSION)
+        self._last_expiry[record.stage] = expires
+        signed = sign_record(self._identity, self._keys[record.stage], record, expires)
+        row = Stored(key_id.to_bytes(), own, signed, expires)
+        self._intake.take(own, *row)
+        try:
+            async with asyncio.timeout(STORE_SECONDS):
+                if not self._walker.near.get(key_id):
+                    await self._walker.walk([key_id], self._also(ALSO_ASKED))
+                peers = dict.fromkeys((*self._walker.near.get(key_id, ()), *self._also(ALSO_TOLD)))
+                answers = await asyncio.gather(*(self._node.store(peer, [row]) for peer in peers))
+        except TimeoutError:
+            logger.debug("publishing at stage %d took more than %g s", record.stage, STORE_SECONDS)
+            return False
+        return not answers or any(answer is not None and any(answer) for answer in answers)
+
+    async def refresh(self) -> DirectoryView:
+        """Read all stages anew. A row stays until a newer one is found, its life ends, or strangers' rows are so many
+        that not all have a place; a look-up that fails, or sees only some of the records, loses nobody."""
+        await self._walker.walk(self._key_ids, self._also(ALSO_ASKED))
+        now = self.now()
+        view = DirectoryView(tuple(self._rows(key_id, now) for key_id in self._key_ids))
+        self._lost.seen(self._view, view, now)
+        self._view = view
+        if self._seeking is None or self._seeking.done():
+            self._seeking = asyncio.create_task(self._seek_a_lost_peer(), name="seek a lost peer")
+        return self._view
+
+    def _rows(self, key_id: Any, now: float) -> dict[PeerId, LiveRecord]:
+        live = sorted(self._records.live(key_id.to_bytes(), now).items())  # once, not at every question to the view
+        return {peer: LiveRecord(held.record, held.expires, held.signed) for peer, held in live}
+
+    def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
+        """See `Directory.to_tell`. Others are those that have answered this node, first those whose work it has seen:
+        nobody's word is passed on."""
+        now, own, others, workers = self.now(), list[SignedRecord](), list[SignedRecord](), list[SignedRecord]()
+        for stage, key_id in enumerate(self._key_ids):
+            for peer, held in self._records.live(key_id.to_bytes(), now).items():
+                row = SignedRecord(stage, peer, held.expires, held.signed)
+                if peer == self._identity.peer_id:
+                    own.append(row)
+                elif self._acquaintances.answers(peer):
+                    (workers if self._acquaintances.works(peer) else others).append(row)
+        own = sorted(own, key=lambda row: -row.expires)[:most]
+        for rows in (workers, others):
+            self._rng.shuffle(rows)
+        return (*own, *workers, *others)[:most]
+
+    def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
+        """See `Directory.told`."""
+        return sum(
+            self._intake.take(teller, self._key_ids[row.stage].to_bytes(), row.peer, row.signed, row.expires)
+            for row in records
+            if row.stage < len(self._keys)
+        )
+
+    def neighbours(self) -> list[PeerId]:
+        """Peers in the routing table of the DHT."""
+        return [peer_name(peer) for peer in self._node.table.peer_id_to_uid]
+
+    async def rejoin(self, peers: Iterable[PeerId]) -> int:
+        """Find back into the DHT after p2pd was started anew; how many of `peers` answered.
+
+        While it was away every look-up failed, and took the peers that it asked out of the routing table.
+        """
+        self._walker.forget()
+        return sum(await asyncio.gather(*(self._node.ping(_peer(peer)) for peer in peers)))
+
+    async def close(self) -> None:
+        """Stop serving the DHT. The p2pd it runs on stays."""
+        if self._seeking is not None:
+            await cancel_and_wait((self._seeking,))
+        await self._walker.close()
+        await _leave(self._node)
+
+    def _also(self, most: int) -> list[Any]:
+        """Some peers of the view that have answered this node, and those that it entered by: who has just come knows
+        nobody else."""
+        known = {peer for rows in self._view.stages for peer in rows if self._acquaintances.answers(peer)}
+        known.discard(self._identity.peer_id)
+        some = self._rng.sample(sorted(known), min(most, len(known)))
+        entrances = self._rng.sample(self._entrances, min(MOST_ENTRANCES, len(self._entrances)))
+        return [_peer(peer) for peer in dict.fromkeys((*some, *entrances))]
+
+    async def _seek_a_lost_peer(self) -> None:
+        """Ask for one that vanished: who fails to answer is dropped from the routes, and never asked again."""
+        peer = self._lost.due(self.now())
+        if peer is not None and await self._node.ping(_peer(peer)):
+            logger.info("%s, which had vanished, answers again", peer)
+
+
+async def join_directory(
+    p2p: PrivateP2P,
+    identity: Identity,
+    run_id: str | None,
+    stages: int,
+    *,
+    acquaintances: Acquaintances | None = None,
+    record_seconds: float = MAX_LIFE_SECONDS,
+    only_asks: bool = False,
+) -> DhtDirectory:
+    """Join the DHT through the initial peers that `p2p` is connected to, or start a new one if there are none.
+
+    Where `run_id` is None this node only holds the records of whatever runs come by, and looks up none (`stages` is 0).
+    Records that claim to live much longer than `record_seconds` are not held. Who `only_asks` has no place in the DHT.
+    Raises UserError: PEERS_UNREACHABLE where none of them answers in the DHT, CONFIG where clocks differ too much.
+    """
+    met = acquaintances or Acquaintances()
+    keys = () if run_id is None else tuple(stage_key(run_id, stage) for stage in range(stages))
+
+    def esteem(peer: PeerId) -> Esteem:
+        if met.works(peer):
+            return Esteem.WORKS
+        if met.answers(peer):
+            return Esteem.KNOWN
+        return Esteem.HEARSAY if met.of(peer).silences <= SILENCES_TOLERATED else Esteem.SILENT
+
+    longest = min(MAX_LIFE_SECONDS, record_seconds) + WITHDRAWAL_SECONDS
+    records = RecordStore(identity.peer_id, esteem, ambient.chance(), longest=longest)
+    validator = RecordValidator(run_id, stages)
+    intake = Intake(identity.peer_id, validator, records, met.answers, get_dht_time, longest)
+    node = await DhtNode.open(p2p.hivemind_p2p, intake, records, only_asks=only_asks)
+    directory = DhtDirectory(node, intake, records, identity, keys, met, only_asks=only_asks)
+    try:
+        await directory.enter(p2p.joined_peers)
+    except BaseException:
+        await directory.close()
+        raise
+    return directory
+
+
+async def _leave(node: DhtNode) -> None:
+    try:
+        async with asyncio.timeout(STORE_SECONDS):
+            await node.close()
+    except (TimeoutError, OSError, P2PDaemonError):
+        logger.debug("the DHT did not shut down in order")
+
+
+@lru_cache(maxsize=4096)
+def _peer(peer: PeerId) -> Any:
+    return PeerID.from_base58(peer)

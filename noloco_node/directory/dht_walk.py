@@ -1,0 +1,162 @@
+"""Walks through the DHT: who is near some keys is asked for their records and for nodes that are nearer still.
+
+Everyone near is asked at once and each answer counts as it comes, so one that stalls holds nobody up, and what others
+were introduced by it is asked last and least.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from noloco_node import ambient
+from noloco_node.aio import cancel_and_wait
+from noloco_node.directory.dht_node import BUCKET_SIZE, REPLICAS, DhtNode, Nearest, node_id_of
+
+WALK_SECONDS = 5.0
+STRANGERS_SECONDS = 2.0
+"""How long a walk waits for nodes that did not answer when they were asked last, or never were."""
+MOST_INTRODUCED = 40
+"""Nodes that one walk asks on the word of others."""
+MOST_BY_ONE = 8
+"""Of these, on the word of one."""
+FIRST_PAUSE_SECONDS = 5.0
+LONGEST_PAUSE_SECONDS = 300.0
+MOST_REMEMBERED = 1024
+RELIABLE_ASKED = 4
+"""Nodes that answered when they were asked last, drawn anew for each walk and asked whatever their places: whoever
+takes the places near a key later does not take the others out of sight."""
+
+
+@dataclass(slots=True)
+class _Pause:
+    """A node that did not answer is not asked until `until`."""
+
+    until: float
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One walk: the candidates of each key by node id, and who has been asked and has answered."""
+
+    keys: tuple[Any, ...]
+    candidates: dict[Any, dict[Any, Any]]
+    asked: set[Any] = field(default_factory=set[Any])
+    answered: set[Any] = field(default_factory=set[Any])
+    introduced: int = 0
+    over: bool = False
+
+
+class Walker:
+    """Walks of one node. What is found goes through the node's intake."""
+
+    def __init__(self, node: DhtNode, rng: random.Random, clock: Callable[[], float] = ambient.monotonic) -> None:
+        self._node = node
+        self._rng = rng
+        self._clock = clock
+        self._asking: dict[Any, asyncio.Task[None]] = {}
+        self._pauses: OrderedDict[Any, _Pause] = OrderedDict()
+        self._reliable: OrderedDict[Any, None] = OrderedDict()
+        self.near: dict[Any, tuple[Any, ...]] = {}
+        """The nearest to each key that answered in its last walk."""
+
+    async def walk(self, keys: Sequence[Any], also: Sequence[Any] = ()) -> None:
+        """Ask the nodes near the keys, and the peers in `also` whatever their places, until nobody nearer turns up."""
+        walk = _Walk(tuple(keys), {key: {node_id: peer for node_id, peer in self._node.nearest(key)} for key in keys})
+        first: dict[Any, list[Any]] = {}
+        for key, nodes in walk.candidates.items():
+            for peer in nodes.values():
+                first.setdefault(peer, []).append(key)
+        drawn = self._rng.sample(list(self._reliable), min(RELIABLE_ASKED, len(self._reliable)))
+        first |= {peer: list(keys) for peer in (*drawn, *also)}
+        for peer, wanted in first.items():
+            self._ask(walk, peer, wanted)
+        started = self._clock()
+        try:
+            while waiting := self._waited_for(walk, self._clock() - started):
+                left = started + WALK_SECONDS - self._clock()
+                if left <= 0:
+                    break
+                patience = min(left, max(0.01, started + STRANGERS_SECONDS - self._clock()) if walk.answered else left)
+                await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            walk.over = True
+        for key in keys:
+            answered = [node_id for node_id, peer in walk.candidates[key].items() if peer in walk.answered]
+            answered.sort(key=key.xor_distance)
+            self.near[key] = tuple(walk.candidates[key][node_id] for node_id in answered[:REPLICAS])
+
+    def forget(self) -> None:
+        """Ask everyone again: that nobody answered was this node's own doing."""
+        self._pauses.clear()
+        self.near.clear()
+
+    async def close(self) -> None:
+        """End what is under way."""
+        await cancel_and_wait(self._asking.values())
+
+    def _waited_for(self, walk: _Walk, elapsed: float) -> list[asyncio.Task[None]]:
+        patient = elapsed < STRANGERS_SECONDS or not walk.answered
+        return [
+            task
+            for peer, task in self._asking.items()
+            if peer in walk.asked and (patient or peer in self._reliable) and not task.done()
+        ]
+
+    def _ask(self, walk: _Walk, peer: Any, keys: list[Any]) -> None:
+        pause = self._pauses.get(peer)
+        if peer in self._asking or (pause is not None and self._clock() < pause.until):
+            return
+        walk.asked.add(peer)
+        self._asking[peer] = asyncio.create_task(self._asked(walk, peer, keys), name="ask a node of the DHT")
+
+    async def _asked(self, walk: _Walk, peer: Any, keys: list[Any]) -> None:
+        try:
+            found = await self._node.find(peer, keys)
+        finally:
+            self._asking.pop(peer, None)
+        if found is None:
+            self._reliable.pop(peer, None)
+            self._pause(peer)
+            return
+        self._pauses.pop(peer, None)
+        self._reliable[peer] = None
+        if len(self._reliable) > MOST_REMEMBERED:
+            self._reliable.popitem(last=False)
+        walk.answered.add(peer)
+        node_id = node_id_of(peer)
+        for key in keys:
+            walk.candidates[key][node_id] = peer
+        if not walk.over:
+            self._go_on(walk, found)
+
+    def _go_on(self, walk: _Walk, found: dict[Any, Nearest]) -> None:
+        """Ask those that an answer introduced and that are among the nearest known to a key."""
+        nearer: dict[Any, list[Any]] = {}
+        for key, introduced in found.items():
+            known = walk.candidates[key]
+            distances = sorted(key.xor_distance(node_id) for node_id in known)
+            furthest = distances[BUCKET_SIZE - 1] if len(distances) >= BUCKET_SIZE else None
+            for node_id, peer in introduced:
+                near = furthest is None or key.xor_distance(node_id) < furthest
+                if near and node_id not in known and peer not in walk.asked:
+                    nearer.setdefault(peer, []).append(key)
+        for peer, keys in list(nearer.items())[:MOST_BY_ONE]:
+            if walk.introduced >= MOST_INTRODUCED:
+                break
+            walk.introduced += 1
+            for key in keys:
+                walk.candidates[key][node_id_of(peer)] = peer
+            self._ask(walk, peer, keys)
+
+    def _pause(self, peer: Any) -> None:
+        last = self._pauses.pop(peer, None)
+        seconds = FIRST_PAUSE_SECONDS if last is None else min(LONGEST_PAUSE_SECONDS, 2 * last.seconds)
+        self._pauses[peer] = _Pause(self._clock() + seconds, seconds)
+        if len(self._pauses) > MOST_REMEMBERED:
+            self._pauses.popitem(last=False)

@@ -1,0 +1,163 @@
+"""How many replicas train beside this one: by what they have shown, never by their records alone.
+
+Work counts in full, and until the peer has had its fair chance to show more and did not. Who answers and has shown
+nothing yet counts as far as others that came no earlier, drawn at random, turned out to work; at a common start, where
+nobody has shown anything, as if they did. Who does not answer counts nothing. Of a stage that is too large to call
+everybody in a minute, those that are not called yet count as far as others do that came no earlier and were drawn at
+random.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from noloco_node import ambient
+from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.acquaintance import Acquaintances
+
+PRIOR = 3.0
+"""Fellows that are taken to have worked at a common start, before any has been asked."""
+PRIOR_ASKS = 16
+"""Asks after which nothing of that is left."""
+WORK_AN_ASK = 0.5
+"""Of honest fellows that are asked, at least so many come to work with this node within the same window."""
+WELCOME_SHARE = 0.25
+"""Of those that have shown work, so many more (but one at least) count at once where they come later and answer."""
+SAMPLE = 16
+"""Peers that must have been called before anything is said of the others."""
+SAMPLE_DOUBT = 2.0
+"""Standard deviations below what a sample says: four of a crowd that answer by chance say nothing of its rest."""
+STILL_STEPS = 8
+"""Inner steps of this replica within which a fellow's clock that stands still says that it does not train."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What this replica has followed of one fellow since it was introduced. Times are monotonic seconds."""
+
+    since: float
+    clock: float
+    moved_at: float
+    moved_step: int
+    """This replica's own inner steps when the fellow's clock was last seen to move."""
+
+
+def is_there(known: Acquaintances, record: PeerRecord) -> bool:
+    """Whether the peer of a record answers this node, and says itself that it serves what the record says; of one that
+    is on its way to a stage, that it takes part in the run."""
+    peer = PeerId(record.peer_id)
+    return known.takes_part(peer) if record.state is PeerState.JOINING else known.serves(peer, record.stage)
+
+
+def welcome_share(asks: int, worked: int, *, from_the_start: bool) -> float:
+    """Of fellows that answer and have shown nothing yet, the share that counts, after so many `asks` for work of their
+    like, of which so many `worked`."""
+    prior = PRIOR * max(0.0, 1.0 - asks / PRIOR_ASKS) if from_the_start else 0.0
+    doubt = 0.0 if from_the_start else 1.0
+    expected = max(float(worked), WORK_AN_ASK * asks)
+    return (worked + prior) / (expected + prior + doubt) if worked + prior else 0.0
+
+
+def sampled_share(drawn: int, there: int) -> float:
+    """Of peers that have not been called, the share that counts as being there, where of `drawn` others, taken at
+    random, so many are `there`: what is safe to say, 0 where too few were drawn."""
+    if drawn < SAMPLE:
+        return 0.0
+    share = there / drawn
+    return max(0.0, share - SAMPLE_DOUBT * math.sqrt(share * (1.0 - share) / drawn))
+
+
+def count(working: float, first: float, later: Sequence[tuple[float, float]], first_share: float) -> float:
+    """This replica and those that count beside it: the `working` ones, the `first` ones that have been there from the
+    start at their share, and the `later` ones, each as far as it is there, with its share; a few of these are welcome
+    at once."""
+    welcome = min(sum(there for there, _ in later), max(1.0, WELCOME_SHARE * working))
+    return 1.0 + working + first * first_share + max(welcome, sum(there * share for there, share in later))
+
+
+class Headcount:
+    """Follows the fellows of one replica."""
+
+    def __init__(self, known: Acquaintances, clock: Callable[[], float] = ambient.monotonic) -> None:
+        self._known = known
+        self._clock = clock
+        self._seen: dict[PeerId, _Seen] = {}
+        self._settled_at: float | None = None
+        """When work of a fellow was first seen: who was there by then may have come together with this replica."""
+        self._own_steps = 0
+        self._still_seconds = math.inf
+
+    def look(self, fellows: Iterable[PeerRecord], own_steps: int, record_seconds: float) -> None:
+        """Take in the records of the fellows that say they train."""
+        now, before = self._clock(), self._seen
+        self._still_seconds, self._own_steps = record_seconds, own_steps
+        self._seen = {}
+        for record in fellows:
+            peer = PeerId(record.peer_id)
+            seen = before.get(peer) or _Seen(now, record.clock, now, own_steps)
+            if seen.clock != record.clock:
+                seen.clock, seen.moved_at, seen.moved_step = record.clock, now, own_steps
+            self._seen[peer] = seen
+        if self._settled_at is None and any(self._known.has_worked(peer) for peer in self._seen):
+            self._settled_at = now
+
+    def works(self, peer: PeerId) -> bool:
+        """Whether work of this fellow was seen here, and nothing has spoken against it since."""
+        return self._known.has_worked(peer) and not self.idles(peer)
+
+    def idles(self, peer: PeerId) -> bool:
+        """Whether this fellow had its fair chance to work with this replica and did not, or says itself that its clock
+        stands still while this one's moves on."""
+        seen = self._seen.get(peer)
+        if self._known.failed(peer):
+            return True
+        if seen is None:
+            return False
+        return self._own_steps - seen.moved_step >= STILL_STEPS and self._clock() - seen.moved_at >= self._still_seconds
+
+    def replicas(self, answering: Iterable[PeerId], unsure: Iterable[PeerId] = ()) -> float:
+        """Replicas of the stage that train, this one included, where these fellows answer, and nothing is known of
+        whether the `unsure` ones do."""
+        working, first, later, shares = 0.0, 0.0, list[tuple[float, float]](), dict[float, float]()
+        for peer, there in (*((peer, 1.0) for peer in answering), *self._sampled(unsure)):
+            if self.idles(peer):
+                continue
+            seen = self._seen.get(peer)
+            if self._known.has_worked(peer):
+                working += there
+            elif self._settled_at is None or seen is None or seen.since <= self._settled_at:
+                first += there
+            else:
+                if seen.since not in shares:
+                    asks = self._known.asks_since(seen.since)
+                    shares[seen.since] = welcome_share(*asks, from_the_start=False)
+                later.append((there, shares[seen.since]))
+        share = welcome_share(*self._known.asks_since(-math.inf), from_the_start=True) if first else 0.0
+        return count(working, first, later, share)
+
+    def _sampled(self, unsure: Iterable[PeerId]) -> list[tuple[PeerId, float]]:
+        """As how much of a peer each of these counts: by the fellows that came no earlier and were drawn at random. So
+        those that were there before say nothing of a crowd that comes later."""
+        by_time = sorted(((seen.since, peer) for peer in unsure if (seen := self._seen.get(peer))), reverse=True)
+        if not by_time:
+            return []
+        drawn = sorted(
+            (
+                (seen.since, known.drawn)
+                for peer, seen in self._seen.items()
+                if (known := self._known.of(peer)).drawn is not None
+            ),
+            reverse=True,
+        )
+        counted: list[tuple[PeerId, float]] = []
+        taken = there = 0
+        for since, peer in by_time:
+            while taken < len(drawn) and drawn[taken][0] >= since:
+                there += bool(drawn[taken][1])
+                taken += 1
+            if share := sampled_share(taken, there):
+                counted.append((peer, share))
+        return counted

@@ -1,0 +1,199 @@
+"""Peers seen before, kept in a file: where they listen, so that the next start finds the swarm by another door, and
+what those held that this node has worked with, so that a stage is not begun anew while its state is only away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple, NoReturn, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from noloco_node import ambient
+from noloco_node.directory.records import DirectoryView
+from noloco_node.identity.addresses import MOST_ADDRESSES, dialable
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.storage import atomic
+
+logger = logging.getLogger(__name__)
+
+MOST_PEERS = 32
+LOOK_SECONDS = 1.0
+LONGEST_PAUSE = 30
+"""Looks after which a peer is asked for again, also where it is known: it may have moved."""
+LAST_LOOK_SECONDS = 3.0
+ASKED_AT_ONCE = 4
+MAX_FILE_BYTES = 256 * 1024
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,128}$")]
+"""A peer id as the file has it: it is shown to a person."""
+Addresses = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=MOST_ADDRESSES)]
+
+
+class Book(Protocol):
+    """What `KnownPeers.keep` needs of p2pd."""
+
+    async def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        """Where a peer listens."""
+        ...
+
+
+class _Wait(NamedTuple):
+    """When a live peer is asked for again, and how long it was left alone before that, both in looks."""
+
+    until: int = 0
+    pause: int = 1
+
+
+class Held(BaseModel):
+    """The state that a peer held when it was last seen at work."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    stage: Annotated[int, Field(ge=0, le=255)]
+    clock: Annotated[float, Field(ge=0.0, le=1e18, allow_inf_nan=False)]
+    """In swarm tokens, as the peer said."""
+    seen: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
+    """Seconds since 1970."""
+
+
+class _File(BaseModel):
+    """The file: which run the peers were met in, and where they listened, those seen last first."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    run: Annotated[str, Field(max_length=128)]
+    peers: Annotated[dict[Name, Addresses], Field(max_length=MOST_PEERS)]
+    held: Annotated[dict[Name, Held], Field(max_length=MOST_PEERS)] = {}
+
+
+class KnownPeers:
+    """Peers by id with their addresses, those met last first; at most `MOST_PEERS`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.run: str | None = None
+        """The run in which they were met; None where the file says nothing."""
+        self.addresses: dict[PeerId, tuple[str, ...]] = {}
+        self.held: dict[PeerId, Held] = {}
+        """What those held that this node has worked with, seen last first."""
+        self._load()
+
+    def texts(self, run: str | None = None) -> tuple[str, ...]:
+        """All addresses, those of peers met last first; none where they belong to another run than `run`."""
+        if run is not None and run != self.run:
+            return ()
+        return tuple(text for texts in self.addresses.values() for text in texts)
+
+    def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
+        """Take in where a peer listens now. Nothing changes where that is nowhere."""
+        usable = dialable(addresses)
+        if usable:
+            self.addresses = {peer: usable} | {other: known for other, known in self.addresses.items() if other != peer}
+        while len(self.addresses) > MOST_PEERS:
+            self.addresses.popitem()
+
+    def worked_with(self, holders: Mapping[PeerId, Held]) -> None:
+        """Take in what peers hold now of which this node has seen work."""
+        kept = {**holders, **{peer: held for peer, held in self.held.items() if peer not in holders}}
+        self.held = dict(sorted(kept.items(), key=lambda item: -item[1].seen)[:MOST_PEERS])
+
+    def holders(self, run: str, stage: int) -> list[tuple[PeerId, Held]]:
+        """Who held the state of a stage of the run when this node saw it at work, the furthest first."""
+        found = [(peer, held) for peer, held in self.held.items() if held.stage == stage and held.clock > 0.0]
+        return sorted(found, key=lambda item: -item[1].clock) if run == self.run else []
+
+    def save(self, run: str) -> None:
+        """Write the file; a failure is logged, since the training can do without it."""
+        if run != self.run:
+            self.held = {}
+        self.run = run
+        content = {
+            "run": run,
+            "peers": {peer: list(texts) for peer, texts in self.addresses.items()},
+            "held": {peer: held.model_dump() for peer, held in self.held.items()},
+        }
+        try:
+            atomic.write_json(self._path, content)
+        except OSError as error:
+            logger.warning("the peers seen cannot be kept in %s: %s", self._path, error.strerror or error)
+
+    async def keep(
+        self,
+        book: Book,
+        run: str,
+        live: Callable[[], Iterable[PeerId]],
+        holders: Callable[[], Mapping[PeerId, Held]] = dict,
+    ) -> NoReturn:
+        """Learn where the live peers listen, each as soon as it is seen (a short run may be over before long) and again
+        from time to time, and what those hold that work with this node, and keep the file up to date."""
+        waits: dict[PeerId, _Wait] = {}
+        look = 0
+        while True:
+            before = dict(self.addresses)
+            waits = {peer: waits.get(peer, _Wait()) for peer in list(live())[:MOST_PEERS]}
+            peers = [peer for peer, wait in waits.items() if wait.until <= look]
+            for first in range(0, len(peers), ASKED_AT_ONCE):
+                await asyncio.gather(*(self._ask(book, peer) for peer in peers[first : first + ASKED_AT_ONCE]))
+            for peer in peers:
+                pause = LONGEST_PAUSE if peer in self.addresses else min(2 * waits[peer].pause, LONGEST_PAUSE)
+                waits[peer] = _Wait(look + pause, pause)
+            known = self.held.keys()
+            self.worked_with(holders())
+            grown = self.held.keys() != known or (self.held and look % LONGEST_PAUSE == 0)
+            if self.addresses != before or self.run != run or grown:
+                await ambient.elsewhere(self.save, run)
+            await asyncio.sleep(LOOK_SECONDS)
+            look += 1
+
+    async def last_look(self, book: Book, run: str, met: Iterable[PeerId]) -> None:
+        """At a node's end: learn where those of the peers met listen that came too late for `keep`, as far as there is
+        room and it can be told within seconds, and write the file."""
+        unknown = [peer for peer in met if peer not in self.addresses]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_LOOK_SECONDS):
+                room = MOST_PEERS - len(self.addresses)
+                await asyncio.gather(*(self._ask(book, peer) for peer in unknown[:room]))
+        await ambient.elsewhere(self.save, run)
+
+    async def _ask(self, book: Book, peer: PeerId) -> None:
+        self.learn(peer, await book.addresses_of(peer))
+
+    def _load(self) -> None:
+        try:
+            if self._path.stat().st_size > MAX_FILE_BYTES:
+                raise ValueError("it is too large")
+            parsed = _File.model_validate(json.loads(self._path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, RecursionError) as error:
+            logger.warning("%s is no list of peers (%s): passed over", self._path, str(error).splitlines()[0])
+            return
+        self.run = parsed.run
+        self.held = {PeerId(peer): held for peer, held in parsed.held.items()}
+        self.addresses = {PeerId(peer): usable for peer, texts in parsed.peers.items() if (usable := dialable(texts))}
+
+
+def live_peers(view: DirectoryView, now: float, own: PeerId) -> list[PeerId]:
+    """All peers that live at DHT time `now`, whatever their stage, without this one."""
+    stages: Sequence[int] = range(len(view.stages))
+    return sorted({PeerId(record.peer_id) for stage in stages for record in view.live(stage, now)} - {own})
+
+
+def holders_in(view: DirectoryView, now: float, works: Callable[[PeerId], bool]) -> dict[PeerId, Held]:
+    """What the live peers hold of which work has been seen, as their records say at DHT time `now`."""
+    return {
+        PeerId(record.peer_id): Held(stage=stage, clock=record.clock, seen=ambient.wall())
+        for stage in range(len(view.stages))
+        for record in view.live(stage, now)
+        if record.outer_rounds and works(PeerId(record.peer_id))
+    }
+
+
+def peers_met(view: DirectoryView, own: PeerId) -> list[PeerId]:
+    """All peers in the view without this one, those that have just left among them."""
+    return sorted({peer for rows in view.stages for peer in rows} - {own})

@@ -1,0 +1,48 @@
+"""What a seed remembers of a run's end, so that who comes when all records are gone is told that it is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from noloco_node.directory.records import Directory, DirectoryView, PeerState
+
+LOOKS_A_LIFE = 3
+"""Looks within the life of a record, so that no last word is missed."""
+
+
+def is_over(view: DirectoryView, now: float, before: bool) -> bool:
+    """Whether a run has come to its end, as records at DHT time `now` say; `before`: whether it had at the last look.
+
+    While anybody says that it trains the run goes on, and what was remembered is forgotten. Else most of the first
+    stage's last words decide, of those that are left as of those that are leaving, and where there are none it stays as
+    it was. Who has only just come says nothing.
+    """
+    stages = range(len(view.stages))
+    if any(not record.finished for stage in stages for record in view.live(stage, now, PeerState.TRAINING)):
+        return False
+    words = [r.finished for r in view.live(0, now, *PeerState) if r.state is not PeerState.JOINING]
+    return before if not words else 2 * sum(words) > len(words)
+
+
+class LastWords:
+    """Follows the records of a run. `over` may be known from an earlier life; `changed` is told when it is another."""
+
+    def __init__(self, directory: Directory, over: bool, changed: Callable[[bool], None]) -> None:
+        self._directory = directory
+        self._changed = changed
+        self.over = over
+
+    async def run(self, record_seconds: float) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(record_seconds / LOOKS_A_LIFE)
+
+    async def look(self) -> None:
+        """Read the records anew."""
+        view = await self._directory.refresh()
+        over = is_over(view, self._directory.now(), self.over)
+        if over is not self.over:
+            self.over = over
+            self._changed(over)

@@ -1,0 +1,70 @@
+"""Peers that vanished from the directory without a farewell, and when each is asked for next.
+
+A network that falls into two halves leaves two directories: each half forgets the other's nodes within a minute, and
+once the network is whole again nothing would ever bring the halves together. So a node keeps asking for those that it
+lost, ever more rarely; one answer on one node joins the halves.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from noloco_node.directory.records import DirectoryView, PeerState
+from noloco_node.identity.peer_id import PeerId
+
+MOST_REMEMBERED = 64
+FIRST_PAUSE_SECONDS = 5.0
+LONGEST_PAUSE_SECONDS = 60.0
+FORGET_SECONDS = 86_400.0
+
+
+@dataclass(slots=True)
+class _Lost:
+    since: float
+    next_try: float
+    pause: float = FIRST_PAUSE_SECONDS
+
+
+class LostPeers:
+    """Who is missed; pure state, no clock of its own. Holds at most `MOST_REMEMBERED`, those lost last."""
+
+    def __init__(self, own: PeerId, rng: random.Random) -> None:
+        self._own = own
+        self._rng = rng
+        self._lost: dict[PeerId, _Lost] = {}
+
+    @property
+    def missed(self) -> tuple[PeerId, ...]:
+        """Those that are asked for, the one lost longest ago first."""
+        return tuple(self._lost)
+
+    def seen(self, old: DirectoryView, new: DirectoryView, now: float) -> None:
+        """Compare two views: who is gone from the second without having said so is missed, who is in it is not."""
+        present = {peer for rows in new.stages for peer in rows} | {self._own}
+        farewells = {peer for rows in old.stages for peer, row in rows.items() if row.record.state is PeerState.GONE}
+        self._forget(present | farewells)
+        for rows in old.stages:
+            for peer in rows.keys() - present - farewells - self._lost.keys():
+                self._lost[peer] = _Lost(now, now + self._jittered(FIRST_PAUSE_SECONDS))
+        self._forget([peer for peer, lost in self._lost.items() if now - lost.since > FORGET_SECONDS])
+        self._forget(self.missed[: max(0, len(self._lost) - MOST_REMEMBERED)])
+
+    def due(self, now: float) -> PeerId | None:
+        """Whom to ask for now, if anyone; the next time for it is set."""
+        waiting = [peer for peer, lost in self._lost.items() if lost.next_try <= now]
+        if not waiting:
+            return None
+        peer = self._rng.choice(waiting)
+        lost = self._lost[peer]
+        lost.next_try = now + self._jittered(lost.pause)
+        lost.pause = min(LONGEST_PAUSE_SECONDS, 2 * lost.pause)
+        return peer
+
+    def _forget(self, peers: Iterable[PeerId]) -> None:
+        for peer in peers:
+            self._lost.pop(peer, None)
+
+    def _jittered(self, seconds: float) -> float:
+        return seconds * self._rng.uniform(0.5, 1.5)

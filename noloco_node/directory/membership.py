@@ -1,0 +1,296 @@
+"""This node's place in the swarm: its record, renewed by heartbeat, and what the directory says of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from noloco_node import PROTOCOL_VERSION, __version__, ambient
+from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS, look_for_others
+from noloco_node.directory.headcount import Headcount, is_there
+from noloco_node.directory.records import Directory, PeerRecord, PeerState
+from noloco_node.directory.shared_text import SharedText, in_record
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.acquaintance import Acquaintances
+
+logger = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 2.0
+WITHDRAWAL_MARGIN_SECONDS = 5.0
+
+SERVING = (PeerState.TRAINING, PeerState.FINISHING)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFigures:
+    """What a node's record says besides its state."""
+
+    clock: float
+    tokens_per_second: float
+    outer_rounds: int
+    capacity: float = 0.0
+    guards: int | None = None
+    steps: int = 0
+    """Inner steps of this replica; not in the record."""
+
+
+async def asked_already() -> None:
+    """Where nobody has to be asked."""
+
+
+class Membership:
+    """Publishes this node's record and answers questions about the others.
+
+    A live record introduces its peer, an answer over an own link makes it count as there, and only work as a replica
+    (`headcount`). `describe` gives the figures for the record; `ask` asks whoever a look at the directory shows and is
+    not known to be there; `on_change` is called after every look.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        known: Acquaintances,
+        own: PeerId,
+        stage: int,
+        stages: int,
+        record_seconds: float,
+        describe: Callable[[], OwnFigures],
+        on_change: Callable[[], None],
+        ask: Callable[[], Awaitable[None]] = asked_already,
+    ) -> None:
+        self._directory = directory
+        self._known = known
+        self._heads = Headcount(known)
+        self._own = own
+        self.stage = stage
+        self.stages = stages
+        self._record_seconds = record_seconds
+        self._describe = describe
+        self._on_change = on_change
+        self._ask = ask
+        self._sequence = int(directory.now() * 1000)
+        self._announced_speed = 0.0
+        self._announced_newcomer = False
+        self.state = PeerState.JOINING
+        self._finished = False
+        self._read_at = ambient.monotonic()
+        self.eager = False
+        """Look at the others more often: whatever this node waits for, the others wait for as well."""
+        self.newcomer = False
+        """Goes into the record: this node is on probation."""
+        self.text: SharedText | None = None
+        """What the replicas of stage 0 tell each other of a text that they share."""
+
+    def live(self, stage: int, *states: PeerState) -> tuple[PeerRecord, ...]:
+        """Live records of a stage, this node's own included if it has been read back: whoever is introduced."""
+        return self._directory.view.live(stage, self._directory.now(), *states)
+
+    def there(self, stage: int, *states: PeerState) -> list[PeerRecord]:
+        """Records of the others at a stage that answer this node and say themselves that they serve it."""
+        return [
+            record
+            for record in self.live(stage, *states)
+            if record.peer_id != self._own and is_there(self._known, record)
+        ]
+
+    def introduced(self) -> list[PeerRecord]:
+        """Live records of all stages without this node's own."""
+        return self.others()
+
+    def fellows(self, *states: PeerState) -> list[PeerId]:
+        """Peers of the own stage that are there, without this one."""
+        return [PeerId(r.peer_id) for r in self.there(self.stage, *states)]
+
+    def willing_fellows(self, *states: PeerState) -> list[PeerId]:
+        """Fellows that are there, without such as have had all their chances to work with this node and did not."""
+        return [peer for peer in self.fellows(*states) if not self._known.failed(peer)]
+
+    def partners(self, *states: PeerState) -> list[PeerId]:
+        """Fellows to average with: those that are there, without such as have had their chance and did not work, while
+        there are others; where nobody is there, those that once were."""
+        fellows = self.fellows(*states)
+        if not fellows:
+            records = self.live(self.stage, *states)
+            return [peer for record in records if self._once_met(peer := PeerId(record.peer_id))]
+        return [peer for peer in fellows if not self._heads.idles(peer)] or fellows
+
+    def counted_fellows(self) -> list[PeerId]:
+        """Fellows that count as replicas beside this one: as many as `headcount` says, those first that have worked."""
+        fellows = [peer for peer in self.fellows(*SERVING) if not self._heads.idles(peer)]
+        many = round(self._heads.replicas(fellows)) - 1
+        return sorted(fellows, key=lambda peer: (not self._heads.works(peer), peer))[:many]
+
+    def _once_met(self, peer: PeerId) -> bool:
+        return peer != self._own and self._known.met(peer)
+
+    def newcomers(self) -> set[PeerId]:
+        """Fellows that say they are on probation."""
+        return {PeerId(r.peer_id) for r in self.live(self.stage) if r.newcomer}
+
+    def next_stage_peers(self) -> list[PeerId]:
+        """Peers that microbatches may be sent to: those that are there, else those that once were; none on the last
+        stage."""
+        if self.stage + 1 >= self.stages:
+            return []
+        there = [PeerId(record.peer_id) for record in self.there(self.stage + 1, *SERVING)]
+        records = self.live(self.stage + 1, *SERVING)
+        return there or [peer for record in records if self._once_met(peer := PeerId(record.peer_id))]
+
+    def own_rank(self) -> int:
+        """This peer's place among the replicas of its stage that are there, by peer id."""
+        return sum(peer < self._own for peer in self.fellows(*SERVING))
+
+    def live_replicas(self) -> int:
+        """Replicas of the own stage that train, this one included: by what they have shown (`headcount`)."""
+        answering, unsure = list[PeerId](), list[PeerId]()
+        for record in self.live(self.stage, PeerState.TRAINING):
+            peer = PeerId(record.peer_id)
+            if peer == self._own:
+                continue
+            if is_there(self._known, record):
+                answering.append(peer)
+            elif self._known.unsure(peer, record.stage):
+                unsure.append(peer)
+        return round(self._heads.replicas(answering, unsure))
+
+    def recorded_clocks(self) -> list[float]:
+        """Clocks of the own stage's live fellows as their records say: never ahead of the true ones. A newcomer's clock
+        is that of its copy, and tells nobody the time."""
+        return [record.clock for record in self._timekeepers()]
+
+    def _timekeepers(self) -> list[PeerRecord]:
+        """Fellows whose clocks are heard: that have worked with this replica; where none has, that are there."""
+        old = [record for record in self.there(self.stage, *SERVING) if not record.newcomer]
+        there = [record for record in old if not self._heads.idles(PeerId(record.peer_id))]
+        return [record for record in there if self._heads.works(PeerId(record.peer_id))] or there
+
+    def fellow_clocks(self) -> list[float]:
+        """Present clocks of the same fellows: what each record says, moved on by its age.
+
+        A record is renewed a few times in its life only, in which a fast swarm's clocks run far: without this, partners
+        would be held to the past and the swarm's time would stand still.
+        """
+        replicas = self.live_replicas()
+        return [self.present_clock(record, replicas) for record in self._timekeepers()]
+
+    def present_clock(self, record: PeerRecord, replicas: int) -> float:
+        """What a record says of its peer's clock, moved on by its age, where so many replicas train the stage."""
+        row = self._directory.view.stages[record.stage].get(PeerId(record.peer_id))
+        if row is None or record.state is not PeerState.TRAINING:
+            return record.clock
+        age = self._directory.now() - (row.expires - self._record_seconds)
+        return record.clock + min(max(0.0, age), self._record_seconds) * record.tokens_per_second * replicas
+
+    def others(self, *states: PeerState) -> list[PeerRecord]:
+        """Live records of all stages without this node's own, which its former life may have left there."""
+        records = [record for stage in range(self.stages) for record in self.live(stage, *states)]
+        return [record for record in records if record.peer_id != self._own]
+
+    def others_there(self, *states: PeerState) -> list[PeerRecord]:
+        """Records of all stages' nodes that are there."""
+        return [record for stage in range(self.stages) for record in self.there(stage, *states)]
+
+    def unrecorded(self) -> list[PeerId]:
+        """Peers that answer and have said that they serve the run, of which no record has been read yet."""
+        rows = self._directory.view.stages
+        answering = [peer for peer in self._known.answering() if self._known.takes_part(peer)]
+        return [peer for peer in answering if not any(peer in stage for stage in rows)]
+
+    def unserved(self) -> list[int]:
+        """Stages, the own one aside, of which nobody that serves is there, whatever the records say."""
+        return [s for s in range(self.stages) if s != self.stage and not self.there(s, *SERVING)]
+
+    def replicas_per_stage(self) -> list[int]:
+        """Replicas of each stage that are there, this one included."""
+        return self._counts(*SERVING, own=1)
+
+    def furthest_clock(self) -> float:
+        """The largest clock in the record of any other node that is there."""
+        return max((record.clock for record in self.others_there()), default=0.0)
+
+    def nodes_per_stage(self) -> list[int]:
+        """Nodes of each stage that are there; this one counts even where its record has not been read back."""
+        return self._counts(own=int(self.state is not PeerState.GONE))
+
+    def _counts(self, *states: PeerState, own: int) -> list[int]:
+        """Other nodes of each stage that are there, and `own` at this one's."""
+        counts = [len(self.there(stage, *states)) for stage in range(self.stages)]
+        counts[self.stage] += own
+        return counts
+
+    async def announce(self, state: PeerState) -> bool:
+        """Publish the own record in a new state now. False when no peer took it."""
+        self.state = state
+        self._finished |= state is PeerState.FINISHING
+        life = self._record_seconds
+        if state is PeerState.GONE:  # must outlive every earlier record, or those would come back to life
+            life += WITHDRAWAL_MARGIN_SECONDS
+        figures = self._describe()
+        self._sequence += 1
+        claims = self.text.to_say(leaving=state is PeerState.GONE) if self.text else ()
+        self._announced_speed, self._announced_newcomer = figures.tokens_per_second, self.newcomer
+        record = PeerRecord(
+            peer_id=self._own,
+            stage=self.stage,
+            state=state,
+            clock=figures.clock,
+            tokens_per_second=figures.tokens_per_second,
+            capacity=figures.capacity,
+            guards=figures.guards,
+            outer_rounds=figures.outer_rounds,
+            finished=self._finished,
+            newcomer=self.newcomer,
+            slots=in_record(claims),
+            protocol=PROTOCOL_VERSION,
+            version=__version__,
+            sequence=self._sequence,
+        )
+        stored = await self._directory.publish(record, life)
+        if not stored:
+            logger.debug("no peer took this node's record (state %s)", state)
+        if self.text:
+            self.text.said(claims)
+        return stored
+
+    async def refresh(self) -> None:
+        """Look at the directory once, and ask whom it shows."""
+        await self._directory.refresh()
+        await self._ask()
+        self._take_in()
+
+    async def look_for_others(self, seconds: float) -> None:
+        """Look until another node is seen, `seconds` at most (`first_look`)."""
+        await look_for_others(self._directory, self._own, seconds)
+        await self._ask()
+        self._take_in()
+
+    @property
+    def directory_age(self) -> float:
+        """Seconds since the directory was last read."""
+        return ambient.monotonic() - self._read_at
+
+    def _take_in(self) -> None:
+        self._read_at = ambient.monotonic()
+        fellows = [record for record in self.live(self.stage, PeerState.TRAINING) if record.peer_id != self._own]
+        self._heads.look(fellows, self._describe().steps, self._record_seconds)
+        if self.text:
+            self.text.heard(self.counted_fellows(), self.live_replicas())
+        self._on_change()
+
+    async def run(self) -> None:
+        """Renew the record three times within its life, and once as soon as this node knows its speed, without which
+        fellows take its clock to stand still, it ceases to be a newcomer, or it reads another block. Look at the others
+        every two seconds."""
+        loop = asyncio.get_running_loop()
+        renew_at = loop.time()
+        while True:
+            speed_known = self._announced_speed == 0.0 and self._describe().tokens_per_second > 0.0
+            said_already = self._announced_newcomer == self.newcomer and not (self.text and self.text.news)
+            if loop.time() >= renew_at or speed_known or not said_already:
+                await self.announce(self.state)
+                renew_at = loop.time() + self._record_seconds / 3
+            await self.refresh()
+            usual = min(REFRESH_SECONDS, self._record_seconds / 5)
+            await asyncio.sleep(min(usual, LOOK_AGAIN_SECONDS) if self.eager else usual)

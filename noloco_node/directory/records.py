@@ -1,0 +1,142 @@
+"""The directory: who serves which stage. One DHT key a stage, one subkey a peer, a short life, signed records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, NamedTuple, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from noloco_node.data.claims import MOST_CLAIMS
+from noloco_node.identity.invitations import Proof
+from noloco_node.identity.peer_id import PeerId
+
+
+class PeerState(StrEnum):
+    """What a node says of itself."""
+
+    JOINING = "joining"
+    TRAINING = "training"
+    FINISHING = "finishing"
+    """Its training is over; it still serves others and averages a last time."""
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+class SlotClaim(NamedTuple):
+    """A slot in the row of the text's blocks that a replica of stage 0 has taken."""
+
+    slot: Annotated[int, Field(ge=0, le=1 << 48)]
+    position: Annotated[int, Field(ge=0, le=1 << 48)]
+    """Windows of its block that are drawn."""
+    begun: bool
+    """Whether it is being read; else it is the next."""
+
+
+class PeerRecord(BaseModel):
+    """One node's entry. Tolerant of fields that newer versions add; bounded in those it knows."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    peer_id: Annotated[str, Field(min_length=10, max_length=128)]
+    stage: Annotated[int, Field(ge=0, lt=256)]
+    state: PeerState
+    clock: Annotated[float, Field(ge=0.0, le=1e18, allow_inf_nan=False)] = 0.0
+    """Clock in swarm tokens."""
+    tokens_per_second: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)] = 0.0
+    capacity: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)] = 0.0
+    """Tokens per second that it could train at this stage if it never had to wait; 0 while it does not know."""
+    guards: Annotated[int, Field(ge=0, lt=256)] | None = None
+    """The stage of which it keeps a copy."""
+    outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)] = 0
+    finished: bool = False
+    """It has trained to the run's end. It says so after it left, too: who looks every few seconds must not miss it."""
+    newcomer: bool = False
+    """It has just joined and is not averaged with yet: it dials others."""
+    slots: Annotated[tuple[SlotClaim, ...], Field(max_length=MOST_CLAIMS)] = ()
+    """What it reads of a text that the replicas share; of who has left, what it gave back."""
+    protocol: Annotated[int, Field(ge=0, le=1 << 16)]
+    version: Annotated[str, Field(max_length=32)]
+    sequence: Annotated[int, Field(ge=0, le=1 << 53)] = 0
+    """Rises with each publication of a node: of two records the higher is newer."""
+    invitation: Proof | None = None
+    """Shows that the run's owner has invited the peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRecord:
+    """A record and the DHT time at which its life ends."""
+
+    record: PeerRecord
+    expires: float
+    signed: bytes = b""
+    """What the owner signed, as it can be told to others; empty where records are not signed (in memory)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SignedRecord:
+    """A record as its owner signed it for its place, to be told to others; who takes it in checks it."""
+
+    stage: int
+    peer: PeerId
+    expires: float
+    """DHT time, seconds."""
+    signed: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryView:
+    """What was read last: for each stage, its records by peer id. Life is judged by the reader, per record."""
+
+    stages: tuple[Mapping[PeerId, LiveRecord], ...]
+
+    def live(self, stage: int, now: float, *states: PeerState) -> tuple[PeerRecord, ...]:
+        """Records of `stage` that live at DHT time `now` and are in one of `states` (any but GONE if none is named),
+        ordered by peer id."""
+        wanted = states or tuple(state for state in PeerState if state is not PeerState.GONE)
+        rows = self.stages[stage]
+        return tuple(
+            rows[peer].record for peer in sorted(rows) if rows[peer].expires > now and rows[peer].record.state in wanted
+        )
+
+    def anyone(self, now: float) -> bool:
+        """Whether anybody lives at DHT time `now`, at whatever stage."""
+        return any(self.live(stage, now) for stage in range(len(self.stages)))
+
+    def without(self, peer: PeerId) -> DirectoryView:
+        """The same without one peer: a node that comes back finds its former life's record still there, and must not
+        take itself for somebody else."""
+        return DirectoryView(tuple({p: row for p, row in rows.items() if p != peer} for rows in self.stages))
+
+
+class Directory(Protocol):
+    """Where nodes find each other. Implementations: `DhtDirectory`, `MemoryDirectory`."""
+
+    @property
+    def view(self) -> DirectoryView:
+        """The last view read; empty before the first `refresh`."""
+        ...
+
+    def now(self) -> float:
+        """The time in which records expire (DHT time), seconds."""
+        ...
+
+    async def publish(self, record: PeerRecord, life: float) -> bool:
+        """Store this node's record for `life` seconds. False when no peer took it (never raises for that)."""
+        ...
+
+    async def refresh(self) -> DirectoryView:
+        """Read all stages anew, each look-up with a deadline of its own; one that fails keeps the stage's last rows."""
+        ...
+
+    def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
+        """What to tell a peer: this node's own live records, the newest first, then others, such as work before such
+        as only answer, `most` in all."""
+        ...
+
+    def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
+        """Take in what `teller` told: what its owner signed, and lives, is in the view from the next `refresh` on. How
+        many were taken. Never raises."""
+        ...

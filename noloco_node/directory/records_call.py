@@ -1,0 +1,129 @@
+"""Records told over own links: a call in which two nodes tell each other their own newest signed record and a few more.
+
+The DHT introduces; it must not decide. Where all its neighbours are hostile, nodes that have links to each other still
+see each other by this call, and whomever one of them has met. That it was answered at all shows that a peer is there.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from noloco_node import PROTOCOL_VERSION
+from noloco_node.directory.records import Directory, SignedRecord
+from noloco_node.directory.validator import MAX_SIGNED_BYTES
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.calls import ask
+from noloco_node.transport.errors import Refusal, Refused, TransportError
+from noloco_node.transport.headers import ProtocolVersion, RunName, StageIndex, WireModel, check_run, no_tensors, parse
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import Message
+
+METHOD = "records"
+TIMEOUT_SECONDS = 5.0
+MOST_TOLD = 12
+"""Records in one message, the teller's own included: what a header holds, and few enough to check at once."""
+MAX_SIGNED_TEXT = 4 * (-(-MAX_SIGNED_BYTES // 3))
+"""Characters in base64."""
+
+
+class ToldRecord(WireModel):
+    """A signed record as it travels."""
+
+    stage: StageIndex
+    peer: Annotated[str, Field(min_length=10, max_length=128)]
+    expires: Annotated[float, Field(gt=0.0, le=1e12, allow_inf_nan=False)]
+    """DHT time, seconds."""
+    signed: Annotated[str, Field(max_length=MAX_SIGNED_TEXT)]
+
+
+class RecordsMessage(WireModel):
+    """Request and answer alike: the sender's own record first, if it has published one, then others that it knows."""
+
+    run: RunName
+    protocol: ProtocolVersion = PROTOCOL_VERSION
+    stage: StageIndex | None = None
+    """The one that the sender serves."""
+    records: Annotated[list[ToldRecord], Field(max_length=MOST_TOLD, default_factory=list)]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What came of telling a peer."""
+
+    answered: bool
+    """A refusal is an answer."""
+    stage: int | None = None
+    """The stage of the run that it serves, as it says; None where it serves another run or version, or refused."""
+    named: tuple[PeerId, ...] = ()
+    """Whose records it told."""
+
+
+def serve_records(
+    transport: Transport, run_id: str, directory: Directory, stage: Callable[[], int | None] = lambda: None
+) -> None:
+    """Answer `records` from now on: take in what the caller tells, and tell it what this node knows. `stage` gives the
+    one that this node serves when it is asked."""
+
+    async def handle(peer: PeerId, message: Message) -> Message:
+        told = parse(RecordsMessage, message.header)
+        check_run(told.run, run_id, told.protocol)
+        transport.acquaintances.said(peer, told.stage)
+        directory.told(peer, _unpacked(told.records))
+        return Message(_packed(run_id, stage(), directory.to_tell(MOST_TOLD)).model_dump(mode="json"))
+
+    transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=1)
+
+
+async def tell(
+    transport: Transport,
+    peer: PeerId,
+    run_id: str,
+    directory: Directory,
+    *,
+    stage: int | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+) -> Told:
+    """Tell a peer this node's `stage`, its own record and a few others, and take in what it answers within `timeout`
+    seconds. Never raises for the peer."""
+    request = _packed(run_id, stage, directory.to_tell(MOST_TOLD))
+    try:
+        answer = await ask(transport, peer, METHOD, request, RecordsMessage, timeout=timeout, progress=timeout)
+    except Refused as refused:
+        if refused.reason in (Refusal.WRONG_RUN, Refusal.WRONG_PROTOCOL, Refusal.UNKNOWN_METHOD):
+            transport.acquaintances.said(peer, None)
+        return Told(answered=True)
+    except TransportError:
+        return Told(answered=False)
+    told = answer.header
+    ours = told.run == run_id and told.protocol == PROTOCOL_VERSION
+    serves = told.stage if ours else None
+    transport.acquaintances.said(peer, serves)
+    if ours:
+        directory.told(peer, _unpacked(told.records))
+    return Told(answered=True, stage=serves, named=tuple(PeerId(record.peer) for record in told.records))
+
+
+def _packed(run_id: str, stage: int | None, rows: Sequence[SignedRecord]) -> RecordsMessage:
+    told = [
+        ToldRecord(stage=row.stage, peer=row.peer, expires=row.expires, signed=base64.b64encode(row.signed).decode())
+        for row in rows[:MOST_TOLD]
+    ]
+    return RecordsMessage(run=run_id, stage=stage, records=told)
+
+
+def _unpacked(told: Sequence[ToldRecord]) -> list[SignedRecord]:
+    """Those whose signed bytes are bytes at all; what is no base64 is passed over as any other bad record is."""
+    rows: list[SignedRecord] = []
+    for each in told:
+        try:
+            signed = base64.b64decode(each.signed, validate=True)
+        except binascii.Error:
+            continue
+        rows.append(SignedRecord(each.stage, PeerId(each.peer), each.expires, signed))
+    return rows

@@ -1,0 +1,315 @@
+"""The roll call: whom this node asks, and when, whether it is there and which stage it serves.
+
+A record only introduces its peer. Each introduced peer is asked over its own link; in a small swarm all are within
+seconds, in a large one a sample is. Who does not answer is asked again ever more rarely, so that a crowd of records
+without nodes behind them costs a few calls a second and delays nobody who calls this node itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from noloco_node import PROTOCOL_VERSION
+from noloco_node.aio import Pulse
+from noloco_node.bootstrap.hello import ask_hello
+from noloco_node.directory.headcount import is_there
+from noloco_node.directory.records import Directory, PeerRecord, PeerState
+from noloco_node.directory.records_call import tell
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.errors import Refused, TransportError
+from noloco_node.transport.interface import Transport
+
+LOOK_SECONDS = 1.0
+"""Longest time between two looks whom to ask."""
+CALL_SECONDS = 5.0
+"""Deadline of one call."""
+SWEEP_SECONDS = 10.0
+"""For asking everybody before something is decided."""
+STRANGERS_SECONDS = 3.0
+"""Of these, for those of whom nothing is known, once anybody is there: a crowd of ghosts must not hold up a start."""
+SHORTEST_CALL_SECONDS = 1.0
+MOST_ACQUAINTED = 64
+"""Peers that have answered this node, and are asked in a sweep before those that are named and introduced."""
+MOST_NAMED = 256
+CALLS_A_SECOND = 4.0
+"""In the long run."""
+BURST = 16
+"""Calls that may be made at once after a quiet time, and calls under way."""
+ASK_AGAIN = 0.5
+"""Times a record's life after which a peer that answers is asked again: what records say must be told on in time."""
+FIRST_PAUSE_SECONDS = 1.0
+LONGEST_PAUSE_SECONDS = 300.0
+"""Between two calls to a peer that has never answered; one that has is asked at least once in a record's life."""
+
+SAID, CALLED, INTRODUCED = range(3)
+"""What is known of a peer before it is asked."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What is to be asked of one peer."""
+
+    record: PeerRecord | None
+    next_try: float = 0.0
+    pause: float = FIRST_PAUSE_SECONDS
+    silences: int = 0
+    """Calls of whatever kind that it had not answered when it was last asked."""
+    under_way: bool = False
+    has_told: bool = False
+    """It has told this node whom it knows."""
+
+
+class RollCall:
+    """Asks who is there. `introduced` gives the records to go by; `on_change` is called soon after an answer, or its
+    absence, has changed who serves which stage. `run` must be running in the owner's task group; `sweep` needs none.
+    Who serves no `stage` only says hello: it takes no part, and has nothing to tell."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        directory: Directory,
+        run_id: str,
+        stage: Callable[[], int | None],
+        record_seconds: float,
+        introduced: Callable[[], Iterable[PeerRecord]],
+        on_change: Callable[[], None],
+        rng: random.Random,
+        entrances: Iterable[PeerId] = (),
+        calls_a_second: float = CALLS_A_SECOND,
+    ) -> None:
+        self._transport = transport
+        self._calls_a_second = calls_a_second
+        self._entrances = set(entrances) - {transport.peer_id}
+        """Initial peers: asked, and for whom they know, before anybody whom only a record introduces."""
+        self._named: dict[PeerId, None] = {}
+        """Whom peers told of that answered in a sweep, the entrances' word first."""
+        self._directory = directory
+        self._run = run_id
+        self._stage = stage
+        self._life = record_seconds
+        self._introduced = introduced
+        self._on_change = on_change
+        self._rng = rng
+        self._asked: dict[PeerId, _Asked] = {}
+        self._looked = Pulse()
+        self._running = False
+        self._found = False
+        """Whether anybody that is introduced was there in the last sweep."""
+        self._near_in_a_row = 0
+        self._allowance = float(BURST)
+        self._allowed_at = 0.0
+
+    @property
+    def _known(self) -> Acquaintances:
+        return self._transport.acquaintances
+
+    def look(self) -> None:
+        """The directory was read: whoever is new is asked, whoever is gone is forgotten."""
+        records = {PeerId(record.peer_id): record for record in self._introduced()}
+        workers = [peer for peer in self._known.known_workers() if peer not in records]
+        before = self._asked
+        kept = () if self._running else self._entrances & before.keys()
+        self._asked = {peer: before.get(peer) or _Asked(None) for peer in (*records, *workers, *kept)}
+        now = asyncio.get_running_loop().time()
+        for peer, record in records.items():
+            asked = self._asked[peer]
+            moved = asked.record is not None and asked.record.stage != record.stage
+            if moved and self._known.answers(peer):
+                asked.next_try = now
+            asked.record = record
+        self._looked.fire()
+
+    async def run(self) -> None:
+        """Goes on until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        self._running = True
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    now = loop.time()
+                    for peer in self._due(now):
+                        asked = self._asked[peer]
+                        asked.under_way = True
+                        group.create_task(self._ask(peer, asked))
+                    await self._looked.wait(self._until_next(now))
+        finally:
+            self._running = False
+
+    async def sweep(self, seconds: float) -> None:
+        """Ask every introduced peer that does not serve its stage yet as far as this node knows, `BURST` at a time, and
+        return when each has answered or fallen silent, or the time is up. Where `run` runs, it asks, and nobody waits
+        here.
+
+        First come the initial peers and whoever has answered this node, then those that they name; all others share
+        `STRANGERS_SECONDS` where somebody is there by then. Of these, who was silent before is asked only where nobody
+        is there.
+        """
+        self.look()
+        if self._running:
+            return
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        acquainted = self._acquainted()
+        for peer in acquainted:
+            self._asked.setdefault(peer, _Asked(None))
+        self._found = any(asked.record and self._confirmed(peer) for peer, asked in self._asked.items())
+        entrances = [peer for peer in acquainted if peer in self._entrances]
+        await self._ask_in_turn(entrances, lambda: began + seconds)
+        await self._ask_in_turn([peer for peer in acquainted if peer not in self._entrances], lambda: began + seconds)
+        named = [peer for peer in self._named if self._unsure(peer)]
+        await self._ask_in_turn(named, lambda: began + seconds)
+        asked_now = {*acquainted, *named}
+        others = [peer for peer in self._asked if peer not in asked_now and self._unsure(peer)]
+        silent = [peer for peer in others if self._known.of(peer).silences and not self._known.met(peer)]
+        fresh = [peer for peer in others if not self._known.of(peer).silences or self._known.met(peer)]
+        since = loop.time()
+
+        def until() -> float:
+            return min(began + seconds, since + STRANGERS_SECONDS) if self._found else began + seconds
+
+        await self._ask_in_turn(self._drawn(fresh, len(fresh)), until)
+        if not self._found:
+            await self._ask_in_turn(self._drawn(silent, len(silent)), until)
+
+    def _acquainted(self) -> list[PeerId]:
+        """Initial peers that have not told yet whom they know, and others that answer and are not known to be there."""
+        entrances = [peer for peer in self._entrances if (asked := self._asked.get(peer)) is None or not asked.has_told]
+        answering = [peer for peer in self._known.answering() if peer not in self._entrances]
+        seen = [peer for peer in answering if self._unsure(peer) or not self._known.takes_part(peer)]
+        return [*entrances, *seen[-MOST_ACQUAINTED:]]
+
+    def _unsure(self, peer: PeerId) -> bool:
+        asked = self._asked.get(peer)
+        return asked is not None and not asked.under_way and not self._confirmed(peer)
+
+    async def _ask_in_turn(self, peers: Sequence[PeerId], until: Callable[[], float]) -> None:
+        """All of them, `BURST` at a time; nobody any more once `until()` is over."""
+        loop, left = asyncio.get_running_loop(), list(peers)[::-1]
+
+        async def work_off() -> None:
+            while left and (seconds := until() - loop.time()) > 0.0:
+                peer = left.pop()
+                if (asked := self._asked.get(peer)) is not None:
+                    await self._ask(peer, asked, min(CALL_SECONDS, max(SHORTEST_CALL_SECONDS, seconds)))
+                    self._found = self._found or (asked.record is not None and is_there(self._known, asked.record))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(BURST, len(left))):
+                group.create_task(work_off())
+
+    def _due(self, now: float) -> list[PeerId]:
+        """Whom to ask now, within what is allowed."""
+        self._allowance = min(float(BURST), self._allowance + (now - self._allowed_at) * self._calls_a_second)
+        self._allowed_at = now
+        under_way = sum(asked.under_way for asked in self._asked.values())
+        most = min(int(self._allowance), BURST - under_way)
+        if most <= 0:
+            return []
+        due = [peer for peer, asked in self._asked.items() if not asked.under_way and self._is_due(peer, asked, now)]
+        drawn = self._drawn(due, most)
+        self._allowance -= len(drawn)
+        return drawn
+
+    def _drawn(self, due: Sequence[PeerId], most: int) -> list[PeerId]:
+        """Who has said that it is there, who has called this node, and who is only introduced have the same chance,
+        and so have the stages: no crowd at one place keeps those elsewhere from being asked."""
+        crowds: dict[int, dict[int, list[PeerId]]] = {}
+        for peer in due:
+            crowds.setdefault(self._kind(peer), {}).setdefault(self._stage_of(peer), []).append(peer)
+        for stages in crowds.values():
+            for peers in stages.values():
+                self._rng.shuffle(peers)
+        drawn: list[PeerId] = []
+        while crowds and len(drawn) < most:
+            kind = self._rng.choice(list(crowds))
+            stage = self._rng.choice(self._wanted(kind, list(crowds[kind])))
+            drawn.append(crowds[kind][stage].pop())
+            if not crowds[kind][stage]:
+                del crowds[kind][stage]
+            if not crowds[kind]:
+                del crowds[kind]
+        return drawn
+
+    def _wanted(self, kind: int, stages: list[int]) -> list[int]:
+        """Of who is only introduced the own stage and the next are asked first, and now and then another one."""
+        own = self._stage()
+        near = [] if own is None else [stage for stage in stages if stage in (own, own + 1)]
+        if kind != INTRODUCED or not near or len(near) == len(stages):
+            return stages
+        self._near_in_a_row = (self._near_in_a_row + 1) % (BURST + 1)
+        return near if self._near_in_a_row else [stage for stage in stages if stage not in near]
+
+    def _is_due(self, peer: PeerId, asked: _Asked, now: float) -> bool:
+        """Its time has come, or it has just let another call go unanswered: is it still there?"""
+        return asked.next_try <= now or self._known.of(peer).silences > asked.silences
+
+    def _pressing(self, peer: PeerId) -> bool:
+        """It has called this node or moved: whoever likes can have itself asked so, and is no sample of the others."""
+        return self._known.answers(peer) and not self._confirmed(peer)
+
+    def _kind(self, peer: PeerId) -> int:
+        """`SAID` for who has said that it serves what its record says, `CALLED` for others that answer or called."""
+        record = self._asked[peer].record
+        if record is None or self._known.of(peer).stage == record.stage:
+            return SAID
+        return CALLED if self._known.answers(peer) else INTRODUCED
+
+    def _stage_of(self, peer: PeerId) -> int:
+        record = self._asked[peer].record
+        return -1 if record is None else record.stage
+
+    def _confirmed(self, peer: PeerId) -> bool:
+        record = self._asked[peer].record
+        return record is None or is_there(self._known, record)
+
+    def _until_next(self, now: float) -> float | None:
+        waits = [asked.next_try - now for asked in self._asked.values() if not asked.under_way]
+        return min(LOOK_SECONDS, max(1.0 / self._calls_a_second, min(waits))) if waits else None
+
+    async def _ask(self, peer: PeerId, asked: _Asked, timeout: float = CALL_SECONDS) -> None:
+        if self._asked.get(peer) is not asked:  # the directory was read since: its record's life is over
+            return
+        before = self._known.answers(peer), self._known.of(peer).stage
+        sampled = self._kind(peer) == INTRODUCED or self._known.of(peer).drawn is not None
+        at_random, record = sampled and not self._pressing(peer), asked.record
+        asked.under_way = True
+        try:
+            answered = await self._call(peer, record, asked, timeout)
+        finally:
+            asked.under_way = False
+        if at_random and record is not None:
+            self._known.drew(peer, answered and is_there(self._known, record))
+        if answered:
+            asked.pause, wait = FIRST_PAUSE_SECONDS, self._life * ASK_AGAIN
+        else:
+            wait, longest = asked.pause, self._life if self._known.met(peer) else LONGEST_PAUSE_SECONDS
+            asked.pause = min(longest, 2.0 * asked.pause)
+        asked.silences = self._known.of(peer).silences
+        asked.next_try = asyncio.get_running_loop().time() + wait * self._rng.uniform(0.75, 1.25)
+        if before != (self._known.answers(peer), self._known.of(peer).stage):
+            self._on_change()
+        self._looked.fire()
+
+    async def _call(self, peer: PeerId, record: PeerRecord | None, asked: _Asked, timeout: float) -> bool:
+        """A node that is still on its way to its stage has no records to tell yet, and only says where it goes."""
+        own = self._stage()
+        if own is not None and (record is None or record.state is not PeerState.JOINING):
+            told = await tell(self._transport, peer, self._run, self._directory, stage=own, timeout=timeout)
+            asked.has_told |= told.stage is not None
+            if not self._running:
+                self._named.update(dict.fromkeys(told.named[: MOST_NAMED - len(self._named)]))
+            return told.answered
+        try:
+            hello = await ask_hello(self._transport, peer, timeout)
+        except Refused:
+            return True
+        except TransportError as error:
+            self._transport.conduct.judge(peer, error)
+            return False
+        ours = hello.run == self._run and hello.protocol == PROTOCOL_VERSION
+        self._known.said(peer, hello.stage if ours else None)
+        return True

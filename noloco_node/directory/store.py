@@ -1,0 +1,287 @@
+"""The signed records that a node holds, for itself and for others: bounded, and hard to fill with strangers' keys.
+
+Records cost their signers nothing, so where places are short it counts what this node knows of the signer: that it
+works, that it answers, that it brought its record itself. Among equals chance decides who goes, in the half that came
+last: those that were there first keep their places, and in the other half no crowd keeps a newcomer out.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeVar
+
+from noloco_node import ambient
+from noloco_node.directory.records import PeerRecord
+from noloco_node.identity.peer_id import PeerId
+
+T = TypeVar("T")
+
+MOST_RECORDS = 512
+"""Records under one key."""
+MOST_HEARSAY = 32
+"""Records under one key that one peer brought of others, of whom this node knows nothing more."""
+MOST_KEYS = 4096
+"""Stages of other people's runs that a seed holds the records of."""
+MOST_KEYS_A_SIGNER = 8
+"""A node serves one stage and may have just left some."""
+MOST_IN_ALL = 16_384
+REGULAR_SECONDS = 60.0
+"""Whoever has brought its own record for this long, again and again, is known by that."""
+SWEEP_SECONDS = 1.0
+SAMPLED = 32
+"""Places that are looked at for one to give up."""
+FEW = 8
+"""The same among what one peer brought."""
+
+
+class Esteem(IntEnum):
+    """What is known of a record's signer, the least first."""
+
+    SILENT = -1
+    """Somebody else brought the record, and this node's calls to the signer came to nothing."""
+    HEARSAY = 0
+    """Somebody else brought the record."""
+    DIRECT = 1
+    """The signer brought it itself, over its own link."""
+    KNOWN = 2
+    """It has answered this node, or has brought its record for a while."""
+    WORKS = 3
+    OWN = 4
+
+
+@dataclass(slots=True)
+class Held:
+    """One record. Expiry in DHT time, seconds; `signed` is what its owner signed."""
+
+    record: PeerRecord
+    signed: bytes
+    expires: float
+    storer: PeerId
+    """Who brought it when it took its place."""
+    first_direct: float | None = None
+    """When its signer first brought it itself."""
+    last_direct: float = 0.0
+    since: float = -math.inf
+    """When this record, with this expiry, came here: monotonic seconds."""
+    placed: float = -math.inf
+    """When its signer took its place: monotonic seconds."""
+
+
+class RecordStore:
+    """Records by key and signer. `esteem` says what is known of a peer; DHT time is handed in.
+
+    Whatever end a record claims, it lives `longest` seconds of the monotonic `clock` here, unless a newer one comes in
+    time: the room that is left for clocks that differ is no life for ghosts.
+    """
+
+    def __init__(
+        self,
+        own: PeerId,
+        esteem: Callable[[PeerId], Esteem],
+        rng: random.Random,
+        *,
+        longest: float = math.inf,
+        clock: Callable[[], float] = ambient.monotonic,
+        most_records: int = MOST_RECORDS,
+        most_keys: int = MOST_KEYS,
+        most_in_all: int = MOST_IN_ALL,
+    ) -> None:
+        self._own = own
+        self._esteem = esteem
+        self._rng = rng
+        self._longest, self._clock = longest, clock
+        self._most_records, self._most_keys, self._most_in_all = most_records, most_keys, most_in_all
+        self._rows: dict[bytes, dict[PeerId, Held]] = {}
+        self._keys_of: Counter[PeerId] = Counter()
+        self._hearsay: dict[tuple[bytes, PeerId], dict[PeerId, None]] = {}
+        """By key and who brought it: signers of records that were brought by others than them."""
+        self._count = 0
+        self._swept = 0.0
+        """When all ended records were last cleared away."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def held_keys(self) -> tuple[bytes, ...]:
+        """The keys that records are held under."""
+        return tuple(self._rows)
+
+    def count(self, key: bytes) -> int:
+        """Records under `key`; the life of some may have ended."""
+        return len(self._rows.get(key, ()))
+
+    def held(self, key: bytes, signer: PeerId) -> Held | None:
+        """What is held of `signer` under `key`; its life may have ended."""
+        return self._rows.get(key, {}).get(signer)
+
+    def live(self, key: bytes, now: float) -> Mapping[PeerId, Held]:
+        """All records under `key` that live, by signer."""
+        self._drop_ended(key, now)
+        return dict(self._rows.get(key, {}))
+
+    def vouched(self, key: bytes, now: float) -> dict[PeerId, Held]:
+        """Those of them that this node may hand on: nobody's word is passed on, since it would have no end."""
+        live = self.live(key, now).items()
+        return {signer: held for signer, held in live if self.esteem_of(signer, held, now) > Esteem.HEARSAY}
+
+    def best_first(self, key: bytes, now: float) -> list[tuple[PeerId, Held]]:
+        """The same, those of whose signers most is known first, equals by chance."""
+        rows = list(self.vouched(key, now).items())
+        self._rng.shuffle(rows)
+        rows.sort(key=lambda row: -self.esteem_of(row[0], row[1], now))
+        return rows
+
+    def esteem_of(self, signer: PeerId, held: Held, now: float) -> Esteem:
+        """What is known of the signer of a record that is held."""
+        if signer == self._own:
+            return Esteem.OWN
+        known = self._esteem(signer)
+        if known >= Esteem.KNOWN or held.first_direct is None:
+            return known
+        regular = held.last_direct - held.first_direct >= REGULAR_SECONDS and now - held.last_direct < REGULAR_SECONDS
+        return Esteem.KNOWN if regular else Esteem.DIRECT
+
+    def standing(self, peer: PeerId) -> Esteem:
+        """What is known of a peer by itself, whatever it has brought."""
+        return self._esteem(peer)
+
+    def forget(self, key: bytes, signer: PeerId) -> None:
+        """Hold nothing of `signer` under `key`."""
+        if self.held(key, signer) is not None:
+            self._drop(key, signer)
+
+    def touch(self, held: Held, signer: PeerId, storer: PeerId, now: float) -> None:
+        """`storer` brought what is held already."""
+        if storer == signer:
+            held.first_direct = now if held.first_direct is None else held.first_direct
+            held.last_direct = now
+
+    def put(self, key: bytes, signer: PeerId, row: Held, now: float) -> bool:
+        """Take in a checked record that `row.storer` brought; False where there is no place for it, or one that
+        expires no earlier is held."""
+        old = self.held(key, signer)
+        if old is not None and old.expires > now:
+            self.touch(old, signer, row.storer, now)
+            if row.expires <= old.expires:
+                return False
+            old.record, old.signed, old.expires = row.record, row.signed, row.expires
+            old.since = self._clock()
+            return True
+        if old is not None:
+            self._drop(key, signer)
+        self.touch(row, signer, row.storer, now)
+        if not self._make_room(key, signer, row, now):
+            return False
+        row.since = row.placed = self._clock()
+        self._rows.setdefault(key, {})[signer] = row
+        self._count += 1
+        self._keys_of[signer] += 1
+        if row.storer != signer:
+            self._hearsay.setdefault((key, row.storer), {})[signer] = None
+        return True
+
+    def _make_room(self, key: bytes, signer: PeerId, row: Held, now: float) -> bool:
+        esteem = self.esteem_of(signer, row, now)
+        if esteem is Esteem.OWN:
+            return True
+        if self._keys_of[signer] >= MOST_KEYS_A_SIGNER:
+            return False
+        if esteem <= Esteem.HEARSAY and len(self._hearsay.get((key, row.storer), ())) >= MOST_HEARSAY:
+            self._keep_hearsay_bounded(key, row.storer, now)
+        if len(self._rows.get(key, ())) >= self._most_records:
+            self._drop_ended(key, now)
+        if len(self._rows.get(key, ())) >= self._most_records:
+            return self._give_up_place(key, esteem, now)
+        if key not in self._rows and len(self._rows) >= self._most_keys:
+            return self._give_up_key(esteem, now)
+        if self._count >= self._most_in_all:
+            self._drop_all_ended(now)
+        if self._count >= self._most_in_all:
+            largest = max(self._sampled(self._rows), key=lambda each: len(self._rows[each]))
+            return self._give_up_place(largest, esteem, now)
+        return True
+
+    def _keep_hearsay_bounded(self, key: bytes, storer: PeerId, now: float) -> None:
+        """What one peer brings of others takes the place of something that it brought before. Only a few are looked
+        at, since a peer may bring many, again and again; where nobody of them is hearsay any more, little else is."""
+        rows, brought = self._rows[key], list(self._hearsay[key, storer])
+        among = self._rng.sample(brought, min(FEW, len(brought)))
+        least, signer = min((self.esteem_of(signer, rows[signer], now), signer) for signer in among)
+        if least <= Esteem.HEARSAY:
+            self._drop(key, signer)
+
+    def _give_up_place(self, key: bytes, esteem: Esteem, now: float) -> bool:
+        """Whoever is not hearsay gets a place in any case, or newcomers would be shut out of a full stage; but only a
+        small share of the places falls to those of whom least is known, since all others are left alone while one of
+        theirs is among those looked at. Of equals the half stays that has been there for longer: a crowd that comes
+        later and answers like everybody else takes no place from those."""
+        rows = self._rows[key]
+        among = self._sampled(signer for signer in rows if signer != self._own)
+        if not among:
+            return False
+        of = {signer: self.esteem_of(signer, rows[signer], now) for signer in among}
+        least = min(of.values())
+        if esteem <= Esteem.HEARSAY and least > esteem:
+            return False
+        equals = sorted((signer for signer in among if of[signer] is least), key=lambda signer: rows[signer].placed)
+        victim = self._rng.choice(equals[len(equals) // 2 :])
+        self._drop(key, victim)
+        return True
+
+    def _give_up_key(self, esteem: Esteem, now: float) -> bool:
+        self._drop_all_ended(now)
+        if len(self._rows) < self._most_keys:
+            return True
+
+        def best(key: bytes) -> Esteem:
+            rows = self._rows[key]
+            return max(self.esteem_of(signer, rows[signer], now) for signer in self._sampled(rows))
+
+        among = self._sampled(key for key, rows in self._rows.items() if self._own not in rows)
+        victim = min(among, key=best, default=None)
+        if victim is None or best(victim) > esteem:
+            return False
+        for signer in list(self._rows[victim]):
+            self._drop(victim, signer)
+        return True
+
+    def _sampled(self, among: Iterable[T]) -> list[T]:
+        every = list(among)
+        return self._rng.sample(every, min(SAMPLED, len(every)))
+
+    def _drop_all_ended(self, now: float) -> None:
+        """Looks at everything, so not at every record of a flood."""
+        if abs(now - self._swept) < SWEEP_SECONDS:
+            return
+        self._swept = now
+        for key in list(self._rows):
+            self._drop_ended(key, now)
+
+    def _drop_ended(self, key: bytes, now: float) -> None:
+        oldest = self._clock() - self._longest
+        rows = self._rows.get(key, {}).items()
+        ended = [
+            signer for signer, held in rows if held.expires <= now or (held.since < oldest and signer != self._own)
+        ]
+        for signer in ended:
+            self._drop(key, signer)
+
+    def _drop(self, key: bytes, signer: PeerId) -> None:
+        rows = self._rows[key]
+        held = rows.pop(signer)
+        self._count -= 1
+        self._keys_of[signer] -= 1
+        if not self._keys_of[signer]:
+            del self._keys_of[signer]
+        if held.storer != signer:
+            brought = self._hearsay[key, held.storer]
+            del brought[signer]
+            if not brought:
+                del self._hearsay[key, held.storer]
+        if not rows:
+            del self._rows[key]

@@ -1,0 +1,162 @@
+"""Signed directory records: how they are written, and the total predicate that every node applies to them.
+
+A value is stored under (key of the stage, subkey = the peer's id, expiry). Its signature, by the key behind the peer
+id, covers all of these, so nobody can move a record to another place or lengthen its life. The predicate reads no
+clock: a skewed one would empty the directory. It never raises: one value that passed and did not parse would hang the
+look-ups of every reader.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from typing import Any, cast
+
+from hivemind.dht.crypto import DHTRecord, RecordValidatorBase  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs]
+from pydantic_core import from_json
+
+from noloco_node import ambient
+from noloco_node.directory.dht_dictionary import pack_one, unpack_one
+from noloco_node.directory.records import PeerRecord
+from noloco_node.identity.keys import MAX_PUBLIC_KEY_BYTES, Identity, peer_id_of, verify
+
+MAX_RECORD_BYTES = 1024
+"""Of what is signed: an honest record has some 320 bytes, an invitation 460 more."""
+MAX_SIGNED_BYTES = MAX_RECORD_BYTES + MAX_PUBLIC_KEY_BYTES + 520
+"""With the longest key and signature, which have the sizes that they must have, around it."""
+MAX_UNKNOWN_FIELDS = 4
+"""Of newer versions; padding has no other place."""
+MAX_SUBKEY_BYTES = 160
+MAX_EXPIRY = float(1 << 40)
+"""Seconds since 1970 that no honest record reaches; keeps arithmetic with expiries harmless."""
+CACHED_VERDICTS = 8192
+"""Of more records than that some are judged anew at every look. Which verdict makes room is drawn: each look takes the
+records in about the same order, so that the oldest would be forgotten just before it is asked for, and every one."""
+
+_DOMAIN = b"noloco directory record 1\0"
+_LENGTHS = struct.Struct(">BHH")
+_FORMAT = 1
+
+
+def stage_key(run_id: str, stage: int) -> str:
+    """The DHT key under which the peers of a stage are found."""
+    return f"{run_id}.stage.{stage}"
+
+
+def sign_record(identity: Identity, key: str, record: PeerRecord, expires: float) -> bytes:
+    """The bytes to store under (key, own peer id) until DHT time `expires`."""
+    payload = record.model_dump_json().encode()
+    place = _place(_digest(key), identity.peer_id, expires)
+    signature = identity.sign(place + payload)
+    lengths = _LENGTHS.pack(_FORMAT, len(identity.public_key), len(signature))
+    return lengths + identity.public_key + signature + payload
+
+
+class RecordValidator(RecordValidatorBase):
+    """Accepts signed records at the stage keys of one run, and nothing else at any key.
+
+    Where `run_id` is None it accepts signed records at any key: what lies behind a key's hash cannot be told.
+    """
+
+    def __init__(self, run_id: str | None, stages: int) -> None:
+        self._any_key = run_id is None
+        named = {} if run_id is None else {stage: stage_key(run_id, stage) for stage in range(stages)}
+        self._stages = {_digest(key): stage for stage, key in named.items()}
+        self._verdicts: dict[bytes, PeerRecord | None] = {}
+        self._judged: list[bytes] = []
+        self._rng = ambient.chance()
+
+    def validate(self, record: DHTRecord) -> bool:
+        """hivemind's question: may this be stored, or believed when another node returns it? Never raises."""
+        return self.read(record.key, record.subkey, record.value, record.expiration_time) is not None
+
+    def read(self, key: object, subkey: object, value: object, expires: object) -> PeerRecord | None:
+        """The record, if it is exactly what its owner signed for this place; None otherwise.
+
+        `subkey` and `value` are as hivemind stores them: MessagePack of the peer id and of the signed bytes. What
+        hivemind unpacks from a stranger's dictionary may be of any type.
+        """
+        if not (isinstance(key, bytes) and isinstance(subkey, bytes) and isinstance(value, bytes)):
+            return None
+        if not isinstance(expires, float):
+            return None
+        stage = self._stages.get(key)
+        bounded = len(value) <= MAX_SIGNED_BYTES and len(subkey) <= MAX_SUBKEY_BYTES
+        if (
+            (stage is None and not self._any_key)
+            or not bounded
+            or not math.isfinite(expires)
+            or not 0 < expires <= MAX_EXPIRY
+        ):
+            return None
+        digest = hashlib.sha256(struct.pack(">dII", expires, len(subkey), len(value)) + key + subkey + value).digest()
+        if digest in self._verdicts:
+            return self._verdicts[digest]
+        try:
+            verdict = _parse(stage, key, subkey, value, expires)
+        except (ValueError, struct.error, RecursionError):
+            verdict = None
+        self._remember(digest, verdict)
+        return verdict
+
+    def _remember(self, digest: bytes, verdict: PeerRecord | None) -> None:
+        self._verdicts[digest] = verdict
+        if len(self._judged) < CACHED_VERDICTS:
+            self._judged.append(digest)
+            return
+        place = self._rng.randrange(len(self._judged))
+        del self._verdicts[self._judged[place]]
+        self._judged[place] = digest
+
+    def read_at(self, key: bytes, signer: str, signed: bytes, expires: float) -> PeerRecord | None:
+        """Like `read`, for what is at hand unpacked."""
+        return self.read(key, pack_one(signer), pack_one(signed), expires)
+
+
+def _parse(
+    stage: int | None, key: bytes, packed_subkey: bytes, packed_value: bytes, expires: float
+) -> PeerRecord | None:
+    subkey, value = unpack_one(packed_subkey), unpack_one(packed_value)
+    if not isinstance(subkey, str) or not isinstance(value, bytes):
+        return None
+    # Only one spelling of each is accepted, or a copy in another spelling would be a second record.
+    if pack_one(subkey) != packed_subkey or pack_one(value) != packed_value:
+        return None
+    version, public_length, signature_length = cast("tuple[int, int, int]", _LENGTHS.unpack_from(value))
+    public_end = _LENGTHS.size + public_length
+    payload_start = public_end + signature_length
+    if version != _FORMAT or public_length > MAX_PUBLIC_KEY_BYTES or payload_start >= len(value):
+        return None
+    if len(value) - payload_start > MAX_RECORD_BYTES:
+        return None
+    public_key, signature = value[_LENGTHS.size : public_end], value[public_end:payload_start]
+    payload = value[payload_start:]
+    if peer_id_of(public_key) != subkey:
+        return None
+    record = _record_of(payload)
+    if record.peer_id != subkey or stage not in (None, record.stage):
+        return None
+    return record if verify(public_key, signature, _place(key, subkey, expires) + payload) else None
+
+
+def _record_of(payload: bytes) -> PeerRecord:
+    """ValueError (ValidationError included) for what is none."""
+    parsed: object = from_json(payload, allow_inf_nan=False)
+    if not isinstance(parsed, dict):
+        raise ValueError("it is no JSON object")
+    fields = cast("dict[str, object]", parsed)
+    if len(fields.keys() - PeerRecord.model_fields.keys()) > MAX_UNKNOWN_FIELDS:
+        raise ValueError("too many fields that are not known")
+    return PeerRecord.model_validate_json(payload)
+
+
+def _place(key: bytes, subkey: str, expires: float) -> bytes:
+    name = subkey.encode()
+    return _DOMAIN + struct.pack(">dHH", expires, len(key), len(name)) + key + name
+
+
+def _digest(key: str) -> bytes:
+    identifier: Any = DHTID.generate(source=key)
+    return bytes(identifier.to_bytes())

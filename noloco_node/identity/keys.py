@@ -1,0 +1,348 @@
+"""A node's identity: a private key file, the peer id that follows from it, and signatures by it.
+
+The file is libp2p's: a protobuf `PrivateKey`. New keys are Ed25519 (their public key is the peer id itself, a signature
+takes 64 bytes); RSA files written by hivemind load as well.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import base58
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.padding import PKCS1v15
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPublicKey
+
+from noloco_node import ambient
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.identity.varint import varint
+from noloco_node.storage import atomic
+from noloco_node.storage.file_lock import FileLock, LockHeld, lock_holder
+
+logger = logging.getLogger(__name__)
+
+MAX_PUBLIC_KEY_BYTES = 1024
+MIN_RSA_BITS, MAX_RSA_BITS = 2048, 4096
+MAX_INLINE_KEY_BYTES = 42
+"""Longest encoded public key that a peer id holds whole rather than as a hash (libp2p's peer id specification)."""
+ED25519_BYTES = 32
+BACKUP_LABEL = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"
+BACKUP_OWNER = b"noloco-node identity "
+"""Begins the line above the label, which goes on with the peer id. Other tools skip it (RFC 7468, section 2)."""
+NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What a file system says that has none, as on most memory sticks."""
+
+_RSA = 0
+_ED25519 = 1
+_TYPE_TAG, _DATA_TAG = 0x08, 0x12
+"""Field 1 as a varint, field 2 as bytes."""
+_SHORTEST_HEAD, _LONGEST_HEAD = 4, 6
+"""Bytes before the content: two tags, the type, and the length in one byte to three."""
+
+
+class BadKey(Exception):
+    """Bytes that are no key this version can use."""
+
+
+class WrongPassphrase(Exception):
+    """A backup that this passphrase does not open (or one that was damaged: the two cannot be told apart)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A private key and what follows from it."""
+
+    path: Path
+    """The file it was read from; p2pd reads the same."""
+    peer_id: PeerId
+    public_key: bytes
+    """Encoded as libp2p does (protobuf `PublicKey`)."""
+    created: bool
+    """Made just now: nobody else can hold it."""
+    _private: Ed25519PrivateKey | RSAPrivateKey
+
+    def sign(self, data: bytes) -> bytes:
+        """A signature that `verify` accepts with this identity's public key."""
+        if isinstance(self._private, Ed25519PrivateKey):
+            return self._private.sign(data)
+        return self._private.sign(data, PKCS1v15(), hashes.SHA256())
+
+    def backup(self, passphrase: bytes) -> bytes:
+        """The private key as PKCS#8 in PEM form, encrypted under `passphrase` (1 to 1,023 bytes).
+
+        The key is derived by PBES2's PBKDF2 with the library's number of rounds, so the passphrase must be a good one.
+        PBES2 does not notice a changed byte, which would give another key: the peer id above it does.
+        """
+        form, lock = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(passphrase)
+        encrypted = self._private.private_bytes(serialization.Encoding.PEM, form, lock)
+        return BACKUP_OWNER + self.peer_id.encode() + b"\n" + encrypted
+
+
+def load_or_create_identity(path: Path) -> Identity:
+    """Load the private key at `path`, or make one (mode 0600, written atomically). UserError if the file is no key."""
+    created = not path.exists() and _create(path)
+    return _load(path, created)
+
+
+def load_identity(path: Path) -> Identity:
+    """Load the private key at `path`. UserError (CONFIG) if there is none, or the file is no key."""
+    if not path.exists():
+        raise UserError(
+            ExitCode.CONFIG,
+            f"node.identity: {path} does not exist",
+            "name the identity file of a node; a node makes one at its first start, in its run folder",
+        )
+    return _load(path, created=False)
+
+
+def key_of_backup(backup: bytes, passphrase: bytes) -> bytes:
+    """The content of the identity file behind `Identity.backup`.
+
+    Raises BadKey where this is no such backup, or one of a key that a node cannot use; WrongPassphrase.
+    """
+    head, label, body = backup.partition(BACKUP_LABEL)
+    if not label:
+        raise BadKey("no encrypted private key in PEM form")
+    try:
+        private = serialization.load_pem_private_key(label + body, passphrase)
+    except UnsupportedAlgorithm as error:
+        raise BadKey(str(error)) from None
+    except (ValueError, TypeError):
+        raise WrongPassphrase from None
+    if not isinstance(private, Ed25519PrivateKey | RSAPrivateKey):
+        raise BadKey("neither an Ed25519 nor an RSA key")
+    if head.strip() != BACKUP_OWNER + peer_id_of(_encode_public(private)).encode():
+        raise BadKey("its key is not the one of the peer id in its first line: the file was changed or damaged")
+    return _encode_private(private)
+
+
+def _load(path: Path, created: bool) -> Identity:
+    try:
+        data = path.read_bytes()
+        private = _parse_private(data)
+    except (OSError, BadKey) as error:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"node.identity: {path} cannot be used as a private key ({error})",
+            "name another file with --identity, or move this one away to have a new key made",
+        ) from None
+    public = _encode_public(private)
+    return Identity(path, peer_id_of(public), public, created, private)
+
+
+def peer_id_of(public_key: bytes) -> PeerId:
+    """The peer id of an encoded public key: base58 of its multihash (identity hash if short, else SHA-256)."""
+    if len(public_key) <= MAX_INLINE_KEY_BYTES:
+        multihash = bytes((0x00, len(public_key))) + public_key
+    else:
+        multihash = b"\x12\x20" + hashlib.sha256(public_key).digest()
+    return PeerId(base58.b58encode(multihash).decode())
+
+
+def ed25519_peer_id(key: Ed25519PrivateKey) -> PeerId:
+    """The peer id of an Ed25519 key."""
+    return peer_id_of(_encode_public(key))
+
+
+def ed25519_public_key(peer_id: str) -> bytes:
+    """The encoded public key that an Ed25519 peer id is made of; ValueError for any other."""
+    multihash = base58.b58decode(peer_id)
+    key = multihash[2:]
+    if multihash[:2] != bytes((0x00, len(key))) or peer_id_of(key) != peer_id:
+        raise ValueError(f"{peer_id} is not the peer id of an Ed25519 key")
+    return key
+
+
+def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
+    """Whether `signature` over `data` was made by the private half of this encoded public key. Never raises."""
+    try:
+        public = _parse_public(public_key)
+        if isinstance(public, Ed25519PublicKey):
+            public.verify(signature, data)
+        else:
+            public.verify(signature, data, PKCS1v15(), hashes.SHA256())
+    except (BadKey, InvalidSignature):
+        return False
+    return True
+
+
+def lock_path_of(path: Path) -> Path:
+    """The lock file beside an identity file, the same whatever name the identity is reached by."""
+    real = path.resolve()
+    return real.with_name(real.name + ".lock")
+
+
+def holder_of(path: Path) -> str | None:
+    """Who on this machine runs under the identity file now, in words; None: nobody. OSError if it cannot be told.
+
+    Never makes the lock file.
+    """
+    return lock_holder(lock_path_of(path))
+
+
+class IdentityLock:
+    """Holds an identity file for this process, so that no second node on this machine runs under the same peer id.
+
+    A context manager; the system releases the lock when the process dies, whatever the reason.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.resolve()
+        self._lock = FileLock(lock_path_of(self._path))
+
+    def __enter__(self) -> IdentityLock:
+        lock_path = lock_path_of(self._path)
+        try:
+            lock_path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.__enter__()
+        except OSError as error:
+            raise UserError(
+                ExitCode.RUN_FOLDER,
+                f"node.identity: {lock_path} cannot be written ({error.strerror})",
+                "put the identity into a folder that this user may write",
+            ) from None
+        except LockHeld as held:
+            raise identity_taken(self._path, str(held)) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.__exit__()
+
+
+def identity_taken(path: Path, holder: str) -> UserError:
+    """The error for an identity that someone else runs under."""
+    return UserError(
+        ExitCode.IDENTITY_TAKEN,
+        f"node.identity: {path} is in use by {holder}",
+        "give each node an identity file of its own (--identity or --run-folder), or stop the other node first",
+    )
+
+
+def write_new_private_file(path: Path, data: bytes) -> bool:
+    """Write a file that only its owner can read (mode 0600), whole or not at all; its folder is made where missing.
+
+    False, and nothing written, where `path` exists already. OSError as the file system says.
+    """
+    draft = path.with_name(f".{path.name}.{ambient.token(4)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        written = _link_unless_taken(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    atomic.sync(path.parent)
+    return written
+
+
+def _create(path: Path) -> bool:
+    """Write a new key unless another process was faster; True if it was written."""
+    try:
+        return write_new_private_file(path, _encode_private(Ed25519PrivateKey.generate()))
+    except OSError as error:
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"node.identity: {path} cannot be written ({error.strerror})",
+            "choose a folder that this user may write with --run-folder or --identity",
+        ) from None
+
+
+def _link_unless_taken(draft: Path, path: Path) -> bool:
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+        if path.exists():
+            return False
+        draft.rename(path)
+    return True
+
+
+def _parse_private(data: bytes) -> Ed25519PrivateKey | RSAPrivateKey:
+    key_type, content = _unpack(data)
+    if key_type == _ED25519:
+        seed, public = content[:ED25519_BYTES], content[ED25519_BYTES:]
+        if len(public) != ED25519_BYTES:
+            raise BadKey("an Ed25519 key of the wrong length")
+        private = Ed25519PrivateKey.from_private_bytes(seed)
+        if _raw_public(private.public_key()) != public:
+            raise BadKey("its two halves do not belong together")
+        return private
+    try:
+        loaded = serialization.load_der_private_key(content, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise BadKey("not a key in DER form") from None
+    if key_type != _RSA or not isinstance(loaded, RSAPrivateKey):
+        raise BadKey("neither an Ed25519 nor an RSA key")
+    return loaded
+
+
+def _parse_public(data: bytes) -> Ed25519PublicKey | RSAPublicKey:
+    if len(data) > MAX_PUBLIC_KEY_BYTES:
+        raise BadKey("a public key of unreasonable length")
+    key_type, content = _unpack(data)
+    try:
+        if key_type == _ED25519:
+            return Ed25519PublicKey.from_public_bytes(content)
+        loaded = serialization.load_der_public_key(content)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise BadKey("not a public key") from None
+    if key_type != _RSA or not isinstance(loaded, RSAPublicKey) or not MIN_RSA_BITS <= loaded.key_size <= MAX_RSA_BITS:
+        raise BadKey("neither an Ed25519 nor an RSA key of reasonable size")
+    return loaded
+
+
+def _pack(key_type: int, content: bytes) -> bytes:
+    """libp2p's protobuf message of a key, `PublicKey` and `PrivateKey` alike: an enumeration and bytes.
+
+    By hand, because importing hivemind's takes seconds. libp2p's peer id specification admits this encoding only.
+    """
+    return bytes((_TYPE_TAG, key_type, _DATA_TAG)) + varint(len(content)) + content
+
+
+def _unpack(data: bytes) -> tuple[int, bytes]:
+    """Type and content of what `_pack` made. Raises BadKey."""
+    for head in range(_SHORTEST_HEAD, min(len(data), _LONGEST_HEAD) + 1):
+        key_type, content = data[1], data[head:]
+        if key_type in (_RSA, _ED25519) and _pack(key_type, content) == data:
+            return key_type, content
+    raise BadKey("not a protobuf key")
+
+
+def _encode_public(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
+    if isinstance(private, Ed25519PrivateKey):
+        key_type, data = _ED25519, _raw_public(private.public_key())
+    else:
+        encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        key_type, data = _RSA, private.public_key().public_bytes(encoding, form)
+    return _pack(key_type, data)
+
+
+def _encode_private(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
+    """The content of an identity file, as libp2p writes it: seed and public key, or PKCS#1."""
+    nothing = serialization.NoEncryption()
+    if isinstance(private, Ed25519PrivateKey):
+        seed = private.private_bytes(serialization.Encoding.Raw, serialization.PrivateFormat.Raw, nothing)
+        key_type, data = _ED25519, seed + _raw_public(private.public_key())
+    else:
+        encoding, form = serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL
+        key_type, data = _RSA, private.private_bytes(encoding, form, nothing)
+    return _pack(key_type, data)
+
+
+def _raw_public(key: Ed25519PublicKey) -> bytes:
+    return key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)

@@ -1,0 +1,208 @@
+"""A whole experiment: tune each variant where asked, train what is reported, keep every training as it ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from noloco_node import ambient
+from noloco_node.config.lab_spec import LabSpec
+from noloco_node.laboratory.expansion import Cell, Job, Point, is_one_for_all, job_of
+from noloco_node.laboratory.journal import Journal
+from noloco_node.laboratory.result import Result
+from noloco_node.laboratory.workers import Workers
+
+Purpose = Literal["tune", "report"]
+
+FINALISTS = 2
+"""Points of a sweep that are tried on all tune seeds when tuning is halved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A training that has ended, and what is left."""
+
+    result: Result
+    done: int
+    total: int
+    """Different trainings of the experiment, those found in the journal included."""
+    seconds_left: float
+
+
+Progress = Callable[[Finished], None]
+Train = Callable[[Job], str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A training that a cell needs, with why."""
+
+    cell: Cell
+    point: Point
+    seed: int
+    purpose: Purpose
+
+
+def train(job: Job) -> str:
+    """Do one training in this process; the answer is the `Result` as JSON, its labels left empty."""
+    import torch
+
+    from noloco_node.laboratory.training import simulate
+
+    torch.set_num_threads(1)
+    measured = simulate(
+        job.run,
+        job.world,
+        job.algorithm,
+        replicas=job.replicas,
+        seed=job.seed,
+        evaluations=job.evaluations,
+        spread_points=job.spread_points,
+    )
+    labels: dict[str, Any] = {"variant": "", "algorithm": job.algorithm, "options": {}, "purpose": "report"}
+    return Result.model_validate({**labels, **dict(measured)}).model_dump_json()
+
+
+class Experiment:
+    """Trains what the cells of a lab file ask for; what the journal holds already is not trained again.
+
+    The results do not depend on the number of workers, but for the seconds that they took.
+    """
+
+    def __init__(
+        self, lab: LabSpec, cells: Sequence[Cell], journal: Journal, progress: Progress, work: Train = train
+    ) -> None:
+        self._lab = lab
+        self._cells = cells
+        self._journal = journal
+        self._progress = progress
+        self._workers: Workers[Job, str] = Workers(lab.workers, work)
+        self._ended: set[str] = set()
+        self._later = planned(lab, cells)
+        self._pace = _Pace()
+
+    def run(self) -> list[Result]:
+        """Train everything, by phases: first tune seed, other tune seeds, seeds of the report.
+
+        Results come by cell, in each those of tuning first. Raises UserError and RuntimeError as `Workers.run` does;
+        what has ended until then is in the journal.
+        """
+        lab, cells = self._lab, self._cells
+        tuned = [cell for cell in cells if is_tuned(lab, cell)]
+        with self._workers:
+            opening = _wanted(((cell, cell.points) for cell in tuned), lab.tune_seeds[:1], "tune")
+            self._train(opening, 0)
+            finalists = {cell: self._finalists(cell) for cell in tuned}
+            final = _wanted(finalists.items(), lab.tune_seeds[1:], "tune")
+            self._train(final, 1)
+            chosen = {cell: (self._best(finalists[cell]),) if cell in finalists else cell.points for cell in cells}
+            report = _wanted(chosen.items(), lab.seeds, "report")
+            self._train(report, 2)
+        return [self._result(one) for cell in cells for one in (*opening, *final, *report) if one.cell is cell]
+
+    def _train(self, wanted: Sequence[_Wanted], phase: int) -> None:
+        """Train what is missing, longest first; one training serves all who ask for the same."""
+        jobs: dict[str, tuple[Job, _Wanted]] = {}
+        for one in wanted:
+            job = self._job(one.point, one.seed)
+            jobs.setdefault(job.key, (job, one))
+        missing = [job for key, (job, _) in jobs.items() if self._journal.get(key) is None]
+        missing.sort(key=lambda job: (-job.cost, -job.replicas))
+        self._ended |= jobs.keys() - {job.key for job in missing}
+        later = self._later[phase + 1 :]
+        left = sum(job.cost for job in missing)
+        for count, (job, answer) in enumerate(self._workers.run(missing), start=1):
+            result = _labelled(Result.model_validate_json(answer), jobs[job.key][1])
+            self._journal.add(job.key, result)
+            self._ended.add(job.key)
+            left -= job.cost
+            seconds = self._pace.seconds_left(job.cost, left + sum(plan.cost for plan in later))
+            total = len(self._ended) + len(missing) - count + sum(plan.trainings for plan in later)
+            self._progress(Finished(result, len(self._ended), total, seconds))
+
+    def _job(self, point: Point, seed: int) -> Job:
+        return job_of(point, seed, self._lab)
+
+    def _result(self, one: _Wanted) -> Result:
+        result = self._journal.get(self._job(one.point, one.seed).key)
+        assert result is not None, "its phase is over"
+        return _labelled(result, one)
+
+    def _finalists(self, cell: Cell) -> tuple[Point, ...]:
+        """The points that are tried on all tune seeds."""
+        if not self._lab.tune_halving or len(self._lab.tune_seeds) == 1:
+            return cell.points
+        return tuple(sorted(cell.points, key=lambda point: self._loss(point, self._lab.tune_seeds[:1]))[:FINALISTS])
+
+    def _best(self, points: Sequence[Point]) -> Point:
+        return min(points, key=lambda point: self._loss(point, self._lab.tune_seeds))
+
+    def _loss(self, point: Point, seeds: Sequence[int]) -> float:
+        """Mean validation loss over seeds; infinite where one of them diverged."""
+        results = [self._journal.get(self._job(point, seed).key) for seed in seeds]
+        losses = [result.validation_loss for result in results if result is not None and not result.diverged]
+        finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+        return sum(finite) / len(seeds) if len(finite) == len(seeds) else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a phase comes to, as far as it can be known before the tuning is decided."""
+
+    trainings: int
+    cost: float
+    """In the unit of `Job.cost`."""
+    tokens: int
+
+
+def planned(lab: LabSpec, cells: Iterable[Cell]) -> tuple[Planned, Planned, Planned]:
+    """Trainings and tokens of the phases: first tune seed, other tune seeds, report."""
+    counts, costs, tokens = [0, 0, 0], [0.0, 0.0, 0.0], [0, 0, 0]
+    for cell in cells:
+        point = cell.points[0]
+        if is_one_for_all(point) and point.replicas != min(lab.replicas):
+            continue
+        for phase, count in enumerate(_phases(lab, cell)):
+            counts[phase] += count
+            costs[phase] += count * job_of(point, 0, lab).cost
+            tokens[phase] += count * point.tokens
+    opening, final, report = (Planned(*phase) for phase in zip(counts, costs, tokens, strict=True))
+    return opening, final, report
+
+
+def is_tuned(lab: LabSpec, cell: Cell) -> bool:
+    """Whether one of the cell's points is to be chosen."""
+    return bool(lab.tune_seeds) and len(cell.points) > 1
+
+
+def _phases(lab: LabSpec, cell: Cell) -> tuple[int, int, int]:
+    if not is_tuned(lab, cell):
+        return 0, 0, len(cell.points) * len(lab.seeds)
+    finalists = min(len(cell.points), FINALISTS) if lab.tune_halving else len(cell.points)
+    return len(cell.points), finalists * (len(lab.tune_seeds) - 1), len(lab.seeds)
+
+
+class _Pace:
+    """How fast the trainings go, from those that have ended in this session."""
+
+    def __init__(self) -> None:
+        self._begun = ambient.monotonic()
+        self._done = 0.0
+
+    def seconds_left(self, cost: float, left: float) -> float:
+        """Take note of a training that has ended; `left` is the cost of those still to do."""
+        self._done += cost
+        return (ambient.monotonic() - self._begun) / self._done * left
+
+
+def _wanted(chosen: Iterable[tuple[Cell, Sequence[Point]]], seeds: Sequence[int], purpose: Purpose) -> list[_Wanted]:
+    return [_Wanted(cell, point, seed, purpose) for cell, points in chosen for point in points for seed in seeds]
+
+
+def _labelled(result: Result, one: _Wanted) -> Result:
+    """The numbers of a training under the name of the point that asked for them."""
+    point = one.point
+    labels = {"variant": point.variant, "options": point.options, "replicas": point.replicas, "purpose": one.purpose}
+    return result.model_copy(update=labels)

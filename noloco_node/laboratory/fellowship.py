@@ -1,0 +1,325 @@
+"""The outer steps of all replicas of one stage: who averages with whom, and when, and what it does.
+
+The decisions are those of the daemon (`averaging.matchmaking`), the arithmetic is that of the daemon (`outer`); only the wire
+is left out. Time is counted in ticks: in one tick a replica of full speed takes one microbatch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from noloco_node.averaging.backoff import Visits
+from noloco_node.averaging.matchmaking import Dial, PairingState, StepAlone, Window, answer_proposal, decide
+from noloco_node.config.lab_spec import Algorithm, WorldSpec
+from noloco_node.config.run_spec import OuterSpec, RunSpec
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.laboratory.stacked import StackedStage
+from noloco_node.outer.clipping import PartnerBound
+from noloco_node.outer.codec import CODECS
+from noloco_node.outer.gauge import gauge_coordinates
+from noloco_node.outer.replica import OuterReplica, Part
+from noloco_node.outer.update import OuterRule, token_weights
+from noloco_node.training.progress import Progress
+
+DIALS_A_TICK = 6
+"""Tries to find a partner in one tick: a daemon pauses for 0.05 to 0.3 of an inner step after a refusal."""
+
+
+@dataclass(slots=True)
+class Account:
+    """Where one replica stands, and whether it can be met."""
+
+    progress: Progress
+    free_since: int = 0
+    """Inner steps when its last exchange ended; a step alone is none."""
+    credit: float = 0.0
+    """Tokens beyond its share of the batch at the last inner step."""
+    present: bool = True
+    engaged: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Meeting:
+    """An open outer step of one or more replicas on one part of the weights."""
+
+    members: tuple[int, ...]
+    fragment: int | None
+    part: Part
+    due: int
+    """Tick of its commit."""
+    snapshots: tuple[Progress, ...]
+    """Of each member."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the outer steps came to, over all replicas of the stage."""
+
+    paired: int = 0
+    alone: int = 0
+    clipped: int = 0
+    joined: int = 0
+    """Members that took part in paired steps."""
+    bytes_sent: int = 0
+    """By all replicas."""
+    moments_bytes: int = 0
+
+
+def rule_of(algorithm: Algorithm, outer: OuterSpec) -> OuterRule:
+    """DiLoCo is NoLoCo with everyone in the group; plain averaging has no momentum and takes the mean as it is."""
+    if algorithm == "gossip":
+        return OuterRule(0.0, 1.0, 1.0, "local")
+    return OuterRule(outer.alpha, outer.beta, outer.effective_gamma, outer.momentum)
+
+
+class Fellowship:
+    """All replicas of one stage at their outer steps. `accounts` are kept by the training, which owns the replicas."""
+
+    def __init__(
+        self,
+        run: RunSpec,
+        world: WorldSpec,
+        algorithm: Algorithm,
+        stage: StackedStage,
+        accounts: Sequence[Account],
+        rng: random.Random,
+        name: str,
+    ) -> None:
+        self._run = run
+        self._world = world
+        self._everyone = algorithm == "diloco"
+        self._stage = stage
+        self._accounts = accounts
+        self._rng = rng
+        self._name = name
+        self._peers = [PeerId(f"{index:06d}") for index in range(len(accounts))]
+        self._window = Window(run.outer.inner_steps, run.outer.effective_min_inner_steps)
+        self._meetings: list[Meeting] = []
+        self._held = 0
+        self.tally = Tally()
+        rule, codec, fragments = rule_of(algorithm, run.outer), CODECS[run.outer.codec], run.outer.fragments
+        self.replicas = [
+            OuterReplica(
+                rule,
+                row.to(torch.float32, copy=True),
+                codec=codec,
+                chunk_bytes=run.limits.chunk_bytes,
+                fragments=fragments,
+            )
+            for row in stage.fast
+        ]
+        self._bounds = [[PartnerBound(run.outer.clip_multiple) for _ in range(fragments + 1)] for _ in self.replicas]
+        self._visits = [Visits() for _ in self.replicas]
+
+    def bytes_of(self, part: Part, partners: int) -> int:
+        """What one member sends in an exchange of this part: payload, sketch and gauge to each partner."""
+        payload = self.replicas[0].codec.wire_bytes(part.size) * self._world.tensors_sent
+        if self._world.moments == "averaged":
+            payload += 8 * part.size
+        if self._everyone:  # a ring all-reduce
+            return round(2 * partners / (partners + 1) * payload)
+        gauge = 4 * gauge_coordinates("", part.size, self._run.outer.gauge_coordinates).numel()
+        return (payload + gauge) * partners
+
+    def tick(self, now: int) -> None:
+        """Commit what is due, then let every replica decide."""
+        for meeting in [meeting for meeting in self._meetings if meeting.due <= now]:
+            self._meetings.remove(meeting)
+            self._commit(meeting)
+        if self._everyone:
+            self._meet_all(now)
+            return
+        for _ in range(DIALS_A_TICK):
+            order = [index for index, account in enumerate(self._accounts) if account.present and not account.engaged]
+            self._rng.shuffle(order)
+            for index in order:
+                self._decide(index, now)
+
+    def last(self) -> None:
+        """The last outer step: what is open is committed, then everyone averages once more, over all weights."""
+        for meeting in self._meetings:
+            self._commit(meeting)
+        self._meetings.clear()
+        order = list(range(len(self._accounts)))
+        self._rng.shuffle(order)
+        n = len(order) if self._everyone else self._world.group_size
+        groups = [order[low : low + n] for low in range(0, len(order), n)]
+        if len(groups) > 1 and len(groups[-1]) < 2:
+            groups[-2:] = [groups[-2] + groups[-1]]
+        for members in groups:
+            self._commit(self._open(tuple(members), None, 0))
+
+    def _decide(self, index: int, now: int) -> None:
+        account = self._accounts[index]
+        if account.engaged:
+            return
+
+        def fellows() -> list[PeerId]:
+            return [self._peers[other] for other, own in enumerate(self._accounts) if own.present and other != index]
+
+        state = PairingState(
+            steps_since_outer=account.progress.steps_since_outer,
+            steps_free=account.progress.steps - account.free_since,
+            fellows=fellows,
+            engaged=account.engaged,
+            next_try=0.0,
+        )
+        decision = decide(state, self._window, now=float(now), rng=self._rng)
+        if isinstance(decision, StepAlone):
+            self._start((index,), decision.fragment, now)
+        elif isinstance(decision, Dial):
+            assert decision.fragment is not None, "only the last round is about the whole"
+            members = self._gather(index, int(decision.partner), decision.fragment)
+            if len(members) > 1:
+                self._start(members, decision.fragment, now)
+
+    def _gather(self, dialler: int, first: int, fragment: int) -> tuple[int, ...]:
+        """The dialler and those that accept: the fellow that it dials and, in larger groups, further ones."""
+        members = [dialler]
+        asked = [first]
+        if self._world.group_size > 2:
+            others = [i for i, own in enumerate(self._accounts) if own.present and i not in (dialler, first)]
+            asked += self._rng.sample(others, len(others))
+        for other in asked:
+            account = self._accounts[other]
+            refusal = answer_proposal(
+                own=self._peers[other],
+                dialler=self._peers[dialler],
+                dialling=None,
+                exchange_open=account.engaged,
+                steps_since_outer=account.progress.steps_since(fragment),
+                window=self._window,
+                last_round=False,
+            )
+            too_many = self._visits[other].too_many(self._peers[dialler], self._fellows())
+            if refusal is None and not too_many and not self._caught_up(dialler, other):
+                members.append(other)
+            if len(members) == self._world.group_size or (len(members) == 1 and self._world.group_size == 2):
+                break
+        return tuple(members)
+
+    def _fellows(self) -> int:
+        """How many live beside each replica."""
+        return sum(account.present for account in self._accounts) - 1
+
+    def _caught_up(self, left: int, right: int) -> bool:
+        """Whether one of two was too far behind and took the other's state instead of averaging."""
+        behind, ahead = sorted((left, right), key=lambda index: self._accounts[index].progress.clock)
+        account, other = self._accounts[behind], self._accounts[ahead].progress
+        if other.clock - account.progress.clock <= self._run.max_lag_tokens:
+            return False
+        self._stage.copy(ahead, behind)
+        source = self.replicas[ahead]
+        self.replicas[behind].load(source.slow, source.momentum, source.trail)
+        account.progress = account.progress.as_copy_of(other.clock, other.outer_rounds, self._run.outer.inner_steps)
+        account.free_since = account.progress.steps
+        return True
+
+    def _meet_all(self, now: int) -> None:
+        """DiLoCo: everyone present, as soon as the mean replica has taken H steps since the last time."""
+        members = tuple(index for index, account in enumerate(self._accounts) if account.present)
+        if any(self._accounts[index].engaged for index in members):
+            return
+        for fragment in range(self._run.outer.fragments):
+            since = [self._accounts[index].progress.steps_since(fragment) for index in members]
+            if sum(since) >= self._run.outer.inner_steps * len(members):
+                self._start(members, fragment, now)
+                return
+
+    def _start(self, members: tuple[int, ...], fragment: int | None, now: int) -> None:
+        meeting = self._open(members, fragment, now)
+        if self._world.lag and len(members) > 1:
+            for index in members:
+                self._accounts[index].engaged = True
+            self._meetings.append(meeting)
+        else:
+            self._commit(meeting)
+
+    def _open(self, members: tuple[int, ...], fragment: int | None, now: int) -> Meeting:
+        self._held += 1
+        replicas = [self.replicas[index] for index in members]
+        snapshots = tuple(self._accounts[index].progress for index in members)
+        part = replicas[0].whole if fragment is None else replicas[0].fragments[fragment]
+        behind = [progress.tokens_since(fragment) for progress in snapshots]
+        weights = token_weights(behind) if self._world.token_weights else (1.0,) * len(members)
+        for index, replica, weight in zip(members, replicas, weights, strict=True):
+            replica.snapshot[part.slice].copy_(self._stage.fast[index, part.slice])
+            replica.open(part, members=len(members), weight=weight, exchange=f"{self._name}/{self._held}")
+        return Meeting(members, fragment, part, now + self._world.lag, snapshots)
+
+    def _commit(self, meeting: Meeting) -> None:
+        paired = len(meeting.members) > 1
+        if paired:
+            self._exchange(meeting)
+        mean_clock = sum(progress.clock for progress in meeting.snapshots) / len(meeting.snapshots)
+        for place, index in enumerate(meeting.members):
+            account, replica = self._accounts[index], self.replicas[index]
+            scale = self._clip(index, meeting) if paired else 1.0
+            before = replica.momentum[meeting.part.slice].clone() if self._world.nesterov else None
+            self._stage.fast[index, meeting.part.slice].add_(replica.commit(scale))
+            if before is not None:
+                self._look_ahead(index, meeting.part, before)
+            snapshot = meeting.snapshots[place]
+            account.progress = account.progress.after_outer_step(
+                meeting.fragment, snapshot, mean_clock - snapshot.clock
+            )
+            account.engaged = False
+            if place > 0:
+                self._visits[index].made(self._peers[meeting.members[0]], self._fellows())
+            self._visits[index].stepped()
+            if paired:
+                account.free_since = account.progress.steps
+        if paired:
+            self.tally.paired += 1
+            self.tally.joined += len(meeting.members)
+            self.tally.bytes_sent += len(meeting.members) * self.bytes_of(meeting.part, len(meeting.members) - 1)
+            if self._world.moments == "averaged":
+                self._stage.average_moments(meeting.members, meeting.part.start, meeting.part.end)
+        else:
+            self.tally.alone += 1
+
+    def _look_ahead(self, index: int, part: Part, before: Tensor) -> None:
+        """Nesterov's momentum: of φ ← φ + α δ' + β Δ, with δ' = α δ + β Δ, heavy-ball momentum has made φ + δ'; what is
+        missing is α (δ' − δ)."""
+        replica = self.replicas[index]
+        ahead = (replica.momentum[part.slice] - before).mul_(replica.rule.alpha)
+        replica.slow[part.slice].add_(ahead)
+        self._stage.fast[index, part.slice].add_(ahead)
+
+    def _exchange(self, meeting: Meeting) -> None:
+        """Sketches, then all chunks, each to every other member."""
+        group = [self.replicas[index] for index in meeting.members]
+        sketches = [replica.sketch() for replica in group]
+        for place, replica in enumerate(group):
+            replica.agree(sketches[:place] + sketches[place + 1 :])
+        for chunk in range(group[0].chunks):
+            encoded = [replica.encoded_chunk(chunk) for replica in group]
+            for place, replica in enumerate(group):
+                for other, wire in enumerate(encoded):
+                    if other != place:
+                        replica.add_chunk(chunk, wire)
+
+    def _clip(self, index: int, meeting: Meeting) -> float:
+        if self._everyone:
+            return 1.0
+        replica = self.replicas[index]
+        bound = self._bounds[index][-1 if meeting.fragment is None else meeting.fragment]
+        others = "+".join(self._peers[member] for member in meeting.members if member != index)
+        judgement = bound.judge(replica, others, fellows=self._fellows())
+        bound.accept(others, judgement)
+        self.tally.clipped += judgement.scale < 1.0
+        return judgement.scale
+
+
+def disturb(replicas: Sequence[OuterReplica], stage: StackedStage, deviation: float, seed: int) -> None:
+    """Move every replica's weights, fast and slow alike, by independent Gaussian noise."""
+    generator = torch.Generator().manual_seed(seed)
+    for row, replica in enumerate(replicas):
+        noise = torch.randn(replica.size, generator=generator).mul_(deviation)
+        stage.fast[row].add_(noise)
+        replica.load(replica.slow + noise, replica.momentum)

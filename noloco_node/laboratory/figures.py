@@ -1,0 +1,158 @@
+"""What the results of several seeds come to together: the numbers behind the table and the plots."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from noloco_node.config.lab_spec import Algorithm
+from noloco_node.laboratory.result import Result, Results, SpreadPoint
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Mean of a figure over seeds, with its sample standard deviation (0 for one seed) and its extremes."""
+
+    mean: float
+    deviation: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spot:
+        """ValueError where there is none."""
+        deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+        return cls(statistics.fmean(values), deviation, min(values), max(values), len(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One point of one variant, on so many replicas, for one length: a row of the table, with a result by seed."""
+
+    variant: str
+    algorithm: Algorithm
+    swept: dict[str, Any]
+    """The values of the settings that the variant sweeps."""
+    replicas: int
+    tokens: int
+    """The length that was asked for: replicas of uneven speeds overshoot it, each time differently."""
+    results: tuple[Result, ...]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The settings in which the variant differs from the file's, the swept ones among them."""
+        return self.results[0].options
+
+    @property
+    def diverged(self) -> int:
+        """Seeds on which training diverged."""
+        return sum(result.diverged or result.validation_loss is None for result in self.results)
+
+    def figure(self, of: Callable[[Result], float | None]) -> Spot | None:
+        """A figure over seeds; None where a seed has none."""
+        values = [of(result) for result in self.results]
+        finite = [value for value in values if value is not None and math.isfinite(value)]
+        return Spot.of(finite) if len(finite) == len(values) else None
+
+    @property
+    def loss(self) -> Spot | None:
+        """Validation loss over seeds, in nats per token; None where a seed diverged."""
+        return None if self.diverged else self.figure(lambda result: result.validation_loss)
+
+    def tokens_to(self, loss: float) -> Spot | None:
+        """Tokens until the validation loss on the way was `loss`, over seeds; None where it was not on one of them."""
+        return self.figure(lambda result: tokens_to(result, loss))
+
+    @property
+    def root_of_final_spread(self) -> Spot | None:
+        """√spread at the last moment recorded, over seeds; None where a seed diverged or has no spread."""
+        return None if self.diverged else self.figure(lambda result: _root(result.spread[-1:]))
+
+
+def _root(points: Sequence[SpreadPoint]) -> float | None:
+    spread = points[0].spread if points else None
+    return math.sqrt(spread) if spread else None
+
+
+def lines(record: Results, purpose: str = "report") -> list[Line]:
+    """The rows of an experiment, in the order of its results."""
+    swept = swept_settings(record)
+    grouped: dict[tuple[object, ...], list[Result]] = {}
+    for result in record.results:
+        if result.purpose == purpose:
+            point = tuple((name, repr(value)) for name, value in result.options.items())
+            length = _length(record, result)
+            grouped.setdefault((result.variant, point, result.replicas, length), []).append(result)
+    return [_line(record, results, swept.get(results[0].variant, ())) for results in grouped.values()]
+
+
+def _line(record: Results, results: Sequence[Result], swept: Iterable[str]) -> Line:
+    first = results[0]
+    options = {name: first.options[name] for name in swept if name in first.options}
+    return Line(first.variant, first.algorithm, options, first.replicas, _length(record, first), tuple(results))
+
+
+def _length(record: Results, result: Result) -> int:
+    """The length of training that was asked for, of those of the experiment the nearest to what was trained."""
+    lengths: Sequence[int] = record.lab["lengths"] or [record.run["inner"]["target_tokens"]]
+    return min(lengths, key=lambda length: abs(length - result.tokens))
+
+
+def swept_settings(record: Results) -> dict[str, tuple[str, ...]]:
+    """The settings that each variant sweeps, by the variant's name."""
+    return {variant["name"]: tuple(variant["sweep"]) for variant in record.lab["variants"]}
+
+
+def best(candidates: Iterable[Line]) -> Line | None:
+    """The line of the least mean validation loss; None where all diverged."""
+    alive = [(line.loss.mean, line) for line in candidates if line.loss is not None]
+    return min(alive, key=lambda pair: pair[0])[1] if alive else None
+
+
+def best_of(variant: str | None, all_lines: Iterable[Line], replicas: int, tokens: int) -> Line | None:
+    """The best line of a variant on so many replicas for that length; None where there is none."""
+    return best(line for line in all_lines if (line.variant, line.replicas, line.tokens) == (variant, replicas, tokens))
+
+
+def setting(record: Results, result: Result, name: str) -> Any:
+    """A dotted setting of the run (`outer.alpha`) or the world (`world.lag`) as this result had it."""
+    if name in result.options:
+        return result.options[name]
+    inside_world = name.removeprefix("world.")
+    value: Any = record.lab["world"] if inside_world != name else record.run
+    for part in inside_world.split("."):
+        value = value[part]
+    return value
+
+
+def spread_follows_rate(record: Results, result: Result) -> float | None:
+    """Pearson correlation of √spread with the learning rate after the warm-up; None where it is not defined."""
+    warmup = setting(record, result, "inner.warmup_tokens")
+    points = [(p.learning_rate, p.spread) for p in result.spread if p.tokens > warmup and p.spread is not None]
+    return pearson([rate for rate, _ in points], [math.sqrt(spread) for _, spread in points])
+
+
+def tokens_to(result: Result, loss: float) -> float | None:
+    """Where the validation loss of a training first was `loss`, between its points along a straight line."""
+    before: tuple[int, float] | None = None
+    for point in result.curve:
+        own = point.validation_loss
+        if own is None:
+            return None
+        if own <= loss:
+            if before is None or before[1] <= own:
+                return float(point.tokens)
+            return before[0] + (point.tokens - before[0]) * (before[1] - loss) / (before[1] - own)
+        before = point.tokens, own
+    return None
+
+
+def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Pearson correlation; None for fewer than 3 points or where one of them does not vary."""
+    if len(x) < 3 or len(set(x)) == 1 or len(set(y)) == 1:
+        return None
+    return statistics.correlation(x, y)

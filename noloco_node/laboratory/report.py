@@ -1,0 +1,188 @@
+"""The table of an experiment, in Markdown: a block for each length and number of replicas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from noloco_node.laboratory.figures import Line, Spot, best_of, lines, spread_follows_rate
+from noloco_node.laboratory.result import Results
+
+NONE = "–"
+
+COLUMNS = (
+    "variant",
+    "settings",
+    "validation loss",
+    "merged",
+    "gap",
+    "gap in perplexity",
+    "gap closed",
+    "tokens to the target",
+    "sent per outer step",
+    "sent per inner step",
+    "outer rounds",
+    "alone",
+    "clipped",
+    "√spread at the end",
+    "r(√spread, rate)",
+    "seconds",
+)
+
+
+def markdown(record: Results) -> str:
+    """The whole of table.md."""
+    parts = [*_header(record), *_blocks(record), *_tuning(record)]
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _header(record: Results) -> Iterator[str]:
+    run, lab = record.run, record.lab
+    inner, outer = run["inner"], run["outer"]
+    yield f"# {run['name']}\n"
+    yield f"Repeat it with\n\n```sh\n{record.command}\n```\n"
+    yield ", ".join(f"{name} {version}" for name, version in record.versions.items()) + ".\n"
+    parameters = sorted({result.parameters for result in record.results})
+    yield (
+        f"Model: {' or '.join(f'{count:,}' for count in parameters)} parameters in {run['model']['stages']} stages. "
+        f"Data: {_source(run['data'])}. {inner['global_batch_tokens']:,} tokens an inner step over all replicas, "
+        f"H = {outer['inner_steps']}, where a variant sets nothing else. Seeds: {_listed(lab['seeds'])}"
+        + (f", chosen on seeds {_listed(lab['tune_seeds'])}" if lab["tune_seeds"] else "")
+        + ".\n"
+    )
+    yield (
+        "*Settings* are those in which a variant differs from the file's. Losses are in nats per token, mean ± sample "
+        "standard deviation over the seeds (as many as n says), after the last outer step; *merged* is the mean of the "
+        f"replicas' weights. *Gap* is loss / loss of `{lab['reference']}` − 1, *gap in perplexity* exp(difference of "
+        "the losses) − 1"
+        + (f", *gap closed* the share of the gap of `{lab['baseline']}`" if lab.get("baseline") else "")
+        + (
+            f", *tokens to the target* those until the loss on the way was {lab['target_loss']:g}"
+            if lab.get("target_loss")
+            else ""
+        )
+        + ". Bytes are sent by one "
+        "replica of each stage together. *Alone* is the share of outer steps without a partner, *clipped* the share of "
+        "exchanges whose pull was clipped, *r* the Pearson correlation of the square root of the spread across "
+        "replicas with the learning rate after the warm-up.\n"
+    )
+
+
+def _blocks(record: Results) -> Iterator[str]:
+    rows = lines(record)
+    hidden = {"gap closed"} if not record.lab.get("baseline") else set[str]()
+    if not record.lab.get("target_loss"):
+        hidden.add("tokens to the target")
+    if not any(line.options for line in rows):
+        hidden.add("settings")
+    for tokens in dict.fromkeys(line.tokens for line in rows):
+        for replicas in dict.fromkeys(line.replicas for line in rows if line.tokens == tokens):
+            block = [line for line in rows if (line.tokens, line.replicas) == (tokens, replicas)]
+            yield f"## {tokens:,} tokens, {replicas} replicas\n"
+            shown = [name not in hidden for name in COLUMNS]
+            columns, *cells = (
+                [cell for cell, visible in zip(row, shown, strict=True) if visible]
+                for row in (COLUMNS, *(_row(record, rows, line) for line in block))
+            )
+            yield from _table(columns, cells)
+
+
+def _row(record: Results, rows: Sequence[Line], line: Line) -> list[str]:
+    against = best_of(record.lab["reference"], rows, line.replicas, line.tokens)
+    baseline = best_of(record.lab.get("baseline"), rows, line.replicas, line.tokens)
+    gap, perplexity = _gaps(line, against)
+    return [
+        line.variant,
+        _options(line.options),
+        _loss(line),
+        _number(line.figure(lambda result: result.validation_loss_merged), "{:.4f}"),
+        gap,
+        perplexity,
+        _closed(line, against, baseline),
+        _number(line.tokens_to(record.lab["target_loss"]) if record.lab.get("target_loss") else None, "{:,.0f}"),
+        _number(line.figure(lambda result: result.bytes_per_outer_step), _bytes),
+        _number(line.figure(lambda result: result.bytes_per_inner_step), _bytes),
+        _number(line.figure(lambda result: result.outer_rounds), "{:.1f}"),
+        _number(line.figure(lambda result: result.alone_share), "{:.1%}"),
+        _number(line.figure(lambda result: result.clipped_share), "{:.1%}"),
+        _number(line.root_of_final_spread, "{:.3g}"),
+        _number(line.figure(lambda result: spread_follows_rate(record, result)), "{:.3f}"),
+        _number(line.figure(lambda result: result.seconds), "{:.0f}"),
+    ]
+
+
+def _tuning(record: Results) -> Iterator[str]:
+    """Every point that was tried before the seeds of the report were trained."""
+    rows = lines(record, "tune")
+    if not rows:
+        return
+    halved = " All points on the first seed, the best two on the others." if record.lab["tune_halving"] else ""
+    yield f"## Tuning\n\nValidation loss on seeds {_listed(record.lab['tune_seeds'])}.{halved}\n"
+    yield from _table(
+        ("variant", "tokens", "replicas", "settings", "validation loss"),
+        [[line.variant, f"{line.tokens:,}", str(line.replicas), _options(line.swept), _loss(line)] for line in rows],
+    )
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(columns) + " |"
+    yield "|" + " --- |" * len(columns)
+    for row in rows:
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+    yield ""
+
+
+def _loss(line: Line) -> str:
+    spot = line.loss
+    if spot is None:
+        return f"diverged in {line.diverged} of {len(line.results)}"
+    return (
+        f"{spot.mean:.4f} ± {spot.deviation:.4f} (n = {spot.count})" if spot.count > 1 else f"{spot.mean:.4f} (n = 1)"
+    )
+
+
+def _gaps(line: Line, against: Line | None) -> tuple[str, str]:
+    loss, least = line.loss, against.loss if against is not None else None
+    if loss is None or least is None:
+        return NONE, NONE
+    return f"{loss.mean / least.mean - 1:+.2%}", f"{math.exp(loss.mean - least.mean) - 1:+.2%}"
+
+
+def _closed(line: Line, against: Line | None, baseline: Line | None) -> str:
+    """Share of the baseline's gap to the reference that this line does not leave."""
+    losses = [each.loss if each is not None else None for each in (line, against, baseline)]
+    own, least, most = (spot.mean if spot is not None else None for spot in losses)
+    if own is None or least is None or most is None or most <= least:
+        return NONE
+    return f"{(most - own) / (most - least):.0%}"
+
+
+def _number(spot: Spot | None, style: str | Callable[[float], str]) -> str:
+    if spot is None:
+        return NONE
+    return style.format(spot.mean) if isinstance(style, str) else style(spot.mean)
+
+
+def _bytes(count: float) -> str:
+    """Decimal units, three digits: 1.23 MB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def _options(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {_value(value)}" for name, value in options.items()) or NONE
+
+
+def _value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _source(data: dict[str, Any]) -> str:
+    return f"{data['source']}{' ' + data['path'] if data['path'] else ''}, windows of {data['sequence_length']} tokens"
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))

@@ -1,0 +1,433 @@
+"""A whole training of many replicas in one process: `simulate`.
+
+Deterministic under its seed on one machine. What a daemon does by waiting, the simulation does by ticks: in one tick
+each stage-0 replica of full speed draws one microbatch, which takes its random way through the stages and back.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from noloco_node import ambient
+from noloco_node.config.data_spec import DataSpec
+from noloco_node.config.lab_spec import Algorithm, WorldSpec
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.data.mixture import Walk
+from noloco_node.data.walk import WindowWalk
+from noloco_node.data.windows import Windows, load_windows
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.laboratory.fellowship import Account, Fellowship, disturb
+from noloco_node.laboratory.result import LossPoint, Measured, SpreadPoint
+from noloco_node.laboratory.stacked import Passage, StackedStage, token_losses
+from noloco_node.marks import positions_of
+from noloco_node.pipeline.routing import Candidate, choose_peer
+from noloco_node.training.activation_codec import there_and_back
+from noloco_node.training.progress import Progress, staggered
+from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch
+
+TRAINING_LOSS_SHARE = 0.1
+"""Share of the tokens, at the end, over which the training loss is taken."""
+
+
+def simulate(
+    run: RunSpec,
+    world: WorldSpec,
+    algorithm: Algorithm,
+    *,
+    replicas: int,
+    seed: int,
+    evaluations: int,
+    spread_points: int,
+) -> Measured:
+    """Train `replicas` of each stage to the run's target and measure.
+
+    Raises UserError (CONFIG) where the global batch cannot be divided among the replicas, (DATA) as `load_windows`.
+    """
+    started = ambient.monotonic()
+    training = Training(run, world, algorithm, replicas, seed)
+    training.run_to_the_end(evaluations, spread_points)
+    return training.measured(ambient.monotonic() - started)
+
+
+def microbatch_windows(run: RunSpec, world: WorldSpec, replicas: int) -> int:
+    """Windows in a microbatch. Raises UserError (CONFIG) where a replica's share is no whole number of windows."""
+    if world.microbatches_a_step is None:
+        return run.inner.microbatch_windows
+    pieces = replicas * world.microbatches_a_step * run.data.sequence_length
+    if run.inner.global_batch_tokens % pieces:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"inner.global_batch_tokens is {run.inner.global_batch_tokens}: it cannot be divided among {replicas} "
+            f"replicas × {world.microbatches_a_step} microbatches of whole windows of {run.data.sequence_length} "
+            "tokens (data.sequence_length)",
+            f"make it a multiple of {pieces}, or set world.microbatches_a_step to null",
+        )
+    return run.inner.global_batch_tokens // pieces
+
+
+def windows_of(data: DataSpec, vocabulary: int) -> Windows:
+    """The text, read once in a process."""
+    return _windows_of(data.model_dump_json(), vocabulary)
+
+
+@lru_cache(maxsize=2)
+def _windows_of(data: str, vocabulary: int) -> Windows:
+    return load_windows(DataSpec.model_validate_json(data), vocabulary)
+
+
+class DrawnWindows:
+    """One replica's way through the windows: over all of them, but for a share that comes from a stretch of its own."""
+
+    def __init__(self, whole: Walk, count: int, seed: int, replica: int, replicas: int, skew: float) -> None:
+        """`whole`: the replica's walk over all `count` windows."""
+        low, high = count * replica // replicas, count * (replica + 1) // replicas
+        self._whole = whole
+        self._low, self._skew = low, skew
+        self._own = WindowWalk(max(1, high - low), seed, f"own/{replica:06d}")
+        self._rng = random.Random(f"skew/{seed}/{replica}")
+
+    def take(self, count: int) -> list[int]:
+        """The next windows' numbers."""
+        if not self._skew:
+            return self._whole.take(count)
+        own = sum(self._rng.random() < self._skew for _ in range(count))
+        return [self._low + number for number in self._own.take(own)] + self._whole.take(count - own)
+
+
+class Training:
+    """The replicas of all stages, their outer steps, and what has been measured."""
+
+    def __init__(self, run: RunSpec, world: WorldSpec, algorithm: Algorithm, replicas: int, seed: int) -> None:
+        self._run, self._world, self._seed, self._replicas = run, world, seed, replicas
+        self._exchanging = algorithm not in ("local", "data_parallel")
+        stacked = 1 if algorithm == "data_parallel" else replicas
+        windows = microbatch_windows(run, world, replicas)
+        self._noisy = world.weight_noise > 0.0
+        self._noise = torch.Generator().manual_seed(seed)
+        self._walkers_a_row = replicas // stacked
+        self._windows_a_walker = windows
+        vocabulary = run.model.config.get("vocab_size", 256)
+        assert isinstance(vocabulary, int)
+        self._windows = windows_of(run.data, vocabulary)
+        self._walks = [
+            DrawnWindows(
+                self._windows.walk(seed, f"{index:06d}"),
+                self._windows.train_count,
+                seed,
+                index,
+                replicas,
+                world.data_skew,
+            )
+            for index in range(replicas)
+        ]
+        self._held_out = self._windows.validation_indices(run.evaluation.windows)
+        self._rng = random.Random(f"world/{seed}")
+        model = run.model.model_copy(update={"seed": seed})
+        self._stages = [StackedStage(model, run.inner, index, stacked) for index in range(run.stages)]
+        start = Progress(marks=staggered(run.outer.fragments, run.outer.inner_steps))
+        self._accounts = [[Account(start) for _ in range(stacked)] for _ in self._stages]
+        self._peers = [PeerId(f"{index:06d}") for index in range(stacked)]
+        self._fellowships = [
+            Fellowship(run, world, algorithm, stage, accounts, self._rng, f"{seed}/{index}")
+            for index, (stage, accounts) in enumerate(zip(self._stages, self._accounts, strict=True))
+        ]
+        if world.initial_spread:
+            for index, (fellowship, stage) in enumerate(zip(self._fellowships, self._stages, strict=True)):
+                disturb(fellowship.replicas, stage, world.initial_spread, seed * 1000 + index)
+        self._draw_credit = [0.0] * stacked
+        self._backlog = [[0.0] * stacked for _ in self._stages]
+        self._speeds = [world.speeds[index % len(world.speeds)] / max(world.speeds) for index in range(stacked)]
+        self._tick = 0
+        self._trained = 0
+        self._losses: list[tuple[int, float]] = []
+        self._diverged = False
+        self._curve: list[LossPoint] = []
+        self._spread: list[SpreadPoint] = []
+        self._final: tuple[float | None, float | None, float | None] = (None, None, None)
+
+    def run_to_the_end(self, evaluations: int, spread_points: int) -> None:
+        """Train until every present stage-0 replica's clock has reached the target; then the last outer step."""
+        target = self._run.inner.target_tokens
+        next_loss, next_spread = 0.0, 0.0
+        while not self._diverged and (drawing := self._drawing(target)):
+            clock = self._clock()
+            if clock >= next_spread:
+                self._spread.append(self._measure_spread(clock))
+                next_spread += target / spread_points
+            if clock >= next_loss:
+                self._curve.append(LossPoint(tokens=round(clock), validation_loss=self._evaluate_replicas()))
+                next_loss += target / evaluations
+            self._come_and_go()
+            self._draw_and_train(drawing)
+            self._tick += 1
+            if self._exchanging:
+                for fellowship in self._fellowships:
+                    fellowship.tick(self._tick)
+        self._finish()
+
+    def measured(self, seconds: float) -> Measured:
+        """The figures."""
+        tallies = [fellowship.tally for fellowship in self._fellowships]
+        joined, alone = sum(t.joined for t in tallies), sum(t.alone for t in tallies)
+        rows = len(self._peers)
+        steps = [account.progress.steps for accounts in self._accounts for account in accounts]
+        mean_steps = sum(steps) / len(steps)
+        parameters = sum(stage.layout.size for stage in self._stages)
+        if not self._exchanging and rows < self._replicas:  # gradients, fp32, by a ring all-reduce at every step
+            sent = mean_steps * 2 * (self._replicas - 1) / self._replicas * 4 * parameters
+            each = sent / max(1.0, mean_steps)
+        else:
+            sent = sum(t.bytes_sent for t in tallies) / rows
+            each = sent / max(1e-9, joined / rows / len(tallies)) if joined else 0.0
+        recent = [loss for tokens, loss in self._losses if tokens >= (1 - TRAINING_LOSS_SHARE) * self._trained]
+        final, fast, merged = self._final
+        return Measured(
+            seed=self._seed,
+            stages=self._run.stages,
+            replicas=self._replicas,
+            parameters=parameters,
+            tokens=self._trained,
+            validation_loss=final,
+            validation_loss_fast=fast,
+            validation_loss_merged=merged,
+            training_loss=_finite(sum(recent) / len(recent)) if recent else None,
+            diverged=self._diverged,
+            curve=self._curve,
+            spread=self._spread,
+            inner_steps=round(mean_steps),
+            outer_rounds=joined / rows / len(tallies),
+            alone_share=alone / max(1, alone + joined),
+            clipped_share=sum(t.clipped for t in tallies) / max(1, joined),
+            bytes_per_outer_step=each,
+            bytes_per_inner_step=sent / max(1.0, mean_steps),
+            seconds=seconds,
+        )
+
+    @property
+    def parts(self) -> tuple[Sequence[Fellowship], Sequence[StackedStage]]:
+        """The outer steps and the replicas of each stage."""
+        return self._fellowships, self._stages
+
+    def merged_weights(self) -> list[Tensor]:
+        """The mean of the replicas' weights, [size], for each stage."""
+        return [stage.fast.double().mean(0).float() for stage in self._stages]
+
+    def merged_state(self) -> dict[str, Tensor]:
+        """The same as one model's weights by their names in transformers."""
+        pairs = zip(self._stages, self.merged_weights(), strict=True)
+        return {name: value for stage, flat in pairs for name, value in stage.named(flat).items()}
+
+    def clocks(self) -> list[float]:
+        """Of every replica, stage by stage."""
+        return [account.progress.clock for accounts in self._accounts for account in accounts]
+
+    def _drawing(self, target: int) -> list[int]:
+        """Stage-0 replicas that have not reached the target."""
+        return [index for index, own in enumerate(self._accounts[0]) if own.progress.clock < target]
+
+    def _clock(self) -> float:
+        return sum(account.progress.clock for account in self._accounts[0]) / len(self._accounts[0])
+
+    def _draw_and_train(self, drawing: Sequence[int]) -> None:
+        drawn: list[int] = []
+        for index in drawing:
+            if self._accounts[0][index].present:
+                self._draw_credit[index] += self._speeds[index]
+                if self._draw_credit[index] >= 1.0 - 1e-9:
+                    self._draw_credit[index] -= 1.0
+                    drawn.append(index)
+        if drawn:
+            inputs, labels = self._batches(drawn)
+            if self._noisy:  # a microbatch for each replica, all on the weights that they share
+                self._train([torch.zeros(self._replicas, dtype=torch.int64)] * len(self._stages), inputs, labels)
+                self._step_where_due()
+                return
+            for places, routes in self._waves(drawn):
+                self._train(routes, inputs[places], labels[places])
+                self._step_where_due()
+
+    def _waves(self, drawn: Sequence[int]) -> Iterator[tuple[list[int], list[Tensor]]]:
+        """The microbatches in groups that visit no replica twice, so that each is computed on the weights after the
+        steps of those before it: places within `drawn`, and the replicas of each stage."""
+        routes = [list(drawn)]
+        for stage in range(1, len(self._stages)):
+            routes.append(self._route(stage, routes[-1]))
+        left = list(range(len(drawn)))
+        while left:
+            wave: list[int] = []
+            taken: set[tuple[int, int]] = set()
+            for place in left:
+                visits = {(stage, rows[place]) for stage, rows in enumerate(routes)}
+                if not visits & taken:
+                    wave.append(place)
+                    taken |= visits
+            yield wave, [torch.tensor([rows[place] for place in wave]) for rows in routes]
+            left = [place for place in left if place not in set(wave)]
+
+    def _batches(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and labels [M, B, T] of the next microbatch of each row."""
+        taken: list[int] = []
+        for row in rows:
+            for walker in range(row * self._walkers_a_row, (row + 1) * self._walkers_a_row):
+                taken += self._walks[walker].take(self._windows_a_walker)
+        inputs, labels = self._windows.train(taken)
+        shape = (self._replicas if self._noisy else len(rows), -1, inputs.shape[1])
+        return inputs.view(shape), labels.view(shape)
+
+    def _train(self, routes: Sequence[Tensor], inputs: Tensor, labels: Tensor) -> None:
+        """Forward and backward of some microbatches [M, B, T]; `routes` names the replica of each at every stage."""
+        codec = self._run.pipeline.activations[0]
+        passages: list[Passage] = []
+        values, positions = inputs, _positions(labels)
+        noise = self._world.weight_noise * self._rate(self._clock()) / self._run.inner.learning_rate
+        for index, (stage, rows) in enumerate(zip(self._stages, routes, strict=True)):
+            arriving = there_and_back(values, codec) if index else values
+            passages.append(stage.forward(rows, arriving, positions, noise=noise, generator=self._noise))
+            values = passages[-1].outputs
+        passages[-1], losses = self._stages[-1].with_loss(passages[-1], labels)
+        total = float(losses.sum())
+        if not math.isfinite(total):
+            self._diverged = True
+            return
+        gradient: Tensor | None = None
+        for stage, passage in zip(reversed(self._stages), reversed(passages), strict=True):
+            gradient = stage.backward(passage, gradient, labels[0].numel())
+            if gradient is not None:
+                gradient = there_and_back(gradient, codec)
+        self._trained += labels.numel()
+        self._losses.append((self._trained, total / labels.numel()))
+
+    def _route(self, stage: int, senders: Sequence[int]) -> list[int]:
+        """The next-stage replica for each microbatch, by the daemon's own choice."""
+        accounts, backlog = self._accounts[stage], self._backlog[stage]
+        candidates = [
+            Candidate(peer, 0, math.floor(load))
+            for peer, own, load in zip(self._peers, accounts, backlog, strict=True)
+            if own.present
+        ]
+        places = {candidate.peer: place for place, candidate in enumerate(candidates)}
+        chosen: list[int] = []
+        for sender in senders:
+            peer = choose_peer(self._run.pipeline.routing, candidates, own_rank=sender, now=0.0, rng=self._rng)
+            assert peer is not None, "somebody is always present"
+            row = int(peer)
+            backlog[row] += 1 / self._speeds[row]
+            candidates[places[peer]] = Candidate(peer, 0, math.floor(backlog[row]))
+            chosen.append(row)
+        for row in range(len(backlog)):
+            backlog[row] = max(0.0, backlog[row] - 1.0)
+        return chosen
+
+    def _step_where_due(self) -> None:
+        inner, limit = self._run.inner, self._run.limits.max_replicas
+        for stage, accounts in zip(self._stages, self._accounts, strict=True):
+            live = sum(account.present for account in accounts)
+            share = share_of_batch(inner.global_batch_tokens, live, limit)
+            due: list[int] = []
+            rates: list[float] = []
+            for row, account in enumerate(accounts):
+                gathered = stage.tokens[row]
+                credit = credit_after_step(gathered, account.credit, share)
+                if gathered and credit is not None:
+                    account.credit = credit
+                    account.progress = account.progress.after_inner_step(gathered, live)
+                    due.append(row)
+                    rates.append(self._rate(account.progress.clock))
+            if due:
+                stage.step(due, rates)
+
+    def _rate(self, clock: float) -> float:
+        inner = self._run.inner
+        return learning_rate(
+            clock,
+            peak=inner.learning_rate,
+            minimum_ratio=inner.min_learning_rate_ratio,
+            warmup=inner.warmup_tokens,
+            target=inner.target_tokens,
+        )
+
+    def _come_and_go(self) -> None:
+        """Replicas leave and return at random, so that `absent_share` of them is away on average; one always stays."""
+        share, length = self._world.absent_share, self._world.absence_steps
+        if not share:
+            return
+        leaving = share / (1 - share) / length
+        for accounts in self._accounts:
+            for account in accounts:
+                if account.engaged:
+                    continue
+                if not account.present:
+                    account.present = self._rng.random() < 1 / length
+                elif sum(own.present for own in accounts) > 1:
+                    account.present = self._rng.random() >= leaving
+
+    def _measure_spread(self, clock: float) -> SpreadPoint:
+        total, size = 0.0, 0
+        for stage in self._stages:
+            if stage.replicas > 1:
+                total += float(stage.fast.float().var(0).double().sum())
+            size += stage.layout.size
+        return SpreadPoint(
+            step=self._tick, tokens=round(clock), learning_rate=self._rate(clock), spread=_finite(total / size)
+        )
+
+    def _finish(self) -> None:
+        clock = self._clock()
+        self._spread.append(self._measure_spread(clock))
+        fast = self._evaluate_replicas()
+        self._curve.append(LossPoint(tokens=round(clock), validation_loss=fast))
+        if self._diverged or fast is None:
+            self._diverged = True
+            return
+        if self._exchanging:
+            for fellowship in self._fellowships:
+                fellowship.last()
+        final = self._evaluate_replicas()
+        self._final = (final, fast, self._evaluate_merged())
+        self._diverged = final is None
+
+    def _evaluate_replicas(self) -> float | None:
+        """Mean loss over the held-out windows, divided among the replicas, each on a route of its own."""
+        rows = len(self._peers)
+        indices = self._held_out[: len(self._held_out) // rows * rows] if len(self._held_out) >= rows else []
+        if not indices:
+            raise UserError(
+                ExitCode.CONFIG,
+                f"evaluation.windows gives {len(self._held_out)} windows for {rows} replicas",
+                f"set evaluation.windows to {rows} or more",
+            )
+        inputs, labels = self._windows.validation(indices)
+        shape = (rows, -1, inputs.shape[1])
+        return self._loss([stage.fast for stage in self._stages], inputs.view(shape), labels.view(shape))
+
+    def _evaluate_merged(self) -> float | None:
+        inputs, labels = self._windows.validation(self._held_out)
+        return self._loss([merged[None] for merged in self.merged_weights()], inputs[None], labels[None])
+
+    def _loss(self, weights: Sequence[Tensor], inputs: Tensor, labels: Tensor) -> float | None:
+        route = random.Random(f"evaluation/{self._seed}")
+        total, values, positions = 0.0, inputs, _positions(labels)
+        for index, (stage, fast) in enumerate(zip(self._stages, weights, strict=True)):
+            rows = list(range(len(fast)))
+            if index:
+                route.shuffle(rows)
+            values = stage.evaluate(fast[rows], values, positions)
+        total = float(token_losses(values, labels).double().mean())
+        return _finite(total)
+
+
+def _positions(labels: Tensor) -> Tensor | None:
+    """`positions_of` labels [M, B, T]."""
+    found = positions_of(labels.flatten(0, 1))
+    return None if found is None else found.view(labels.shape)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,1 @@
+"""Many daemons at once: a local swarm, one daemon for each device, a local run to its exported model."""

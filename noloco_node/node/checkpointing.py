@@ -1,0 +1,207 @@
+"""When a node's state is saved, and how it is taken up again. What lies on the disk is `storage.checkpoint`'s."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from noloco_node import ambient
+from noloco_node.address_space import refused_memory
+from noloco_node.ambient import OneByOne
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.marks import without_marks
+from noloco_node.node.replica import Replica
+from noloco_node.pipeline.messages import Sample
+from noloco_node.storage.checkpoint import (
+    Checkpoint,
+    CheckpointFailed,
+    CheckpointFolder,
+    HeldSample,
+    Standing,
+    Written,
+    held_name,
+)
+from noloco_node.telemetry.events import AnyEvent, CheckpointTaken
+from noloco_node.training.progress import Progress
+from noloco_node.training.stage_worker import WholeState
+
+logger = logging.getLogger(__name__)
+
+HELD_SHARE = 0.002
+"""Share of the time that checkpoints may hold the compute thread, whatever the settings say: where a snapshot takes
+long, they become rarer."""
+
+HOLDS_TO_TELL = 3
+RANDOM = "random_state"
+
+
+def is_due(*, rounds: int, seconds: float, held_seconds: float, every_rounds: int, at_least_seconds: float) -> bool:
+    """Whether to take a checkpoint, `rounds` outer rounds and `seconds` after the last one began, which held the
+    compute thread for `held_seconds`."""
+    return rounds >= every_rounds and seconds >= max(at_least_seconds, held_seconds / HELD_SHARE)
+
+
+class CheckpointKeeper:
+    """Takes a replica's checkpoints beside its training, on a thread that does nothing else."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        folder: CheckpointFolder,
+        emit: Callable[[AnyEvent], None],
+        settings: NodeSettings,
+    ) -> None:
+        self._replica = replica
+        self._folder = folder
+        self._emit = emit
+        self._settings = settings
+        self._disk = OneByOne("checkpoint")
+        self._failing = False
+        self._held: deque[float] = deque(maxlen=HOLDS_TO_TELL)
+        self._round, self._since = replica.worker.progress.outer_rounds, ambient.monotonic()
+
+    async def resume(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint: weights, optimizer, clock, samples held, books. Before the replica runs.
+
+        Raises UserError (RUN_FOLDER) where it does not fit this stage.
+        """
+        standing, tensors = checkpoint.standing, dict(checkpoint.tensors)
+        random_state = tensors.pop(RANDOM, None)
+        windows = [tensors.pop(held_name(number), None) for number in range(len(standing.held))]
+        state = WholeState(
+            standing.progress, standing.credit, standing.tokens_accumulated, standing.loss_accumulated, tensors
+        )
+        try:
+            held = [
+                Sample(self._checked(rows), each.put_backs) for each, rows in zip(standing.held, windows, strict=True)
+            ]
+            await self._replica.worker.resume(state)
+            if random_state is not None:
+                self._replica.rng.setstate((3, tuple(int(word) for word in random_state), None))
+        except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # sealed by whoever wrote it, not sound
+            raise UserError(
+                ExitCode.RUN_FOLDER,
+                f"the checkpoint {checkpoint.path} cannot be gone on from: {error}",
+                "use the version of noloco-node that wrote it, or remove it to start from a fellow's state",
+            ) from None
+        ledger = self._replica.ledger
+        ledger.resume(standing.ledger)
+        ledger.waiting.extend(held)
+        if self._replica.origin is None:  # else its text goes on from there already
+            ledger.walk = standing.walk
+        self._replica.exchanger.free_since_step = standing.progress.steps
+        self._round = standing.progress.outer_rounds
+
+    async def run(self) -> None:
+        """Take a checkpoint whenever one is due, until cancelled."""
+        while True:
+            await self._replica.moved.wait()
+            if is_due(
+                rounds=self._replica.worker.progress.outer_rounds - self._round,
+                seconds=ambient.monotonic() - self._since,
+                held_seconds=self._usual_hold(),
+                every_rounds=self._settings.checkpoint_rounds,
+                at_least_seconds=self._settings.checkpoint_seconds,
+            ):
+                await self.save()
+
+    async def save(self) -> None:
+        """Take a checkpoint now. Where the disk refuses it, or there is no memory for the copy: a warning, once until
+        it works again; never an error."""
+        started = self._since = ambient.monotonic()
+        try:
+            state = await self._replica.worker.whole_state()
+        except (MemoryError, RuntimeError) as refusal:
+            if refused_memory(refusal) is None:
+                raise
+            self._not_taken(f"no memory for a copy of the state ({str(refusal)[:200]})", started)
+            return
+        standing = self._standing(state)  # no await in between: see `StageWorker.whole_state`
+        self._round = state.progress.outer_rounds
+        self._held.append(state.held_seconds)
+        held = {held_name(number): each.windows for number, each in enumerate(self._replica.held_samples)}
+        tensors = {**state.tensors, RANDOM: self._random_state(), **held}
+        written, error = None, ""
+        try:
+            written = await self._disk.do(lambda: self._folder.write(standing, tensors))
+        except CheckpointFailed as failure:
+            error = str(failure)
+        self._report(error)
+        self._emit(_event(state.progress, state.held_seconds, written, error, ambient.monotonic() - started))
+
+    def _not_taken(self, error: str, started: float) -> None:
+        progress, seconds = self._replica.worker.progress, ambient.monotonic() - started
+        self._round = progress.outer_rounds
+        self._report(error)
+        self._emit(_event(progress, 0.0, None, error, seconds))
+
+    def _usual_hold(self) -> float:
+        """What a copy takes of the compute thread: the least of the last few. One alone says as much of what else ran
+        on the machine just then, and must not put the next checkpoint off."""
+        return min(self._held) if len(self._held) == HOLDS_TO_TELL else 0.0
+
+    def __enter__(self) -> CheckpointKeeper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take no more. A write that is under way is not waited for: it becomes whole, or counts for nothing."""
+        self._disk.stop()
+
+    def _standing(self, state: WholeState) -> Standing:
+        return Standing(
+            run_id=self._replica.spec.run_id,
+            stage=self._replica.stage,
+            progress=state.progress,
+            credit=state.credit,
+            tokens_accumulated=state.tokens_accumulated,
+            loss_accumulated=state.loss_accumulated,
+            walk=self._replica.walk_position(),
+            held=tuple(HeldSample(put_backs=sample.put_backs) for sample in self._replica.held_samples),
+            ledger=self._replica.ledger.counts,
+        )
+
+    def _checked(self, windows: Tensor | None) -> Tensor:
+        """A held sample's windows. ValueError where no such text could have given them."""
+        spec = self._replica.spec
+        most = (spec.inner.microbatch_windows, spec.data.sequence_length + 1)
+        if windows is None or windows.dtype != torch.int32 or windows.dim() != 2:
+            raise ValueError("a sample that it holds has no windows")
+        if not 1 <= windows.shape[0] <= most[0] or windows.shape[1] != most[1]:
+            raise ValueError(f"a sample that it holds has windows of {tuple(windows.shape)}, not {most}")
+        ids = without_marks(windows) if spec.data.attention == "document" else windows
+        if not (windows >= 0).all() or not (ids < self._replica.vocab_size).all():
+            raise ValueError("a sample that it holds has tokens outside the vocabulary")
+        return windows
+
+    def _random_state(self) -> Tensor:
+        """Of the choices of routes and partners, so that a node that comes back does not choose as it did before."""
+        _, words, _ = self._replica.rng.getstate()
+        return torch.tensor(words, dtype=torch.int64)
+
+    def _report(self, error: str) -> None:
+        where = self._folder.path
+        if error and not self._failing:
+            logger.warning("no checkpoint can be written to %s: %s; training goes on, and each is tried", where, error)
+        elif self._failing and not error:
+            logger.info("checkpoints are written to %s again", where)
+        self._failing = bool(error)
+
+
+def _event(
+    progress: Progress, held_seconds: float, written: Written | None, error: str, seconds: float
+) -> CheckpointTaken:
+    return CheckpointTaken(
+        path=str(written.path) if written else None,
+        clock=progress.clock,
+        round=progress.outer_rounds,
+        step=progress.steps,
+        size=written.size if written else 0,
+        held_seconds=held_seconds,
+        seconds=seconds,
+        error=error,
+    )

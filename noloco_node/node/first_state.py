@@ -1,0 +1,131 @@
+"""How a replica comes to its first state: it asks who answers, decides (`placement.initial_state`), copies a fellow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+
+from noloco_node.accounting.activity import Watch
+from noloco_node.bootstrap.spec_fetch import run_has_ended
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS
+from noloco_node.directory.membership import SERVING, Membership
+from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.placement.initial_state import (
+    ASK_SECONDS,
+    BEGINNINGS,
+    DOUBT_SECONDS,
+    HEARD,
+    lacks_first_weights,
+    no_first_weights,
+    where_to_begin,
+)
+from noloco_node.state_transfer.donor_choice import BUSY_PATIENCE_SECONDS, NoDonor, StateCopier
+
+logger = logging.getLogger(__name__)
+
+STARTS_ALONE = (
+    "STARTS ALONE from the first weights: this node has joined others, but no node with a stage of the run answers it. "
+    "The first node of a run starts like this. If others train already, this one cannot reach them, and what it learns "
+    "alone is thrown away once it does: stop it, set its clock right, and name nodes that train as initial peers"
+)
+
+
+class FirstState:
+    """Where a replica of `stage` begins, and whom it may copy. `entrances` are the peers by which it came in; the run
+    begins with a node that has none."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        stage: int,
+        own: PeerId,
+        membership: Membership,
+        copier: StateCopier,
+        watch: Watch,
+        *,
+        entrances: Collection[PeerId],
+    ) -> None:
+        self._spec = spec
+        self._stage = stage
+        self._own = own
+        self._membership = membership
+        self._copier = copier
+        self._watch = watch
+        self._entrances = entrances
+        self._joined = bool(entrances)
+
+    async def take(self, own_clock: float | None) -> PeerId | None:
+        """Copy a fellow's state where that is where to begin (`where_to_begin`); the donor, or None where the weights
+        stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError (NO_DONOR)
+        where a fellow's state is needed and nobody gave it; it is needed, too, where the run began with weights that
+        this node has no folder of."""
+        there, joined = await self._who_answers(), self._joined
+        begin = where_to_begin(
+            own_clock,
+            there,
+            self._stage,
+            self._spec.max_lag_tokens,
+            joined=joined,
+            entrances=self._entrances,
+            finished=self._said_to_be_over(),
+            entrance_finished=any(
+                r.finished and r.peer_id in self._entrances for r in self._membership.others(*PeerState)
+            ),
+            unrecorded=bool(self._membership.unrecorded()),
+        )
+        if begin.source == "nowhere":
+            raise run_has_ended(self._spec, begin.why)
+        logger.info("begins from %s: %s", BEGINNINGS[begin.source], begin.why)
+        if begin.source == "seed" and joined and not there:
+            logger.warning(STARTS_ALONE)
+        lacking = own_clock is None and lacks_first_weights(self._spec)
+        if begin.source != "peer" and not lacking:
+            return None
+        try:
+            return await self._copy_a_fellow(DOUBT_SECONDS if begin.doubtful else BUSY_PATIENCE_SECONDS)
+        except NoDonor as error:
+            explained = error.explained(self._spec, self._stage)
+            if lacking and (begin.source == "seed" or begin.doubtful):
+                raise no_first_weights(self._spec, self._stage) from None
+            if own_clock is None and not begin.doubtful:
+                raise explained from None
+            source = "seed" if own_clock is None else "checkpoint"
+            logger.warning("begins from %s after all: %s", BEGINNINGS[source], explained.message)
+            return None
+
+    async def _who_answers(self) -> list[PeerRecord]:
+        """Records of the nodes that answer. Where records show some and none answers, they are asked again for a while:
+        one lost request must not decide where a node begins. Longer still where a ghost's word would, or where one
+        that answers serves the run and has told no record yet."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while True:
+            await self._membership.refresh()
+            there = self._membership.others_there(*HEARD)
+            unrecorded = bool(self._membership.unrecorded())
+            if there or not self._joined or not (unrecorded or self._membership.others(*HEARD)):
+                return there
+            doubt = unrecorded or self._said_to_be_over()
+            if loop.time() >= began + (DOUBT_SECONDS if doubt else ASK_SECONDS):
+                return there
+            # Nothing tells that a peer can be reached again: asking is the only way.
+            await asyncio.sleep(LOOK_AGAIN_SECONDS)
+
+    def _said_to_be_over(self) -> bool:
+        return any(record.finished for record in self._membership.others(*PeerState))
+
+    async def _copy_a_fellow(self, patience: float) -> PeerId:
+        """Become a copy of a fellow; busy ones are waited for `patience` seconds. Raises NoDonor."""
+        self._watch.say("downloading", f"a fellow's state of stage {self._stage}")
+        donor, _ = await self._copier.copy_best(self.possible_donors, patience)
+        return donor
+
+    async def possible_donors(self) -> list[PeerId]:
+        """Fellows that answer; where none does, those that records introduce."""
+        await self._membership.refresh()  # a download outlives the records that were read before it
+        introduced = self._membership.live(self._stage, *SERVING)
+        named = [PeerId(record.peer_id) for record in introduced if record.peer_id != self._own]
+        return self._membership.fellows(*SERVING) or named

@@ -1,0 +1,227 @@
+"""A node's place in the network: identity, p2pd and its supervisor, transport, the run that it agrees on, directory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from noloco_node.bootstrap.dial_back import serve_dial_back
+from noloco_node.bootstrap.reach_watch import Policy, ReachWatch
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.dht import DhtDirectory, join_directory
+from noloco_node.directory.known_peers import Held, KnownPeers, holders_in, live_peers, peers_met
+from noloco_node.directory.records import Directory
+from noloco_node.identity.addresses import PeerAddress, Reach, parse_address, reach_of
+from noloco_node.identity.keys import Identity, IdentityLock, load_or_create_identity
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.daemon import PrivateP2P
+from noloco_node.libp2p.relay.places import connected_by_relay
+from noloco_node.libp2p.relay.server import CircuitRelay
+from noloco_node.libp2p.start import Doors, running_p2p
+from noloco_node.libp2p.supervisor import Supervisor
+from noloco_node.node import start_checks
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.libp2p import Libp2pTransport
+from noloco_node.trust.admission import Introduction, own_access
+from noloco_node.trust.filtered_directory import ScreenedDirectory
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """All parts, running."""
+
+    spec: RunSpec
+    settings: NodeSettings
+    """The node's own, with the peers that it joined as `initial_peers`."""
+    daemon: PrivateP2P
+    transport: Transport
+    """Shows this node's invitation where peers ask for it."""
+    directory: Directory
+    """Without outsiders."""
+    known: KnownPeers
+    supervisor: Supervisor
+    reach: ReachWatch
+
+    async def beside(self, work: Awaitable[T], *companions: Coroutine[Any, Any, None]) -> T:
+        """The result of `work`; meanwhile p2pd is started again where it dies, the node is kept in reach, the peers met
+        are written down, and `companions` run, which are cancelled at its end."""
+        keeping = self.known.keep(self.daemon, self.spec.run_id, self.live_peers, self._holders)
+        return await self.supervisor.beside(work, keeping, self.reach.keep(), *companions)
+
+    async def relayed(self, peer: PeerId) -> bool:
+        """Whether this node is connected to a peer through relays only."""
+        return await connected_by_relay(self.daemon, peer)
+
+    def _holders(self) -> dict[PeerId, Held]:
+        return holders_in(self.directory.view, self.directory.now(), self.transport.acquaintances.works)
+
+    def live_peers(self) -> list[PeerId]:
+        """Who lives, as this node's last look at the directory says."""
+        return live_peers(self.directory.view, self.directory.now(), self.daemon.own_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """A node that is connected to peers, before it is known what they do together."""
+
+    identity: Identity
+    daemon: PrivateP2P
+    transport: Libp2pTransport
+    known: KnownPeers
+
+
+Agree = Callable[[Entrance], Awaitable[RunSpec]]
+"""How a node and the peers at the addresses that it joined come to the same RunSpec."""
+
+
+@contextlib.asynccontextmanager
+async def entrance(
+    settings: NodeSettings, folder: RunFolder, *, run: str | None, may_found: bool
+) -> AsyncGenerator[Entrance]:
+    """Identity, p2pd and transport; all gone at the end of the block, whatever ends it.
+
+    `run` is the wanted run's id where it is known already. Raises UserError as its parts do.
+    """
+    start_checks.report(start_checks.before_the_network())
+    path: Path = settings.identity or folder.identity
+    known = KnownPeers(folder.peers)
+    doors = Doors(seen_before(known, run, settings.initial_peers), may_found)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(IdentityLock(path))
+        identity = load_or_create_identity(path)
+        daemon = await stack.enter_async_context(running_p2p(settings, identity, doors))
+        if out_of_reach(settings, daemon.joined_peers):
+            logger.warning(
+                "host is %s: other machines cannot reach this node; --host 0.0.0.0 --port N lets them", settings.host
+            )
+        transport = Libp2pTransport(daemon, identity=identity)
+        await transport.start()
+        stack.push_async_callback(transport.close)
+        serve_dial_back(transport, daemon.connections)
+        relay = CircuitRelay(daemon, carry=settings.relay_for_others)
+        await relay.start()
+        stack.push_async_callback(relay.close)
+        for circuit in daemon.relays if settings.relay == "always" else ():
+            logger.info("others reach this node through the relay at %s only", circuit.text)
+        yield Entrance(identity, daemon, transport, known)
+
+
+@contextlib.asynccontextmanager
+async def network(
+    agree: Agree, settings: NodeSettings, folder: RunFolder, *, run: str | None
+) -> AsyncGenerator[Network]:
+    """Join the network of a run; all is gone at the end of the block, whatever ends it.
+
+    `run` is the run's id where it is known already: then the node may also start a swarm of its own.
+    Raises UserError as its parts do.
+    """
+    async with entrance(settings, folder, run=run, may_found=run is not None) as door:
+        daemon, known = door.daemon, door.known
+        spec = await agree(door)
+        start_checks.report(await start_checks.among_peers(door.transport, daemon.joined_peers))
+        reach = _reach_watch(daemon, door.transport, settings)
+        await reach.first_look()
+        for text in daemon.joined_peers:
+            known.learn(parse_address(text).peer, [text])
+        access = own_access(spec, settings.invitation, door.identity.peer_id)
+        access.serve(door.transport)
+        if access.proof is not None:
+            door.transport.introduce_with(Introduction(door.transport, access.proof).show)
+        directory = await join_directory(
+            daemon,
+            door.identity,
+            spec.run_id,
+            spec.stages,
+            acquaintances=door.transport.acquaintances,
+            record_seconds=spec.limits.record_seconds,
+        )
+        watch = supervisor(daemon, directory, known, settings)
+        reach.readdress = partial(_renew, daemon, watch)
+        try:
+            yield Network(
+                spec,
+                settings.model_copy(update={"initial_peers": daemon.joined_peers}),
+                daemon,
+                door.transport,
+                ScreenedDirectory(directory, access, access.proof),
+                known,
+                watch,
+                reach,
+            )
+            await known.last_look(daemon, spec.run_id, peers_met(directory.view, daemon.own_id))
+        finally:
+            await directory.close()
+
+
+def seen_before(known: KnownPeers, run: str | None, named: Sequence[str]) -> tuple[str, ...]:
+    """Addresses of peers met before that belong to the wanted run: the one with this id, or where that is not known
+    yet, the one in which a named peer was met. Where nobody is named any run will do."""
+    if run is not None:
+        return known.texts(run)
+    met = any(text.endswith(f"/p2p/{peer}") for text in named for peer in known.addresses)
+    return known.texts() if met or not named else ()
+
+
+def out_of_reach(settings: NodeSettings, joined: Sequence[str]) -> bool:
+    """Whether this node joined others elsewhere and listens where only its own machine reaches it."""
+    elsewhere = any(reach_of(parse_address(address).host) is not Reach.LOOPBACK for address in joined)
+    told = bool(settings.announce) or settings.relay == "always"
+    return elsewhere and not told and reach_of(settings.host) is Reach.LOOPBACK
+
+
+def _reach_watch(daemon: PrivateP2P, transport: Transport, settings: NodeSettings) -> ReachWatch:
+    """How the node is reached, before a supervisor watches its p2pd."""
+    policy = Policy(
+        may_announce=not settings.announce,
+        may_relay=not settings.announce and settings.relay != "never",
+        tells_own=settings.relay != "always",
+    )
+
+    async def start_again(addresses: Sequence[str], relays: tuple[PeerAddress, ...]) -> None:
+        daemon.readdress(addresses, relays)
+        await daemon.restart(settings.p2pd_start_seconds)
+        entered = [parse_address(text) for text in _entered_by(daemon)]
+        await asyncio.gather(*(daemon.connect(address.peer, [address.text]) for address in entered))
+        daemon.back()
+
+    return ReachWatch(daemon, transport, policy, start_again, random.Random(daemon.own_id))
+
+
+async def _renew(
+    daemon: PrivateP2P, watch: Supervisor, addresses: Sequence[str], relays: tuple[PeerAddress, ...]
+) -> None:
+    daemon.readdress(addresses, relays)
+    await watch.renew()
+
+
+def _entered_by(daemon: PrivateP2P) -> list[str]:
+    """The peers that the node joined, and its relays."""
+    return [*daemon.joined_peers, *(relay.text for relay in daemon.relays)]
+
+
+def supervisor(daemon: PrivateP2P, directory: DhtDirectory, known: KnownPeers, settings: NodeSettings) -> Supervisor:
+    """Restarts that lead back to the peers of the directory, and to those that the node entered by."""
+
+    def peers() -> dict[PeerId, tuple[str, ...]]:
+        found: dict[PeerId, tuple[str, ...]] = {parse_address(text).peer: (text,) for text in _entered_by(daemon)}
+        for peer in {*live_peers(directory.view, directory.now(), daemon.own_id), *directory.neighbours()}:
+            found[peer] = known.addresses.get(peer) or found.get(peer, ())
+        return found
+
+    async def rejoin() -> None:
+        await directory.rejoin(peers())
+
+    return Supervisor(daemon, settings.p2pd_start_seconds, peers, rejoin)

@@ -1,0 +1,175 @@
+"""When a replica takes its outer steps, and with whom: decided after every inner step, exchange and refusal. Who has
+fallen too far behind copies a fellow instead and begins on probation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Collection
+
+from noloco_node import ambient
+from noloco_node.aio import Pulse
+from noloco_node.averaging.exchange import Exchanger
+from noloco_node.averaging.matchmaking import Dial, PairingState, StepAlone, decide, retry_delay
+from noloco_node.averaging.probation import Ending, Standing
+from noloco_node.directory.membership import SERVING, Membership
+from noloco_node.directory.peer_clocks import FarBehind
+from noloco_node.directory.records import PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline.links import FellowWays
+from noloco_node.state_transfer.donor_choice import StateCopier
+from noloco_node.state_transfer.messages import StateManifest
+from noloco_node.telemetry.events import AnyEvent, OuterStep, ProbationEnded
+from noloco_node.training.pace import Pace
+from noloco_node.training.progress import Progress
+from noloco_node.training.stage_worker import StageWorker
+from noloco_node.transport.errors import Refused, TransportError
+from noloco_node.transport.interface import Transport
+
+logger = logging.getLogger(__name__)
+
+
+class OuterSteps:
+    """Drives the exchanger of one replica. `moved` fires whenever a decision may have become another."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        worker: StageWorker,
+        membership: Membership,
+        standing: Standing,
+        exchanger: Exchanger,
+        copier: StateCopier,
+        pace: Pace,
+        *,
+        rng: random.Random,
+        moved: Pulse,
+        emit: Callable[[AnyEvent], None],
+    ) -> None:
+        self._transport = transport
+        self._worker = worker
+        self._membership = membership
+        self._standing = standing
+        self._exchanger = exchanger
+        self._copier = copier
+        self._pace = pace
+        self._rng = rng
+        self._moved = moved
+        self._emit = emit
+        self.partners: dict[str, int] = {}
+        """Committed outer steps by partner."""
+        self.last_taken = False
+        """The last outer step, of the whole stage, is done."""
+        self.relayed: Callable[[], Collection[PeerId]] = frozenset
+        """Peers that are connected through relays only, as of now."""
+        self._ways = FellowWays()
+        self.behind: FarBehind | None = None
+        """Whether this replica is far behind; None: it never is."""
+
+    async def run(self) -> None:
+        """Decide after every pulse, until cancelled."""
+        loop = asyncio.get_running_loop()
+        next_try = 0.0
+        while True:
+            if self._exchanger.catch_up_from is not None and not self._exchanger.engaged:
+                await self.catch_up(self._exchanger.catch_up_from)
+            now = loop.time()
+            decision = decide(self.pairing_state(next_try), self._exchanger.window, now=now, rng=self._rng)
+            if isinstance(decision, Dial):
+                window = self._exchanger.window.inner_steps * self._pace.step_seconds
+                self._transport.acquaintances.asked(decision.partner, window)
+                if not await self._exchanger.dial(decision.partner, decision.fragment):
+                    next_try = loop.time() + retry_delay(self._pace.step_seconds, self._rng)
+            elif isinstance(decision, StepAlone):
+                await self._exchanger.step_alone(decision.fragment)
+            else:
+                await self._moved.wait(next_try - now if next_try > now else None)
+
+    def worth_dialling(self, *states: PeerState) -> list[PeerId]:
+        """Fellows that are worth dialling now."""
+        fellows, newcomers = self._membership.partners(*states), self._membership.newcomers()
+        counting = self._standing.partners(fellows, newcomers, self._worker.progress.steps)
+        return list(self._exchanger.patience.ready(counting, ambient.monotonic()))
+
+    def pairing_state(self, next_try: float) -> PairingState:
+        """What the next decision depends on; `next_try` in seconds of the event loop."""
+        last_round = self._exchanger.last_round
+        states = (*SERVING, PeerState.DRAINING) if last_round else SERVING
+        return PairingState(
+            steps_since_outer=self._worker.progress.steps_since_outer,
+            steps_free=self._worker.progress.steps - self._exchanger.free_since_step,
+            fellows=lambda: self.worth_dialling(*states),
+            engaged=self._exchanger.engaged or self._membership.state is PeerState.DRAINING,
+            next_try=next_try,
+            last_round=last_round,
+            behind=self.behind is not None and self.behind.stands_back,
+            last_done=self.last_taken,
+            weigh=lambda fellows: self._ways.weights(fellows, self.relayed(), ambient.monotonic()),
+        )
+
+    async def catch_up(self, partner: PeerId) -> None:
+        """Too far behind `partner`: take its state instead of averaging with it."""
+        self._exchanger.catch_up_from = None
+        if partner not in self._membership.fellows(*SERVING):
+            return
+        started = ambient.monotonic()
+        self._exchanger.catching_up = True
+        try:
+            manifest = await self._copier.copy_from(partner, self._membership.fellows(*SERVING))
+        except (Refused, TransportError) as error:
+            logger.debug("could not catch up with %s: %r", partner, error)
+            return
+        finally:
+            self._exchanger.catching_up = False
+        if self.behind is not None:
+            self.behind.look()
+        self.begin_on_probation()
+        logger.info("caught up with %s: clock %.0f", partner, manifest.clock)
+        rate, seconds = self._worker.current_learning_rate(), ambient.monotonic() - started
+        self._emit(_caught_up_event(partner, self._worker.progress, manifest, rate, seconds))
+
+    def begin_on_probation(self) -> None:
+        """The state is a fellow's copy."""
+        self._exchanger.patience.forget_distances()
+        self._standing.begin(self._worker.progress.steps)
+        self._membership.newcomer = True
+
+    def probation_ended(self, reason: Ending, steps: int) -> None:
+        """The copy counts in averages from now on; `steps` inner steps were taken until then."""
+        self._membership.newcomer = False
+        self._emit(ProbationEnded(reason=reason, steps=steps))
+
+    def taken(self, event: OuterStep) -> None:
+        """An outer step was committed, or a try came to nothing."""
+        if self._exchanger.last_round and event.kind != "aborted" and event.fragment is None:
+            self.last_taken = True
+        if event.kind == "paired" and event.partner is not None:
+            self.partners[event.partner] = self.partners.get(event.partner, 0) + 1
+            sent_and_received = event.bytes_sent + event.bytes_received
+            self._ways.exchanged(PeerId(event.partner), event.seconds, sent_and_received, ambient.monotonic())
+        self._emit(event)
+
+
+def _caught_up_event(
+    partner: PeerId, progress: Progress, manifest: StateManifest, learning_rate: float, seconds: float
+) -> OuterStep:
+    """What is reported of a replica that took a fellow's state instead of averaging with it."""
+    return OuterStep(
+        kind="caught_up",
+        round=manifest.outer_rounds,
+        step=progress.steps,
+        clock=manifest.clock,
+        learning_rate=learning_rate,
+        partner=partner,
+        role="none",
+        reason="this replica's clock lagged its partner's",
+        spread=None,
+        difference_norm=None,
+        clipped=False,
+        bytes_sent=0,
+        bytes_received=manifest.size,
+        seconds=seconds,
+        held_seconds=0.0,
+        inner_steps_meanwhile=0,
+    )

@@ -1,0 +1,99 @@
+"""Bringing a stage back that nobody serves any more: from the newest copy or own checkpoint that is left, else from the
+run's seed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from statistics import median
+from typing import Literal
+
+from noloco_node import ambient
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.membership import SERVING, Membership
+from noloco_node.directory.records import PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.placement.initial_state import lacks_first_weights, no_first_weights
+from noloco_node.state_transfer.backups import StageCopies
+from noloco_node.storage.checkpoint import Checkpoint
+from noloco_node.training.stage_worker import StageWorker, sizes_of, without_missing_trail
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+RESTORE_SECONDS = 600.0
+"""How long who comes to a lost stage waits for another that came as well, and says that it is on its way."""
+
+
+async def revive_if_lost(
+    spec: RunSpec,
+    membership: Membership,
+    worker: StageWorker,
+    copies: StageCopies,
+    own: PeerId,
+    *,
+    confirmed: bool,
+    saved: Callable[[], Checkpoint | None] = lambda: None,
+) -> Literal["guard", "checkpoint", "seed"] | None:
+    """Load the state of this replica's stage that was trained furthest, or keep its seeded weights, where nobody serves
+    it although others train. None where a fellow serves it, and in a swarm before its first outer round.
+
+    States that are left are the copies that nodes keep, and this node's own checkpoint of an earlier stay (`saved`,
+    called off the event loop). One failed look-up must not bring forth untrained weights beside trained ones: unless
+    the loss is `confirmed`, the stage must be seen empty for the life of a record. Of several who come at once the one
+    with the smallest peer id restores it, the others wait for that one. A seeded stage's clock is 0: should a fellow
+    appear after all, it is this replica that lags and takes the other's state. Raises UserError (NO_DONOR) where the
+    run began with weights that this node does not have, and nothing else is left.
+    """
+    if not await _is_lost(spec, membership, own, confirmed):
+        return None
+    stage = membership.stage
+    checkpoint = _that_fits(await ambient.elsewhere(saved), worker)
+    beyond = -1.0 if checkpoint is None else checkpoint.standing.progress.clock
+    _, first = await worker.slow_weights()
+    had = None if checkpoint is None else checkpoint.tensors["slow"]
+    copy = await copies.newest(stage, membership.others(), first, beyond=beyond, own=had)
+    if copy is None and checkpoint is not None:
+        await worker.load_full_state(beyond, checkpoint.standing.progress.outer_rounds, checkpoint.tensors)
+        logger.warning(
+            "stage %d was restored from this node's own checkpoint %s at clock %.0f: all of its replicas are gone",
+            stage,
+            checkpoint.path,
+            beyond,
+        )
+        return "checkpoint"
+    if copy is None:
+        if lacks_first_weights(spec):
+            raise no_first_weights(spec, stage)
+        return "seed"
+    clocks = [record.clock for record in membership.others_there()]
+    clock = min(copy.clock, median(clocks)) if clocks else copy.clock
+    await worker.load_slow_weights(clock, copy.manifest.outer_rounds, copy.weights)
+    logger.warning("stage %d was restored from a copy at clock %.0f: all of its replicas are gone", stage, clock)
+    return "guard"
+
+
+def _that_fits(checkpoint: Checkpoint | None, worker: StageWorker) -> Checkpoint | None:
+    if checkpoint is None:
+        return None
+    if without_missing_trail(worker.state_sizes(), checkpoint.tensors).items() <= sizes_of(checkpoint.tensors).items():
+        return checkpoint
+    logger.warning("checkpoint %s is not used: its tensors are not those of this stage", checkpoint.path)
+    return None
+
+
+async def _is_lost(spec: RunSpec, membership: Membership, own: PeerId, confirmed: bool) -> bool:
+    loop = asyncio.get_running_loop()
+    await membership.refresh()
+    until = loop.time() + (0.0 if confirmed else spec.limits.record_seconds)
+    while True:
+        trains = membership.others_there(PeerState.TRAINING)
+        if not any(record.outer_rounds for record in trains) or membership.willing_fellows(*SERVING):
+            return False
+        first_comer = all(own < fellow for fellow in membership.fellows(PeerState.JOINING))
+        if loop.time() >= until + (0.0 if first_comer else RESTORE_SECONDS):
+            return True
+        # The directory gives no sign of a change: asking again is the only way.
+        await asyncio.sleep(LOOK_SECONDS)
+        await membership.refresh()

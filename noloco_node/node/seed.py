@@ -1,0 +1,147 @@
+"""A seed: a light node without a stage. It holds the directory together, shows the swarm to whoever watches it, and
+relays only where its owner says so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any
+
+from noloco_node.aio import Heartbeat
+from noloco_node.bootstrap.hello import check_same_run, serve_hello
+from noloco_node.bootstrap.spec_fetch import fetch_run_spec, serve_spec
+from noloco_node.config.load import OwnData
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.dht import DhtDirectory, join_directory
+from noloco_node.directory.last_words import LastWords
+from noloco_node.directory.records import Directory
+from noloco_node.errors import UserError
+from noloco_node.node.network import Entrance, entrance, supervisor
+from noloco_node.observer.onlooker import Onlooker
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.telemetry.logging import NodeLog, configure_logging
+from noloco_node.telemetry.swarm_pages import SwarmPages
+from noloco_node.telemetry.web import WebServer
+
+logger = logging.getLogger(__name__)
+
+ANY_RUN = "any"
+"""Stands for the run in the file of peers seen before, where a seed serves no run of its own."""
+
+NO_RUN = "a seed of any run: it holds their records, and knows of none what its nodes do; name a run's CONFIG to see it"
+"""What its page says where it knows no run."""
+
+Tell = Callable[[RunSpec | None, list[str]], None]
+"""Told the run, if there is one, and the addresses of the seed, once it is up."""
+
+
+async def run_seed(spec: RunSpec | None, settings: NodeSettings, tell: Tell) -> None:
+    """Hold the directory together until SIGINT or SIGTERM. Leaves no process and no socket behind.
+
+    With a RunSpec, or where initial peers give it theirs, it also hands that out, so that strangers can join a run by
+    the seed's address alone; without, it serves whatever runs come by. Raises UserError as a node does.
+    """
+    folder = RunFolder.create(settings.run_folder)
+    with folder.lock():
+        await _run(spec, settings, folder, tell)
+
+
+async def _run(spec: RunSpec | None, settings: NodeSettings, folder: RunFolder, tell: Tell) -> None:
+    configure_logging(settings.log_level, NodeLog(), style=settings.log_format)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    run = None if spec is None else spec.run_id
+    heartbeat = Heartbeat(loop)
+    pages = SwarmPages(heartbeat)
+    web = WebServer(pages.answers())
+    try:
+        if settings.metrics_port is not None:
+            logger.info("the swarm is shown at http://%s", web.start(settings.metrics_host, settings.metrics_port))
+        async with entrance(settings, folder, run=run, may_found=not settings.initial_peers) as door:
+            agreed = await _agree(spec, door)
+            async with _directory(door, agreed) as directory:
+                last = None if agreed is None else last_words(directory, folder, agreed)
+                serve_hello(door.transport, agreed, lambda: None, lambda: last is not None and last.over)
+                if agreed is not None:
+                    serve_spec(door.transport, agreed)
+                tell(agreed, door.daemon.visible_addresses())
+                pages.records = lambda: directory.records_held
+                await _serve(door, directory, agreed, settings, stop, pages, last)
+    finally:
+        web.stop()
+        heartbeat.stop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+async def _agree(spec: RunSpec | None, door: Entrance) -> RunSpec | None:
+    joined = door.daemon.joined_peers
+    if spec is not None:
+        await check_same_run(door.transport, spec, joined)
+        return spec
+    if not joined:
+        return None
+    return await fetch_run_spec(door.transport, joined, OwnData(), reads_text=False, met_in=door.known.run)
+
+
+@contextlib.asynccontextmanager
+async def _directory(door: Entrance, spec: RunSpec | None) -> AsyncGenerator[DhtDirectory]:
+    met = door.transport.acquaintances
+    if spec is None:
+        directory = await join_directory(door.daemon, door.identity, None, 0, acquaintances=met)
+    else:
+        life = spec.limits.record_seconds
+        directory = await join_directory(
+            door.daemon, door.identity, spec.run_id, spec.stages, acquaintances=met, record_seconds=life
+        )
+    try:
+        yield directory
+    finally:
+        await directory.close()
+
+
+async def _serve(
+    door: Entrance,
+    directory: DhtDirectory,
+    spec: RunSpec | None,
+    settings: NodeSettings,
+    stop: asyncio.Event,
+    pages: SwarmPages,
+    last: LastWords | None,
+) -> None:
+    run = ANY_RUN if spec is None else spec.run_id
+    companions: list[Coroutine[Any, Any, None]] = [door.known.keep(door.daemon, run, directory.neighbours)]
+    if spec is None or last is None:
+        pages.detail = NO_RUN
+    else:
+        companions.append(last.run(spec.limits.record_seconds))
+        if settings.metrics_port is not None:
+            pages.detail = "looking for the nodes of the run"
+            companions.append(Onlooker(door.transport, directory, spec, over=last.over).run(pages.saw))
+    await supervisor(door.daemon, directory, door.known, settings).beside(stop.wait(), *companions)
+
+
+def last_words(directory: Directory, folder: RunFolder, spec: RunSpec) -> LastWords:
+    """Follows whether the run is over, and keeps that in the seed's folder, for its next life."""
+
+    def changed(over: bool) -> None:
+        logger.info("run '%s' %s", spec.name, "has come to its end" if over else "goes on after all")
+        try:
+            folder.mark_ended(spec.run_id, spec.name, ended=over)
+        except UserError as error:
+            logger.warning("it is not written down that the run's end has come or gone: %s", error.message)
+
+    return LastWords(directory, _ended_before(folder, spec), changed)
+
+
+def _ended_before(folder: RunFolder, spec: RunSpec) -> bool:
+    try:
+        return folder.judge(spec.run_id, spec.name)
+    except UserError:  # it was another run's
+        return False

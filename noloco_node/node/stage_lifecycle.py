@@ -1,0 +1,303 @@
+"""A node's stays: which stage it serves, and when it leaves for another with identity, p2pd and directory kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from functools import partial
+from typing import Literal
+
+from noloco_node import ambient
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.first_look import FIRST_LOOK_SECONDS, look_for_others
+from noloco_node.directory.known_peers import Held
+from noloco_node.directory.membership import SERVING
+from noloco_node.directory.records import Directory, DirectoryView, PeerRecord
+from noloco_node.directory.roll_call import SWEEP_SECONDS, RollCall
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.addresses import peers_at
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.custody import HOLDER_SECONDS, stage_lost, state_elsewhere, wait_for_holder
+from noloco_node.node.replica import Replica
+from noloco_node.node.revival import revive_if_lost
+from noloco_node.pipeline.messages import Ledger
+from noloco_node.placement.arrival import Arrival
+from noloco_node.placement.balancing import Server, as_seen_at_work, servers_of, usual_strength
+from noloco_node.placement.migration import Move, Relocation, Standing
+from noloco_node.sizing.footprint import Footprint, footprint_of
+from noloco_node.sizing.machine import free_memory
+from noloco_node.sizing.memory import fitting_stages, memory_of
+from noloco_node.state_transfer.backups import StageCopies
+from noloco_node.storage.checkpoint import CheckpointFolder
+from noloco_node.telemetry.events import NodeMoved, Warned
+from noloco_node.transport.interface import Transport
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 2.0
+"""Interval at which a node looks whether it should move; the directory is read as often."""
+
+BeginsFrom = Literal["seed", "peer", "guard", "checkpoint"]
+
+
+class Stays:
+    """What a node keeps through all of its stays, and how one ends and the next begins. Made by `stays_of`."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        settings: NodeSettings,
+        footprint: Footprint,
+        transport: Transport,
+        directory: Directory,
+    ) -> None:
+        self._spec = spec
+        self._settings = settings
+        self._footprint = footprint
+        self._directory = directory
+        self._own = transport.peer_id
+        self._rng = random.Random(f"stays/{settings.seed}/{transport.peer_id}")
+        self._known = transport.acquaintances
+        self._roll = self._make_roll(transport)
+        self._arrival = Arrival(directory, self._own, spec.limits.record_seconds, self._known, self._ask_all)
+        self._needs = memory_of(spec, settings, footprint, spec.limits.max_replicas)
+        self._fitting = fitting_stages(self._needs, free_memory(settings.device))
+        self._began = 0.0
+        self._looked_in_vain = False
+        self.ledger = Ledger()
+        self.copies = StageCopies(spec, footprint.parameters, transport, self._rng)
+        self.copies.serve()
+        self.stage = 0
+        """The stage that it serves or is on its way to."""
+        self.move: Move | None = None
+        """Why this node leaves its stage; None while it stays."""
+        self._came_from: tuple[int, Move] | None = None
+        self.emit: Callable[[Warned], None] = lambda warning: logger.warning(warning.detail)
+        """Takes what whoever runs the node should know."""
+
+    def _make_roll(self, transport: Transport) -> RollCall:
+        """For before a stage is chosen; while it serves one, its replica calls the roll."""
+
+        def introduced() -> Iterable[PeerRecord]:
+            view, now = self._directory.view.without(self._own), self._directory.now()
+            return [record for stage in range(self._spec.stages) for record in view.live(stage, now)]
+
+        life = self._spec.limits.record_seconds
+        return RollCall(
+            transport,
+            self._directory,
+            self._spec.run_id,
+            lambda: self.stage,
+            life,
+            introduced,
+            lambda: None,
+            self._rng,
+            entrances=peers_at(self._settings.initial_peers),
+        )
+
+    async def _ask_all(self) -> None:
+        await self._roll.sweep(SWEEP_SECONDS)
+
+    async def look_around(self) -> DirectoryView:
+        """The directory before a stage is chosen, without this node's own former record; where this node joined others,
+        as soon as it shows one of them, within a few seconds."""
+        view = await look_for_others(self._directory, self._own, self._patience())
+        self._looked_in_vain = not view.anyone(self._directory.now())
+        await self._ask_all()
+        return view
+
+    def _patience(self) -> float:
+        """Seconds to look for others: none where this node joined nobody, or has just looked in vain."""
+        return FIRST_LOOK_SECONDS if self._settings.initial_peers and not self._looked_in_vain else 0.0
+
+    async def first_stage(self, saved: int | None) -> int:
+        """The stage to begin with: the one that is set, else that of the node's checkpoint (`saved`), else the one that
+        needs this node most and fits its memory.
+
+        Raises UserError (CONFIG) where there is no such stage.
+        """
+        wanted, stages = self._settings.stage, self._spec.stages
+        if wanted == "auto" and saved is not None:
+            wanted = saved
+        if wanted == "auto":
+            if not self._fitting:
+                raise self._too_small()
+            return await self._arrival.choose(self._footprint.work, self._fitting, self._rng)
+        if not 0 <= wanted < stages:
+            raise UserError(
+                ExitCode.CONFIG,
+                f"node.stage is {wanted}, but the run has stages 0 to {stages - 1}",
+                "name one of those, or `auto`",
+            )
+        if wanted not in self._fitting:
+            logger.warning("stage %d may not fit: %s", wanted, self._shortage(wanted))
+        return wanted
+
+    @contextlib.asynccontextmanager
+    async def arriving(self, stage: int) -> AsyncGenerator[None]:
+        """Announce this node at `stage` while the block builds a replica of it and loads its state."""
+        self.stage, self._began = stage, ambient.monotonic()
+        async with self._arrival.announced(stage):
+            yield
+
+    async def begin(
+        self,
+        replica: Replica,
+        saved_clock: float | None,
+        checkpoints: CheckpointFolder,
+        holders: Sequence[tuple[PeerId, Held]] = (),
+    ) -> BeginsFrom | None:
+        """Give the replica the state to begin with, and say where from. `saved_clock` is that of the checkpoint that it
+        was resumed from; one of `checkpoints` may be what is left of a lost stage, and `holders` held it when they were
+        last seen: a node that has just started waits for them, briefly and once. None where this node has moved here
+        and nobody gave it: `back` is the stage to return to then. Raises UserError (NO_DONOR) for a node that has just
+        started."""
+        await replica.look_around(self._patience())
+        self._looked_in_vain = False
+        confirmed = self._came_from is not None and self._came_from[1].why == "lost"
+        try:
+            if saved_clock is None:
+                if holders and self._came_from is None and not replica.membership.fellows(*SERVING):
+                    self.emit(state_elsewhere(replica.stage, holders, HOLDER_SECONDS))
+                    await wait_for_holder(replica.membership, holders)
+                revived = await revive_if_lost(
+                    self._spec,
+                    replica.membership,
+                    replica.worker,
+                    self.copies,
+                    self._own,
+                    confirmed=confirmed,
+                    saved=lambda: checkpoints.newest(self._spec.run_id, replica.stage),
+                )
+                if revived == "seed":
+                    self.emit(stage_lost(self._spec, replica.stage))
+                if revived is not None:
+                    return revived
+            if await replica.become_current(saved_clock) is not None:
+                return "peer"
+            return "seed" if saved_clock is None else "checkpoint"
+        except UserError as error:
+            if error.exit_code is not ExitCode.NO_DONOR or self._came_from is None:
+                raise
+            logger.warning("could not move to stage %d: %s", replica.stage, error.message)
+            return None
+
+    async def give_up_move(self) -> None:
+        """Where a move was under way: nobody must wait for this node at its new stage any more."""
+        if self.move is not None:
+            await self._arrival.withdraw(self.move.stage)
+            self.move = None
+
+    def back(self) -> int:
+        """The stage that this node left for one whose state nobody gave it."""
+        assert self._came_from is not None
+        stage, _ = self._came_from
+        self._came_from = None
+        return stage
+
+    def arrived(self, replica: Replica, origin: BeginsFrom) -> NodeMoved | None:
+        """The event of a move that has come to its end; None where the replica is this node's first."""
+        if self._came_from is None:
+            return None
+        (left, move), self._came_from = self._came_from, None
+        return NodeMoved(
+            from_stage=left,
+            stage=replica.stage,
+            why=move.why,
+            origin=origin,
+            clock=replica.worker.progress.clock,
+            parameters=self._footprint.parameters[replica.stage],
+            flop_per_token=self.flop_per_token(replica.stage),
+            seconds=ambient.monotonic() - self._began,
+        )
+
+    def flop_per_token(self, stage: int) -> float:
+        """Work for a token at `stage`, forward and backward."""
+        return self._footprint.flop_per_token[stage]
+
+    def departs(self) -> int:
+        """The stage that `move` names; the stay at the present one is over."""
+        assert self.move is not None
+        self._came_from = self.stage, self.move
+        stage, self.move = self.move.stage, None
+        return stage
+
+    async def accompany(self, replica: Replica) -> None:
+        """Beside the training: keep and give copies, and set `move` and the replica's `stop` when it is time to go."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.copies.keep(replica.membership, replica.worker, replica.donor.rate.take))
+            if self.may_move:
+                group.create_task(self._watch(replica))
+
+    @property
+    def may_move(self) -> bool:
+        """Whether it looks for a stage that needs it more."""
+        moves = self._settings.moves
+        return moves == "always" or (moves == "auto" and self._settings.stage == "auto")
+
+    async def _watch(self, replica: Replica) -> None:
+        work = self._footprint.work
+        standing = Standing(
+            work,
+            self._fitting,
+            self._directory.now(),
+            self._settings.min_stay_seconds,
+            self._spec.limits.record_seconds,
+        )
+        relocation = Relocation(standing, self._rng)
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if replica.stop.is_set() or not replica.run_goes_on():
+                continue
+            now = self._directory.now()
+            seen, shut = (
+                servers_of(self._directory.view, work, now, self._known, without=self._own),
+                self._shut(replica),
+            )
+            others = as_seen_at_work(seen, replica.stage, replica.membership.counted_fellows(), shut=shut)
+            strength = replica.capacity * work[replica.stage] or usual_strength(others)
+            here = Server(self._own, replica.stage, strength, guards=self.copies.guards)
+            move = relocation.look(now, here, others, shut=bool(shut))
+            if move is not None and await self._arrival.confirmed(
+                move.stage, work, partial(relocation.still_worth, move, here)
+            ):
+                for peer in shut if move.why == "lost" else ():
+                    self._known.let_down(peer)
+                logger.warning("leaving stage %d for stage %d, which %s", replica.stage, move.stage, _why(move))
+                self.move = move
+                replica.stop.set()
+
+    def _shut(self, replica: Replica) -> list[PeerId]:
+        """Peers that answer at the next stage, where nothing gets through to it and a fellow that works stays here."""
+        members = replica.membership
+        if not replica.next_stage_shut or not any(map(self._known.has_worked, members.counted_fellows())):
+            return []
+        return [PeerId(record.peer_id) for record in members.there(replica.stage + 1, *SERVING)]
+
+    def _shortage(self, stage: int) -> str:
+        free = free_memory(self._settings.device)
+        return f"it needs {self._needs[stage].total(own_memory=free.device > 0)}; free are {free}"
+
+    def _too_small(self) -> UserError:
+        parameters = self._footprint.parameters
+        smallest = min(range(len(parameters)), key=lambda stage: parameters[stage])
+        return UserError(
+            ExitCode.CONFIG,
+            f"no stage of this run fits node.device '{self._settings.device}': the smallest is stage {smallest}, and "
+            f"{self._shortage(smallest)}",
+            "end other programs, use a machine with more memory, or name a stage with --stage to try it all the same",
+        )
+
+
+async def stays_of(spec: RunSpec, settings: NodeSettings, transport: Transport, directory: Directory) -> Stays:
+    """Count the run's stages, off the event loop, and prepare for the first stay."""
+    footprint = await ambient.elsewhere(footprint_of, spec)
+    return Stays(spec, settings, footprint, transport, directory)
+
+
+def _why(move: Move) -> str:
+    return "nobody serves any more" if move.why == "lost" else "has too little throughput for its work"

@@ -1,0 +1,249 @@
+"""A whole swarm from outside: what its records claim, as far as those behind them answer. Pure, look by look."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median, median_low
+from typing import Literal
+
+from noloco_node import __version__
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.placement.balancing import CREDIBLE_STRENGTH
+from noloco_node.telemetry.swarm_state import (
+    HAPPENINGS,
+    MOST_NODES,
+    OTHER_VERSIONS,
+    SERVING,
+    STATES,
+    Change,
+    Followed,
+    Happening,
+    NodeSeen,
+    StageSeen,
+    SwarmView,
+    version_labels,
+)
+
+FOLLOWED_LIVES = 3.0
+"""Lives of a record over which the motion of a clock is measured: nine renewals."""
+MOST_POINTS = 16
+FAREWELLS = ("finishing", "draining")
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """The newest live record of one peer, and what it is worth."""
+
+    record: PeerRecord
+    published: float
+    """DHT time."""
+    answers: bool
+
+    @property
+    def trains(self) -> bool:
+        return self.answers and self.record.state is PeerState.TRAINING
+
+    @property
+    def serves(self) -> bool:
+        return self.answers and self.record.state.value in SERVING
+
+
+def nothing_seen(spec: RunSpec, *, over: bool = False) -> SwarmView:
+    """What is known of a run's swarm before the first look; that it is `over`, by somebody's word, holds until a node
+    of the first stage trains."""
+    return SwarmView(
+        time=0.0,
+        run_id=spec.run_id,
+        run_name=spec.name,
+        target=spec.inner.target_tokens,
+        stages=tuple(_stage({}, {}, stage, 0.0, over=over) for stage in range(spec.stages)),
+        named_versions=(__version__,),
+        over=over,
+    )
+
+
+def view_swarm(
+    spec: RunSpec, directory: DirectoryView, answering: Collection[str], earlier: SwarmView, now: float, time: float
+) -> SwarmView:
+    """The swarm at DHT time `now`, which is wall time `time`, after it was seen as `earlier`. `answering` are the peers
+    that have said over their own links that they serve what their records say.
+
+    A record is its owner's claim: medians bear a minority of false ones, and what is summed is bounded by a multiple of
+    the median. Who answers under many keys is that many nodes here: whoever only looks on has seen nobody's work.
+    """
+    life, target, before = spec.limits.record_seconds, spec.inner.target_tokens, earlier.followed
+    records = newest_records(directory, now)
+    claims = {
+        peer: _Claim(row.record, min(now, row.expires - life), peer in answering)
+        for peer, row in records.items()
+        if row.record.state is not PeerState.GONE
+    }
+    followed = {peer: _followed(before.get(peer), claim, FOLLOWED_LIVES * life) for peer, claim in claims.items()}
+    speed, speed_from = _speed(claims, followed)
+    clocks = {peer: _present_clock(claim, now, life, speed or 0.0, target) for peer, claim in claims.items()}
+    origins = [clocks[peer] for peer, claim in claims.items() if claim.record.stage == 0 and claim.trains]
+    serving = [clocks[peer] for peer, claim in claims.items() if claim.serves]
+    clock = median(origins or serving) if serving else earlier.clock
+    over = _is_over(target, claims, records, before, was=earlier.over)
+    happened = [Happening(time, *change) for change in _changes(before, followed, records)]
+    seen = Counter(one.what for one in happened)
+    counted = Counter(claim.record.version for claim in claims.values() if claim.answers)
+    labels = version_labels(earlier.named_versions, counted)
+    return replace(
+        earlier,
+        time=time,
+        stages=tuple(_stage(claims, clocks, stage, clock, over=over) for stage in range(spec.stages)),
+        nodes=_nodes(claims, clocks, clock),
+        introduced=len(claims),
+        clock=clock,
+        tokens_per_second=speed,
+        speed_from=speed_from,
+        versions=_versions(counted, labels),
+        named_versions=labels,
+        joins=earlier.joins + seen["joined"],
+        left=earlier.left + seen["left"],
+        lost=earlier.lost + seen["lost"],
+        moves=earlier.moves + seen["moved"],
+        happenings=(*earlier.happenings, *(happened if earlier.time else ()))[-HAPPENINGS:],
+        over=over,
+        followed=followed,
+    )
+
+
+def newest_records(directory: DirectoryView, now: float) -> dict[str, LiveRecord]:
+    """Each peer's last word that lives at DHT time `now`, farewells included: who moves has records at two stages."""
+    newest: dict[str, LiveRecord] = {}
+    for rows in directory.stages:
+        for peer, row in rows.items():
+            if row.expires > now and (peer not in newest or row.record.sequence > newest[peer].record.sequence):
+                newest[peer] = row
+    return newest
+
+
+def believed(claimed: Iterable[float]) -> float:
+    """The sum of what nodes claim, tokens/s, each one's word believed up to a multiple of the median of those that say
+    anything."""
+    said = [value for value in claimed if value > 0.0]
+    return sum(min(value, CREDIBLE_STRENGTH * median_low(said)) for value in said)
+
+
+def _followed(before: Followed | None, claim: _Claim, window: float) -> Followed:
+    record, points = claim.record, () if before is None else before.points
+    same = before is not None and (before.stage, before.state) == (record.stage, record.state.value)
+    if not same or (points and record.clock < points[-1][1]):
+        points = ()
+    if not points or claim.published > points[-1][0]:
+        points = (*points, (claim.published, record.clock))
+    recent = tuple(point for point in points if point[0] >= points[-1][0] - window)[-MOST_POINTS:]
+    counted = claim.answers or (before is not None and before.counted)
+    return Followed(record.stage, record.state.value, record.finished, counted, recent)
+
+
+def _speed(
+    claims: Mapping[str, _Claim], followed: Mapping[str, Followed]
+) -> tuple[float | None, Literal["clocks", "records"] | None]:
+    """Swarm tokens/s by the clocks of those that train, or else by the word of the first stage's."""
+    origins = [peer for peer, claim in claims.items() if claim.record.stage == 0 and claim.trains]
+    training = origins or [peer for peer, claim in claims.items() if claim.trains]
+    measured = [speed for peer in training if (speed := _slope(followed[peer].points)) is not None]
+    if measured and 2 * len(measured) >= len(training):
+        return median(measured), "clocks"
+    said = believed(claims[peer].record.tokens_per_second for peer in origins)
+    return (said, "records") if said else (None, None)
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> float | None:
+    if len(points) < 2 or points[-1][0] <= points[0][0]:
+        return None
+    return (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
+
+
+def _present_clock(claim: _Claim, now: float, life: float, speed: float, target: float) -> float:
+    said = claim.record.clock
+    if not claim.trains:
+        return said
+    return min(said + min(max(0.0, now - claim.published), life) * speed, max(said, target))
+
+
+def _is_over(
+    target: float,
+    claims: Mapping[str, _Claim],
+    records: Mapping[str, LiveRecord],
+    before: Mapping[str, Followed],
+    *,
+    was: bool,
+) -> bool:
+    """Half of the first stage's nodes say that they have trained to the end, those that have just left included; while
+    one of them trains it is said anew at each look."""
+    origins = [claim for claim in claims.values() if claim.record.stage == 0]
+    voices = [claim.record.finished for claim in origins if claim.answers]
+    for peer, row in records.items():
+        left = row.record.state is PeerState.GONE and row.record.stage == 0
+        if left and peer in before and before[peer].counted:
+            voices.append(row.record.finished)
+    trained = [claim.record.clock for claim in origins if claim.trains]
+    ends = (bool(voices) and 2 * sum(voices) >= len(voices)) or (bool(trained) and median(trained) >= target)
+    return ends or (was and not trained)
+
+
+def _changes(
+    before: Mapping[str, Followed], followed: Mapping[str, Followed], records: Mapping[str, LiveRecord]
+) -> Iterator[tuple[Change, str, int]]:
+    """Who came, moved and went since the last look."""
+    for peer, seen in followed.items():
+        was = before.get(peer)
+        if seen.counted and not (was and was.counted):
+            yield "joined", peer, seen.stage
+        elif was and was.counted and was.stage != seen.stage:
+            yield "moved", peer, seen.stage
+    for peer, was in before.items():
+        if was.counted and peer not in followed:
+            yield ("left" if peer in records or was.state in FAREWELLS else "lost"), peer, was.stage
+
+
+def _stage(
+    claims: Mapping[str, _Claim], clocks: Mapping[str, float], stage: int, swarm: float, *, over: bool
+) -> StageSeen:
+    here = {peer: claim for peer, claim in claims.items() if claim.record.stage == stage}
+    states = Counter(claim.record.state.value for claim in here.values() if claim.answers)
+    serving = [clocks[peer] for peer, claim in here.items() if claim.serves]
+    training = [clocks[peer] for peer, claim in here.items() if claim.trains]
+    return StageSeen(
+        nodes={state: states[state] for state in STATES},
+        claimed=sum(not claim.answers for claim in here.values()),
+        capacity=believed(claim.record.capacity for claim in here.values() if claim.serves),
+        clock=median(serving) if serving else None,
+        lag=max(0.0, swarm - min(training)) if training else None,
+        missing=not serving and not over,
+    )
+
+
+def _versions(counted: Mapping[str, int], labels: Sequence[str]) -> dict[str, int]:
+    named = {version: counted.get(version, 0) for version in labels}
+    return named | {OTHER_VERSIONS: sum(count for version, count in counted.items() if version not in named)}
+
+
+def _nodes(claims: Mapping[str, _Claim], clocks: Mapping[str, float], swarm: float) -> tuple[NodeSeen, ...]:
+    shown = sorted(claims, key=lambda peer: (not claims[peer].answers, peer))[:MOST_NODES]
+    made: list[NodeSeen] = []
+    for peer in sorted(shown, key=lambda peer: (claims[peer].record.stage, peer)):
+        record = claims[peer].record
+        made.append(
+            NodeSeen(
+                peer_id=peer,
+                stage=record.stage,
+                state=record.state.value,
+                version=record.version,
+                answers=claims[peer].answers,
+                clock=clocks[peer],
+                lag=swarm - clocks[peer],
+                tokens_per_second=record.tokens_per_second,
+                capacity=record.capacity,
+                outer_rounds=record.outer_rounds,
+                newcomer=record.newcomer,
+            )
+        )
+    return tuple(made)

@@ -1,0 +1,236 @@
+"""Audits: now and then several peers train the same microbatch, and who contradicts the others gets no more of them.
+
+A gradient with its sign turned looks like any other in size, and gradients of different microbatches have too little in
+common to tell one by (decision 127). Those of the same microbatch nearly agree between honest replicas of a stage. What
+an audited peer gets is an ordinary microbatch: it cannot know that another one has it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from noloco_node import ambient
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline.messages import COME_BACK, Outgoing, Trained
+from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.training.norm_bound import NormBound
+from noloco_node.transport.errors import Refused, TransportError
+from noloco_node.transport.tensor_checks import INLINE_ELEMENTS
+from noloco_node.trust.reputation import TRIAL_SECONDS, Trust
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ALIKE = 0.5
+"""Two gradients less alike than this contradict each other (decision 128 has what was measured)."""
+UNUSUAL = 2.0
+"""Times the usual norm from which a gradient is looked at."""
+JURY = 3
+"""Peers without which no contradiction can be decided, so that none is looked for."""
+MOST_FAILURES = 3
+"""Undoubted peers that may fail to answer before an audit is given up."""
+PATIENCE = 4.0
+"""Times what the first answer took, and a second, that a juror has: one that stalls must not hold the audits up."""
+BUSY_SECONDS = 1.0
+"""After which a doubted peer that is busy or about to leave is asked again; who breaks off waits for a whole trial."""
+
+
+def share_of_a_hop(share: float, hops: int) -> float:
+    """The share that the sender of each of so many hops may have trained twice. Nothing tells a copy from the first, so
+    copies are copied again further down: at the last stage all of them together come to `share` of the work."""
+    return (1.0 + share) ** (1.0 / hops) - 1.0
+
+
+class Finding(StrEnum):
+    """How an audit ended."""
+
+    AGREED = "agreed"
+    CONTRADICTED = "contradicted"
+    """One of three was alone with its gradient."""
+    UNDECIDED = "undecided"
+    """Two contradicted each other, and the third agreed with both or with none."""
+    FAILED = "failed"
+    """Too few peers answered."""
+
+
+def likeness(one: Tensor, other: Tensor) -> float:
+    """2⟨a, b⟩ / (‖a‖² + ‖b‖²) of two tensors of the same shape: 1 where they are equal, -1 where one is the other with
+    its sign turned; also small where one is much larger than the other."""
+    product = squares = 0.0
+    one, other = one.flatten(), other.flatten()
+    for start in range(0, one.numel(), INLINE_ELEMENTS):
+        a, b = (whole[start : start + INLINE_ELEMENTS].double() for whole in (one, other))
+        product += float(torch.dot(a, b))
+        squares += float(torch.dot(a, a) + torch.dot(b, b))
+    return 2.0 * product / squares if squares > 0.0 else 1.0
+
+
+def odd_one_out(first: Tensor, second: Tensor, third: Tensor) -> int | None:
+    """Which of two that contradict each other is unlike a third; None where that is both of them or neither."""
+    with_first, with_second = _are_alike(first, third), _are_alike(second, third)
+    return None if with_first == with_second else int(with_first)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Case:
+    """A microbatch, its first answer, and the seconds that this one had and took."""
+
+    first: Trained
+    outgoing: Outgoing
+    budget: float
+    took: float
+
+
+class Auditor:
+    """Audits a node's next-stage peers, one microbatch at a time, beside the training.
+
+    Of a jury at most one is doubted, and two others decide: doubted peers neither clear nor outvote anybody.
+    """
+
+    def __init__(
+        self,
+        share: float,
+        book: RoutingBook,
+        train_again: Callable[[PeerId, Outgoing, float], Awaitable[Trained]],
+        rng: random.Random,
+        clock: Callable[[], float] = ambient.monotonic,
+        *,
+        allowance: float = JURY,
+    ) -> None:
+        """`share`: copies for each microbatch, all audits together but those that a doubt calls for; `allowance`: how
+        many there may be at once to begin with. `train_again` has a peer train a microbatch again, under another id,
+        with the budget (seconds) that the first had: nothing must tell the two apart. Refused, TransportError."""
+        self._share = share
+        self._book = book
+        self._train_again = train_again
+        self._rng = rng
+        self._clock = clock
+        self._cases: asyncio.Queue[_Case] = asyncio.Queue()
+        self._at_work = False
+        self._credit, self._most_credit = allowance, max(allowance, float(JURY))
+        """Copies that may be asked for now without a doubt."""
+        self._norms = NormBound(UNUSUAL)
+        self._silent_until: dict[PeerId, float] = {}
+        """Doubted peers that did not answer, and when they are asked again: they must not hold the audits up."""
+        self.findings: Counter[str] = Counter()
+        """Audits so far, by `Finding`."""
+
+    def consider(self, first: Trained, outgoing: Outgoing, *, budget: float, took: float) -> None:
+        """Audit a microbatch that a peer has answered, where no other is being audited, and the stage has enough
+        replicas to decide: all of a doubted peer and any while one is on trial and to be heard; and as far as the share
+        goes the first of each peer, one whose gradient is unusually large, and others at random. `budget` and `took`:
+        the seconds that the answer had and needed."""
+        peer = PeerId(first.peer)
+        self._credit = min(self._most_credit, self._credit + self._share)
+        unusual = self._norms.factor(peer, first.scale) < 1.0
+        if self._share == 0.0 or self._at_work or self._book.trust(peer) is Trust.SET_ASIDE:
+            return
+        doubted, suspects = self._book.doubted, self._to_be_heard()
+        spotless = len(self._book.peers) - len(doubted)
+        if spotless + (peer in doubted or bool(suspects)) < JURY:
+            return
+        if peer in doubted or suspects:
+            self._take_up(_Case(first, outgoing, budget, took))
+        elif self._credit >= 1.0 and (unusual or self._book.repute(peer).audits == 0 or self._is_drawn()):
+            self._credit -= 1.0
+            self._take_up(_Case(first, outgoing, budget, took))
+
+    def _is_drawn(self) -> bool:
+        """Twice as often as the share allows: it is the credit that holds it down, and hardly any is left unused."""
+        return self._rng.random() < 2.0 * self._share
+
+    def _take_up(self, case: _Case) -> None:
+        self._at_work = True
+        self._cases.put_nowait(case)
+
+    async def run(self) -> NoReturn:
+        """Work off what `consider` has taken up, until cancelled."""
+        while True:
+            case = await self._cases.get()
+            try:
+                finding = await self._audit(case)
+            except Exception:
+                logger.exception("an audit failed")  # it only looks on: the training must not end with it
+                finding = Finding.FAILED
+            finally:
+                self._at_work = False
+            self.findings[finding.value] += 1
+
+    async def _audit(self, case: _Case) -> Finding:
+        assert case.first.gradient is not None
+        answers = {PeerId(case.first.peer): case.first.gradient}
+        failed: set[PeerId] = set()
+        while len(answers) < JURY and len(failed) <= MOST_FAILURES:
+            peer = self._next_juror({*answers, *failed})
+            if peer is None:
+                break
+            if len(answers) > 1:
+                self._credit = max(-float(JURY), self._credit - 1.0)
+            gradient = await self._ask(peer, case)
+            if gradient is None:
+                failed.add(peer)
+                continue
+            answers[peer] = gradient
+            if len(answers) == 2 and await _off_loop(_are_alike, *answers.values()):
+                self._note(dict.fromkeys(answers, False))
+                return Finding.AGREED
+        if len(answers) < JURY:
+            return Finding.FAILED
+        odd = await _off_loop(odd_one_out, *answers.values())
+        self._note({peer: None if odd is None else index == odd for index, peer in enumerate(answers)})
+        return Finding.UNDECIDED if odd is None else Finding.CONTRADICTED
+
+    def _note(self, against: Mapping[PeerId, bool | None]) -> None:
+        for index, (peer, verdict) in enumerate(against.items()):
+            self._book.audited(peer, against=verdict, by_copy=index > 0)
+
+    async def _ask(self, peer: PeerId, case: _Case) -> Tensor | None:
+        """A juror's gradient; None where it gives none in time."""
+        silent = TRIAL_SECONDS
+        try:
+            async with asyncio.timeout(PATIENCE * case.took + 1.0):
+                return (await self._train_again(peer, case.outgoing, case.budget)).gradient
+        except Refused as refusal:
+            why = str(refusal)
+            silent = BUSY_SECONDS if refusal.reason in COME_BACK else TRIAL_SECONDS
+        except (TransportError, TimeoutError) as error:
+            why = repr(error)
+        logger.debug("%s gave no answer to an audit: %s", peer, why)
+        self._silent_until[peer] = self._clock() + silent
+        return None
+
+    def _next_juror(self, asked: Collection[PeerId]) -> PeerId | None:
+        """At most one that is doubted, before the others."""
+        doubted = self._book.doubted
+        if doubted.isdisjoint(asked) and (suspects := self._to_be_heard()):
+            return self._rng.choice(suspects)
+        return self._book.choose({*asked, *doubted})
+
+    def _to_be_heard(self) -> list[PeerId]:
+        """Peers on trial that are worth asking now."""
+        now, book = self._clock(), self._book
+        self._silent_until = {peer: until for peer, until in self._silent_until.items() if until > now}
+        willing = book.doubted.difference(self._silent_until)
+        return sorted(peer for peer in willing if book.trust(peer) is Trust.ON_TRIAL)
+
+
+async def _off_loop(compare: Callable[..., T], *gradients: Tensor) -> T:
+    """Compare large gradients beside the event loop, small ones at once."""
+    if gradients[0].numel() <= INLINE_ELEMENTS:
+        return compare(*gradients)
+    return await ambient.elsewhere(compare, *gradients)
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return likeness(one, other) >= ALIKE

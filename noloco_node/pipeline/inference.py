@@ -1,0 +1,155 @@
+"""Forward only, for who generates a text through the swarm: one stage of one window, for whoever asks, within a ration.
+
+Whoever asks carries the activations from stage to stage itself: each node works for the peer that it has before it, by
+its authenticated id, and for nobody's word. What it may have is a share of the tokens that this node trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from noloco_node import PROTOCOL_VERSION
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.peer_clocks import FarBehind
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.model.cut import StageCut
+from noloco_node.training.activation_codec import carried_dtype
+from noloco_node.training.fair_queue import Turn
+from noloco_node.training.stage_trainer import MicrobatchNotFinite
+from noloco_node.training.stage_worker import StageWorker
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.headers import ProtocolVersion, RunName, StageIndex, WireModel, check_addressed, parse
+from noloco_node.transport.interface import Release, Transport
+from noloco_node.transport.messages import DTYPE_NAMES, JsonObject, Message, TensorSpec
+from noloco_node.transport.rations import Budget, PeerBudgets
+from noloco_node.transport.tensor_checks import all_finite
+
+METHOD = "inference.forward"
+
+AT_ONCE = 2
+"""Windows of all askers that a node holds."""
+SAVED_WINDOWS = 32
+"""What all askers together may have at once, however little was asked before; one of them half of it."""
+WEIGHT = 4.0
+"""What a token counts in its turn on the device, beside a token that is trained."""
+
+
+class ForwardHeader(WireModel):
+    """Goes with token ids int32 [1, T] to stage 0, with activations [1, T, hidden] to a later one. The answer has the
+    activations for the next stage, or the logits of the last position, fp32 [1, vocabulary]."""
+
+    run: RunName
+    stage: StageIndex
+    protocol: ProtocolVersion = PROTOCOL_VERSION
+
+
+class Rations:
+    """Tokens that askers may have: `share` of those that are `trained` here, and what was saved up of it. Of all that,
+    one asker gets half."""
+
+    def __init__(self, share: float, window: int, trained: Callable[[], int]) -> None:
+        self._trained = trained
+        self._furthest = 0
+        most = float(SAVED_WINDOWS * window)
+        self._all = Budget(most, share, self._clock)
+        self._each = PeerBudgets(most / 2, share / 2, self._clock)
+
+    def take(self, peer: PeerId, tokens: int) -> None:
+        """Book them on the peer's account. Refused (`busy`) where it may not have so many now."""
+        own = self._each.of(peer)
+        if min(own.left, self._all.left) < tokens:
+            raise Refused(Refusal.BUSY, "what is trained here leaves no more to who generates, for now")
+        own.spend(tokens)
+        self._all.spend(tokens)
+
+    def _clock(self) -> float:
+        """A replica that takes a fellow's state may count anew."""
+        self._furthest = max(self._furthest, self._trained())
+        return float(self._furthest)
+
+
+class InferenceServer:
+    """Answers for this node's stage. `share`: `node.generate_share`; with 0 the method is not served."""
+
+    def __init__(
+        self, spec: RunSpec, cut: StageCut, hidden: int, vocabulary: int, worker: StageWorker, share: float
+    ) -> None:
+        self._spec = spec
+        self._cut = cut
+        self._hidden = hidden
+        self._vocabulary = vocabulary
+        self._worker = worker
+        self._share = share
+        self._rations = Rations(share, spec.data.sequence_length, lambda: worker.last_trained.tokens)
+        self._held = 0
+        self.accepting = False
+        self.behind: FarBehind | None = None
+        """Whether this replica is far behind its fellows; None: it never is."""
+
+    def serve(self, transport: Transport) -> None:
+        """Register with the transport, where the node gives anything."""
+        if self._share > 0.0:
+            transport.serve(METHOD, self.admit, self.handle, max_concurrent_per_peer=1)
+
+    def admit(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> Release:
+        """Refuse what is not meant for this node, malformed, or too much now, before a byte of the body is read."""
+        if not self.accepting:
+            raise Refused(Refusal.DRAINING)
+        parsed = parse(ForwardHeader, header)
+        check_addressed(
+            run=parsed.run,
+            stage=parsed.stage,
+            own_run=self._spec.run_id,
+            own_stage=self._cut.index,
+            protocol=parsed.protocol,
+        )
+        tokens = self._tokens_of(specs)
+        if self._held >= AT_ONCE or (self.behind is not None and self.behind.stands_back):
+            raise Refused(Refusal.BUSY, f"{self._held} windows of who generates are held here")
+        self._rations.take(peer, tokens)
+        self._held += 1
+        return self._release
+
+    async def handle(self, peer: PeerId, message: Message) -> Message:
+        """Run the stage on one admitted window."""
+        (inputs,) = message.tensors
+        if self._cut.is_first and (int(inputs.min()) < 0 or int(inputs.max()) >= self._vocabulary):
+            raise Refused(Refusal.MALFORMED, f"a token is outside the vocabulary of {self._vocabulary}")
+        if not self._cut.is_first and not await all_finite(inputs):
+            raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
+        turn = Turn((METHOD, peer), WEIGHT * inputs.shape[1])
+        try:
+            return Message({}, (await self._forward(inputs, turn),))
+        except MicrobatchNotFinite as error:
+            raise Refused(Refusal.DIVERGED, str(error)) from None  # with these weights: no proof against the sender
+
+    async def _forward(self, inputs: Tensor, turn: Turn) -> Tensor:
+        given = inputs.to(torch.int64) if self._cut.is_first else inputs
+        if self._cut.is_last:
+            return await self._worker.last_logits(given, turn)
+        return await self._worker.evaluate(given, turn=turn)
+
+    def _tokens_of(self, specs: tuple[TensorSpec, ...]) -> int:
+        """Refuse tensors that are not one window's, or a beginning of it."""
+        if len(specs) != 1:
+            raise Refused(Refusal.MALFORMED, f"a window is one tensor, not {len(specs)}")
+        tokens = specs[0].shape[1] if len(specs[0].shape) > 1 else 0
+        wanted = window_spec(self._spec, self._cut.is_first, tokens, self._hidden)
+        if specs[0] != wanted:
+            raise Refused(Refusal.MALFORMED, f"{specs[0].shape} where {wanted.dtype} {wanted.shape} belongs")
+        if not 1 <= tokens <= self._spec.data.sequence_length:
+            raise Refused(Refusal.TOO_LARGE, f"{tokens} tokens; a window has {self._spec.data.sequence_length}")
+        return tokens
+
+    def _release(self) -> None:
+        self._held -= 1
+
+
+def window_spec(spec: RunSpec, is_first: bool, tokens: int, hidden: int) -> TensorSpec:
+    """What goes to a stage: token ids to the first, activations to others."""
+    if is_first:
+        return TensorSpec("i32", (1, tokens))
+    return TensorSpec(DTYPE_NAMES[carried_dtype(spec.pipeline.activations)], (1, tokens, hidden))

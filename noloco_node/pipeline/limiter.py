@@ -1,0 +1,99 @@
+"""Places for microbatches of other peers: how many this node holds at once, and how they are shared."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from functools import partial
+
+from noloco_node import ambient
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.interface import Release
+
+WANTED_SECONDS = 1.0
+"""How long a peer that was refused is taken to want a place still: it asks again within a fraction of that."""
+RELIABLE_SECONDS = 120.0
+"""How long a peer is taken to bring work after a place of it came to something."""
+PEERS_REMEMBERED = 1024
+
+
+class Places:
+    """At most `limit` microbatches at once, those on their way included. A quarter of the places (none of fewer than
+    four) is for others than whoever has most: one peer that fills what it can get shuts nobody out. Places that
+    others found taken just now are kept for them, until they ask again, from whoever has more than its part. While
+    there are peers whose places came to something of late, half of all are for these: keys that were never seen before
+    cost nothing, and a place is held for as long as its body is on its way."""
+
+    def __init__(self, limit: int, clock: Callable[[], float] = ambient.monotonic) -> None:
+        self._limit = limit
+        self._limit_per_peer = limit - limit // 4
+        self._clock = clock
+        self._taken: Counter[PeerId] = Counter()
+        self._answered: Counter[PeerId] = Counter()
+        """Of these, those that an answer was given to."""
+        self._reliable: OrderedDict[PeerId, float] = OrderedDict()
+        """Whose last place came to something, and when."""
+        self._wanted: OrderedDict[PeerId, float] = OrderedDict()
+        """Who was refused last, and until when it is taken to want a place; at most `limit` of them."""
+
+    @property
+    def taken(self) -> int:
+        """Places taken now."""
+        return self._taken.total()
+
+    def take(self, peer: PeerId) -> Release:
+        """A place for one microbatch of `peer`; what is returned gives it back. Refused (`busy`) if none is free."""
+        if self.taken >= self._limit:
+            self._want(peer)
+            raise Refused(Refusal.BUSY, f"{self.taken} microbatches are pending here")
+        if self._taken[peer] >= self._limit_per_peer or self._keeps_for_others(peer):
+            raise Refused(Refusal.BUSY, f"{self._taken[peer]} of your microbatches are pending here")
+        if peer not in self._reliable and self._strangers_have_theirs():
+            self._want(peer)
+            raise Refused(Refusal.BUSY, "half of the places are for peers whose microbatches were trained here")
+        self._wanted.pop(peer, None)
+        self._taken[peer] += 1
+        return partial(self._release, peer)
+
+    def answered(self, peer: PeerId) -> None:
+        """A place of `peer` came to something: the answer to its microbatch is ready."""
+        self._answered[peer] += 1
+        self._reliable[peer] = self._clock()
+        self._reliable.move_to_end(peer)
+        if len(self._reliable) > PEERS_REMEMBERED:
+            self._reliable.popitem(last=False)
+
+    def _release(self, peer: PeerId) -> None:
+        if self._answered[peer] > 0:
+            self._answered[peer] -= 1
+        else:
+            self._reliable.pop(peer, None)
+        self._answered = +self._answered
+        self._taken[peer] -= 1
+        if not self._taken[peer]:
+            del self._taken[peer]
+
+    def _strangers_have_theirs(self) -> bool:
+        """Whether peers that are not reliable hold all places that may be theirs."""
+        now = self._clock()
+        while self._reliable and next(iter(self._reliable.values())) <= now - RELIABLE_SECONDS:
+            self._reliable.popitem(last=False)
+        strangers = sum(count for peer, count in self._taken.items() if peer not in self._reliable)
+        return bool(self._reliable) and strangers >= max(1, self._limit - self._limit // 2)
+
+    def _keeps_for_others(self, peer: PeerId) -> bool:
+        """Whether the places that are left are for others than `peer`."""
+        now = self._clock()
+        while self._wanted and next(iter(self._wanted.values())) <= now:
+            self._wanted.popitem(last=False)
+        others = len(self._wanted.keys() - {peer})
+        if self._limit - self.taken > others:
+            return False
+        return self._taken[peer] >= max(1, self._limit // len({peer, *self._taken, *self._wanted}))
+
+    def _want(self, peer: PeerId) -> None:
+        self._wanted[peer] = self._clock() + WANTED_SECONDS
+        self._wanted.move_to_end(peer)
+        if len(self._wanted) > self._limit:
+            self._wanted.popitem(last=False)

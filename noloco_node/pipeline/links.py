@@ -1,0 +1,77 @@
+"""The ways to other peers: which go through a relay, and how quick fellows' are. Pure but for the book's memory.
+
+A relayed or slow way is asked less where there is another, and never not at all: it may be quicker by now.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from noloco_node.identity.peer_id import PeerId
+
+RELAYED_WEIGHT = 1 / 4
+"""How often a peer behind a relay is chosen, beside one that is connected directly."""
+LEAST_WEIGHT = 1 / 8
+"""Of a fellow whose way is slow, relayed or not."""
+TOLERANCE = 1.5
+"""Times what the quicker half of the fellows take for a byte from which a way is slow: its weight falls as the square
+of what is beyond."""
+OF_AN_EXCHANGE = 1 / 4
+"""Part of one exchange in what a way usually takes."""
+REMEMBERED_SECONDS = 900.0
+"""After which a way is tried like any other."""
+FELLOWS_REMEMBERED = 1024
+
+
+class _Way(NamedTuple):
+    seconds_per_byte: float
+    at: float
+
+
+class FellowWays:
+    """What one replica's exchanges took. Times are seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._ways: OrderedDict[PeerId, _Way] = OrderedDict()
+
+    def exchanged(self, fellow: PeerId, seconds: float, sent_and_received: int, now: float) -> None:
+        """An exchange with a fellow took so long, for so many bytes both ways together."""
+        if sent_and_received <= 0:
+            return
+        taken, before = seconds / sent_and_received, self._ways.pop(fellow, None)
+        if before is not None and now - before.at < REMEMBERED_SECONDS:
+            taken = before.seconds_per_byte + OF_AN_EXCHANGE * (taken - before.seconds_per_byte)
+        self._ways[fellow] = _Way(taken, now)
+        if len(self._ways) > FELLOWS_REMEMBERED:
+            self._ways.popitem(last=False)
+
+    def weights(self, fellows: Sequence[PeerId], relayed: Collection[PeerId], now: float) -> list[float]:
+        """How often to choose each of the fellows, in their order."""
+        known = {
+            fellow: way.seconds_per_byte
+            for fellow in fellows
+            if (way := self._ways.get(fellow)) is not None and now - way.at < REMEMBERED_SECONDS
+        }
+        return way_weights([known.get(fellow) for fellow in fellows], [fellow in relayed for fellow in fellows])
+
+
+def way_weights(seconds_per_byte: Sequence[float | None], relayed: Sequence[bool]) -> list[float]:
+    """How often to choose each way, beside 1 for a direct and quick one; None: not known, and so not slow. Where all
+    are relayed that says nothing, and what is slow is said by the quicker half of those that are known."""
+    known = sorted(each for each in seconds_per_byte if each is not None)
+    quick = TOLERANCE * known[(len(known) - 1) // 2] if known else 0.0
+    beside_direct = not all(relayed)
+    weights: list[float] = []
+    for seconds, through_relay in zip(seconds_per_byte, relayed, strict=True):
+        slow = seconds is not None and seconds > quick > 0.0
+        weight = (quick / seconds) ** 2 if slow and seconds is not None else 1.0
+        weight *= RELAYED_WEIGHT if through_relay and beside_direct else 1.0
+        weights.append(max(LEAST_WEIGHT, weight))
+    return weights
+
+
+def share_of_relayed(relayed: int, direct: int) -> float:
+    """How many of the choices go to relayed peers beside direct ones."""
+    return RELAYED_WEIGHT * relayed / (RELAYED_WEIGHT * relayed + direct)

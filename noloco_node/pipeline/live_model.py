@@ -1,0 +1,187 @@
+"""A model that lies in pieces on the nodes of a run: asked stage by stage for what comes next, by one who looks on.
+
+There is no cache of keys and values: for each token the whole text so far goes through all stages anew, on a random
+route. A peer that dies, is silent or refuses is replaced by another of its stage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from noloco_node import ambient
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.records import Directory, PeerState
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.model.cut import build_config
+from noloco_node.pipeline.inference import METHOD, ForwardHeader, window_spec
+from noloco_node.transport.calls import Nothing, ask
+from noloco_node.transport.errors import (
+    DeadlinePassed,
+    PeerUnreachable,
+    ProtocolViolation,
+    Refusal,
+    Refused,
+    TransportError,
+)
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import TensorSpec
+
+ANSWERING = (PeerState.TRAINING, PeerState.FINISHING)
+LOOK_SECONDS = 15.0
+"""Between two looks at who is there, while all is well."""
+PAUSE_SECONDS = (0.25, 1.0)
+"""After a round in which every replica of a stage said no."""
+PATIENCE_SECONDS = 120.0
+"""So long a stage may bring nothing before the text ends."""
+WORTH_SAYING_SECONDS = 5.0
+SILENT_SECONDS = 60.0
+"""So long who was silent is asked only where nobody else is there: that others are full makes no way to it."""
+FOR_GOOD = frozenset(
+    {Refusal.UNKNOWN_METHOD, Refusal.NOT_ADMITTED, Refusal.WRONG_PROTOCOL, Refusal.WRONG_RUN, Refusal.BANNED}
+)
+"""Refusals that waiting does not change."""
+SHOWN_REASONS = 4
+WORDS = {
+    PeerUnreachable: "cannot be reached",
+    DeadlinePassed: "is silent",
+    ProtocolViolation: "answers what was not asked for",
+}
+"""For a person: what p2pd says of a failed call has several lines."""
+
+
+class LiveModel:
+    """Asks the nodes that `directory` shows. `say` hears why it waits."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        transport: Transport,
+        directory: Directory,
+        say: Callable[[str], None],
+        *,
+        rng: random.Random | None = None,
+        pause: tuple[float, float] = PAUSE_SECONDS,
+        patience: float = PATIENCE_SECONDS,
+    ) -> None:
+        config = build_config(spec.model)
+        self._spec = spec
+        self._hidden: int = config.hidden_size
+        self._vocabulary: int = config.vocab_size
+        self._transport = transport
+        self._directory = directory
+        self._say = say
+        self._rng = rng or ambient.chance()
+        self._pause = pause
+        self._patience = patience
+        self._looked = -math.inf
+        self._silent: dict[PeerId, float] = {}
+        self.replaced = 0
+        """Peers that were asked for their part of a token and did not give it, full ones not counted."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the text so far may have."""
+        return self._spec.data.sequence_length
+
+    async def next_logits(self, ids: Sequence[int]) -> Tensor:
+        """What comes after these tokens: fp32 [vocabulary]. Raises UserError (NO_DONOR) where a stage gives nothing."""
+        window = torch.tensor([list(ids)], dtype=torch.int32)
+        if ambient.monotonic() - self._looked > LOOK_SECONDS:
+            await self._look()
+        for stage in range(self._spec.stages):
+            window = await self._through(stage, window, len(ids))
+        return window[0]
+
+    async def _through(self, stage: int, window: Tensor, tokens: int) -> Tensor:
+        began, told = ambient.monotonic(), False
+        reasons: dict[PeerId, Refused | TransportError] = {}
+        asked: set[PeerId] = set()
+        while True:
+            peer = self._choose(stage, asked)
+            if peer is not None:
+                asked.add(peer)
+                try:
+                    return await self._ask(peer, stage, window, tokens)
+                except (Refused, TransportError) as error:
+                    reasons[peer] = error
+                    self._note(peer, error)
+                continue
+            waited = ambient.monotonic() - began
+            if waited >= self._patience or (reasons and all(map(_for_good, reasons.values()))):
+                raise self._nobody(stage, reasons)
+            if waited >= WORTH_SAYING_SECONDS and not told:
+                told = True
+                self._say(f"stage {stage} gives nothing now: {_shown(reasons)}; waiting")
+            await asyncio.sleep(self._rng.uniform(*self._pause))
+            await self._look()
+            asked.clear()
+
+    async def _ask(self, peer: PeerId, stage: int, window: Tensor, tokens: int) -> Tensor:
+        last, pipeline = stage + 1 == self._spec.stages, self._spec.pipeline
+        logits = TensorSpec("fp32", (1, self._vocabulary))
+        wanted = logits if last else window_spec(self._spec, False, tokens, self._hidden)
+        answer = await ask(
+            self._transport,
+            peer,
+            METHOD,
+            ForwardHeader(run=self._spec.run_id, stage=stage),
+            Nothing,
+            tensors=(window,),
+            specs=(wanted,),
+            timeout=min(pipeline.budget_seconds, 2.0 * pipeline.progress_seconds),
+            progress=pipeline.progress_seconds,
+        )
+        return answer.tensors[0]
+
+    def _choose(self, stage: int, asked: set[PeerId]) -> PeerId | None:
+        now, view = ambient.monotonic(), self._directory.view
+        records = [record for record in view.live(stage, self._directory.now()) if record.state in ANSWERING]
+        there = [PeerId(record.peer_id) for record in records]
+        heard = [peer for peer in there if self._silent.get(peer, 0.0) <= now]
+        left = [peer for peer in heard or there if peer not in asked]
+        return self._rng.choice(left) if left else None
+
+    def _note(self, peer: PeerId, error: Refused | TransportError) -> None:
+        if isinstance(error, Refused) and error.reason is Refusal.BUSY:
+            return
+        self.replaced += 1
+        if isinstance(error, TransportError):
+            self._silent[peer] = ambient.monotonic() + SILENT_SECONDS
+
+    async def _look(self) -> None:
+        await self._directory.refresh()
+        self._looked = ambient.monotonic()
+
+    def _nobody(self, stage: int, reasons: dict[PeerId, Refused | TransportError]) -> UserError:
+        return UserError(
+            ExitCode.NO_DONOR,
+            f"no replica of stage {stage} of run '{self._spec.name}' runs its part of the text: {_shown(reasons)}",
+            "try again later; or take the weights home with noloco-node export, and generate from there",
+        )
+
+
+def _for_good(error: Refused | TransportError) -> bool:
+    return isinstance(error, Refused) and error.reason in FOR_GOOD
+
+
+def _shown(reasons: dict[PeerId, Refused | TransportError]) -> str:
+    if not reasons:
+        return "the directory shows none"
+    words = [f"…{peer[-6:]} {_word(error)}" for peer, error in list(reasons.items())[:SHOWN_REASONS]]
+    return ", ".join(words + (["and others"] if len(reasons) > SHOWN_REASONS else []))
+
+
+def _word(error: Refused | TransportError) -> str:
+    if isinstance(error, Refused):
+        return f"says {error}"
+    for kind, word in WORDS.items():
+        if isinstance(error, kind):
+            return word
+    return "hung up"

@@ -1,0 +1,271 @@
+"""What travels with a microbatch: its header, its answer, and the books that are kept of it."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from noloco_node import PROTOCOL_VERSION
+from noloco_node.config.model_spec import MAX_PARTS
+from noloco_node.config.run_spec import ActivationCodec
+from noloco_node.data.samples import Position
+from noloco_node.data.walk import WalkPosition
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.model.router import Router
+from noloco_node.pipeline.link_codecs import from_wire
+from noloco_node.training.activation_codec import DTYPES, wire_length
+from noloco_node.transport.calls import Answer, BadAnswer
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.headers import (
+    ClockValue,
+    PeerName,
+    ProtocolVersion,
+    RandomId,
+    RunName,
+    StageIndex,
+    WireModel,
+    check_addressed,
+    parse,
+)
+from noloco_node.transport.messages import DTYPE_NAMES, JsonObject, TensorSpec
+from noloco_node.transport.tensor_checks import scale_of
+from noloco_node.trust.sources_seen import DrawnBy
+
+METHOD = "microbatch"
+
+COUNTS = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
+
+PEERS_COUNTED = 1024
+"""Peers whose work is counted one by one; of more, those seen last."""
+
+Chosen = Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 40)], ...], Field(max_length=MAX_PARTS)]
+"""How often each expert of a mixture was chosen for the tokens of a microbatch."""
+
+Mode = Literal["train", "evaluate"]
+
+COME_BACK = (Refusal.BUSY, Refusal.DRAINING)
+"""Refusals that say nothing against who gives them."""
+
+
+class MicrobatchHeader(WireModel):
+    """Goes with the activations and labels of a microbatch, from one stage to the next."""
+
+    id: RandomId
+    """Random; the same on every hop and every attempt."""
+    attempt: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    budget_ms: Annotated[int, Field(ge=1, le=86_400_000)]
+    """Milliseconds left; the receiver fails upward before they are over."""
+    mode: Mode = "train"
+    run: RunName
+    stage: StageIndex
+    """The stage it is meant for."""
+    origin: PeerName
+    """Peer id of the node that drew it; like its clock passed on unchanged by each hop, and the word of the sender."""
+    origin_clock: ClockValue
+    """The origin's clock (tokens) once it and all that the origin drew before it are trained."""
+    chosen: Chosen = ()
+    """By the stages before, where the run trains routers."""
+    codec: ActivationCodec = "fp32"
+    """How the activations travel, and their gradient back."""
+    protocol: ProtocolVersion = PROTOCOL_VERSION
+
+    @property
+    def drawn(self) -> DrawnBy:
+        """Who drew it, and when by its clock."""
+        return DrawnBy(PeerId(self.origin), self.origin_clock)
+
+
+class MicrobatchAnswer(WireModel):
+    """Comes back with the gradient of the activations (train) or alone (evaluate)."""
+
+    loss_sum: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
+    """Nats, summed over the tokens."""
+    tokens: Annotated[int, Field(gt=0, le=1 << 32)]
+    load: Annotated[int, Field(ge=0, le=1 << 20)]
+    """Microbatches that the answering node held when it answered, this one not counted."""
+    chosen: Chosen = ()
+    """By all stages, where the run trains routers."""
+    work_ms: Annotated[float, Field(ge=0.0, le=1e9, allow_inf_nan=False)] | None = None
+    """Milliseconds from the arrival of the whole request to this answer."""
+
+    @property
+    def work_seconds(self) -> float | None:
+        """`work_ms` in seconds."""
+        return None if self.work_ms is None else self.work_ms / 1000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outgoing:
+    """A microbatch for the next stage: activations [b, T, hidden] and labels int32 [b, T], with marks where documents
+    begin (`marks.BEGINS`)."""
+
+    id: str
+    mode: Mode
+    drawn: DrawnBy
+    activations: Tensor
+    labels: Tensor
+    chosen: tuple[int, ...] = ()
+    """How often the stages so far chose each expert."""
+    codec: ActivationCodec | None = None
+    """How they travel; None: as suits the link."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A microbatch that came back from the next stage."""
+
+    loss_sum: float
+    tokens: int
+    gradient: Tensor | None
+    scale: float = 0.0
+    """Root mean square of the gradient."""
+    peer: str = ""
+    """Who answered."""
+    chosen: tuple[int, ...] = ()
+    """How often all stages chose each expert."""
+    codec: ActivationCodec | None = None
+    """How it travelled."""
+
+
+class HopFailed(Exception):
+    """A hop gave a microbatch up; `reason` says why, and its sender may try elsewhere. `reached` is False where no peer
+    ever had it in hand: that says nothing against the microbatch."""
+
+    def __init__(self, reason: Refusal, detail: str, *, reached: bool) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+        self.reached = reached
+
+
+def given_up(reason: Refusal, why: str, reached: bool) -> HopFailed:
+    """What to raise when all tries are used up. Where nobody had the microbatch in hand the origin must know: it is
+    held back then, however often."""
+    return HopFailed(reason if reached else Refusal.OUT_OF_REACH, why, reached=reached)
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """Windows that make one microbatch, int32 [b, T + 1], and how often they were put back."""
+
+    windows: Tensor
+    put_backs: int = 0
+
+
+@dataclass(slots=True)
+class Done:
+    """Microbatches that one peer trained for another, and their tokens."""
+
+    microbatches: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Counts of microbatches at one node, through all of its stays. On stage 0, drawn = trained + dropped + held."""
+
+    drawn: int = 0
+    trained: int = 0
+    dropped: int = 0
+    put_back: int = 0
+    retried: int = 0
+    repeated: int = 0
+    served: int = 0
+    waiting: deque[Sample] = field(default_factory=deque[Sample])
+    """Samples that were put back. A node that leaves stage 0 keeps them, and trains them should it return."""
+    walk: Position = field(default_factory=WalkPosition)
+    """Where the next sample of its text comes from, once it has left stage 0."""
+    done_for: OrderedDict[PeerId, Done] = field(default_factory=OrderedDict[PeerId, Done])
+    """What this node did for peers that have not receipted it yet."""
+    done_by: OrderedDict[PeerId, Done] = field(default_factory=OrderedDict[PeerId, Done])
+    """What peers did for this node, and it has not receipted yet."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The counts alone, by name."""
+        return {name: getattr(self, name) for name in COUNTS}
+
+    def resume(self, counts: Mapping[str, int]) -> None:
+        """Go on from these counts, of an earlier life of this node; one that is missing there is 0."""
+        for name in COUNTS:
+            setattr(self, name, counts.get(name, 0))
+
+    def note_served(self, peer: PeerId, tokens: int) -> None:
+        """This node trained a microbatch for `peer`."""
+        self.served += 1
+        _note(self.done_for, peer, tokens)
+
+    def note_received(self, peer: PeerId, tokens: int) -> None:
+        """`peer` trained a microbatch for this node."""
+        _note(self.done_by, peer, tokens)
+
+
+def _note(table: OrderedDict[PeerId, Done], peer: PeerId, tokens: int) -> None:
+    done = table.setdefault(peer, Done())
+    done.microbatches += 1
+    done.tokens += tokens
+    table.move_to_end(peer)
+    while len(table) > PEERS_COUNTED:
+        table.popitem(last=False)
+
+
+def parse_header(header: JsonObject, *, run: str, stage: int) -> MicrobatchHeader:
+    """A validated header that is meant for this node; raises Refused otherwise."""
+    parsed = parse(MicrobatchHeader, header)
+    check_addressed(run=parsed.run, stage=parsed.stage, own_run=run, own_stage=stage, protocol=parsed.protocol)
+    return parsed
+
+
+def activation_spec(rows: int, length: int, hidden: int, codec: ActivationCodec) -> TensorSpec:
+    """Activations [rows, length, hidden] as they travel."""
+    return TensorSpec(DTYPE_NAMES[DTYPES[codec]], (rows, length, wire_length(hidden, codec)))
+
+
+def check_specs(
+    specs: tuple[TensorSpec, ...], *, codec: ActivationCodec, windows: int, length: int, hidden: int
+) -> None:
+    """Refuse tensors that are not activations [b, length, hidden], by this codec, and labels int32 [b, length] with
+    b ≤ windows."""
+    if len(specs) != 2:
+        raise Refused(Refusal.MALFORMED, f"a microbatch has 2 tensors, not {len(specs)}")
+    activations, labels = specs
+    rows = activations.shape[0] if activations.shape else 0
+    if not 1 <= rows <= windows:
+        raise Refused(Refusal.TOO_LARGE, f"{rows} windows in a microbatch, 1 to {windows} are allowed")
+    for got, wanted in (
+        (activations, activation_spec(rows, length, hidden, codec)),
+        (labels, TensorSpec("i32", (rows, length))),
+    ):
+        if got != wanted:
+            raise Refused(Refusal.MALFORMED, f"{got.dtype} {got.shape} where {wanted.dtype} {wanted.shape} belongs")
+
+
+def read_answer(answer: Answer[MicrobatchAnswer], activations: Tensor, router: Router | None = None) -> Trained:
+    """What came back for these activations. Raises BadAnswer where it counts other tokens than they have, and where a
+    `router` is trained and the counts cannot be those of all stages."""
+    header = answer.header
+    if header.tokens != activations.shape[0] * activations.shape[1]:
+        raise BadAnswer(f"the answer counts {header.tokens} tokens in activations {tuple(activations.shape)}")
+    if not answer.tensors:
+        return Trained(header.loss_sum, header.tokens, None)
+    if router is not None and not router.whole(header.chosen, header.tokens):
+        raise BadAnswer("the answer's counts of chosen experts are not those of a microbatch")
+    return Trained(header.loss_sum, header.tokens, answer.tensors[0], sum(answer.scales), chosen=header.chosen)
+
+
+async def decoded(trained: Trained, codec: ActivationCodec, dtype: torch.dtype) -> Trained:
+    """The same with its gradient as numbers of this precision. Raises BadAnswer where codes stand for no numbers."""
+    if trained.gradient is None or trained.gradient.dtype == dtype:
+        return trained
+    gradient = await from_wire(trained.gradient, codec, dtype)
+    scale = await scale_of(gradient)
+    if not math.isfinite(scale):
+        raise BadAnswer("its codes stand for NaN or infinity, or for what is beyond all scale")
+    return replace(trained, gradient=gradient, scale=scale)

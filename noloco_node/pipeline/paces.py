@@ -1,0 +1,142 @@
+"""How long a next-stage peer takes, and how often asking it brings what was asked for, beside its fellows.
+
+What a peer says of its load costs it nothing; the time that it takes is the sender's own. A peer that answers just
+below each deadline, or fails at once each time, breaks no rule: it is asked less, in relation to its fellows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from noloco_node.identity.peer_id import PeerId
+
+TOLERANCE = 1.5
+"""Times what its fellows take from which a peer is slow: it is asked the less, by the square of what is beyond."""
+OF_AN_ANSWER = 1 / 8
+"""Part of one answer in what a peer usually takes and brings."""
+FORGOTTEN_AFTER = 20.0
+"""Slowness halves in so many times as long as the peer takes: one slow answer costs its giver some minutes at most."""
+FAILURES_HALVE_SECONDS = 30.0
+LEAST_WEIGHT = 1 / 16
+"""Of one whose answers never bring anything. That costs little time, and it may have come to itself."""
+LITTLE = 1 / 4
+"""Of what its fellows bring: less than that is no work."""
+HANG_SECONDS = 1.0
+"""A failure that took longer has held a request up for nothing."""
+REST_MULTIPLE = 3.0
+"""Times what the last such failure took that a peer rests, for each time but the first that it has held requests up."""
+LONGEST_REST_SECONDS = 600.0
+"""Also how long such a time is remembered."""
+
+
+class Outcome(Enum):
+    """How a request ended."""
+
+    CAME = auto()
+    """What was asked for came."""
+    FAILED = auto()
+    """Nothing came, and that is the peer's own affair."""
+    PASSED_UPWARD = auto()
+    """The peer says that others further on gave up, which may be so."""
+    UNTOLD = auto()
+    """It says nothing of the peer."""
+
+
+@dataclass(slots=True)
+class _Pace:
+    seconds: float | None = None
+    """What an answer takes, as of `at`; None where there was none yet."""
+    came: float = 1.0
+    """Share of requests that brought what was asked for, as of `at`."""
+    at: float = 0.0
+    under_way: list[float] = field(default_factory=list[float])
+    hangs: list[float] = field(default_factory=list[float])
+    """When it held requests up for nothing; those that were under way together are one."""
+
+    def came_at(self, now: float) -> float:
+        """`came`, as time has forgiven."""
+        return 1.0 - (1.0 - self.came) * 0.5 ** ((now - self.at) / FAILURES_HALVE_SECONDS)
+
+    def seconds_at(self, now: float, reference: float) -> float:
+        """What it takes, requests that are under way included."""
+        seconds = self.forgiven(now, reference)
+        return max(seconds, now - self.under_way[0]) if self.under_way else seconds
+
+    def forgiven(self, now: float, reference: float) -> float:
+        """`seconds`; of what is beyond the reference time forgives."""
+        seconds = self.seconds or 0.0
+        if seconds <= reference:
+            return seconds
+        return reference + (seconds - reference) * 0.5 ** ((now - self.at) / (FORGOTTEN_AFTER * seconds))
+
+
+class Paces:
+    """One sender's view of its next-stage peers. Times are seconds of `clock`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._paces: dict[PeerId, _Pace] = {}
+
+    def began(self, peer: PeerId) -> float:
+        """A request is under way; returns when it began."""
+        now = self._clock()
+        pace = self._paces.get(peer) or self._paces.setdefault(peer, _Pace(at=now))
+        pace.under_way.append(now)
+        return now
+
+    def ended(self, peer: PeerId, began: float, how: Outcome) -> float:
+        """It has ended. Returns the seconds for which the peer is to be left alone: the first time in a while that it
+        held requests up for nothing costs it none, since a node may stand still for a moment."""
+        pace, now = self._paces[peer], self._clock()
+        pace.under_way.remove(began)
+        if how is Outcome.UNTOLD:
+            return 0.0
+        took, before = now - began, pace.came_at(now)
+        pace.came = before + OF_AN_ANSWER * ((how is Outcome.CAME) - before)
+        usual = took if pace.seconds is None else pace.forgiven(now, took)
+        if how is Outcome.CAME or (how is Outcome.PASSED_UPWARD and took > usual):
+            pace.seconds = usual + OF_AN_ANSWER * (took - usual)
+        pace.at = now
+        return self._rest(pace, began, now) if how is Outcome.FAILED and took >= HANG_SECONDS else 0.0
+
+    @staticmethod
+    def _rest(pace: _Pace, began: float, now: float) -> float:
+        pace.hangs = [at for at in pace.hangs if now - at < LONGEST_REST_SECONDS]
+        if not pace.hangs or began >= pace.hangs[-1]:
+            pace.hangs.append(now)
+        return min(LONGEST_REST_SECONDS, REST_MULTIPLE * (len(pace.hangs) - 1) * (now - began))
+
+    def weights(self, peers: Sequence[PeerId]) -> dict[PeerId, float]:
+        """How often to ask each, beside 1 for one as quick as its fellows; who is not named has 1. The second quickest
+        says what is quick, so that one that answers anything at once says nothing of the others."""
+        now = self._clock()
+        self._forget(peers)
+        known = {peer: self._paces[peer] for peer in peers if peer in self._paces}
+        quick = sorted(pace.seconds for pace in known.values() if pace.seconds is not None)
+        reference = quick[len(quick) > 2] if quick else 0.0
+        best = max((pace.came_at(now) for pace in known.values()), default=1.0)
+        return {
+            peer: _slowness(pace.seconds_at(now, reference), reference) * _yield(pace.came_at(now), best)
+            for peer, pace in known.items()
+        }
+
+    def yields_little(self, peer: PeerId, peers: Sequence[PeerId]) -> bool:
+        """Whether asking `peer` brings far less than asking the best of `peers`."""
+        now = self._clock()
+        best = max((self._paces[each].came_at(now) for each in peers if each in self._paces), default=1.0)
+        return peer in self._paces and self._paces[peer].came_at(now) < LITTLE * best
+
+    def _forget(self, peers: Sequence[PeerId]) -> None:
+        if len(self._paces) > 2 * len(peers) + 64:
+            self._paces = {peer: pace for peer, pace in self._paces.items() if peer in peers or pace.under_way}
+
+
+def _slowness(seconds: float, reference: float) -> float:
+    most = TOLERANCE * reference
+    return 1.0 if seconds <= most or reference <= 0.0 else (most / seconds) ** 2
+
+
+def _yield(came: float, best: float) -> float:
+    return 1.0 if came * TOLERANCE >= best else max(LEAST_WEIGHT, came / best)

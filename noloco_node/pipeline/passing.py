@@ -1,0 +1,482 @@
+"""A microbatch's way there and back.
+
+Each hop has one owner: the sender keeps the activations until the gradient is back, and on a refusal, a time-out or a
+broken stream it picks another peer. `Downstream` is that owner, `PipelineServer` answers for a stage; `Origin` stands
+where the way begins (`origin.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from noloco_node import ambient
+from noloco_node.aio import run_to_end
+from noloco_node.config.run_spec import ActivationCodec, RunSpec
+from noloco_node.directory.peer_clocks import FarBehind
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.marks import positions_of, without_marks
+from noloco_node.model.router import Router
+from noloco_node.pipeline.audit import JURY, Auditor, share_of_a_hop
+from noloco_node.pipeline.blockage import Blockage
+from noloco_node.pipeline.ledger import MicrobatchName, Repeats, content_of
+from noloco_node.pipeline.limiter import Places
+from noloco_node.pipeline.link_codecs import LinkCodecs, from_wire, to_wire
+from noloco_node.pipeline.messages import (
+    COME_BACK,
+    METHOD,
+    HopFailed,
+    Ledger,
+    MicrobatchAnswer,
+    MicrobatchHeader,
+    Outgoing,
+    Trained,
+    check_specs,
+    decoded,
+    given_up,
+    parse_header,
+    read_answer,
+)
+from noloco_node.pipeline.paces import HANG_SECONDS, Outcome
+from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.telemetry.meters import Meter
+from noloco_node.telemetry.metric_table import HOP_SECONDS
+from noloco_node.training.activation_codec import carried_dtype
+from noloco_node.training.fair_queue import Turn
+from noloco_node.training.norm_bound import NormBound
+from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
+from noloco_node.training.stage_worker import StageWorker
+from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.calls import ask, judging
+from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError
+from noloco_node.transport.interface import Release, Transport
+from noloco_node.transport.messages import JsonObject, Message, TensorSpec
+from noloco_node.transport.tensor_checks import all_finite, scale_of
+from noloco_node.trust.sources_seen import OriginsSeen
+
+logger = logging.getLogger(__name__)
+
+BUDGET_SHARE_PASSED_ON = 0.9
+"""Each hop gives the next one less time than it has, so that it can fail upward before its own time is over."""
+
+MIN_BUDGET_MS = 50
+BUSY_BACKOFF_SECONDS = (0.02, 0.2)
+ROUNDS_TO_DESPAIR = 3
+"""In which every peer of good repute has refused a microbatch, before one on trial is asked for more than its word."""
+NOBODY_WARNING_SECONDS = 30.0
+SCALE_MULTIPLE = 16.0
+"""Activations whose root mean square is this many times the usual one are refused."""
+
+_PASSED_UPWARD = (Refusal.OUT_OF_REACH, Refusal.DOWNSTREAM_EXHAUSTED, Refusal.BUDGET_SPENT)
+_NOT_FOR_US = (Refusal.BANNED, Refusal.NOT_ADMITTED)
+
+
+class Downstream:
+    """Sends microbatches to the next stage and brings their gradients back, trying several peers."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        stage: int,
+        transport: Transport,
+        book: RoutingBook,
+        ledger: Ledger,
+        rng: random.Random,
+        router: Router | None = None,
+    ) -> None:
+        """Answers are held to how the model's `router` is trained, where it is."""
+        self._spec = spec
+        self._stage = stage
+        self._transport = transport
+        self._book = book
+        self._ledger = ledger
+        self._rng = rng
+        self._warn_again_at = 0.0
+        self._router = router
+        self.blockage = Blockage()
+        self.hop_seconds = Meter(HOP_SECONDS)
+        """From sending a microbatch to one peer to its answer."""
+        hops = spec.stages - 1
+        share = share_of_a_hop(spec.pipeline.audit_share, hops)
+        self._codecs = LinkCodecs(spec.pipeline.activations, rng)
+        self.auditor = Auditor(share, book, self._train_again, rng, allowance=JURY / hops)
+        """Runs beside the training (`Auditor.run`)."""
+
+    @property
+    def set_aside_now(self) -> int:
+        """Next-stage peers that audits have gone against and that get nothing now."""
+        return self._book.set_aside_now
+
+    @property
+    def peer_id(self) -> PeerId:
+        """This node's own."""
+        return self._transport.peer_id
+
+    async def send(self, outgoing: Outgoing, budget: float) -> Trained:
+        """Have the next stage train (or evaluate) a microbatch.
+
+        Raises HopFailed when the budget (seconds) or the attempts are used up, or when a peer further on gave up:
+        that is passed upward at once and retried by the origin only, so that failures do not multiply over hops. The
+        origin tries another peer then: whoever always says so may be the one at fault.
+        """
+        deadline = ambient.monotonic() + budget
+        failures, attempt, rounds, reached = 0, 0, 0, False
+        excluded: set[PeerId] = set()
+        while (remaining := deadline - ambient.monotonic()) * 1000 > MIN_BUDGET_MS:
+            peer = self._book.choose(excluded, desperate=rounds >= ROUNDS_TO_DESPAIR)
+            if peer is None:
+                await self._wait_for_a_peer(bool(excluded), remaining)
+                rounds += bool(excluded)
+                excluded.clear()
+                continue
+            began, patience = ambient.monotonic(), self._patience(remaining)
+            try:
+                answer = await self._ask(peer, outgoing, attempt, patience)
+            except Refused as refusal:
+                if refusal.reason is not Refusal.OUT_OF_REACH:
+                    self.blockage.failed()
+                if self._stage > 0 and refusal.reason in _PASSED_UPWARD:
+                    self._note_failure(peer, refusal)
+                    raise _passed_upward(refusal, reached) from None
+                reached = reached or refusal.reason is not Refusal.OUT_OF_REACH
+                failures += refusal.reason not in COME_BACK
+                self._note_failure(peer, refusal)
+                logger.debug("microbatch %s refused by %s: %s", outgoing.id[:8], peer, refusal)
+            except TransportError as error:
+                failures += 1
+                self.blockage.failed()
+                self._note_failure(peer, error)
+                reached = reached or not isinstance(error, PeerUnreachable)
+                if outgoing.mode == "train" and not isinstance(error, PeerUnreachable):
+                    self._ledger.repeated += 1
+                logger.debug("microbatch %s lost at %s: %r", outgoing.id[:8], peer, error)
+            else:
+                if outgoing.mode == "train":
+                    copied = replace(outgoing, codec=answer.codec)
+                    self.auditor.consider(answer, copied, budget=patience, took=ambient.monotonic() - began)
+                return answer
+            if failures >= self._spec.pipeline.hop_attempts:
+                why = f"{failures} failures at stage {self._stage + 1}"
+                raise given_up(Refusal.DOWNSTREAM_EXHAUSTED, why, reached)
+            attempt += 1
+            if outgoing.mode == "train":
+                self._ledger.retried += 1
+            excluded.add(peer)
+        why = f"no peer of stage {self._stage + 1} answered within {budget:.1f} s"
+        raise given_up(Refusal.BUDGET_SPENT, why, reached)
+
+    def _patience(self, remaining: float) -> float:
+        """Seconds for one attempt. The origin keeps half of what is left for a second one, so that a peer that is
+        silent (stopped, hung) does not eat the whole budget; a later hop gives all it has, or a deep pipeline's share
+        would shrink to nothing."""
+        if self._stage > 0:
+            return remaining
+        return min(remaining, max(remaining / 2, self._spec.pipeline.progress_seconds))
+
+    async def _train_again(self, peer: PeerId, first: Outgoing, budget: float) -> Trained:
+        try:
+            return await self._ask(peer, replace(first, id=ambient.token(16)), 0, budget)
+        except (Refused, TransportError) as error:
+            self._note_failure(peer, error)
+            raise
+
+    def _note_failure(self, peer: PeerId, error: Refused | TransportError) -> None:
+        if not isinstance(error, Refused) or error.reason in _NOT_FOR_US:
+            self._book.failed(peer)
+            self._transport.acquaintances.idle(peer)
+        elif error.reason is Refusal.BUSY:
+            self._book.full(peer)
+        elif error.reason in _PASSED_UPWARD and self._book.yields_little(peer):
+            self._transport.acquaintances.idle(peer)
+
+    async def _ask(self, peer: PeerId, outgoing: Outgoing, attempt: int, left: float) -> Trained:
+        activations, mode = outgoing.activations, outgoing.mode
+        codec = self._codecs.widest if mode == "evaluate" else outgoing.codec or self._codecs.choose(peer)
+        wire = await to_wire(activations, codec)
+        header = MicrobatchHeader(
+            id=outgoing.id,
+            attempt=attempt,
+            budget_ms=max(1, int(left * 1000 * BUDGET_SHARE_PASSED_ON)),
+            mode=mode,
+            run=self._spec.run_id,
+            stage=self._stage + 1,
+            origin=outgoing.drawn.origin,
+            origin_clock=outgoing.drawn.clock,
+            chosen=outgoing.chosen,
+            codec=codec,
+        )
+        began, asked = self._book.sent(peer), ambient.monotonic()
+        how = Outcome.FAILED
+        try:
+            answer = await ask(
+                self._transport,
+                peer,
+                METHOD,
+                header,
+                MicrobatchAnswer,
+                tensors=(wire, outgoing.labels),
+                specs=(TensorSpec.of(wire),) if mode == "train" else (),
+                timeout=left,
+                progress=self._spec.pipeline.progress_seconds,
+            )
+            how = Outcome.CAME
+            took = ambient.monotonic() - asked
+            self.hop_seconds.add(took)
+        except Refused as refusal:
+            how = _outcome(refusal, ambient.monotonic() - asked)
+            raise
+        except asyncio.CancelledError:
+            how = Outcome.UNTOLD
+            raise
+        finally:
+            self._book.done(peer, began, how)
+        with judging(self._transport, peer, METHOD):
+            trained = await decoded(read_answer(answer, activations, self._router), codec, activations.dtype)
+        self._book.reported(peer, answer.header.load)
+        self.blockage.through()
+        if mode == "train":
+            self._codecs.carried(peer, codec, took, answer.header.work_seconds)
+            self._ledger.note_received(peer, trained.tokens)
+            self._transport.acquaintances.worked(peer, trained.tokens)
+        return replace(trained, peer=peer, codec=codec)
+
+    async def _wait_for_a_peer(self, all_asked: bool, remaining: float) -> None:
+        """After a round in which every peer said no, a short jittered pause; with no peer at all, until one appears."""
+        now = ambient.monotonic()
+        if not all_asked and now >= self._warn_again_at:
+            self._warn_again_at = now + NOBODY_WARNING_SECONDS
+            logger.warning("stage %d has no replica that this node knows of: waiting for one", self._stage + 1)
+        pause = self._rng.uniform(*BUSY_BACKOFF_SECONDS) if all_asked else remaining
+        await self._book.changed.wait(min(pause, remaining))
+
+
+def _outcome(refusal: Refused, took: float) -> Outcome:
+    if refusal.reason in _PASSED_UPWARD:
+        return Outcome.PASSED_UPWARD
+    return Outcome.UNTOLD if refusal.reason is Refusal.BUSY and took < HANG_SECONDS else Outcome.FAILED
+
+
+def _passed_upward(refusal: Refused, reached: bool) -> HopFailed:
+    if refusal.reason is Refusal.OUT_OF_REACH:
+        return HopFailed(Refusal.OUT_OF_REACH, refusal.detail, reached=reached)
+    return HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, refusal.detail, reached=True)
+
+
+class PipelineServer:
+    """Answers microbatches for this node's stage. Full means `busy` at once: nothing queues without bound."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        stage: int,
+        hidden: int,
+        vocabulary: int,
+        worker: StageWorker,
+        downstream: Downstream | None,
+        ledger: Ledger,
+        max_pending: int,
+        acquaintances: Acquaintances,
+    ) -> None:
+        self._spec = spec
+        self._stage = stage
+        self._hidden = hidden
+        self._vocabulary = vocabulary
+        self._worker = worker
+        self._downstream = downstream
+        self._carried = carried_dtype(spec.pipeline.activations)
+        self._ledger = ledger
+        self._acquaintances = acquaintances
+        self._under_way: dict[MicrobatchName, asyncio.Task[object] | None] = {}
+        self._handed_back: set[MicrobatchName] = set()
+        self._repeats = Repeats()
+        self._places = Places(max_pending)
+        self._scales = NormBound(SCALE_MULTIPLE, floor=1.0)
+        self.origins_seen = OriginsSeen()
+        self.out_of_scale = 0
+        """Microbatches refused so far because their activations were much too large."""
+        self.accepting = False
+        self.behind: FarBehind | None = None
+        """Whether this replica is far behind its fellows; None: it never is."""
+
+    @property
+    def pending(self) -> int:
+        """Microbatches of others that this node holds now, those on their way to it included."""
+        return self._places.taken
+
+    def admit(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> Release:
+        """Refuse what is not meant for this node, malformed, too large, or too much now; else keep a place for it, from
+        before its body arrives."""
+        if not self.accepting:
+            raise Refused(Refusal.DRAINING)
+        if self.behind is not None and self.behind.stands_back:
+            raise Refused(Refusal.BUSY, "this replica is far behind and takes a fellow's state first")
+        parsed = parse_header(header, run=self._spec.run_id, stage=self._stage)
+        if parsed.codec not in self._spec.pipeline.activations:
+            raise Refused(Refusal.MALFORMED, f"this run's activations do not travel as {parsed.codec}")
+        if self._stage == 1 and parsed.origin != peer:
+            raise Refused(Refusal.MALFORMED, "stage 0 sends only what it has drawn itself")
+        check_specs(
+            specs,
+            codec=parsed.codec,
+            windows=self._spec.inner.microbatch_windows,
+            length=self._spec.data.sequence_length,
+            hidden=self._hidden,
+        )
+        return self._places.take(peer)
+
+    async def handle(self, peer: PeerId, message: Message) -> Message:
+        """Train or evaluate one admitted microbatch and answer with loss and gradient."""
+        header = parse_header(message.header, run=self._spec.run_id, stage=self._stage)
+        began = ambient.monotonic()
+        name = MicrobatchName(peer, header.mode, header.id, await content_of(message.tensors))
+        if name in self._under_way:
+            raise Refused(Refusal.BUSY, "this microbatch is under way here")
+        known = self._repeats.answer_to(name)
+        if known is not None:
+            self._places.answered(peer)
+            return known
+        self._under_way[name] = task = asyncio.current_task()
+        try:
+            answer = await self._carry_through(name, header, *message.tensors)
+        except asyncio.CancelledError:
+            if name not in self._handed_back or task is None:
+                raise
+            task.uncancel()
+            raise Refused(Refusal.DRAINING) from None
+        finally:
+            del self._under_way[name]
+            self._handed_back.discard(name)
+        answer = Message({**answer.header, "work_ms": 1000.0 * (ambient.monotonic() - began)}, answer.tensors)
+        if header.mode == "train":
+            self._repeats.keep(name, answer)
+        else:
+            self._places.answered(peer)
+        return answer
+
+    def _note_work(self, name: MicrobatchName, header: MicrobatchHeader, tokens: int, taken_in: bool) -> None:
+        """A microbatch was trained and is about to be answered. What taught nothing shows no work of its sender's."""
+        self._ledger.note_served(name.sender, tokens)
+        if not taken_in:
+            return
+        self._places.answered(name.sender)
+        self._acquaintances.worked(name.sender, tokens)
+        own_clock = self._worker.progress.clock
+        self.origins_seen.saw(header.drawn, name.sender, tokens=tokens, own_clock=own_clock)
+
+    def hand_back(self) -> None:
+        """Refuse what is under way here and not trained yet, as `draining`: its senders try others at once, and count
+        it as no failure. What is being trained comes to its end."""
+        for name, task in self._under_way.items():
+            if not self._repeats.was_trained(name) and task is not None:
+                self._handed_back.add(name)
+                task.cancel()
+
+    async def _carry_through(
+        self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor
+    ) -> Message:
+        deadline = ambient.monotonic() + min(header.budget_ms / 1000, self._spec.pipeline.budget_seconds)
+        activations = await from_wire(activations, header.codec, self._carried)
+        if not await all_finite(activations):
+            raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
+        self._check_scale(name.sender, await scale_of(activations))
+        wanted = without_marks(labels) if self._spec.data.attention == "document" else labels
+        if int(labels.min()) < 0 or int(wanted.max()) >= self._vocabulary:  # on a GPU this would end the process
+            raise Refused(Refusal.MALFORMED, f"a label is outside the vocabulary of {self._vocabulary}")
+        router = self._worker.router
+        if router is not None and header.mode == "train" and not router.before(header.chosen, labels.numel()):
+            raise Refused(Refusal.MALFORMED, "the counts of chosen experts are not those of the stages before")
+        try:
+            if header.mode == "evaluate":
+                return await self._evaluate(name, header, activations, labels, deadline)
+            return await self._train(name, header, activations, labels, deadline)
+        except MicrobatchNotFinite as error:
+            self._repeats.unmark(name)
+            raise Refused(Refusal.DIVERGED, str(error)) from None  # with these weights: no proof against the sender
+
+    def _check_scale(self, peer: PeerId, scale: float) -> None:
+        if not math.isfinite(scale) or self._scales.factor(peer, scale) < 1.0:
+            self.out_of_scale += 1
+            raise Refused(Refusal.OUT_OF_SCALE, f"root mean square {scale:.3g}, {self._scales.usual:.3g} is usual here")
+
+    async def _train(
+        self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float
+    ) -> Message:
+        if self._downstream is None:
+            self._mark_trained(name)
+            turn = _turn(name.sender, header, labels)
+            result = await self._worker.loss(activations, labels, source=name.sender, turn=turn, chosen=header.chosen)
+            self._note_work(name, header, result.tokens, result.taken_in)
+            trained = Trained(result.loss_sum, result.tokens, result.input_gradient, chosen=result.chosen)
+            return await self._answer(trained, header.codec)
+        passage = Passage(source=name.sender, positions=positions_of(labels))
+        try:
+            outputs = await self._worker.forward(activations, passage, turn=_turn(name.sender, header, labels))
+            chosen = tuple(before + own for before, own in zip(header.chosen, passage.chosen, strict=False))
+            trained = await self._send_on(header, outputs, labels, deadline, chosen)
+            assert trained.gradient is not None
+            self._mark_trained(name)
+            gradient = await self._worker.backward(
+                passage,
+                trained.gradient,
+                trained.loss_sum,
+                trained.tokens,
+                source=trained.peer,
+                chosen=trained.chosen,
+            )
+            self._note_work(name, header, trained.tokens, passage.taken_in)
+            answered = Trained(trained.loss_sum, trained.tokens, gradient, chosen=trained.chosen)
+            return await self._answer(answered, header.codec)
+        except BaseException:
+            await run_to_end(self._worker.discard(passage))
+            raise
+
+    async def _evaluate(
+        self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float
+    ) -> Message:
+        turn = _turn(name.sender, header, labels)
+        if self._downstream is None:
+            loss_sum = await self._worker.evaluate_loss(activations, labels, turn)
+            return await self._answer(Trained(loss_sum, labels.numel(), None), header.codec)
+        outputs = await self._worker.evaluate(activations, positions_of(labels), turn)
+        return await self._answer(await self._send_on(header, outputs, labels, deadline), header.codec)
+
+    async def _send_on(
+        self,
+        header: MicrobatchHeader,
+        outputs: Tensor,
+        labels: Tensor,
+        deadline: float,
+        chosen: tuple[int, ...] = (),
+    ) -> Trained:
+        assert self._downstream is not None
+        try:
+            outgoing = Outgoing(header.id, header.mode, header.drawn, outputs, labels, chosen)
+            return await self._downstream.send(outgoing, deadline - ambient.monotonic())
+        except HopFailed as failure:
+            raise Refused(failure.reason, failure.detail) from None
+
+    async def _answer(self, trained: Trained, codec: ActivationCodec) -> Message:
+        gradient = None if trained.gradient is None else await to_wire(trained.gradient, codec)
+        header: dict[str, Any] = {
+            "loss_sum": trained.loss_sum,
+            "tokens": trained.tokens,
+            "load": max(0, self.pending - 1),
+        }
+        if trained.chosen:
+            header["chosen"] = list(trained.chosen)
+        return Message(header, () if gradient is None else (gradient,))
+
+    def _mark_trained(self, name: MicrobatchName) -> None:
+        """It changes this replica from here on."""
+        self._ledger.repeated += self._repeats.mark_trained(name)
+
+
+def _turn(sender: PeerId, header: MicrobatchHeader, labels: Tensor) -> Turn:
+    """On the sender's account, and within it on that of the origin that it names: an honest one names the right one."""
+    return Turn((sender, header.origin), float(labels.numel()))

@@ -1,0 +1,261 @@
+"""Who gets the next microbatch: a pure choice, and the book that remembers what it needs."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from noloco_node.aio import Pulse
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline.links import share_of_relayed
+from noloco_node.pipeline.paces import Outcome, Paces
+from noloco_node.transport.bans import PEERS_REMEMBERED
+from noloco_node.trust.reputation import Repute, Trust, after_audit
+
+logger = logging.getLogger(__name__)
+
+Strategy = Literal["uniform", "balanced", "fixed"]
+
+SUSPENSION_SECONDS = 5.0
+"""How long a peer whose stream broke or timed out is passed over; doubled with each failure, up to a minute."""
+
+LONGEST_SUSPENSION_SECONDS = 60.0
+
+LOAD_LIFE_SECONDS = 3.0
+"""How long a reported load counts. One that never aged would keep a peer that was busy once from ever being asked
+again, and so from correcting its figure: routes would lock in, and the mixing that the method rests on would end."""
+
+FULL = 1 << 20
+"""Load of a peer that refuses since it is full: as large as one may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A live next-stage peer as its caller knows it."""
+
+    peer: PeerId
+    outstanding: int
+    """Own requests under way to it."""
+    load: int
+    """Microbatches that it held besides the answered one at its last answer; 0 where that is too long ago."""
+    suspended_until: float = 0.0
+    trust: Trust = Trust.ORDINARY
+    weight: float = 1.0
+    """How often it is asked, beside 1 for a peer as quick as its fellows (`Paces`). Only `balanced` looks at it."""
+    relayed: bool = False
+    """It is connected through a relay only. Only `balanced` looks at it."""
+
+
+def choose_peer(
+    strategy: Strategy,
+    candidates: Sequence[Candidate],
+    *,
+    own_rank: int,
+    now: float,
+    rng: random.Random,
+    excluded: Collection[PeerId] = (),
+    desperate: bool = False,
+) -> PeerId | None:
+    """The peer for one microbatch, or None where nobody may be asked now.
+
+    `uniform` draws one (the paper's); `balanced` draws two and takes the less loaded, or one of less weight than others
+    as often as its weight says, and of those behind a relay fewer than of those that are not; `fixed` always takes the
+    candidate at `own_rank` (this peer's place among its fellows), modulo their number, for the ablation of routing.
+    Suspended peers are passed over, unless all are: then the one that returns first is tried, so that a stage with a
+    single slow peer is never cut off. Peers on trial come into question where all ordinary ones are suspended or the
+    sender is `desperate`, since they have refused it in several rounds; peers that are set aside where there are no
+    others. That an ordinary one is excluded, being busy say, opens no way to either.
+    """
+    pool = [c for c in candidates if c.trust is Trust.ORDINARY]
+    if desperate or all(c.suspended_until > now for c in pool):
+        pool = [c for c in candidates if c.trust is not Trust.SET_ASIDE] or list(candidates)
+    eligible = [c for c in pool if c.peer not in excluded]
+    if strategy == "fixed" and eligible:
+        ordered = sorted(eligible, key=lambda c: c.peer)
+        return ordered[own_rank % len(ordered)].peer
+    available = [c for c in eligible if c.suspended_until <= now]
+    if not available:
+        return min(eligible, key=lambda c: c.suspended_until).peer if eligible else None
+    if strategy == "uniform":
+        return rng.choice(available).peer
+    others_are_full = any(c.weight == 1.0 and c.suspended_until <= now for c in pool if c.peer in excluded)
+    return _balanced(available, rng, others_are_full)
+
+
+def _balanced(available: Sequence[Candidate], rng: random.Random, others_are_full: bool) -> PeerId | None:
+    """What a peer says of its load decides only among those that are as quick as their fellows. That these are full
+    makes no way for one that is slow: it would have every microbatch that they refuse."""
+    ordinary = [c for c in available if c.weight == 1.0]
+    if len(ordinary) < len(available):
+        slow = rng.choices(available, [c.weight for c in available])[0]
+        if slow.weight < 1.0:
+            return slow.peer if ordinary or not others_are_full or rng.random() < slow.weight else None
+    direct = [c for c in ordinary if not c.relayed]
+    if direct and len(direct) < len(ordinary):
+        relayed = [c for c in ordinary if c.relayed]
+        ordinary = relayed if rng.random() < share_of_relayed(len(relayed), len(direct)) else direct
+    if len(ordinary) == 1:
+        return ordinary[0].peer
+    first, second = rng.sample(ordinary, 2)
+    return first.peer if _burden(first) <= _burden(second) else second.peer
+
+
+def _burden(candidate: Candidate) -> int:
+    """Own requests count even when the last answer is older than they are; what others sent shows in the answer."""
+    return max(candidate.outstanding, candidate.load)
+
+
+class RoutingBook:
+    """What this node knows of its next-stage peers: who lives, own requests under way, reported load, suspensions,
+    and what audits say of them."""
+
+    def __init__(self, strategy: Strategy, rng: random.Random, clock: Callable[[], float]) -> None:
+        self._strategy: Strategy = strategy
+        self._rng = rng
+        self._clock = clock
+        self._peers: tuple[PeerId, ...] = ()
+        self._outstanding: dict[PeerId, int] = {}
+        self._load: dict[PeerId, tuple[int, float]] = {}
+        self._suspended: dict[PeerId, float] = {}
+        self._failures: dict[PeerId, int] = {}
+        self._paces = Paces(clock)
+        self._reputes: OrderedDict[PeerId, Repute] = OrderedDict()
+        self._doubted: set[PeerId] = set()
+        self.changed = Pulse()
+        """Fires when the set of live peers has changed."""
+        self.own_rank = 0
+        self.relayed: Callable[[], Collection[PeerId]] = frozenset
+        """Peers that are connected through relays only, as of now."""
+
+    def update(self, peers: Sequence[PeerId], own_rank: int) -> None:
+        """Take over the directory's live next-stage peers and this peer's place among its fellows."""
+        if tuple(peers) != self._peers:
+            self._peers = tuple(peers)
+            self._load = {peer: load for peer, load in self._load.items() if peer in peers}
+            self._suspended = {peer: until for peer, until in self._suspended.items() if peer in peers}
+            self._failures = {peer: count for peer, count in self._failures.items() if peer in peers}
+            self.changed.fire()
+        self.own_rank = own_rank
+
+    def choose(self, excluded: Collection[PeerId] = (), *, desperate: bool = False) -> PeerId | None:
+        """A peer for one microbatch, or None where nobody may be asked now. `desperate`: also those on trial."""
+        now, relayed = self._clock(), self.relayed()
+        weights = self._paces.weights(self._peers)
+        candidates = [
+            Candidate(
+                peer,
+                self._outstanding.get(peer, 0),
+                self._load_of(peer, now),
+                self._suspended.get(peer, 0.0),
+                self.repute(peer).trust(now),
+                weights.get(peer, 1.0),
+                peer in relayed,
+            )
+            for peer in self._peers
+        ]
+        return choose_peer(
+            self._strategy,
+            candidates,
+            own_rank=self.own_rank,
+            now=now,
+            rng=self._rng,
+            excluded=excluded,
+            desperate=desperate,
+        )
+
+    def sent(self, peer: PeerId) -> float:
+        """A request to `peer` is under way; what is returned names it to `done`."""
+        self._outstanding[peer] = self._outstanding.get(peer, 0) + 1
+        return self._paces.began(peer)
+
+    def done(self, peer: PeerId, began: float, how: Outcome) -> None:
+        """The request that began then has ended."""
+        left = self._outstanding.get(peer, 0) - 1
+        if left > 0:
+            self._outstanding[peer] = left
+        else:
+            self._outstanding.pop(peer, None)
+        self._suspend(peer, self._paces.ended(peer, began, how))
+
+    def full(self, peer: PeerId) -> None:
+        """`peer` has no place now: for a while it counts as the most loaded."""
+        self._load[peer] = (FULL, self._clock())
+
+    def yields_little(self, peer: PeerId) -> bool:
+        """Whether asking `peer` brings far less often what was asked for than asking its fellows."""
+        return self._paces.yields_little(peer, self._peers)
+
+    def reported(self, peer: PeerId, load: int) -> None:
+        """`peer` said with its answer how many other microbatches it holds."""
+        self._load[peer] = (load, self._clock())
+        self._suspended.pop(peer, None)
+        self._failures.pop(peer, None)
+
+    def failed(self, peer: PeerId) -> None:
+        """A stream to `peer` broke or timed out: pass it over for a while."""
+        failures = self._failures[peer] = min(self._failures.get(peer, 0) + 1, 10)
+        self._suspend(peer, min(LONGEST_SUSPENSION_SECONDS, SUSPENSION_SECONDS * 2 ** (failures - 1)))
+
+    def _suspend(self, peer: PeerId, seconds: float) -> None:
+        if seconds > 0.0:
+            self._suspended[peer] = max(self._suspended.get(peer, 0.0), self._clock() + seconds)
+
+    @property
+    def peers(self) -> Sequence[PeerId]:
+        """Live peers, whatever is thought of them."""
+        return self._peers
+
+    def burden_of(self, peer: PeerId) -> tuple[int, int | None]:
+        """Own requests under way to a peer, and how many other microbatches it said that it holds; None where it has
+        not said so lately, or only that it is full."""
+        now = self._clock()
+        said, when = self._load.get(peer, (FULL, now))
+        known = said < FULL and now - when < LOAD_LIFE_SECONDS
+        return self._outstanding.get(peer, 0), said if known else None
+
+    def passed_over(self, peer: PeerId) -> bool:
+        """Whether a peer is asked for nothing now, since it failed or was slow."""
+        return self._suspended.get(peer, 0.0) > self._clock()
+
+    @property
+    def doubted(self) -> set[PeerId]:
+        """Live peers that audits have gone against, and not cleared since."""
+        now = self._clock()
+        return {peer for peer in self._doubted.intersection(self._peers) if self._reputes[peer].doubt_at(now) > 0.0}
+
+    @property
+    def set_aside_now(self) -> int:
+        """Live peers that get no microbatch, because audits went against them again and again."""
+        return sum(self.trust(peer) is Trust.SET_ASIDE for peer in self.doubted)
+
+    def repute(self, peer: PeerId) -> Repute:
+        """What audits have said of a peer."""
+        return self._reputes.get(peer, Repute())
+
+    def trust(self, peer: PeerId) -> Trust:
+        """Which microbatches a peer gets now."""
+        return self.repute(peer).trust(self._clock())
+
+    def audited(self, peer: PeerId, *, against: bool | None, by_copy: bool) -> None:
+        """An audit of a peer is over; see `after_audit`. It is remembered whatever the directory says meanwhile."""
+        now = self._clock()
+        before = self._reputes.pop(peer, Repute())
+        after = self._reputes[peer] = after_audit(before, against, now, by_copy=by_copy)
+        if len(self._reputes) > PEERS_REMEMBERED:
+            self._doubted.discard(self._reputes.popitem(last=False)[0])
+        (self._doubted.add if after.doubt > 0.0 else self._doubted.discard)(peer)
+        if after.aside_until > before.aside_until:
+            seconds = after.aside_until - now
+            logger.warning(
+                "%s gets no microbatch for %.0f s: its gradients contradict others' time and again", peer, seconds
+            )
+        elif after.doubt > before.doubt:
+            logger.info("%s is on trial: its gradient of a microbatch contradicts those of two others", peer)
+
+    def _load_of(self, peer: PeerId, now: float) -> int:
+        load, when = self._load.get(peer, (0, now))
+        return load if now - when < LOAD_LIFE_SECONDS else 0

@@ -1,0 +1,220 @@
+"""Where microbatches come from: stage 0 draws the samples and keeps the account that must close."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from noloco_node import ambient
+from noloco_node.aio import run_to_end
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.data.samples import Samples, inputs_and_labels
+from noloco_node.marks import positions_of
+from noloco_node.pipeline.messages import HopFailed, Ledger, Mode, Outgoing, Sample
+from noloco_node.pipeline.passing import Downstream
+from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
+from noloco_node.training.stage_worker import StageWorker
+from noloco_node.transport.errors import Refusal
+from noloco_node.trust.sources_seen import DrawnBy
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 5.0
+EVALUATED_AT_ONCE = 2
+
+
+class Origin:
+    """Stage 0's source of microbatches: draws samples, keeps several under way, puts failed ones back.
+
+    The account closes at every moment: drawn = trained + dropped + held.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        worker: StageWorker,
+        downstream: Downstream | None,
+        ledger: Ledger,
+        samples: Samples,
+        rng: random.Random,
+    ) -> None:
+        self._spec = spec
+        self._worker = worker
+        self._downstream = downstream
+        self._ledger = ledger
+        self._samples = samples
+        self._rng = rng
+        self._waiting = ledger.waiting
+        self._few_blocks = False
+        self._under_way: dict[Sample, None] = {}
+
+    @property
+    def data_wait_seconds(self) -> float:
+        """Time that drawing has waited for the text."""
+        return self._samples.waited_seconds()
+
+    @property
+    def under_way(self) -> int:
+        """Samples being carried through now."""
+        return len(self._under_way)
+
+    @property
+    def held(self) -> int:
+        """Samples drawn and neither trained nor dropped."""
+        return len(self._waiting) + len(self._under_way)
+
+    @property
+    def held_samples(self) -> list[Sample]:
+        """Those samples, in the order in which they are to be trained."""
+        return [*self._under_way, *self._waiting]
+
+    async def run(
+        self, in_flight: int, training_goes_on: Callable[[], bool], way_is_open: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Keep `in_flight` microbatches under way until `training_goes_on()` is false, then finish those under way.
+
+        `way_is_open` is awaited before each: it returns once every later stage has a replica.
+        """
+
+        async def keep_drawing() -> None:
+            pause = FIRST_PAUSE_SECONDS
+            while True:
+                await way_is_open()
+                if not training_goes_on():
+                    return
+                if await self.train_one():
+                    pause = FIRST_PAUSE_SECONDS
+                else:  # others are in trouble: come back later and later, and not all at once
+                    await asyncio.sleep(pause * self._rng.uniform(0.5, 1.5))
+                    pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(in_flight):
+                group.create_task(keep_drawing())
+
+    async def train_one(self) -> bool:
+        """Draw one sample (one that was put back, if there is any) and carry it to its end or back into the queue.
+
+        True where it was trained.
+        """
+        sample = self._waiting.popleft() if self._waiting else await self._draw_new()
+        self._under_way[sample] = None
+        try:
+            await self._carry_through(sample)
+        except HopFailed as failure:
+            del self._under_way[sample]
+            self._put_back(sample, failure)
+            return False
+        except MicrobatchNotFinite as error:
+            del self._under_way[sample]
+            self._put_back(sample, HopFailed(Refusal.NOT_FINITE, str(error), reached=True))
+            return False
+        except asyncio.CancelledError:
+            del self._under_way[sample]
+            self._waiting.appendleft(sample)
+            raise
+        else:
+            del self._under_way[sample]
+            self._ledger.trained += 1
+            return True
+
+    async def evaluate(self, windows: Tensor) -> tuple[float, int]:
+        """Mean loss (nats per token) of held-out windows, int32 [n, T + 1], through the swarm, and their tokens.
+
+        Raises HopFailed.
+        """
+        size = self._spec.inner.microbatch_windows
+        parts = [windows[start : start + size] for start in range(0, len(windows), size)]
+        results: list[tuple[float, int]] = []
+
+        async def work_off() -> None:
+            while parts:
+                results.append(await self._evaluate_part(parts.pop()))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(EVALUATED_AT_ONCE, len(parts))):
+                    group.create_task(work_off())
+        except* HopFailed as failures:
+            raise failures.exceptions[0] from None
+        tokens = sum(count for _, count in results)
+        return sum(loss for loss, _ in results) / tokens, tokens
+
+    async def _carry_through(self, sample: Sample) -> None:
+        inputs, labels = inputs_and_labels(sample.windows)
+        if self._downstream is None:
+            await self._worker.loss(inputs, labels, draw=True)
+            return
+        passage, drawn = Passage(positions=positions_of(labels)), self._drawn(self._downstream, labels.numel())
+        try:
+            outputs = await self._worker.forward(inputs, passage, draw=True)
+            outgoing = replace(self._outgoing("train", drawn, outputs, labels), chosen=passage.chosen)
+            trained = await self._downstream.send(outgoing, self._spec.pipeline.budget_seconds)
+            assert trained.gradient is not None
+            await self._worker.backward(
+                passage,
+                trained.gradient,
+                trained.loss_sum,
+                trained.tokens,
+                source=trained.peer,
+                chosen=trained.chosen,
+            )
+        except BaseException:
+            await run_to_end(self._worker.discard(passage))
+            raise
+
+    async def _evaluate_part(self, windows: Tensor) -> tuple[float, int]:
+        inputs, labels = inputs_and_labels(windows)
+        try:
+            if self._downstream is None:
+                return await self._worker.evaluate_loss(inputs, labels), labels.numel()
+            outputs = await self._worker.evaluate(inputs, positions_of(labels))
+        except MicrobatchNotFinite as error:
+            raise HopFailed(Refusal.NOT_FINITE, str(error), reached=True) from None
+        drawn = self._drawn(self._downstream, labels.numel())
+        outgoing = self._outgoing("evaluate", drawn, outputs, labels)
+        result = await self._downstream.send(outgoing, self._spec.pipeline.budget_seconds)
+        return result.loss_sum, result.tokens
+
+    def _drawn(self, downstream: Downstream, tokens: int) -> DrawnBy:
+        """Later stages train before this one does: what is under way counts as trained, each with so many tokens."""
+        coming = self.under_way * tokens * self._worker.live_replicas
+        return DrawnBy(downstream.peer_id, self._worker.progress.clock + coming)
+
+    @staticmethod
+    def _outgoing(mode: Mode, drawn: DrawnBy, outputs: Tensor, labels: Tensor) -> Outgoing:
+        return Outgoing(ambient.token(16), mode, drawn, outputs, labels.to(torch.int32))
+
+    async def _draw_new(self) -> Sample:
+        self._heed_blocks()
+        windows = await self._samples.draw()
+        self._ledger.drawn += 1  # no await after the draw: the books close at every moment
+        return Sample(windows)
+
+    def _heed_blocks(self) -> None:
+        blocks, replicas = self._samples.blocks, self._worker.live_replicas
+        if blocks is not None and replicas > blocks and not self._few_blocks:
+            self._few_blocks = True
+            logger.warning(
+                "%d replicas of the first stage read a text of %d blocks: some read the same at a time; a run with a "
+                "larger run.data.parts_per_shard has more",
+                replicas,
+                blocks,
+            )
+
+    def _put_back(self, sample: Sample, failure: HopFailed) -> None:
+        if failure.reached:  # where nobody had it in hand, an outage says nothing against the sample
+            if sample.put_backs >= self._spec.pipeline.put_backs:
+                self._ledger.dropped += 1
+                logger.warning("a sample was dropped after %d put-backs: %s", sample.put_backs, failure)
+                return
+            sample.put_backs += 1
+        self._ledger.put_back += 1
+        self._waiting.append(sample)

@@ -1,0 +1,106 @@
+"""A node on its way to a stage: it says so before it downloads, so that those who join together spread out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+
+from noloco_node import PROTOCOL_VERSION, __version__
+from noloco_node.aio import cancel_and_wait
+from noloco_node.directory.membership import WITHDRAWAL_MARGIN_SECONDS
+from noloco_node.directory.records import Directory, PeerRecord, PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.placement.balancing import Server, choose_stage, servers_of, settle_among, supply_of
+from noloco_node.transport.acquaintance import Acquaintances
+
+logger = logging.getLogger(__name__)
+
+
+class Arrival:
+    """Publishes this node's `joining` record, which lives `record_seconds` unless it is renewed. `ask` asks whoever the
+    directory shows whether it is there, and notes it in `known`."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        own: PeerId,
+        record_seconds: float,
+        known: Acquaintances,
+        ask: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._directory = directory
+        self._known = known
+        self._ask = ask
+        self._own = own
+        self._record_seconds = record_seconds
+
+    async def choose(self, work: Sequence[float], fitting: Collection[int], rng: random.Random) -> int:
+        """Announce this node at the stage that needs it most, look again, and yield where others chose the same at the
+        same time. `work` as in `Supply`; `fitting` are the stages that this machine can hold."""
+        first = self._others(work)
+        chosen = choose_stage(supply_of(first, work), fitting, rng)
+        await self._publish(chosen, PeerState.JOINING)
+        others = await self._others_anew(work)
+        better = settle_among(others, {server.peer for server in first}, self._own, chosen, work, fitting)
+        if better != chosen:
+            logger.info("others are joining stage %d at the same time: taking stage %d", chosen, better)
+            await self.withdraw(chosen)
+            await self._publish(better, PeerState.JOINING)
+        return better
+
+    async def confirmed(self, stage: int, work: Sequence[float], worth: Callable[[Sequence[Server]], bool]) -> bool:
+        """Announce this node at `stage`, look again, and keep to it if it is still `worth` it beside all others that
+        count by then: of several nodes that decide within one look of each other, only one goes, or none."""
+        await self._publish(stage, PeerState.JOINING)
+        if worth(await self._others_anew(work)):
+            return True
+        await self.withdraw(stage)
+        return False
+
+    def _others(self, work: Sequence[float]) -> list[Server]:
+        return servers_of(self._directory.view, work, self._directory.now(), self._known, without=self._own)
+
+    async def _others_anew(self, work: Sequence[float]) -> list[Server]:
+        await self._directory.refresh()
+        await self._ask()
+        return self._others(work)
+
+    @contextlib.asynccontextmanager
+    async def announced(self, stage: int) -> AsyncGenerator[None]:
+        """Keep the announcement alive while the block runs; withdraw it where the block fails."""
+        await self._publish(stage, PeerState.JOINING)
+        renewing = asyncio.create_task(self._renew(stage))
+        try:
+            yield
+        except BaseException:
+            await cancel_and_wait((renewing,))
+            await self.withdraw(stage)
+            raise
+        finally:
+            await cancel_and_wait((renewing,))
+
+    async def withdraw(self, stage: int) -> None:
+        """This node does not come to `stage` after all."""
+        await self._publish(stage, PeerState.GONE)
+
+    async def _renew(self, stage: int) -> None:
+        while True:
+            await asyncio.sleep(self._record_seconds / 3)
+            await self._publish(stage, PeerState.JOINING)
+
+    async def _publish(self, stage: int, state: PeerState) -> None:
+        gone = state is PeerState.GONE
+        record = PeerRecord(
+            peer_id=self._own,
+            stage=stage,
+            state=state,
+            protocol=PROTOCOL_VERSION,
+            version=__version__,
+            sequence=int(self._directory.now() * 1000),
+        )
+        life = self._record_seconds + (WITHDRAWAL_MARGIN_SECONDS if gone else 0.0)
+        if not await self._directory.publish(record, life):
+            logger.debug("no peer took this node's announcement (%s at stage %d)", state, stage)

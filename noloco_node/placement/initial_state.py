@@ -1,0 +1,110 @@
+"""Where a node's first state comes from: its own checkpoint, a fellow, or the seed. A pure decision."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.membership import SERVING
+from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.errors import ExitCode, UserError
+
+BEGINNINGS = {
+    "checkpoint": "its own checkpoint",
+    "peer": "a fellow's state",
+    "seed": "the run's first weights",
+}
+
+ASK_SECONDS = 10.0
+"""How long nodes that the directory shows are asked again where none of them answers."""
+DOUBT_SECONDS = 30.0
+"""The same where one that does not answer says that the run is over, or one that answers serves the run and its record
+has not been found yet."""
+HEARD = (*SERVING, PeerState.JOINING)
+"""States of nodes whose word counts where they answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a node starts from, and why, for a person."""
+
+    source: Literal["checkpoint", "peer", "seed", "nowhere"]
+    """`nowhere`: nobody trains any more, and this node has nothing to add."""
+    why: str
+    doubtful: bool = False
+    """Most of those whose word counts are not past the first outer round: where no fellow gives its state, the run has
+    only just begun."""
+
+
+def where_to_begin(
+    own_clock: float | None,
+    others: Sequence[PeerRecord],
+    stage: int,
+    max_lag: float,
+    *,
+    joined: bool = True,
+    entrances: Collection[str] = (),
+    finished: bool = False,
+    entrance_finished: bool = False,
+    unrecorded: bool = False,
+) -> Beginning:
+    """The precedence: the own checkpoint unless the swarm is more than `max_lag` tokens beyond it; else a fellow's
+    state; else the run's first weights.
+
+    `own_clock` is the checkpoint's (None: there is none), `others` are the records, of all stages without the own, of
+    those that answer this node. `joined`: it was let in by others; where it was not the run begins with it, and nobody
+    can tell it that it is over. `entrances`: the peers that it was told to join; whether the run has just begun is for
+    those of them to say that serve a stage, since anybody else may answer under as many keys as it likes. `finished`: a
+    record says that the run has come to its end, and nobody answers for it; `entrance_finished`: that of an entrance
+    does, and where no entrance answers, others that came as late as this node are no beginning; `unrecorded`: somebody
+    answers who serves the run, and no record of it was found: then no record's word ends it.
+    How far the swarm is, is the median of the fellows' recorded clocks, or of everyone's where no fellow lives.
+    """
+    others = [record for record in others if record.state in HEARD]
+    serving = [record for record in others if record.state in SERVING]
+    if not any(record.outer_rounds > 0 for record in serving):
+        left = entrance_finished and not any(record.peer_id in entrances for record in others)
+        ended = joined and not unrecorded and (left or (finished and not others))
+        return _before_the_first_round(own_clock, others, ended=ended)
+    asked = [record for record in serving if record.peer_id in entrances] or serving
+    doubtful = not joined or 2 * sum(record.outer_rounds > 0 for record in asked) <= len(asked)
+    fellows = [record.clock for record in serving if record.stage == stage]
+    ahead = median(fellows or [record.clock for record in serving]) - (own_clock or 0.0)
+    if own_clock is not None and ahead <= max_lag:
+        return Beginning("checkpoint", f"the swarm is {max(0.0, ahead):,.0f} tokens beyond it, {max_lag:,} are allowed")
+    if joined and all(record.state is PeerState.FINISHING for record in others):
+        return Beginning("nowhere", "nobody trains any more")
+    if own_clock is None:
+        return Beginning("peer", "there is no checkpoint here, and the swarm is past its first outer round", doubtful)
+    if fellows:
+        why = f"the swarm is {ahead:,.0f} tokens beyond the checkpoint, {max_lag:,} are allowed"
+        return Beginning("peer", why, doubtful)
+    return Beginning("checkpoint", f"the swarm is {ahead:,.0f} tokens beyond it, but no other node has stage {stage}")
+
+
+def _before_the_first_round(own_clock: float | None, others: Sequence[PeerRecord], *, ended: bool) -> Beginning:
+    nobody = "nobody else answers" if not others else "nobody else that answers is past the first outer round"
+    if own_clock is not None:
+        return Beginning("checkpoint", nobody)
+    if ended:
+        return Beginning("nowhere", f"records say that the run has come to its end, and {nobody}")
+    return Beginning("seed", f"there is no checkpoint here, and {nobody}")
+
+
+def lacks_first_weights(spec: RunSpec) -> bool:
+    """Whether the run began with weights that this node has no folder of: it must not make up others."""
+    return spec.model.fingerprint is not None and spec.model.from_pretrained is None
+
+
+def no_first_weights(spec: RunSpec, stage: int) -> UserError:
+    """The end of a node that would have to begin with weights that it does not have."""
+    return UserError(
+        ExitCode.NO_DONOR,
+        f"run '{spec.name}' begins with the weights {spec.model.fingerprint}, nobody gives a state of stage {stage}, "
+        "and this node has no folder of those weights",
+        "get the folder from whoever started the run, and say where it lies with --set "
+        "run.model.from_pretrained=FOLDER; a stage that somebody serves can be joined without it",
+    )

@@ -1,0 +1,127 @@
+"""When a node moves to another stage: one node's standing decision, a pure function of what it sees, time and chance.
+
+Two reasons: another stage is poor for its work (rare, damped, after a long stay), or it has lost its last node (soon).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from noloco_node.placement.balancing import (
+    Server,
+    plan_move,
+    rescue_rank,
+    rescue_wait,
+    supply_of,
+    unserved_stages,
+    worth_moving,
+)
+
+LOOKS_A_STAY = 20
+"""Looks for a poorer stage within the shortest stay; a decision waits up to the time between two looks."""
+JOINER_PATIENCE = 15.0
+"""How long a stage that nobody serves waits for those who say that they are on their way to it, in times that it takes
+to confirm that it is empty. They count from when it was first seen empty, all together: one that never comes, or one
+after another, must not keep it from being rescued."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Leave for this stage: it is poor, or nobody serves it."""
+
+    stage: int
+    why: Literal["poor", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What does not change while a node stays at a stage."""
+
+    work: Sequence[float]
+    fitting: Collection[int]
+    """Stages that fit this machine's memory."""
+    since: float
+    """When the stay began, seconds."""
+    stay_seconds: float
+    """Shortest stay before a move to a poor stage: the cool-down."""
+    confirm_seconds: float
+    """How long a stage must be seen empty before it is lost: one failed look-up is not enough."""
+
+
+@dataclass(slots=True)
+class Relocation:
+    """The decision of one node during one stay; `look` is called again and again, a few times a minute or more."""
+
+    standing: Standing
+    rng: random.Random
+    _next_look: float = field(init=False)
+    _planned: tuple[int, float] | None = field(default=None, init=False)
+    _unserved_since: dict[int, float] = field(default_factory=dict[int, float], init=False)
+    _empty_since: dict[int, float] = field(default_factory=dict[int, float], init=False)
+    _rescues: dict[int, float] = field(default_factory=dict[int, float], init=False)
+    _shut: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._next_look = self.standing.since + self.standing.stay_seconds * self.rng.uniform(1.0, 1.0 + self._pause)
+
+    @property
+    def _pause(self) -> float:
+        """Time between two looks, in stays."""
+        return 1.0 / LOOKS_A_STAY
+
+    def look(self, now: float, here: Server, others: Sequence[Server], *, shut: bool = False) -> Move | None:
+        """Move now, or None. `here` is this node, `others` are all others that count. `shut`: whoever answers at the
+        next stage, nothing gets through to it, as the nodes of this one see; it is for them to rescue it."""
+        self._shut = here.stage + 1 if shut else None
+        lost = self._lost(now, [*others, here])
+        return self._rescue(now, here, others, lost) or self._balance(now, here, others, lost)
+
+    def _lost(self, now: float, servers: Sequence[Server]) -> list[int]:
+        """Stages that nobody serves, and to which nobody is on the way or has been for too long."""
+        unserved = unserved_stages(servers, len(self.standing.work))
+        self._unserved_since = {stage: self._unserved_since.get(stage, now) for stage in unserved}
+        awaited = {server.stage for server in servers if not server.present}
+        patience = JOINER_PATIENCE * self.standing.confirm_seconds
+        return [stage for stage in unserved if stage not in awaited or now - self._unserved_since[stage] > patience]
+
+    def still_worth(self, move: Move, here: Server, others: Sequence[Server]) -> bool:
+        """Whether a move to a poor stage gains as much beside these others; one to a lost stage waits for nobody, for
+        its candidates take turns."""
+        supply = supply_of([*others, here], self.standing.work)
+        return move.why == "lost" or worth_moving(supply, here.stage, here.strength, move.stage)
+
+    def _rescue(self, now: float, here: Server, others: Sequence[Server], lost: Sequence[int]) -> Move | None:
+        self._empty_since = {stage: self._empty_since.get(stage, now) for stage in lost}
+        self._rescues = {stage: due for stage, due in self._rescues.items() if stage in lost}
+        for stage in lost:
+            if stage not in self.standing.fitting or now - self._empty_since[stage] < self.standing.confirm_seconds:
+                continue
+            among = here.stage if stage == self._shut else None
+            rank = rescue_rank([*others, here], self.standing.work, here.peer, stage, among)
+            if rank is None:
+                self._rescues.pop(stage, None)
+            elif stage not in self._rescues:
+                self._rescues[stage] = now + rescue_wait(rank, self.rng)
+            elif now >= self._rescues[stage]:
+                return Move(stage, "lost")
+        return None
+
+    def _balance(self, now: float, here: Server, others: Sequence[Server], lost: Sequence[int]) -> Move | None:
+        if now < self._next_look:
+            return None
+        supply = supply_of([*others, here], self.standing.work)
+        planned, self._planned = self._planned, None
+        pause = self.standing.stay_seconds * self._pause
+        if planned is not None and worth_moving(supply, here.stage, here.strength, planned[0]):
+            return Move(planned[0], "poor")
+        fitting = [stage for stage in self.standing.fitting if stage not in lost]
+        target = plan_move(supply, here.stage, here.strength, fitting, self.rng)
+        if target is None:
+            self._next_look = now + pause * self.rng.uniform(0.5, 1.5)
+        else:
+            self._next_look = now + pause * self.rng.random()
+            self._planned = (target, self._next_look)
+        return None

@@ -1,0 +1,292 @@
+"""When a run is over for a replica: its own work says so, and the origins that it has worked with. A pure decision.
+
+A record alone ends nothing and keeps nothing going: it costs its signer nothing. An origin counts here by microbatches
+of it that were trained here, or by exchanges committed with it; where none has been met yet, by its answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from noloco_node import ambient
+from noloco_node.aio import Pulse
+from noloco_node.directory.membership import Membership
+from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.trust.sources_seen import OriginsSeen, Voice, median_voice
+
+NEAR_TARGET = 0.9
+"""Share of the target from which the run's end may have come; in a run so short that clocks may differ by more than the
+rest, from where they may: but not before `HALF_WAY`."""
+HALF_WAY = 0.5
+LATE_GRACES = 5
+"""Grace times without work for a node whose origins disagree whether the run is over."""
+ORPHAN_GRACES = 15
+"""Grace times without work after which a node gives up, far from the end or left by its origins."""
+HELD_UP_GRACES = 180
+"""The same while a stage has no replica, or while others go on and only this node gets nothing to train."""
+BEGINNING_SECONDS = 86_400.0
+"""For a node at which the run has not begun: the others may be started by hand, one after another."""
+LONGEST_PAUSE_SECONDS = 0.1
+"""Between two looks where things move faster."""
+
+
+class Course(StrEnum):
+    """What a replica makes of what it sees."""
+
+    GOES_ON = "goes_on"
+    OVER = "over"
+    STALLED = "stalled"
+    """Nothing is trained here any more, and nothing says that this is the run's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What one replica knows of the run's end at one moment. Seconds."""
+
+    near: bool
+    """By its own clock, or by those of the origins whose microbatches it has trained."""
+    begun: bool
+    """It has trained here, or copied a fellow that had."""
+    idle: float
+    """Since it last trained, or came."""
+    finished: bool
+    """An origin that counts has trained to the run's end."""
+    training: bool
+    """An origin that counts says that it trains; an origin that trains counts itself."""
+    vanished: bool
+    """An origin that counts has left without a word."""
+    outvoted: float
+    """For how long most of the origins that count have finished; 0 where they have not."""
+    moving: bool
+    """The clock of an origin that counts moves."""
+    held_up: bool
+    """A stage has no replica."""
+    ended: bool
+    """Of the origins that count none trains any more, as far as their clocks tell, and most have finished and
+    say themselves that they are near the target: what a replica has to go by that got no work of late."""
+
+
+def verdict(sight: Sight, grace: float) -> Course:
+    """Whether the run is over for this replica; `grace` in seconds.
+
+    While it trains the run goes on, whatever anybody says, unless most origins have finished for long. Near the target
+    it is over at once where every origin that counts has finished, after a grace where none trains any more, and after
+    some where they disagree and nothing is trained here. Far from it, as far as this replica can tell by itself, the
+    word of one origin ends nothing: it is over after a grace without work where they have all come to their end.
+    """
+    if sight.near:
+        if not sight.training and (sight.idle > grace or (sight.finished and not sight.vanished)):
+            return Course.OVER
+        if (sight.finished and sight.idle > LATE_GRACES * grace) or sight.outvoted > LATE_GRACES * grace:
+            return Course.OVER
+    if sight.ended and sight.idle > grace:
+        return Course.OVER
+    return Course.STALLED if sight.idle > patience(sight, grace) else Course.GOES_ON
+
+
+def near_from(target: float, max_lag: float) -> float:
+    """The clock beyond which a run is near its end; all in tokens."""
+    return min(NEAR_TARGET * target, max(HALF_WAY * target, target - max_lag))
+
+
+def patience(sight: Sight, grace: float) -> float:
+    """Seconds without work after which a replica gives up."""
+    if not sight.begun:
+        return max(BEGINNING_SECONDS, HELD_UP_GRACES * grace)
+    return (HELD_UP_GRACES if sight.held_up or sight.moving else ORPHAN_GRACES) * grace
+
+
+@dataclass(slots=True)
+class _Known:
+    """What an origin that counts said last."""
+
+    word: PeerState
+    """`finishing` where it has trained to the run's end."""
+    clock: float
+    rose_at: float
+    """When that clock was last seen to rise; monotonic seconds."""
+
+
+class EndOfRun:
+    """Follows, for one stay of a replica, whether the run is over.
+
+    `clock()` is the replica's clock (tokens), `last_trained()` when it last trained (monotonic seconds, 0 before the
+    first time), `held_up()` whether a stage has no replica. `origins` is None on stage 0, which trains for nobody; of
+    their clocks the furthest is believed that is at most `max_lag` (tokens) beyond their median.
+    """
+
+    def __init__(
+        self,
+        own: PeerId,
+        membership: Membership,
+        acquaintances: Acquaintances,
+        origins: OriginsSeen | None,
+        *,
+        clock: Callable[[], float],
+        last_trained: Callable[[], float],
+        held_up: Callable[[], bool],
+        target: float,
+        max_lag: float,
+        grace: float,
+        now: Callable[[], float] = ambient.monotonic,
+    ) -> None:
+        self._own = own
+        self._membership = membership
+        self._acquaintances = acquaintances
+        self._origins = origins
+        self._clock = clock
+        self._last_trained = last_trained
+        self._held_up = held_up
+        self._target = target
+        self._max_lag = max_lag
+        self._grace = grace
+        self._now = now
+        self._idle_since = self._looked = now()
+        self._known: dict[PeerId, _Known] = {}
+        self._outvoted_since: float | None = None
+        self.copied = False
+        """It came to a run that was under way, and took a fellow's state."""
+
+    async def wait(self, stop: asyncio.Event, moved: Pulse) -> None:
+        """Return when the run is over, or when `stop` is set; `moved` fires when there may be something new. Raises
+        UserError (PEERS_UNREACHABLE) where nothing is trained here any more and the run is not over."""
+        while not stop.is_set():
+            sight = self.look()
+            found = verdict(sight, self._grace)
+            if found is Course.OVER:
+                return
+            if found is Course.STALLED:
+                raise self._stalled(sight)
+            await moved.wait(self._grace / 4)
+            rest = self._looked + min(self._grace / 20, LONGEST_PAUSE_SECONDS) - self._now()
+            if rest > 0:  # pulses come with every step, and a look reads all records of stage 0
+                await asyncio.sleep(rest)
+
+    def in_sight(self) -> bool:
+        """Whether nodes leave because the run ends: a stage that empties then is not lost."""
+        sight = self.look()
+        return sight.near and (sight.finished or not sight.training)
+
+    def look(self) -> Sight:
+        """What this replica knows now."""
+        now = self._now()
+        idle = self._idle(now)
+        records = {PeerId(r.peer_id): r for r in self._membership.live(0, *PeerState) if r.peer_id != self._own}
+        counting = self._counting(records)
+        self._hear(records, counting, now)
+        if not self._most_have_finished():
+            self._outvoted_since = None
+        elif self._outvoted_since is None:
+            self._outvoted_since = now
+        finished = any(known.word is PeerState.FINISHING for known in self._known.values())
+        state = self._membership.state if self._membership.stage == 0 else PeerState.GONE
+        trains = [peer for peer, known in self._known.items() if known.word is PeerState.TRAINING]
+        rose_at = max((known.rose_at for known in self._known.values()), default=-float("inf"))
+        return Sight(
+            near=self._is_near(),
+            begun=self.copied or self._last_trained() > 0.0,
+            idle=idle,
+            finished=finished or state is PeerState.FINISHING,
+            training=state is PeerState.TRAINING or any(peer in records for peer in trains),
+            vanished=state is not PeerState.FINISHING and any(peer not in records for peer in trains),
+            outvoted=0.0 if self._outvoted_since is None else now - self._outvoted_since,
+            moving=self._origins is not None and now - rose_at <= LATE_GRACES * self._grace,
+            held_up=self._held_up(),
+            ended=self._have_ended(now),
+        )
+
+    def _idle(self, now: float) -> float:
+        self._idle_since = max(self._idle_since, self._last_trained())
+        pause = now - self._looked
+        if pause > self._grace:  # this process stood still: that says nothing of the others
+            self._idle_since = min(now, self._idle_since + pause)
+        self._looked = now
+        return now - self._idle_since
+
+    def _have_ended(self, now: float) -> bool:
+        near, still = near_from(self._target, self._max_lag), now - LATE_GRACES * self._grace
+        heard = {p: k for p, k in self._known.items() if k.word is not PeerState.TRAINING or k.rose_at > still}
+        trains = any(known.word is PeerState.TRAINING for known in heard.values())
+        ended = {p: known.word is PeerState.FINISHING and known.clock > near for p, known in heard.items()}
+        return self._origins is not None and not trains and self._is_true_of_most(ended)
+
+    def _is_near(self) -> bool:
+        seen = self._origins.furthest_clock(self._max_lag, self._memory) if self._origins is not None else None
+        return max(self._clock(), seen or 0.0) > near_from(self._target, self._max_lag)
+
+    @property
+    def _memory(self) -> float:
+        """Seconds for which an origin counts by a microbatch."""
+        return 2 * ORPHAN_GRACES * self._grace
+
+    def _most_have_finished(self) -> bool:
+        """On stage 0 nobody is outvoted: who trains goes on."""
+        words = {peer: known.word for peer, known in self._known.items() if known.word is not PeerState.GONE}
+        finished = {peer: word is PeerState.FINISHING for peer, word in words.items()}
+        return self._origins is not None and self._is_true_of_most(finished)
+
+    def _is_true_of_most(self, origins: Mapping[PeerId, bool]) -> bool:
+        """By the work of these origins that was trained here, whatever number of names stands for it; where none was,
+        by their number."""
+        seen = self._origins.latest(self._memory) if self._origins is not None else ()
+        worked = [Voice(s.sender, s.origin, origins[s.origin], s.tokens) for s in seen if s.origin in origins]
+        return bool(median_voice(worked or (Voice(peer, peer, true, 1) for peer, true in origins.items())))
+
+    def _counting(self, records: Mapping[PeerId, PeerRecord]) -> Collection[PeerId]:
+        """Origins that count: those worked with, on stage 0 also those that answer and say that they train, for they
+        may not have averaged yet; where nobody was worked with, those that answer."""
+        ended = {peer for peer, known in self._known.items() if known.word is PeerState.FINISHING}
+        answering = {peer for peer in records if self._acquaintances.answers(peer)}
+        if self._origins is not None:
+            worked = {seen.origin for seen in self._origins.latest(self._memory)} | ended
+            return worked or answering
+        worked = {peer for peer in records if self._acquaintances.works(peer, within=float("inf"))} | ended
+        return worked | {peer for peer in answering if not worked or not records[peer].finished}
+
+    def _hear(self, records: Mapping[PeerId, PeerRecord], counting: Collection[PeerId], now: float) -> None:
+        """Take in what the origins that count say; forget the others."""
+        self._known = {peer: known for peer, known in self._known.items() if peer in counting}
+        for peer in counting:
+            record, before = records.get(peer), self._known.get(peer)
+            if record is None:
+                self._known.setdefault(peer, _Known(PeerState.TRAINING, 0.0, now))
+            elif before is None:
+                self._known[peer] = _Known(_word(record), record.clock, now)
+            else:
+                before.word = _word(record)
+                before.rose_at = now if record.clock > before.clock else before.rose_at
+                before.clock = record.clock
+
+    def _stalled(self, sight: Sight) -> UserError:
+        share = self._clock() / self._target
+        if not sight.begun:
+            why = "the run has not begun here"
+        elif sight.held_up:
+            why = "a stage has no replica"
+        elif sight.training and self._membership.stage > 0:
+            why = "a node of stage 0 says that it trains, but its clock stands still, or sends this node nothing"
+        elif self._membership.stage > 0:
+            why = "no replica of stage 0 that this node has worked with is seen any more"
+        elif sight.finished:
+            why = "others have come to its end meanwhile"
+        else:
+            why = "no microbatch comes back"
+        return UserError(
+            ExitCode.PEERS_UNREACHABLE,
+            f"nothing has been trained here for {sight.idle:.0f} s, at {share:.0%} of the run's target: {why}",
+            "look whether the run goes on and whether this machine is connected, then start the node again: it goes on "
+            "from its checkpoint",
+        )
+
+
+def _word(record: PeerRecord) -> PeerState:
+    if record.finished:
+        return PeerState.FINISHING
+    left = record.state in (PeerState.DRAINING, PeerState.GONE)
+    return PeerState.GONE if left else PeerState.TRAINING

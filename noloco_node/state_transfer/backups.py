@@ -1,0 +1,315 @@
+"""Copies of other stages' slow weights, kept against the day on which a stage loses its last replica.
+
+Half precision, without momenta: enough to go on from. A node gives its own stage's weights to guards, and what it
+guards to whoever restores that stage; both by the same two methods, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from noloco_node import ambient
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.membership import Membership
+from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.state_transfer.copy_manifest import (
+    DTYPES,
+    CopyManifest,
+    CopyOffer,
+    Precision,
+    StageCopy,
+    choose_copy,
+    read_offer,
+    root_of_weights,
+    sign_copy,
+    two_faced,
+)
+from noloco_node.state_transfer.given_copies import GivenCopies
+from noloco_node.training.stage_worker import StageWorker
+from noloco_node.transport.calls import BadAnswer, Nothing, ask, judging
+from noloco_node.transport.errors import Refusal, Refused, TransportError
+from noloco_node.transport.headers import RunName, StageIndex, WireModel, no_tensors, parse
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import JsonObject, Message, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+Pace = Callable[[int, str], Awaitable[None]]
+"""Waits until so many bytes may be given to this reader."""
+
+OPEN = "copy.open"
+CHUNK = "copy.chunk"
+
+IDLE_SHARE = 3.0
+"""Pause after each chunk of a copy that is renewed, in times that the chunk took: training needs the network more."""
+RETRY_SHARE = 0.1
+"""After a failure a guard tries again in this share of the usual time."""
+OFFER_SECONDS = 10.0
+HOLDERS_ASKED = 16
+COPIES_COMPARED = 3
+"""Strangers' copies that are fetched to be compared."""
+EXPORT_FRESH_SECONDS = 30.0
+"""A copy in full precision goes to newcomers for so long: who exports asks all replicas at once."""
+LARGEST = 65504.0
+"""The largest number in half precision."""
+
+
+class CopyRequest(WireModel):
+    """Asks for a copy of a stage (no root named), or for a chunk of the one with that root."""
+
+    run: RunName
+    stage: StageIndex
+    root: Annotated[str, Field(max_length=64)] = ""
+    index: Annotated[int, Field(ge=0, le=1 << 32)] = 0
+    precision: Precision = "fp16"
+
+
+async def unpaced(_size: int, _reader: str) -> None:
+    """Stands for a donor's pace where nothing is trained."""
+
+
+class StageCopies:
+    """What a node keeps of other stages and gives of its own, through all of its stays. `parameters`: of each stage."""
+
+    def __init__(self, spec: RunSpec, parameters: Sequence[int], transport: Transport, rng: random.Random) -> None:
+        self._spec = spec
+        self._parameters = parameters
+        self._transport = transport
+        self._rng = rng
+        self._own: tuple[int, StageWorker] | None = None
+        limits = spec.limits
+        idle = (1.0 + IDLE_SHARE) * limits.exchange_progress_seconds
+        self._given: dict[Precision, GivenCopies] = {
+            "fp16": GivenCopies(limits.guard_seconds / 2, idle),
+            "fp32": GivenCopies(EXPORT_FRESH_SECONDS, idle, most=1),
+        }
+        self._pace: Pace = unpaced
+        self._taking = asyncio.Lock()
+        self.kept: StageCopy | None = None
+
+    @property
+    def guards(self) -> int | None:
+        """The stage of which this node keeps a copy."""
+        return self.kept.stage if self.kept else None
+
+    def serve(self) -> None:
+        """Register with the transport."""
+        self._transport.serve(OPEN, self._admit, self._handle_open, max_concurrent_per_peer=1)
+        self._transport.serve(CHUNK, self._admit, self._handle_chunk, max_concurrent_per_peer=2)
+
+    async def keep(self, membership: Membership, worker: StageWorker, pace: Pace = unpaced) -> None:
+        """During one stay: give copies of this stage, those in full precision at this `pace`, and keep that of another
+        one where the run asks for it."""
+        self._own, self._pace = (membership.stage, worker), pace
+        try:
+            while True:
+                renewed = await self._renew(membership)
+                self._tend()
+                seconds = self._spec.limits.guard_seconds * (1.0 if renewed else RETRY_SHARE)
+                await asyncio.sleep(seconds * self._rng.uniform(0.8, 1.2))
+        finally:
+            self._own, self._pace = None, unpaced
+            for given in self._given.values():
+                given.clear()
+
+    async def newest(
+        self,
+        stage: int,
+        records: Sequence[PeerRecord],
+        first: Tensor,
+        *,
+        beyond: float = -1.0,
+        own: Tensor | None = None,
+    ) -> StageCopy | None:
+        """The copy of `stage` that was trained furthest, of those that this node and the owners of `records` keep; None
+        where no clock is beyond `beyond`.
+
+        Copies of sources whose work this node has seen come before those of strangers. Of these it takes one that is
+        like what it has itself (its own copy, or `own`: flat, of its checkpoint), where it has that; else one that is
+        like another stranger's, and one alone only where there is nothing else, which it says loudly. `first` are the
+        weights that the run began with (flat).
+        """
+        offers = [(manifest, peer) for manifest, peer in await self._ask_all(stage, records) if manifest.clock > beyond]
+        kept = self.kept if self.kept is not None and self.kept.stage == stage and self.kept.clock > beyond else None
+        liars = two_faced([manifest for manifest, _ in offers] + ([kept.manifest] if kept else []))
+        offers = [each for each in offers if each[0].source not in liars and (not kept or each[0].clock > kept.clock)]
+        offers.sort(key=lambda each: each[0].clock, reverse=True)
+        for manifest, peer in offers:
+            if self._has_worked(manifest.source) and (copy := await self._take(peer, manifest)) is not None:
+                return copy
+        strangers: dict[str, StageCopy] = {}
+        for manifest, peer in offers:
+            if len(strangers) < COPIES_COMPARED and manifest.source not in strangers:
+                copy = None if self._has_worked(manifest.source) else await self._take(peer, manifest)
+                strangers |= {manifest.source: copy} if copy is not None else {}
+        has = own if kept is None else kept.weights
+        chosen, vouched = await ambient.elsewhere(choose_copy, list(strangers.values()), has, first)
+        if chosen is not None and not vouched:
+            logger.error(
+                "STAGE %d IS TAKEN FROM A STRANGER'S COPY ALONE: %s signed it, of whom this node has seen no work, and "
+                "no other copy bears it out",
+                stage,
+                chosen.manifest.source,
+            )
+        return chosen or kept
+
+    def _has_worked(self, source: str) -> bool:
+        return self._transport.acquaintances.of(PeerId(source)).worked_at > -math.inf
+
+    async def _ask_all(self, stage: int, records: Sequence[PeerRecord]) -> list[tuple[CopyManifest, PeerId]]:
+        """What those offer who say that they keep a copy; of many, who has answered this node lately comes first."""
+        holders = [PeerId(record.peer_id) for record in records if record.guards == stage]
+        self._rng.shuffle(holders)
+        holders.sort(key=self._transport.acquaintances.answers, reverse=True)
+        asked = holders[:HOLDERS_ASKED]
+        answers = await asyncio.gather(*(self._ask(peer, stage) for peer in asked))
+        return [(manifest, peer) for manifest, peer in zip(answers, asked, strict=True) if manifest is not None]
+
+    async def _take(self, peer: PeerId, manifest: CopyManifest) -> StageCopy | None:
+        try:
+            return await self._fetch(peer, manifest.stage, idle_share=0.0)
+        except (Refused, TransportError) as error:
+            why = error or repr(error)
+            logger.warning("could not take the copy of stage %d from %s: %s", manifest.stage, peer, why)
+            return None
+
+    async def _renew(self, membership: Membership) -> bool:
+        stage = guarded_stage(membership.stage, membership.own_rank(), self._spec.stages, self._spec.guard_copies)
+        if self.kept is not None and self.kept.stage != stage and membership.there(self.kept.stage, PeerState.TRAINING):
+            self.kept = None  # never that of a stage which only this copy may be left of
+        if stage is None:
+            return True
+        there = [PeerId(record.peer_id) for record in membership.there(stage, PeerState.TRAINING)]
+        givers = [peer for peer in there if self._has_worked(peer)] or there
+        if not givers:
+            return False
+        giver = self._rng.choice(givers)
+        try:
+            self.kept = await self._fetch(giver, stage, idle_share=IDLE_SHARE)
+        except (Refused, TransportError) as error:
+            logger.debug("could not copy stage %d from %s: %r", stage, giver, error)
+            return False
+        logger.debug("keeps a copy of stage %d at clock %.0f", stage, self.kept.clock)
+        return True
+
+    async def _ask(self, peer: PeerId, stage: int) -> CopyManifest | None:
+        try:
+            manifest, _ = await self._open(peer, stage, OFFER_SECONDS)
+        except (Refused, TransportError) as error:
+            logger.warning("%s does not give its copy of stage %d: %s", peer, stage, error or repr(error))
+            return None
+        return manifest
+
+    async def _open(self, peer: PeerId, stage: int, limit: float) -> tuple[CopyManifest, CopyOffer]:
+        run, size = self._spec.run_id, self._parameters[stage]
+        request = CopyRequest(run=run, stage=stage)
+        offer = (await ask(self._transport, peer, OPEN, request, CopyOffer, timeout=limit, progress=limit)).header
+        with judging(self._transport, peer, OPEN):
+            return read_offer(self._transport, offer, run=run, stage=stage, size=size), offer
+
+    async def _fetch(self, peer: PeerId, stage: int, *, idle_share: float) -> StageCopy:
+        """Take a copy, one chunk after another, with a pause of `idle_share` times the duration after each."""
+        step, limit = self._spec.limits.chunk_bytes // 2, self._spec.limits.exchange_progress_seconds
+        manifest, offer = await self._open(peer, stage, limit)
+        request = CopyRequest(run=self._spec.run_id, stage=stage, root=manifest.root)
+        weights = torch.empty(manifest.size, dtype=torch.float16)
+        for index in range(math.ceil(manifest.size / step)):
+            started = ambient.monotonic()
+            part = weights[index * step : (index + 1) * step]
+            named, specs = request.model_copy(update={"index": index}), (TensorSpec.of(part),)
+            answer = await ask(self._transport, peer, CHUNK, named, Nothing, specs=specs, timeout=limit, progress=limit)
+            part.copy_(answer.tensors[0])
+            await asyncio.sleep(idle_share * (ambient.monotonic() - started))
+        with judging(self._transport, peer, CHUNK):
+            if await ambient.elsewhere(root_of_weights, weights) != manifest.root:
+                raise BadAnswer("the copy's weights are not those that its source has signed")
+        return StageCopy(manifest, offer, weights)
+
+    def _admit(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
+        request = parse(CopyRequest, header)
+        no_tensors(peer, header, specs)
+        if request.run != self._spec.run_id:
+            raise Refused(Refusal.WRONG_RUN)
+        if self._own is None and self.kept is None:
+            raise Refused(Refusal.DRAINING)
+
+    def _tend(self) -> None:
+        for given in self._given.values():
+            given.tend(ambient.monotonic())
+
+    async def _handle_open(self, peer: PeerId, message: Message) -> Message:
+        request = CopyRequest.model_validate(message.header)
+        copy = await self._copy_of(request.stage, peer, request.precision)
+        return Message(copy.offer.model_dump(mode="json"))
+
+    async def _handle_chunk(self, peer: PeerId, message: Message) -> Message:
+        request = CopyRequest.model_validate(message.header)
+        step = self._spec.limits.chunk_bytes // DTYPES[request.precision].itemsize
+        at, end = request.index * step, (request.index + 1) * step
+        held = self._given[request.precision].asked(request.root, peer, at, end, ambient.monotonic())
+        kept = self.kept if request.precision == "fp16" else None
+        if held is None and kept is not None and kept.manifest.root == request.root:
+            held = kept
+        if held is None:
+            raise Refused(Refusal.UNKNOWN_SNAPSHOT)
+        part = held.weights[at:end]
+        if not part.numel():
+            raise Refused(Refusal.MALFORMED, f"the copy has no chunk {request.index}")
+        if request.precision == "fp32":
+            await self._pace(part.nbytes, peer)
+        return Message({}, (part,))
+
+    async def _copy_of(self, stage: int, peer: PeerId, precision: Precision) -> StageCopy:
+        """The copy that this node gives `peer` of `stage`: of its own, or the one that it keeps. Raises Refused."""
+        async with self._taking:
+            given = self._given[precision]
+            if self._own is None or self._own[0] != stage:
+                if self.kept is None or self.kept.stage != stage or precision != "fp16":
+                    raise Refused(Refusal.WRONG_STAGE)
+                return self.kept
+            taken = ambient.monotonic()
+            copy = given.fresh(peer, taken)
+            if copy is None:  # one for all who ask at the same time: it takes memory
+                if not given.room(taken):
+                    raise Refused(Refusal.BUSY, "copies of other moments are being read")
+                copy = await self._copy_own(stage, self._own[1], precision)
+                given.add(copy, peer, taken, ambient.monotonic())
+            return copy
+
+    async def _copy_own(self, stage: int, worker: StageWorker, precision: Precision) -> StageCopy:
+        progress, slow = await worker.slow_weights()
+
+        def work() -> tuple[Tensor, str]:
+            taken = slow if precision == "fp32" else slow.clamp_(-LARGEST, LARGEST).to(torch.float16)
+            return taken, root_of_weights(taken)
+
+        weights, root = await ambient.elsewhere(work)
+        manifest = CopyManifest(
+            source=self._transport.peer_id,
+            run=self._spec.run_id,
+            stage=stage,
+            clock=progress.clock,
+            outer_rounds=progress.outer_rounds,
+            size=weights.numel(),
+            precision=precision,
+            root=root,
+        )
+        return sign_copy(self._transport, manifest, weights)
+
+
+def guarded_stage(own_stage: int, rank: int, stages: int, copies: int) -> int | None:
+    """The stage of which the node with this place among its fellows keeps a copy, or None: `copies` nodes of each stage
+    keep one each, the first of the next stage, the second of the one after that, and so on round the pipeline."""
+    if stages < 2 or rank >= copies:
+        return None
+    return (own_stage + 1 + rank % (stages - 1)) % stages

@@ -1,0 +1,138 @@
+"""What a copy of a stage's slow weights proves of itself, and which of several is taken when the stage is lost.
+
+The replica that a copy was taken from signs its manifest, so whoever hands it on can change neither weights nor clock.
+A key costs nothing, though: a stranger may sign what it likes. So sources whose work this node has seen come first, and
+of strangers the one whose weights are like those of the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, ValidationError
+from torch import Tensor
+
+from noloco_node.config.canonical import canonical_json
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.calls import BadAnswer
+from noloco_node.transport.headers import ClockValue, PeerName, RunName, StageIndex, WireModel
+from noloco_node.transport.interface import Transport
+
+ALIKE = 0.5
+"""Two copies are alike where the one that has come further from the run's first weights has at least this share of the
+way of the other behind it."""
+MOST_FURTHER = 4.0
+"""And has come no more than so many times as far."""
+PIECE = 1 << 20
+
+
+Precision = Literal["fp16", "fp32"]
+"""`fp16` for guards, who keep copies; `fp32` for who takes the model home."""
+DTYPES: dict[Precision, torch.dtype] = {"fp16": torch.float16, "fp32": torch.float32}
+
+
+class CopyManifest(WireModel):
+    """Describes one copy of one replica's slow weights. That replica signs it."""
+
+    source: PeerName
+    run: RunName
+    stage: StageIndex
+    clock: ClockValue
+    outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)]
+    size: Annotated[int, Field(gt=0, le=1 << 44)]
+    """Weights."""
+    precision: Precision = "fp16"
+    root: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """Hash over all of them, as hex. By it a copy is asked for: what it names nobody can choose."""
+
+
+class CopyOffer(WireModel):
+    """A manifest as text, and its source's seal over that text as hex."""
+
+    manifest: Annotated[str, Field(max_length=4096)]
+    seal: Annotated[str, Field(max_length=8192, pattern=r"^([0-9a-f]{2})+$")]
+
+
+@dataclass(slots=True)
+class StageCopy:
+    """Slow weights of one stage, [parameters], as their source has signed them."""
+
+    manifest: CopyManifest
+    offer: CopyOffer
+    weights: Tensor
+
+    @property
+    def stage(self) -> int:
+        """Whose weights they are."""
+        return self.manifest.stage
+
+    @property
+    def clock(self) -> float:
+        """Clock of the source when the copy was taken, swarm tokens."""
+        return self.manifest.clock
+
+
+def root_of_weights(weights: Tensor) -> str:
+    """The hash that a manifest names; takes a while, so off the event loop."""
+    return hashlib.blake2b(weights.numpy().data, digest_size=32).hexdigest()
+
+
+def sign_copy(transport: Transport, manifest: CopyManifest, weights: Tensor) -> StageCopy:
+    """This node's own copy, signed."""
+    text = canonical_json(manifest.model_dump(mode="json"))
+    offer = CopyOffer(manifest=text, seal=transport.sign(text.encode()).hex())
+    return StageCopy(manifest, offer, weights)
+
+
+def read_offer(
+    transport: Transport, offer: CopyOffer, *, run: str, stage: int, size: int, precision: Precision = "fp16"
+) -> CopyManifest:
+    """The manifest of an offer. Raises BadAnswer unless its source has signed it, for this run, stage, size and
+    precision."""
+    try:
+        manifest = CopyManifest.model_validate_json(offer.manifest)
+    except ValidationError as error:
+        raise BadAnswer(f"bad manifest of a copy: {error.error_count()} errors") from None
+    if not transport.signed_by(PeerId(manifest.source), bytes.fromhex(offer.seal), offer.manifest.encode()):
+        raise BadAnswer("the copy's manifest is not signed by its source")
+    if (manifest.run, manifest.stage, manifest.size, manifest.precision) != (run, stage, size, precision):
+        raise BadAnswer("the copy is of another run, stage, size or precision")
+    return manifest
+
+
+def two_faced(manifests: Collection[CopyManifest]) -> set[str]:
+    """Sources that have signed different weights as those of one round at one clock."""
+    roots: dict[tuple[str, int, float], set[str]] = {}
+    for manifest in manifests:
+        roots.setdefault((manifest.source, manifest.outer_rounds, manifest.clock), set()).add(manifest.root)
+    return {source for (source, _, _), signed in roots.items() if len(signed) > 1}
+
+
+def alike(one: Tensor, other: Tensor, first: Tensor) -> bool:
+    """Whether two copies have come the same way from the run's first weights (all flat, of whatever precision), be it
+    one further than the other."""
+    product, squares = 0.0, [0.0, 0.0]
+    for start in range(0, first.numel(), PIECE):
+        zero = first[start : start + PIECE].double()
+        a, b = (whole[start : start + PIECE].double() - zero for whole in (one, other))
+        product += float(torch.dot(a, b))
+        squares = [total + float(torch.dot(way, way)) for total, way in zip(squares, (a, b), strict=True)]
+    return product >= ALIKE * min(squares) and max(squares) <= MOST_FURTHER**2 * min(squares)
+
+
+def choose_copy(strangers: Sequence[StageCopy], own: Tensor | None, first: Tensor) -> tuple[StageCopy | None, bool]:
+    """Which of some strangers' copies to take, and whether anything speaks for it: `own` (fp16, what this node itself
+    has of the stage) where it has that, else the others. None where it has something of its own that none is like."""
+    if own is not None:
+        fitting = [copy for copy in strangers if alike(copy.weights, own, first)]
+        return max(fitting, key=lambda copy: copy.clock, default=None), True
+    voices = {
+        index: sum(alike(copy.weights, other.weights, first) for other in strangers if other is not copy)
+        for index, copy in enumerate(strangers)
+    }
+    best = max(voices, key=lambda index: (voices[index], strangers[index].clock), default=None)
+    return (None, False) if best is None else (strangers[best], voices[best] > 0)

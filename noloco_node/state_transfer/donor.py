@@ -1,0 +1,197 @@
+"""The giving side of a state transfer: one consistent snapshot at a time, for a few readers, at a bounded rate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from noloco_node import ambient
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.state_transfer.messages import (
+    CHUNK,
+    OFFER,
+    OPEN,
+    PackedState,
+    StateManifest,
+    StateOffer,
+    StateRequest,
+    manifest_message,
+    root_of,
+)
+from noloco_node.state_transfer.rate import WINDOW_SECONDS, DonorRate
+from noloco_node.state_transfer.readers import Readers
+from noloco_node.training.stage_worker import StageWorker
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.headers import check_addressed, no_tensors, parse
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import JsonObject, Message, TensorSpec
+
+SNAPSHOT_LIFE_SECONDS = 60.0
+SNAPSHOT_SHARED_SECONDS = 10.0
+HELD_SHARE = 0.05
+"""Share of a donor's time that taking snapshots, which holds the device, may cost at most."""
+
+
+@dataclass(slots=True)
+class _Held:
+    manifest: StateManifest
+    packed: PackedState
+    digests: Tensor
+    shared_until: float
+    """Monotonic time until which newcomers get this snapshot instead of a new one."""
+    used: float
+
+
+async def nobody_relayed(_peer: PeerId) -> bool:
+    """Stands for the look at a peer's connections where there are no relays."""
+    return False
+
+
+class StateDonor:
+    """Gives this replica's state to fellows: one snapshot at a time, shared by those who ask at the same time.
+
+    At most `places` read at once; others are told `busy`, which is no offence, and who came first gets the next place
+    (`Readers`). Peers that `relayed` says are connected through a relay only are refused. `tend` must be called every
+    second or two.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        stage: int,
+        transport: Transport,
+        worker: StageWorker,
+        *,
+        places: int,
+        relayed: Callable[[PeerId], Awaitable[bool]] = nobody_relayed,
+    ) -> None:
+        self._spec = spec
+        self._relayed = relayed
+        self._stage = stage
+        self._transport = transport
+        self._worker = worker
+        self._places = places
+        self._held: _Held | None = None
+        self._taking = asyncio.Lock()
+        patience = spec.limits.exchange_progress_seconds
+        self._readers = Readers(places, patience, spec.limits.chunk_bytes)
+        self.rate = DonorRate(
+            lambda: worker.last_trained,
+            lowest=4 * places * spec.limits.chunk_bytes / patience,
+            window=min(WINDOW_SECONDS, patience / 4),
+        )
+        self.accepting = False
+
+    def serve(self) -> None:
+        """Register with the transport."""
+        self._transport.serve(OFFER, self._admit, self._handle_offer, max_concurrent_per_peer=1)
+        self._transport.serve(OPEN, self._admit, self._handle_open, max_concurrent_per_peer=1)
+        self._transport.serve(CHUNK, self._admit, self._handle_chunk, max_concurrent_per_peer=64)
+
+    @property
+    def readers(self) -> int:
+        """Peers that read a snapshot now."""
+        return len(self._readers.reading(ambient.monotonic(), self.rate.rate))
+
+    def tend(self) -> None:
+        """Measure what giving costs, and free a snapshot that nobody has asked for lately."""
+        self.rate.tend()
+        if self._held is not None and ambient.monotonic() - self._held.used > SNAPSHOT_LIFE_SECONDS:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """The replica has left, or nobody asks: free the snapshot at once."""
+        self._held = None
+        self._readers.clear()
+
+    def _admit(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
+        request = parse(StateRequest, header)
+        no_tensors(peer, header, specs)
+        if not self.accepting:
+            raise Refused(Refusal.DRAINING)
+        check_addressed(
+            run=request.run,
+            stage=request.stage,
+            own_run=self._spec.run_id,
+            own_stage=self._stage,
+            protocol=request.protocol,
+        )
+        if request.contract != self._worker.contract:
+            raise Refused(Refusal.WRONG_CONTRACT)
+
+    async def _refuse_relayed(self, peer: PeerId) -> None:
+        if await self._relayed(peer):
+            raise Refused(Refusal.RELAYED, "a state is not sent through a relay: one side must dial the other")
+
+    async def _handle_offer(self, peer: PeerId, _message: Message) -> Message:
+        await self._refuse_relayed(peer)
+        progress = self._worker.progress
+        offer = StateOffer(
+            clock=progress.clock, outer_rounds=progress.outer_rounds, readers=self.readers, places=self._places
+        )
+        return Message(offer.model_dump(mode="json"))
+
+    async def _handle_open(self, peer: PeerId, message: Message) -> Message:
+        request = StateRequest.model_validate(message.header)
+        await self._refuse_relayed(peer)
+        async with self._taking:
+            now, held = ambient.monotonic(), self._held
+            resumed = held is not None and held.manifest.snapshot == request.snapshot
+            if held is None or not (resumed or now < held.shared_until):
+                if not self._readers.renew(peer, now, self.rate.rate):
+                    raise Refused(Refusal.BUSY, "an older snapshot is being read")
+                held = self._held = await self._take_snapshot()
+                self._readers.begin(len(held.digests))
+            held.used = ambient.monotonic()
+            if not self._readers.enter(peer, held.used, self.rate.rate):
+                raise Refused(Refusal.BUSY, f"{self.readers} joiners read this node's state, and it serves no more")
+        return manifest_message(self._transport, held.manifest, held.digests)
+
+    async def _take_snapshot(self) -> _Held:
+        started = ambient.monotonic()
+        progress, state = await self._worker.full_state()
+        taken = ambient.monotonic()
+        packed = PackedState(state)
+        digests = await ambient.elsewhere(packed.digests, self._spec.limits.chunk_bytes)
+        manifest = StateManifest(
+            donor=self._transport.peer_id,
+            run=self._spec.run_id,
+            stage=self._stage,
+            contract=self._worker.contract,
+            snapshot=ambient.token(8),
+            clock=progress.clock,
+            outer_rounds=progress.outer_rounds,
+            size=packed.size,
+            root=root_of(digests),
+        )
+        shared = max(SNAPSHOT_SHARED_SECONDS, (taken - started) / HELD_SHARE)
+        return _Held(manifest, packed, digests, shared_until=taken + shared, used=taken)
+
+    async def _handle_chunk(self, peer: PeerId, message: Message) -> Message:
+        request = StateRequest.model_validate(message.header)
+        held = self._held
+        if held is None or held.manifest.snapshot != request.snapshot:
+            raise Refused(Refusal.UNKNOWN_SNAPSHOT)
+        if request.index >= len(held.digests):
+            raise Refused(Refusal.MALFORMED, f"chunk {request.index} of {len(held.digests)}")
+        size = self._spec.limits.chunk_bytes
+        part = held.packed.part(request.index * size, (request.index + 1) * size)
+        now = ambient.monotonic()
+        if not self._readers.has_place(peer) and not self._readers.enter(peer, now, self.rate.rate):
+            raise Refused(Refusal.BUSY, "this reader was away, and its place is taken")
+        self._readers.ask(peer, request.index, now)
+        try:
+            await self.rate.take(len(part), peer)
+        except asyncio.CancelledError:
+            if self._held is held:
+                self._readers.broke_off(peer, request.index, ambient.monotonic())
+            raise
+        held.used = ambient.monotonic()
+        if self._held is held:
+            self._readers.gave(peer, request.index, held.used)
+        return Message({}, (torch.frombuffer(part, dtype=torch.uint8),))

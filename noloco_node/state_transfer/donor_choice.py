@@ -1,0 +1,311 @@
+"""Whose state a late joiner takes: it asks all at once who can give, takes the best, resumes, and goes on to the next.
+
+Replicas of a stage have different weights, so all chunks of a state come from one donor's snapshot. What several donors
+are good for is that none of them is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from noloco_node import ambient
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.state_transfer.donor_pace import DonorPaces, Pace, TooSlow, floor_of
+from noloco_node.state_transfer.fetch import Download, fetch_state, load_download, new_download
+from noloco_node.state_transfer.messages import OFFER, StateManifest, StateOffer, StateRequest, packed_size
+from noloco_node.telemetry.events import AnyEvent, DonorFailed, StateDownload
+from noloco_node.training.stage_worker import StageWorker
+from noloco_node.transport.calls import ask
+from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
+from noloco_node.transport.interface import Transport
+
+logger = logging.getLogger(__name__)
+
+ASKED_AT_ONCE = 16
+OFFER_SECONDS = 5.0
+RESUMES = 2
+"""Times that one donor is asked to go on after a broken stream."""
+RESUME_PAUSE_SECONDS = 0.5
+BUSY_PAUSE_SECONDS = (1.0, 4.0)
+BUSY_PATIENCE_SECONDS = 1800.0
+AWAY_TRIES = 6
+"""Times that donors are asked of which none could be reached, or none was ready to give."""
+AWAY_PAUSE_SECONDS = 0.25
+"""After the first of those times; twice as long after each further one."""
+NOT_READY = (Refusal.DRAINING, Refusal.UNKNOWN_METHOD, Refusal.UNKNOWN_SNAPSHOT, Refusal.INTERNAL)
+"""Refusals of a donor that may give its state a moment later: it has just come, or its snapshot has been replaced."""
+RELAYED_TRIES = 4
+"""Times that a donor is asked to which there is only a relayed connection: a direct one may be under way."""
+RELAYED_REST_SECONDS = 30.0
+"""From one such try of a laggard to the next: it trains meanwhile."""
+PROGRESS_SECONDS = 1.0
+"""Between two progress events."""
+
+
+class NoDonor(Exception):
+    """Nobody gave its state. `reasons` says why, for each donor that was asked; empty where there is none."""
+
+    def __init__(self, reasons: Mapping[PeerId, str]) -> None:
+        super().__init__(f"none of {len(reasons)} donors gave its state")
+        self.reasons = dict(reasons)
+
+    def explained(self, spec: RunSpec, stage: int) -> UserError:
+        """What a person is told: each donor with its reason."""
+        reasons = "".join(f"\n  {peer}: {reason}" for peer, reason in sorted(self.reasons.items()))
+        return UserError(
+            ExitCode.NO_DONOR,
+            f"run {spec.run_id[:8]} is past its first outer round and none of {len(self.reasons)} replicas of stage "
+            f"{stage} gave its state{':' if reasons else ''}{reasons}",
+            "try again when a replica of this stage is reachable, or serve another stage with --stage",
+        )
+
+
+def rank_donors(offers: Mapping[PeerId, StateOffer], max_lag: float, rng: random.Random) -> list[PeerId]:
+    """Donors in the order in which to try them: the fresh before the stale, then by load, at random among equals.
+
+    Stale is a clock more than a quarter of `max_lag` behind the median of the offers: one donor that claims a clock far
+    in the future must not make all others look old.
+    """
+    if not offers:
+        return []
+    middle = median(offer.clock for offer in offers.values())
+
+    def order(peer: PeerId) -> tuple[bool, bool, int, float]:
+        offer = offers[peer]
+        stale = offer.clock < middle - max_lag / 4
+        return stale, offer.readers >= offer.places, offer.readers, rng.random()
+
+    return sorted(offers, key=order)
+
+
+@dataclass(slots=True)
+class _Search:
+    """What a joiner knows while it looks for a donor."""
+
+    failed: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
+    busy: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
+    away: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
+    """Donors that could not be reached, or were not ready."""
+    slow: set[PeerId] = field(default_factory=set[PeerId])
+    """Donors of which it was told that they give too slowly."""
+    rounds: int = 0
+    """In which every donor was away."""
+    relayed: Counter[PeerId] = field(default_factory=Counter[PeerId])
+    """How often a donor refused since it is connected through a relay."""
+
+
+class StateCopier:
+    """Makes this replica a copy of a fellow. `believe` turns a donor's claimed clock into the one to take over."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        stage: int,
+        transport: Transport,
+        worker: StageWorker,
+        *,
+        streams: int,
+        believe: Callable[[float], float],
+        emit: Callable[[AnyEvent], None],
+        rng: random.Random,
+    ) -> None:
+        self._spec = spec
+        self._stage = stage
+        self._transport = transport
+        self._worker = worker
+        self._streams = streams
+        self._believe = believe
+        self._emit = emit
+        self._rng = rng
+        self._resting: dict[PeerId, float] = {}
+        """Until when donors are not asked again to which there is only a relayed connection."""
+        self._relayed_told = False
+        limits, size = spec.limits, packed_size(worker.state_sizes())
+        self._paces = DonorPaces(floor_of(size, limits.chunk_bytes, limits.exchange_progress_seconds))
+
+    async def copy_best(
+        self, donors: Callable[[], Awaitable[Sequence[PeerId]]], patience: float = BUSY_PATIENCE_SECONDS
+    ) -> tuple[PeerId, StateManifest]:
+        """Take the state of the best donor that gives it; `donors()` looks who lives now.
+
+        A donor whose state is no good is not asked again. While all who are left are busy, or give too slowly, waits
+        and asks again, `patience` seconds at most; where all are away or none is seen, `AWAY_TRIES` times. Raises
+        NoDonor.
+        """
+        search = _Search()
+        download: Download | None = None
+        until = ambient.monotonic() + patience
+        while True:
+            offers = await self._ask_all([peer for peer in await donors() if peer not in search.failed], search)
+            ranked = rank_donors(offers, self._spec.max_lag_tokens, self._rng)
+            while ranked:
+                donor = self._paces.next(ranked)
+                if download is None:
+                    download = await ambient.elsewhere(new_download, self._spec, self._worker)
+                busy = list(search.busy) if ambient.monotonic() < until else []
+                try:
+                    return donor, await self._copy(donor, download, [*ranked, *busy])
+                except TooSlow as error:
+                    self._note_slow(search, donor, error)
+                    if busy and ambient.monotonic() < until and self._paces.all_slow(ranked):
+                        break
+                except (Refused, TransportError) as error:
+                    ranked.remove(donor)
+                    self._note(search, donor, error)
+            if search.busy and ambient.monotonic() < until:
+                logger.info("%d donors are busy: asking again in a moment", len(search.busy))
+                await asyncio.sleep(self._rng.uniform(*BUSY_PAUSE_SECONDS))
+                search.busy.clear()
+                continue
+            search.rounds += 1
+            in_vain = search.failed and not search.away
+            if search.busy or in_vain or search.rounds >= AWAY_TRIES:
+                raise NoDonor(search.failed | search.busy | search.away)
+            # Nothing tells that a link is mended or a donor ready: asking again is the only way.
+            await asyncio.sleep(AWAY_PAUSE_SECONDS * 2.0 ** (search.rounds - 1) * self._rng.uniform(0.5, 1.5))
+
+    async def copy_from(self, donor: PeerId, others: Collection[PeerId] = ()) -> StateManifest:
+        """Take the state of this donor; TooSlow where one of `others` may be faster. Raises Refused or TransportError;
+        the replica is unchanged then. One that gives nothing through a relay is asked every `RELAYED_REST_SECONDS` at
+        most, and Refused for it between."""
+        if ambient.monotonic() < self._resting.get(donor, 0.0):
+            raise Refused(Refusal.RELAYED, "it said so a moment ago")
+        try:
+            await self._ask(donor)  # there must be something to come before there is room made for it
+            download = await ambient.elsewhere(new_download, self._spec, self._worker)
+            manifest = await self._copy(donor, download, others)
+        except Refused as error:
+            if error.reason is Refusal.RELAYED:
+                self._let_rest(donor)
+            raise
+        self._relayed_told = False
+        return manifest
+
+    def _let_rest(self, donor: PeerId) -> None:
+        now = ambient.monotonic()
+        self._resting = {peer: until for peer, until in self._resting.items() if until > now}
+        self._resting[donor] = now + RELAYED_REST_SECONDS
+        level = logging.DEBUG if self._relayed_told else logging.WARNING
+        self._relayed_told = True
+        logger.log(
+            level,
+            "this node is too far behind to be averaged with, and %s, which is connected by relay only, sends no state "
+            "through one: it trains alone until it has caught up with a replica of stage %d that it can dial, or that "
+            "can dial it; each is asked again every %g s",
+            donor,
+            self._stage,
+            RELAYED_REST_SECONDS,
+        )
+
+    async def _ask_all(self, donors: Sequence[PeerId], search: _Search) -> dict[PeerId, StateOffer]:
+        """What the donors can give; those that answer otherwise are noted."""
+        asked = list(donors)
+        self._rng.shuffle(asked)
+        known = self._transport.acquaintances
+        asked.sort(key=lambda donor: (not known.answers(donor), known.of(donor).silences))
+        offers: dict[PeerId, StateOffer] = {}
+
+        async def ask(donor: PeerId) -> None:
+            try:
+                offers[donor] = await self._ask(donor)
+            except (Refused, TransportError) as error:
+                self._note(search, donor, error)
+
+        async with asyncio.TaskGroup() as group:
+            for donor in asked[:ASKED_AT_ONCE]:
+                group.create_task(ask(donor))
+        return offers
+
+    async def _ask(self, donor: PeerId) -> StateOffer:
+        """What one donor can give. Raises Refused or TransportError."""
+        request = StateRequest(run=self._spec.run_id, stage=self._stage, contract=self._worker.contract)
+        limit = OFFER_SECONDS
+        return (await ask(self._transport, donor, OFFER, request, StateOffer, timeout=limit, progress=limit)).header
+
+    def _note_slow(self, search: _Search, donor: PeerId, error: TooSlow) -> None:
+        if donor not in search.slow:
+            search.slow.add(donor)
+            self._emit(DonorFailed(donor=donor, reason=str(error)))
+
+    def _note(self, search: _Search, donor: PeerId, error: Refused | TransportError) -> None:
+        reason = str(error) or repr(error)
+        relayed = isinstance(error, Refused) and error.reason is Refusal.RELAYED
+        search.relayed[donor] += relayed
+        again = relayed and search.relayed[donor] < RELAYED_TRIES
+        if again or (isinstance(error, Refused) and error.reason is Refusal.BUSY):
+            search.busy[donor] = reason
+            logger.debug("donor %s is busy: %s", donor, reason)
+            return
+        if _may_come_back(error) and not relayed:
+            told, search.away[donor] = donor in search.away, reason
+        else:
+            told, search.failed[donor] = False, reason
+            search.away.pop(donor, None)
+        if not told:
+            self._emit(DonorFailed(donor=donor, reason=reason))
+
+    async def _copy(self, donor: PeerId, download: Download, offering: Collection[PeerId]) -> StateManifest:
+        """One donor's state, resumed where a stream breaks, loaded as a whole at the end. TooSlow where one of
+        `offering` may be faster."""
+        told = _Progress(donor, download.size, self._emit)
+        pace = Pace(self._paces, donor, offering, self._spec.limits.exchange_progress_seconds)
+
+        def progress(received: int) -> None:
+            told(received)
+            pace(received)
+
+        for resumes in range(RESUMES + 1):
+            pace.begin()
+            try:
+                manifest = await fetch_state(
+                    self._spec,
+                    self._stage,
+                    self._transport,
+                    self._worker,
+                    donor,
+                    download,
+                    streams=self._streams,
+                    on_progress=progress,
+                )
+                return await load_download(self._transport, self._worker, download, manifest, self._believe)
+            except (ProtocolViolation, TooSlow):
+                raise
+            except TransportError as error:
+                if resumes == RESUMES:
+                    raise
+                logger.debug("the transfer from %s broke off, resuming: %r", donor, error)
+                await asyncio.sleep(RESUME_PAUSE_SECONDS * self._rng.uniform(0.5, 1.5))
+        raise AssertionError("unreachable")
+
+
+def _may_come_back(error: Refused | TransportError) -> bool:
+    """Whether a failed link or a peer that is not ready is all that is wrong with a donor."""
+    if isinstance(error, Refused):
+        return error.reason in NOT_READY
+    return not isinstance(error, ProtocolViolation)
+
+
+class _Progress:
+    """Emits how far a download is, about once a second, and its beginning and end."""
+
+    def __init__(self, donor: PeerId, total: int, emit: Callable[[AnyEvent], None]) -> None:
+        self._donor = donor
+        self._total = total
+        self._emit = emit
+        self._started = ambient.monotonic()
+        self._next = 0.0
+
+    def __call__(self, received: int) -> None:
+        now = ambient.monotonic()
+        if now >= self._next or received == self._total:
+            self._next = now + PROGRESS_SECONDS
+            seconds = now - self._started
+            self._emit(StateDownload(donor=self._donor, received=received, total=self._total, seconds=seconds))

@@ -1,0 +1,101 @@
+"""Which donor is too slow to be worth waiting for: a pure decision, made again at every window of a transfer.
+
+A donor that lets one chunk drip before each deadline would hold a joiner for hours beside an idle honest one. So who is
+slower than an honest donor at its slowest is left while another offers that may be faster, or is busy and may have a
+place by now. A few are tried; then the fastest of them is kept, since the slowness may be this node's own. The only
+donor is never given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from noloco_node import ambient
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.errors import TransportError
+
+USUAL_SECONDS = 600.0
+"""A state that takes longer than this is worth a look at another donor."""
+CHUNKS_A_WINDOW = 2.0
+"""What each reader gets at least of an honest donor is twice this much in a progress deadline (`StateDonor`)."""
+MOST_TRIED = 3
+"""Donors that are tried for a window each before the fastest is kept."""
+MUCH_FASTER = 2.0
+
+
+class TooSlow(TransportError):
+    """The donor gives, but another may be faster."""
+
+
+class DonorPaces:
+    """What slow donors were measured to give. `floor` in bytes per second."""
+
+    def __init__(self, floor: float) -> None:
+        self.floor = floor
+        self._slow: dict[PeerId, float] = {}
+
+    def goes_on(self, donor: PeerId, rate: float, offering: Collection[PeerId]) -> bool:
+        """Whether to stay with `donor`, which gives `rate` bytes per second, while all of `offering` would give."""
+        self._slow.pop(donor, None)
+        if rate >= self.floor:
+            return True
+        others = [peer for peer in offering if peer != donor]
+        tried = [self._slow[peer] for peer in others if peer in self._slow]
+        if len(tried) < min(len(others), MOST_TRIED - 1) or max(tried, default=0.0) > MUCH_FASTER * rate:
+            self._slow[donor] = rate
+            return False
+        return True
+
+    def next(self, ranked: Collection[PeerId]) -> PeerId:
+        """Whom of `ranked`, the best first, to take: one not known as slow, until a few are; then the fastest."""
+        untried = [peer for peer in ranked if peer not in self._slow]
+        slow = [peer for peer in ranked if peer in self._slow]
+        if untried and len(slow) < MOST_TRIED:
+            return untried[0]
+        return max(slow, key=lambda peer: self._slow[peer])
+
+    def all_slow(self, donors: Collection[PeerId]) -> bool:
+        """Whether all of them were measured and found slow."""
+        return all(donor in self._slow for donor in donors)
+
+
+class Pace:
+    """Measures one transfer from `donor`; to be told the bytes that lie here. Raises TooSlow where it is to be left."""
+
+    def __init__(
+        self,
+        paces: DonorPaces,
+        donor: PeerId,
+        offering: Collection[PeerId],
+        window: float,
+        now: Callable[[], float] = ambient.monotonic,
+    ) -> None:
+        """`window` in seconds."""
+        self._paces = paces
+        self._donor = donor
+        self._offering = offering
+        self._window = window
+        self._now = now
+        self._began: float | None = None
+        self._had = 0
+
+    def begin(self) -> None:
+        """A new stream of chunks begins: what comes first is what lies here already."""
+        self._began = None
+
+    def __call__(self, received: int) -> None:
+        """So many bytes lie here now."""
+        now = self._now()
+        if self._began is None:
+            self._began, self._had = now, received
+        elif (seconds := now - self._began) >= self._window:
+            rate = (received - self._had) / seconds
+            self._began, self._had = now, received
+            if not self._paces.goes_on(self._donor, rate, self._offering):
+                raise TooSlow(f"it gives {rate / 1e3:.1f} kB/s: another may be faster")
+
+
+def floor_of(size: int, chunk: int, patience: float) -> float:
+    """Bytes per second below which another donor is looked at, for a state of `size` bytes in chunks of `chunk`, where
+    no part of it may take longer than `patience` seconds."""
+    return max(CHUNKS_A_WINDOW * chunk / patience, size / USUAL_SECONDS)

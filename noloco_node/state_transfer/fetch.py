@@ -1,0 +1,182 @@
+"""The receiving side of a state transfer: one donor's snapshot, chunk by chunk, each held to the signed manifest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from noloco_node import ambient
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.state_transfer.messages import (
+    CHUNK,
+    DIGEST_BYTES,
+    OPEN,
+    SignedManifest,
+    StateManifest,
+    StateRequest,
+    digest,
+    packed_size,
+    read_manifest,
+    unpack,
+)
+from noloco_node.training.stage_worker import StageWorker
+from noloco_node.transport.calls import BadAnswer, Nothing, ask, judging
+from noloco_node.transport.errors import DeadlinePassed, ProtocolViolation, Refused, TransportError
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import TensorSpec
+
+logger = logging.getLogger(__name__)
+
+CHUNK_ATTEMPTS = 3
+MANIFEST_PATIENCE = 3
+"""Progress deadlines that a donor has for its snapshot and the hashing of it."""
+
+
+class Download:
+    """What has come of a state so far. It outlives a broken stream and a dead donor: a chunk is fetched only where its
+    digest differs from what lies here already."""
+
+    def __init__(self, size: int, chunk: int) -> None:
+        self.size = size
+        self.chunk = chunk
+        self.chunks = math.ceil(size / chunk)
+        # A bytearray of that size would be zeroed with the interpreter held, and the event loop with it.
+        self.buffer = torch.zeros(size, dtype=torch.uint8).numpy().data
+        self.snapshot = ""
+        """Name of the snapshot that was read last: a donor that still holds it goes on with it."""
+        self._have = [b""] * self.chunks
+
+    def missing(self, digests: Sequence[bytes]) -> list[int]:
+        """Chunks that must still come for a state with these digests."""
+        return [index for index, wanted in enumerate(digests) if self._have[index] != wanted]
+
+    def length(self, index: int) -> int:
+        """Bytes of a chunk."""
+        return min(self.chunk, self.size - index * self.chunk)
+
+    def put(self, index: int, digest_of_it: bytes, data: memoryview) -> None:
+        """Take in a verified chunk."""
+        start = index * self.chunk
+        self.buffer[start : start + len(data)] = data
+        self._have[index] = digest_of_it
+
+
+def new_download(spec: RunSpec, worker: StageWorker) -> Download:
+    """Room for a state of this stage. Allocates all of it."""
+    return Download(packed_size(worker.state_sizes()), spec.limits.chunk_bytes)
+
+
+async def fetch_state(
+    spec: RunSpec,
+    stage: int,
+    transport: Transport,
+    worker: StageWorker,
+    donor: PeerId,
+    download: Download,
+    *,
+    streams: int,
+    on_progress: Callable[[int], None],
+) -> StateManifest:
+    """Bring `download` to a whole, verified state of `donor`. Nothing of this replica changes.
+
+    There is no deadline on the whole, only on progress: no chunk for `limits.exchange_progress_seconds` ends it.
+    `on_progress` is told the bytes that lie here. Raises Refused or TransportError; what has come so far stays.
+    """
+    request = StateRequest(run=spec.run_id, stage=stage, contract=worker.contract, snapshot=download.snapshot)
+    limit = spec.limits.exchange_progress_seconds
+    answer = await ask(
+        transport,
+        donor,
+        OPEN,
+        request,
+        SignedManifest,
+        specs=(TensorSpec("u8", (download.chunks, DIGEST_BYTES)),),
+        timeout=MANIFEST_PATIENCE * limit,
+        progress=limit,
+    )
+    with judging(transport, donor, OPEN):
+        manifest, digests = read_manifest(transport, donor, answer, request, size=download.size)
+    download.snapshot = manifest.snapshot
+    pending = download.missing(digests)
+    here = download.size - sum(map(download.length, pending))
+    pending.reverse()
+    on_progress(here)
+
+    async def stripe(deadline: asyncio.Timeout) -> None:
+        nonlocal here
+        while pending:
+            index = pending.pop()
+            named = request.model_copy(update={"snapshot": manifest.snapshot, "index": index})
+            size = download.length(index)
+            data = await _fetch_chunk(transport, donor, named, digests[index], size, limit, (streams + 1) * limit)
+            download.put(index, digests[index], data)
+            here += size
+            deadline.reschedule(asyncio.get_running_loop().time() + limit)
+            on_progress(here)
+
+    try:
+        async with asyncio.timeout(limit) as deadline, asyncio.TaskGroup() as group:
+            for _ in range(min(streams, len(pending))):
+                group.create_task(stripe(deadline))
+    except* (Refused, TransportError) as failures:
+        raise failures.exceptions[0] from None
+    except* TimeoutError:
+        raise DeadlinePassed(f"no part of its state came for {limit:g} s") from None
+    return manifest
+
+
+async def load_download(
+    transport: Transport,
+    worker: StageWorker,
+    download: Download,
+    manifest: StateManifest,
+    believe: Callable[[float], float],
+) -> StateManifest:
+    """Become a copy: load a whole download at once, or nothing of it. `believe` turns the donor's claimed clock into
+    the one to take over. Raises ProtocolViolation where the state is not finite."""
+    with judging(transport, PeerId(manifest.donor), OPEN):
+        state = await ambient.elsewhere(unpack, download.buffer, worker.state_sizes())
+    manifest = manifest.model_copy(update={"clock": believe(manifest.clock)})
+    await worker.load_full_state(manifest.clock, manifest.outer_rounds, state)
+    return manifest
+
+
+async def _fetch_chunk(
+    transport: Transport,
+    donor: PeerId,
+    request: StateRequest,
+    wanted: bytes,
+    size: int,
+    limit: float,
+    patience: float,
+) -> memoryview:
+    for attempt in range(CHUNK_ATTEMPTS):
+        try:
+            answer = await ask(
+                transport,
+                donor,
+                CHUNK,
+                request,
+                Nothing,
+                specs=(TensorSpec("u8", (size,)),),
+                timeout=patience,
+                progress=limit,
+            )
+        except ProtocolViolation:
+            raise
+        except TransportError as error:
+            if attempt + 1 == CHUNK_ATTEMPTS:
+                raise
+            logger.debug("chunk %d from %s failed: %r", request.index, donor, error)
+        else:
+            data = answer.tensors[0].numpy().data
+            with judging(transport, donor, CHUNK):
+                if await ambient.elsewhere(digest, data) != wanted:
+                    raise BadAnswer(f"chunk {request.index} of its state does not match the manifest")
+            return data
+    raise AssertionError("unreachable")

@@ -1,0 +1,164 @@
+"""What travels when a replica's full state is given: requests, offers, the signed manifest, and chunks with hashes."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Annotated
+
+import torch
+from pydantic import Field, ValidationError
+from torch import Tensor
+
+from noloco_node import PROTOCOL_VERSION
+from noloco_node.config.canonical import canonical_json
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.calls import Answer, BadAnswer
+from noloco_node.transport.headers import ClockValue, ProtocolVersion, RunName, StageIndex, WireModel
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import Message
+
+OFFER = "state.offer"
+OPEN = "state.open"
+CHUNK = "state.chunk"
+
+DIGEST_BYTES = 16
+MAX_SEAL_CHARACTERS = 8192
+MAX_MANIFEST_CHARACTERS = 4096
+
+Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of each tensor of a state, by name."""
+
+
+class StateRequest(WireModel):
+    """Asks what a donor can give, for a manifest (of the snapshot named, if it is still held), or for a chunk of it."""
+
+    run: RunName
+    protocol: ProtocolVersion = PROTOCOL_VERSION
+    stage: StageIndex
+    contract: Annotated[str, Field(max_length=64)]
+    snapshot: Annotated[str, Field(max_length=32)] = ""
+    index: Annotated[int, Field(ge=0, le=1 << 32)] = 0
+
+
+class StateOffer(WireModel):
+    """How fresh a donor's state is, and how many read it now."""
+
+    clock: ClockValue
+    outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)]
+    readers: Annotated[int, Field(ge=0, le=1 << 16)]
+    places: Annotated[int, Field(ge=0, le=1 << 16)]
+    """Readers that it serves at once."""
+
+
+class StateManifest(WireModel):
+    """Describes one snapshot of one replica. Its donor signs it; the digests of the chunks travel beside it."""
+
+    donor: Annotated[str, Field(max_length=128)]
+    run: RunName
+    stage: StageIndex
+    contract: Annotated[str, Field(max_length=64)]
+    snapshot: Annotated[str, Field(max_length=32)]
+    clock: ClockValue
+    outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)]
+    size: Annotated[int, Field(gt=0, le=1 << 44)]
+    """Bytes of the whole state."""
+    root: Annotated[str, Field(max_length=64)]
+    """Hash over the digests of all chunks in order, as hex."""
+
+
+class SignedManifest(WireModel):
+    """A manifest as text, and its donor's seal over that text as hex. With it travel the digests, u8 [chunks, 16]."""
+
+    manifest: Annotated[str, Field(max_length=MAX_MANIFEST_CHARACTERS)]
+    seal: Annotated[str, Field(max_length=MAX_SEAL_CHARACTERS, pattern=r"^([0-9a-f]{2})+$")]
+
+
+def digest(data: memoryview | bytes) -> bytes:
+    """The hash of a chunk."""
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def root_of(digests: Tensor) -> str:
+    """The hash over all digests, u8 [chunks, 16]."""
+    return hashlib.blake2b(digests.numpy().tobytes(), digest_size=32).hexdigest()
+
+
+def manifest_message(transport: Transport, manifest: StateManifest, digests: Tensor) -> Message:
+    """A manifest as it travels: its text, the donor's seal over that text, and the digests u8 [chunks, 16]."""
+    text = canonical_json(manifest.model_dump(mode="json"))
+    signed = SignedManifest(manifest=text, seal=transport.sign(text.encode()).hex())
+    return Message(signed.model_dump(mode="json"), (digests,))
+
+
+def read_manifest(
+    transport: Transport, donor: PeerId, answer: Answer[SignedManifest], request: StateRequest, *, size: int
+) -> tuple[StateManifest, list[bytes]]:
+    """The manifest and the digest of each chunk.
+
+    Raises BadAnswer unless `donor` itself signed it, for what was asked, over exactly these digests.
+    """
+    text, seal = answer.header.manifest, answer.header.seal
+    try:
+        manifest = StateManifest.model_validate_json(text)
+    except ValidationError as error:
+        raise BadAnswer(f"bad manifest: {error.error_count()} errors") from None
+    signed = transport.signed_by(donor, bytes.fromhex(seal), text.encode())
+    if not signed or manifest.donor != donor:
+        raise BadAnswer("the manifest is not signed by the donor")
+    asked = (request.run, request.stage, request.contract)
+    if (manifest.run, manifest.stage, manifest.contract) != asked:
+        raise BadAnswer("the manifest is of another run, stage or contract")
+    if manifest.size != size:
+        raise BadAnswer(f"the donor's state has {manifest.size} bytes where {size} belong")
+    if manifest.root != root_of(answer.tensors[0]):
+        raise BadAnswer("the digests are not those that the manifest was signed for")
+    return manifest, [bytes(row.numpy()) for row in answer.tensors[0]]
+
+
+class PackedState:
+    """A state as one run of bytes, all tensors one after another in the order of their names, without a second copy."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self._views = [state[name].contiguous().reshape(-1).view(torch.uint8).numpy().data for name in sorted(state)]
+        self._ends: list[int] = []
+        for view in self._views:
+            self._ends.append(len(view) + (self._ends[-1] if self._ends else 0))
+        self.size = self._ends[-1] if self._ends else 0
+
+    def part(self, start: int, end: int) -> memoryview:
+        """Bytes [start, end), cut at the end of the state; a copy only where they lie in several tensors."""
+        end = min(end, self.size)
+        pieces: list[memoryview] = []
+        for index in range(bisect.bisect_right(self._ends, start), len(self._views)):
+            first = self._ends[index] - len(self._views[index])
+            if first >= end:
+                break
+            pieces.append(self._views[index][max(0, start - first) : end - first])
+        return pieces[0] if len(pieces) == 1 else memoryview(bytearray(b"".join(pieces)))
+
+    def digests(self, chunk: int) -> Tensor:
+        """The digest of each chunk of `chunk` bytes, u8 [chunks, 16]."""
+        every = b"".join(digest(self.part(start, start + chunk)) for start in range(0, self.size, chunk))
+        return torch.frombuffer(bytearray(every), dtype=torch.uint8).view(-1, DIGEST_BYTES)
+
+
+def packed_size(sizes: Sizes) -> int:
+    """Bytes of a state with these tensors."""
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in sizes.values())
+
+
+def unpack(buffer: bytearray | memoryview, sizes: Sizes) -> dict[str, Tensor]:
+    """The tensors of a `PackedState`, as views. Raises BadAnswer where one is not finite."""
+    state: dict[str, Tensor] = {}
+    offset = 0
+    for name in sorted(sizes):
+        dtype, shape = sizes[name]
+        count = math.prod(shape)
+        state[name] = torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(shape)
+        offset += count * dtype.itemsize
+        if not bool(torch.isfinite(state[name]).all()):
+            raise BadAnswer("the donor's state holds NaN or infinity")
+    return state

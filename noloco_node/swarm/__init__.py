@@ -1,1 +1,0 @@
-"""Everything that talks to peers: identity, transport, directory, routing, pipeline, pairing, state transfer."""

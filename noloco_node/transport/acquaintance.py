@@ -1,0 +1,189 @@
+"""Whom this node knows by dealings of its own: who has answered it, and of whom it has seen work.
+
+A record in the directory costs its signer nothing, so it only introduces. An answer over an authenticated link shows
+that somebody is there; only work shows a replica. All of it is this node's own knowledge: nobody's word enters here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from noloco_node import ambient
+from noloco_node.identity.peer_id import PeerId
+
+ANSWER_SECONDS = 60.0
+"""How long an answer counts."""
+SILENCES_TOLERATED = 1
+"""Calls that the link may lose after an answer before the peer no longer counts as answering."""
+WORK_SECONDS = 120.0
+"""How long work counts where a caller does not say."""
+PEERS_REMEMBERED = 4096
+"""Of those whose work was seen, and as many of the others."""
+ASKS_REMEMBERED = 64
+"""How often this node asked a peer, that it had seen no work of before, for work."""
+IDLES_ALLOWED = 2
+"""Times in a row that work which a peer was given may come to nothing; with the next one it has had its chance."""
+ASKS_ALLOWED = 4
+"""Windows in which a peer may be asked and refuse without any work from it in between."""
+
+
+@dataclass(slots=True)
+class Acquaintance:
+    """What this node has seen of one peer. Times are seconds on a clock that never goes back; -inf for never."""
+
+    answered_at: float = -math.inf
+    silent_at: float = -math.inf
+    silences: int = 0
+    """Calls that the link lost since the last answer."""
+    worked_at: float = -math.inf
+    tokens: int = 0
+    """Of the work that was seen, where it is counted in tokens."""
+    idles: int = 0
+    """How often it was asked for work and none came, since work of it was last seen."""
+    idle_since: float = math.inf
+    """When the first of those was; +inf where there is none."""
+    asks: int = 0
+    """How often this node asked it for work since work of it was last seen, each window counted once."""
+    asked_at: float = -math.inf
+    """When the last ask was that counts."""
+    stage: int | None = None
+    """The stage of this node's run that it serves, as it said itself over its own link; None where it has not."""
+    drawn: bool | None = None
+    """Whether it answered, and served the stage of its record, when this node last drew it at random; None where it has
+    not been drawn."""
+
+
+NOBODY = Acquaintance()
+
+
+class Acquaintances:
+    """One node's acquaintances. Bounded: who has only answered is forgotten before who has worked, who was
+    heard of longest ago first."""
+
+    def __init__(self, clock: Callable[[], float] = ambient.monotonic) -> None:
+        self._clock = clock
+        self._met: OrderedDict[PeerId, Acquaintance] = OrderedDict()
+        self._workers: OrderedDict[PeerId, Acquaintance] = OrderedDict()
+        self._asks: deque[tuple[PeerId, float]] = deque(maxlen=ASKS_REMEMBERED)
+
+    def answered(self, peer: PeerId) -> None:
+        """`peer` answered or refused a call of this node, or sent it a request, over its own authenticated link."""
+        known = self._known(peer)
+        known.answered_at, known.silences = self._clock(), 0
+        if peer in self._met:
+            self._met.move_to_end(peer)
+
+    def silent(self, peer: PeerId) -> None:
+        """A call to `peer` failed for the link: no stream, a broken one, or a deadline."""
+        known = self._known(peer)
+        known.silent_at = self._clock()
+        known.silences += 1
+
+    def worked(self, peer: PeerId, tokens: int = 0) -> None:
+        """Work of `peer` was seen here: a microbatch, an exchange committed with it, a receipt that holds."""
+        known = self._workers.get(peer)
+        if known is None:
+            known = self._workers[peer] = self._met.pop(peer, None) or Acquaintance()
+            if len(self._workers) > PEERS_REMEMBERED:
+                self._workers.popitem(last=False)
+        else:
+            self._workers.move_to_end(peer)
+        known.worked_at = known.answered_at = self._clock()
+        known.tokens += tokens
+        known.idles, known.idle_since, known.silences, known.asks = 0, math.inf, 0, 0
+
+    def idle(self, peer: PeerId) -> None:
+        """`peer` was asked for work and none came: an exchange that came to nothing, a microbatch that failed."""
+        known = self._known(peer)
+        if known.idles == 0:
+            known.idle_since = self._clock()
+        known.idles += 1
+
+    def let_down(self, peer: PeerId) -> None:
+        """`peer` had all the chances that it gets: it has failed until work of it is seen."""
+        self._known(peer).idles = IDLES_ALLOWED
+        self.idle(peer)
+
+    def said(self, peer: PeerId, stage: int | None) -> None:
+        """`peer` said over its own link which stage of this node's run it serves; None where it serves none of it."""
+        self._known(peer).stage = stage
+
+    def drew(self, peer: PeerId, serves: bool) -> None:
+        """This node drew `peer` at random from those that records introduce, and called it: does it serve its stage?"""
+        self._known(peer).drawn = serves
+
+    def asked(self, peer: PeerId, window: float) -> None:
+        """This node asks `peer`, drawn at random from those that answer, for work; what it asks within `window`
+        seconds of the last time counts as one."""
+        known, now = self._known(peer), self._clock()
+        if now - known.asked_at < window:
+            return
+        known.asked_at = now
+        known.asks += 1
+        if known.worked_at == -math.inf:
+            self._asks.append((peer, now))
+
+    def asks_since(self, then: float) -> tuple[int, int]:
+        """How often, of late, it asked peers of which it had seen no work before; and how often work came of it."""
+        peers = [peer for peer, at in self._asks if at >= then]
+        return len(peers), sum(peer in self._workers for peer in peers)
+
+    def met(self, peer: PeerId) -> bool:
+        """Whether `peer` has ever answered, as far as this node remembers."""
+        return self.of(peer).answered_at > -math.inf
+
+    def known_workers(self) -> Sequence[PeerId]:
+        """Peers of which work was seen and that answer, whatever the directory says of them."""
+        return [peer for peer in self._workers if self.answers(peer)]
+
+    def answering(self) -> Sequence[PeerId]:
+        """Peers that answer, whatever the directory says of them."""
+        return [peer for peer in (*self._workers, *self._met) if self.answers(peer)]
+
+    def takes_part(self, peer: PeerId) -> bool:
+        """Whether `peer` answers and has said itself that it serves this run, at whatever stage."""
+        return self.answers(peer) and self.of(peer).stage is not None
+
+    def has_worked(self, peer: PeerId) -> bool:
+        """Whether work of `peer` was ever seen here, as far as this node remembers."""
+        return peer in self._workers
+
+    def failed(self, peer: PeerId) -> bool:
+        """Whether `peer` had its fair chance to work with this node, and no work has come of it since."""
+        known = self.of(peer)
+        return known.idles > IDLES_ALLOWED or known.asks > ASKS_ALLOWED
+
+    def serves(self, peer: PeerId, stage: int) -> bool:
+        """Whether `peer` answers and has said itself that it serves this stage of the run."""
+        return self.answers(peer) and self.of(peer).stage == stage
+
+    def unsure(self, peer: PeerId, stage: int) -> bool:
+        """Whether nothing speaks against `peer`'s serving this stage, though it has not answered of late: this node has
+        not come to call it, or not again."""
+        known = self.of(peer)
+        return known.drawn is not False and known.silences <= SILENCES_TOLERATED and known.stage in (None, stage)
+
+    def answers(self, peer: PeerId, within: float = ANSWER_SECONDS) -> bool:
+        """Whether `peer` has answered within so many seconds and is not silent since."""
+        known = self.of(peer)
+        return known.silences <= SILENCES_TOLERATED and self._clock() - known.answered_at <= within
+
+    def works(self, peer: PeerId, within: float = WORK_SECONDS) -> bool:
+        """Whether work of `peer` was seen within so many seconds."""
+        known = self._workers.get(peer)
+        return known is not None and self._clock() - known.worked_at <= within
+
+    def of(self, peer: PeerId) -> Acquaintance:
+        """What is known of `peer`; to be read only."""
+        return self._workers.get(peer) or self._met.get(peer, NOBODY)
+
+    def _known(self, peer: PeerId) -> Acquaintance:
+        known = self._workers.get(peer) or self._met.get(peer)
+        if known is None:
+            known = self._met[peer] = Acquaintance()
+            if len(self._met) > PEERS_REMEMBERED:
+                self._met.popitem(last=False)
+        return known

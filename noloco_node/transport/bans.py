@@ -1,0 +1,164 @@
+"""What peers have done wrong here, and what follows: a ban with a reason and an end, as a pure decision.
+
+An offence is something that no honest node sends, however bad its network is: links are encrypted and checksummed, so
+bytes that arrive changed were sent changed. A stream that breaks or stalls, a refusal to serve (BUSY included), being
+slow, and whatever a bound on norms scales down are none.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from noloco_node import ambient
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused
+
+logger = logging.getLogger(__name__)
+
+TOLERATED = 10.0
+"""Offences that a peer may have on its account; the next one brings a ban."""
+FORGIVEN_A_SECOND = 1.0 / 30.0
+"""Offences that each second takes off the account."""
+FIRST_BAN_SECONDS = 60.0
+LONGEST_BAN_SECONDS = 3600.0
+"""Each ban is twice as long as the one before, up to this; after as long without a ban the count begins anew."""
+PEERS_REMEMBERED = 4096
+
+
+class Offence(StrEnum):
+    """What a peer did wrong."""
+
+    MALFORMED = "malformed"
+    """Frames or messages that break the protocol: no frame, a wrong checksum, a wrong header, shape or precision."""
+    TOO_LARGE = "too_large"
+    """More than a limit allows that both sides know."""
+    NOT_FINITE = "not_finite"
+    """NaN or infinity."""
+    FORGED = "forged"
+    """A signature that does not hold."""
+    BAD_ANSWER = "bad_answer"
+    """An answer to this node's own request that breaks the protocol."""
+
+
+OFFENSIVE: Mapping[Refusal, Offence] = {
+    Refusal.MALFORMED: Offence.MALFORMED,
+    Refusal.TOO_LARGE: Offence.TOO_LARGE,
+    Refusal.NOT_FINITE: Offence.NOT_FINITE,
+    Refusal.FORGED: Offence.FORGED,
+}
+"""Refusals whose cause is an offence of the peer that was refused. All others are ordinary life."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One peer's account. Times are seconds on a clock that never goes back."""
+
+    offences: float = 0.0
+    """As they stood at `since`; time forgives."""
+    since: float = 0.0
+    bans: int = 0
+    banned_until: float = -math.inf
+    reason: Offence | None = None
+    """The offence that brought the last ban."""
+
+    def banned(self, now: float) -> bool:
+        """Whether a ban is in force."""
+        return now < self.banned_until
+
+
+def after_offence(standing: Standing, offence: Offence, now: float) -> Standing:
+    """The account after one more offence; banned where it holds more than `TOLERATED`.
+
+    During a ban nothing is added: what a banned peer had under way when the ban began is not held against it.
+    """
+    if standing.banned(now):
+        return standing
+    offences = max(0.0, standing.offences - (now - standing.since) * FORGIVEN_A_SECOND) + 1.0
+    if offences <= TOLERATED:
+        return Standing(offences, now, standing.bans, standing.banned_until, standing.reason)
+    seconds, bans = ban_seconds(standing.bans, standing.banned_until, now)
+    return Standing(0.0, now, bans, now + seconds, offence)
+
+
+def ban_seconds(earlier: int, last_end: float, now: float) -> tuple[float, int]:
+    """How long to shut a peer out that was shut out `earlier` times, to `last_end`; and how many times that makes."""
+    if now - last_end >= LONGEST_BAN_SECONDS:
+        earlier = 0
+    return min(LONGEST_BAN_SECONDS, FIRST_BAN_SECONDS * 2.0 ** min(earlier, 32)), earlier + 1
+
+
+class Conduct:
+    """The accounts of all peers that have offended, the worst forgotten last by time: at most `PEERS_REMEMBERED`."""
+
+    def __init__(self, clock: Callable[[], float] = ambient.monotonic) -> None:
+        self._clock = clock
+        self._standings: OrderedDict[PeerId, Standing] = OrderedDict()
+        self.offences: Counter[str] = Counter()
+        """So far, by `Offence`."""
+        self.bans: Counter[str] = Counter()
+        """So far, by the `Offence` that brought them."""
+        self._changes = 0
+        self._ends: list[float] = []
+        """Of the bans in force, as a heap."""
+        self.on_ban: Callable[[PeerId], None] | None = None
+        """Called when a ban begins."""
+
+    def offended(self, peer: PeerId, offence: Offence, detail: str = "") -> None:
+        """Count an offence of `peer`; a ban that follows is logged once, with its reason and its end."""
+        now = self._clock()
+        before = self._standings.pop(peer, Standing())
+        after = self._standings[peer] = after_offence(before, offence, now)
+        if len(self._standings) > PEERS_REMEMBERED:
+            self._standings.popitem(last=False)
+            self._changes += 1
+        self.offences[offence.value] += 1
+        if not after.banned(now) or before.banned(now):
+            return
+        self.bans[offence.value] += 1
+        self._changes += 1
+        heapq.heappush(self._ends, after.banned_until)
+        seconds = after.banned_until - now
+        logger.warning("%s is banned here for %.0f s: %s (%s)", peer, seconds, offence.value, detail[:200])
+        if self.on_ban is not None:
+            self.on_ban(peer)
+
+    def judge(self, peer: PeerId, error: Exception) -> None:
+        """Count an answer of `peer` that broke the protocol; a link that failed says nothing against it."""
+        if isinstance(error, ProtocolViolation):
+            self.offended(peer, Offence.BAD_ANSWER, str(error))
+
+    def banned(self, peer: PeerId) -> bool:
+        """Whether `peer` is banned now."""
+        standing = self._standings.get(peer)
+        return standing is not None and standing.banned(self._clock())
+
+    @property
+    def changes(self) -> int:
+        """How often `banned` may have changed its answer so far: bans that began, and that ended."""
+        while self._ends and self._ends[0] <= self._clock():
+            heapq.heappop(self._ends)
+            self._changes += 1
+        return self._changes
+
+    def deals(self, peer: PeerId, _: object = None, /) -> bool:
+        """Whether this node deals with `peer`: it is not banned now."""
+        return not self.banned(peer)
+
+    @property
+    def banned_now(self) -> int:
+        """Peers that are banned now."""
+        now = self._clock()
+        return sum(standing.banned(now) for standing in self._standings.values())
+
+    def refuse_banned(self, peer: PeerId) -> None:
+        """Raise Refused (`banned`, with the reason and the seconds left) where `peer` is banned now."""
+        standing, now = self._standings.get(peer), self._clock()
+        if standing is not None and standing.banned(now):
+            left = standing.banned_until - now
+            raise Refused(Refusal.BANNED, f"for {standing.reason}, {math.ceil(left)} s more")

@@ -1,0 +1,279 @@
+"""Frames: how a message lies on a byte stream. Pure functions from values to bytes and back; no sockets here.
+
+A message is one HEADER frame, the BODY frames of its tensors in order, and one END frame. A refusal is one REFUSE
+frame. Before either answer any number of AT_WORK frames may come. Every frame starts with a fixed prefix: magic,
+version, kind, payload length, and a CRC-32 that covers prefix and payload. The header names all tensors, so both sides
+know the number and length of the BODY frames beforehand: each tensor is cut into pieces of `BODY_FRAME_BYTES`, the last
+one shorter, none for an empty tensor.
+
+Whoever reads checks every bound before it allocates anything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NoReturn, cast
+
+import numpy as np
+import torch
+
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.messages import (
+    MAX_DIMENSIONS,
+    MAX_HEADER_BYTES,
+    MAX_TENSORS,
+    WIRE_DTYPES,
+    JsonObject,
+    TensorSpec,
+)
+
+MAGIC = b"NL"
+FRAME_VERSION = 1
+BODY_FRAME_BYTES = 128 * 1024
+"""Longest BODY payload: short enough that one checksum never holds the event loop up, long enough to be cheap."""
+MAX_REFUSAL_BYTES = 2048
+MAX_DETAIL_CHARACTERS = 300
+MAX_METHOD_CHARACTERS = 64
+MAX_JSON_DEPTH = 12
+MAX_JSON_INTEGER = (1 << 63) - 1
+MAX_DIMENSION = (1 << 31) - 1
+MAX_ELEMENTS = 1 << 48
+
+_FIELDS = struct.Struct(">2sBBI")
+_CHECKSUM = struct.Struct(">I")
+PREFIX_BYTES = _FIELDS.size + _CHECKSUM.size
+
+
+class FrameError(Exception):
+    """Bytes that are no valid frame, envelope or refusal. The stream they came from cannot be used any more."""
+
+
+class FrameKind(IntEnum):
+    """What a frame carries."""
+
+    HEADER = 1
+    BODY = 2
+    END = 3
+    REFUSE = 4
+    AT_WORK = 5
+    """Sent now and then between a request and its answer: the other side lives, and has the request in hand."""
+
+
+MAX_PAYLOAD: dict[FrameKind, int] = {
+    FrameKind.HEADER: MAX_HEADER_BYTES,
+    FrameKind.BODY: BODY_FRAME_BYTES,
+    FrameKind.END: 0,
+    FrameKind.REFUSE: MAX_REFUSAL_BYTES,
+    FrameKind.AT_WORK: 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The start of a frame: kind, payload length in bytes, and the checksum that prefix and payload must have."""
+
+    kind: FrameKind
+    length: int
+    checksum: int
+    checksum_start: int
+    """CRC-32 of the prefix's own fields, to be continued over the payload."""
+
+    def check(self, payload_checksum: int) -> None:
+        """Compare with a checksum continued from `checksum_start` over the payload; FrameError if they differ."""
+        if payload_checksum != self.checksum:
+            raise FrameError(f"checksum of a {self.kind.name} frame is wrong")
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What a HEADER frame says: the method (empty in answers), the header, and the specs of the tensors to come."""
+
+    method: str
+    header: JsonObject
+    specs: tuple[TensorSpec, ...]
+
+    @property
+    def body_bytes(self) -> int:
+        """Size of all tensors together."""
+        return sum(spec.nbytes for spec in self.specs)
+
+
+def encode_prefix(kind: FrameKind, payload: bytes | memoryview) -> bytes:
+    """The prefix of a frame with this payload."""
+    assert len(payload) <= MAX_PAYLOAD[kind], f"{kind.name} payload of {len(payload)} bytes"
+    fields = _FIELDS.pack(MAGIC, FRAME_VERSION, kind, len(payload))
+    return fields + _CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(fields)))
+
+
+def encode_frame(kind: FrameKind, payload: bytes) -> bytes:
+    """A whole small frame."""
+    return encode_prefix(kind, payload) + payload
+
+
+END_FRAME = encode_frame(FrameKind.END, b"")
+AT_WORK_FRAME = encode_frame(FrameKind.AT_WORK, b"")
+
+
+def decode_prefix(data: bytes) -> Prefix:
+    """Parse `PREFIX_BYTES` bytes. FrameError for a wrong magic, version, kind or length."""
+    magic, version, kind_number, length = cast("tuple[bytes, int, int, int]", _FIELDS.unpack_from(data))
+    (checksum,) = cast("tuple[int]", _CHECKSUM.unpack_from(data, _FIELDS.size))
+    if magic != MAGIC:
+        raise FrameError("no frame starts here")
+    if version != FRAME_VERSION:
+        raise FrameError(f"frame version {version}, not {FRAME_VERSION}")
+    try:
+        kind = FrameKind(kind_number)
+    except ValueError:
+        raise FrameError(f"unknown frame kind {kind_number}") from None
+    if length > MAX_PAYLOAD[kind]:
+        raise FrameError(f"{kind.name} frame of {length} bytes exceeds {MAX_PAYLOAD[kind]}")
+    return Prefix(kind, length, checksum, zlib.crc32(data[: _FIELDS.size]))
+
+
+def encode_envelope(method: str, header: JsonObject, specs: Sequence[TensorSpec]) -> bytes:
+    """The HEADER payload. ValueError where the header is no JSON or a limit is exceeded: the sender's mistake."""
+    if len(specs) > MAX_TENSORS:
+        raise ValueError(f"{len(specs)} tensors exceed {MAX_TENSORS}")
+    tensors = [[spec.dtype, list(spec.shape)] for spec in specs]
+    envelope = {"m": method, "h": dict(header), "t": tensors}
+    payload = json.dumps(envelope, allow_nan=False, separators=(",", ":")).encode()
+    if len(payload) > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {len(payload)} bytes exceeds {MAX_HEADER_BYTES}")
+    return payload
+
+
+def decode_envelope(payload: bytes) -> Envelope:
+    """Parse a HEADER payload. Unknown fields are ignored, for newer senders. FrameError if it breaks a rule."""
+    fields = _decode_object(payload)
+    method, header, tensors = fields.get("m"), fields.get("h"), fields.get("t")
+    if not isinstance(method, str) or len(method) > MAX_METHOD_CHARACTERS:
+        raise FrameError("the envelope's method is no short string")
+    if not isinstance(header, dict):
+        raise FrameError("the envelope's header is no object")
+    if not isinstance(tensors, list) or len(cast("list[Any]", tensors)) > MAX_TENSORS:
+        raise FrameError(f"the envelope's tensors are no list of at most {MAX_TENSORS}")
+    specs = tuple(_decode_spec(entry) for entry in cast("list[Any]", tensors))
+    return Envelope(method, cast("JsonObject", header), specs)
+
+
+def encode_refusal(refused: Refused) -> bytes:
+    """A whole REFUSE frame."""
+    detail = refused.detail[:MAX_DETAIL_CHARACTERS].encode("utf-8", "replace").decode()
+    payload = json.dumps({"reason": refused.reason.value, "detail": detail}, separators=(",", ":")).encode()
+    if len(payload) > MAX_REFUSAL_BYTES:
+        payload = json.dumps({"reason": refused.reason.value, "detail": ""}).encode()
+    return encode_frame(FrameKind.REFUSE, payload)
+
+
+def decode_refusal(payload: bytes) -> Refused:
+    """Parse a REFUSE payload. A reason this version does not know becomes `internal`, its name kept in the detail."""
+    fields = _decode_object(payload)
+    reason, detail = fields.get("reason"), fields.get("detail", "")
+    if not isinstance(reason, str) or not isinstance(detail, str):
+        raise FrameError("the refusal has no reason")
+    detail = detail[:MAX_DETAIL_CHARACTERS]
+    try:
+        return Refused(Refusal(reason), detail)
+    except ValueError:
+        return Refused(Refusal.INTERNAL, f"{reason[:MAX_METHOD_CHARACTERS]}: {detail}")
+
+
+def frame_lengths(nbytes: int) -> Iterator[tuple[int, int]]:
+    """Start and end of each BODY piece of a tensor of `nbytes` bytes."""
+    for start in range(0, nbytes, BODY_FRAME_BYTES):
+        yield start, min(start + BODY_FRAME_BYTES, nbytes)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's memory itself, not a copy: it must stay unchanged while it is read.
+
+    ValueError for a tensor that is not dense on the CPU.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("only contiguous tensors on the CPU can be sent")
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    array: np.ndarray[Any, np.dtype[np.uint8]] = flat.numpy()
+    return array.data
+
+
+def _decode_object(payload: bytes) -> dict[str, Any]:
+    try:
+        value: object = json.loads(
+            payload.decode("utf-8"),
+            object_pairs_hook=_unique_keys,
+            parse_int=_bounded_integer,
+            parse_float=_finite_float,
+            parse_constant=_no_constant,
+        )
+        _check_values(value, MAX_JSON_DEPTH)
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"not acceptable JSON: {str(error)[:100]}") from None
+    if not isinstance(value, dict):
+        raise FrameError("not a JSON object")
+    return cast("dict[str, Any]", value)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key appears twice")
+    return result
+
+
+def _bounded_integer(text: str) -> int:
+    if len(text) > 20 or abs(value := int(text)) > MAX_JSON_INTEGER:
+        raise ValueError("an integer is too large")
+    return value
+
+
+def _finite_float(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError("a number is not finite")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _check_values(value: object, depth: int) -> None:
+    """Refuse deep nesting and strings that no UTF-8 can hold (lone surrogates), which would fail much later."""
+    if isinstance(value, str):
+        value.encode("utf-8")
+    elif isinstance(value, dict | list):
+        if depth == 0:
+            raise ValueError("nested too deep")
+        if isinstance(value, dict):
+            for key, item in cast("dict[str, object]", value).items():
+                key.encode("utf-8")
+                _check_values(item, depth - 1)
+        else:
+            for item in cast("list[object]", value):
+                _check_values(item, depth - 1)
+
+
+def _decode_spec(entry: object) -> TensorSpec:
+    pair = cast("list[object]", entry) if isinstance(entry, list) else []
+    if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], list):
+        raise FrameError("a tensor spec is no pair of dtype and shape")
+    dtype, shape = pair[0], tuple(_dimension(size) for size in cast("list[object]", pair[1]))
+    if dtype not in WIRE_DTYPES:
+        raise FrameError(f"unknown dtype {dtype[:16]}")
+    if len(shape) > MAX_DIMENSIONS:
+        raise FrameError(f"a tensor has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
+    if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+        raise FrameError("a tensor has too many elements")
+    return TensorSpec(dtype, shape)
+
+
+def _dimension(size: object) -> int:
+    if type(size) is not int or not 0 <= size <= MAX_DIMENSION:
+        raise FrameError("a tensor's dimension is out of bounds")
+    return size

@@ -1,0 +1,62 @@
+"""What every header on the wire has in common: parsed into a bounded model, tolerant of fields it does not know."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from noloco_node import PROTOCOL_VERSION
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.messages import JsonObject, TensorSpec
+
+ClockValue = Annotated[float, Field(ge=0.0, le=1e18, allow_inf_nan=False)]
+RunName = Annotated[str, Field(max_length=64)]
+StageIndex = Annotated[int, Field(ge=0, lt=256)]
+ProtocolVersion = Annotated[int, Field(ge=0, le=1 << 16)]
+PeerName = Annotated[str, Field(min_length=10, max_length=128)]
+RandomId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+H = TypeVar("H", bound="WireModel")
+
+
+class WireModel(BaseModel):
+    """Base of all headers: frozen; a newer version's fields are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+def parse(kind: type[H], header: JsonObject) -> H:
+    """The header as a `kind`; Refused (`malformed`, naming the first mistake) where it is none."""
+    try:
+        return kind.model_validate(header)
+    except ValidationError as error:
+        raise Refused(Refusal.MALFORMED, first_problem(error)) from None
+
+
+def check_addressed(*, run: str, stage: int, own_run: str, own_stage: int, protocol: int) -> None:
+    """Refuse a message that is meant for another run, stage or protocol version than this node's own."""
+    check_run(run, own_run, protocol)
+    if stage != own_stage:
+        raise Refused(Refusal.WRONG_STAGE, f"this node serves stage {own_stage}, not {stage}")
+
+
+def check_run(run: str, own_run: str, protocol: int) -> None:
+    """Refuse a message that is meant for another run or protocol version than this node's own."""
+    if protocol != PROTOCOL_VERSION:
+        raise Refused(Refusal.WRONG_PROTOCOL, f"this node speaks version {PROTOCOL_VERSION}, not {protocol}")
+    if run != own_run:
+        raise Refused(Refusal.WRONG_RUN, f"this node serves run {own_run[:8]}")
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first mistake in a message, as one short line for its sender."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
+
+
+def no_tensors(_peer: PeerId, _header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
+    """Admits requests of methods that take a header only."""
+    if specs:
+        raise Refused(Refusal.MALFORMED, "this method takes no tensors")

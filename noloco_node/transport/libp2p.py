@@ -1,0 +1,356 @@
+"""The transport on libp2p: requests and answers as frames on pooled streams, one request at a time on each.
+
+There is no half-close on these streams, and refusal, cancellation and death all look like an end of file: so every
+message ends with an END frame, a refusal is a frame of its own, and to cancel a request is to close its stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from noloco_node import ambient
+from noloco_node.aio import cancel_and_wait
+from noloco_node.identity.keys import Identity
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.identity.signing import sign_statement, signed_by
+from noloco_node.transport.common import CommonTransport
+from noloco_node.transport.errors import BrokenStream, DeadlinePassed, ProtocolViolation, Refusal, Refused
+from noloco_node.transport.frames import (
+    Envelope,
+    FrameError,
+    FrameKind,
+    Prefix,
+    decode_envelope,
+    decode_refusal,
+    encode_envelope,
+    encode_refusal,
+    tensor_bytes,
+)
+from noloco_node.transport.messages import Message
+from noloco_node.transport.pool import Lease, StreamHost, StreamPool
+from noloco_node.transport.server import TransportLimits
+from noloco_node.transport.streams import FramedStream, StreamEnded, StreamStalled
+
+logger = logging.getLogger(__name__)
+
+STREAM_PROTOCOL = "noloco/1"
+"""The one libp2p protocol that carries every method."""
+
+LINGER_SECONDS = 1.0
+"""How long a stream that will be closed is still read, so that the refusal reaches the other side."""
+
+AT_WORK_SECONDS = 1.0
+"""How often a caller hears that its request is still in hand; far below any progress deadline."""
+MOST_AT_WORK = 4096
+"""AT_WORK frames before an answer: who sends more only wants to keep this node busy."""
+
+STREAMS_LOOKED_AT = 64
+"""For one to close, where there are too many."""
+
+T = TypeVar("T")
+
+
+class _RequestNotSent(Exception):
+    """A stream from the pool turned out dead before the request was complete: it cannot have been carried out."""
+
+
+class Libp2pTransport(CommonTransport):
+    """Implements `Transport` on a `StreamHost`. `start` must be awaited before peers can be served. It signs with
+    `identity`, which must be the one behind the host's peer id; a node that signs nothing needs none."""
+
+    def __init__(
+        self, host: StreamHost, limits: TransportLimits | None = None, identity: Identity | None = None
+    ) -> None:
+        super().__init__(limits)
+        self._host = host
+        self._identity = identity
+        self._limits = self._desk.limits
+        self._pool = StreamPool(
+            host, STREAM_PROTOCOL, self._limits.max_streams_per_peer // 2, self._limits.idle_seconds / 2
+        )
+        self._incoming: Counter[PeerId] = Counter()
+        self._held: dict[FramedStream, PeerId] = {}
+        """Streams of other peers that have a place."""
+        self._answering: set[FramedStream] = set()
+        """Those on which a request has come in whole."""
+        self._rng = ambient.chance()
+        self._serving: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    @property
+    def peer_id(self) -> PeerId:
+        """This node's own id."""
+        return self._host.own_id
+
+    @property
+    def incoming_streams(self) -> int:
+        """Streams that peers hold open to this node."""
+        return self._incoming.total()
+
+    def sign(self, statement: bytes) -> bytes:
+        """See `Transport.sign`."""
+        assert self._identity is not None, "a transport that signs needs an identity"
+        return sign_statement(self._identity, statement)
+
+    def signed_by(self, peer: PeerId, seal: bytes, statement: bytes) -> bool:
+        """See `Transport.signed_by`."""
+        return signed_by(peer, seal, statement)
+
+    async def start(self) -> None:
+        """Take streams of other peers from now on."""
+        await self._host.serve_streams(STREAM_PROTOCOL, self._serve_stream)
+
+    async def close(self) -> None:
+        """See `Transport.close`."""
+        self._closed = True
+        await self._host.stop_serving(STREAM_PROTOCOL)
+        await cancel_and_wait(list(self._serving))
+        await self._pool.close()
+
+    async def _call(
+        self, peer: PeerId, method: str, request: Message, timeout: float, progress: float, max_answer_bytes: int
+    ) -> Message:
+        for tensor in request.tensors:
+            tensor_bytes(tensor)
+        payload = encode_envelope(method, request.header, request.specs)
+        deadline = asyncio.get_running_loop().time() + timeout
+        sending = _Sending(method, payload, request, progress, max_answer_bytes)
+        try:
+            return await self._try(peer, sending, deadline, fresh=False)
+        except _RequestNotSent:
+            return await self._try(peer, sending, deadline, fresh=True)
+
+    async def _try(self, peer: PeerId, sending: _Sending, deadline: float, *, fresh: bool) -> Message:
+        open_until = min(deadline, asyncio.get_running_loop().time() + sending.progress)
+        async with self._pool.lend(peer, open_until, fresh) as lease:
+            stream = lease.stream
+            sent, received = stream.bytes_sent, stream.bytes_received
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await _exchange(lease, sending)
+            except TimeoutError:
+                raise DeadlinePassed(f"{sending.method} of {peer}: no answer in time") from None
+            except StreamStalled as error:
+                raise DeadlinePassed(f"{sending.method} of {peer}: {error}") from None
+            except StreamEnded as error:
+                raise BrokenStream(f"{sending.method} of {peer}: {error}") from None
+            except FrameError as error:
+                raise ProtocolViolation(f"{sending.method} of {peer}: {error}") from None
+            finally:
+                self.traffic.add_sent(sending.method, stream.bytes_sent - sent)
+                self.traffic.add_received(sending.method, stream.bytes_received - received)
+
+    async def _serve_stream(self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one peer's requests on one stream until it ends, idles too long, or breaks the protocol."""
+        stream = FramedStream(reader, writer)
+        if self._closed or self._incoming[peer] >= self._limits.max_streams_per_peer or not self._make_room(peer):
+            stream.abort()
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        self._incoming[peer] += 1
+        self._held[stream] = peer
+        try:
+            self._desk.conduct.refuse_banned(peer)
+            while await self._serve_request(stream, peer):
+                pass
+        except (StreamEnded, StreamStalled) as error:
+            logger.debug("a stream of %s is over: %s", peer, error)
+        except FrameError as error:
+            await self._refuse_and_linger(stream, peer, Refused(Refusal.MALFORMED, str(error)))
+        except Refused as refused:
+            await self._refuse_and_linger(stream, peer, refused)
+        except asyncio.CancelledError:
+            # The task is asyncio's own, which reports a cancelled one as a failure: `close` only wants it to end.
+            if not self._closed:
+                raise
+        finally:
+            stream.abort()
+            self._held.pop(stream, None)
+            self._serving.discard(task)
+            self._incoming[peer] -= 1
+            if not self._incoming[peer]:
+                del self._incoming[peer]
+
+    def _make_room(self, peer: PeerId) -> bool:
+        """Whether there is a place for one more stream of `peer`. Where there is none one is closed that nothing has
+        come on, of whom this node has seen no work: first of whoever holds most. That costs an honest caller nothing,
+        which opens another; without it a few keys could hold all places and keep everybody out."""
+        if len(self._held) < self._limits.max_streams:
+            return True
+        free = [stream for stream in self._held if stream not in self._answering]
+        looked_at = self._rng.sample(free, min(STREAMS_LOOKED_AT, len(free)))
+
+        def claim(stream: FramedStream) -> tuple[bool, int]:
+            holder = self._held[stream]
+            return self.acquaintances.works(holder), -self._incoming[holder]
+
+        victim = min(looked_at, key=claim, default=None)
+        if victim is None or claim(victim) >= (self.acquaintances.works(peer), -self._incoming[peer]):
+            return False
+        del self._held[victim]
+        victim.abort()
+        return True
+
+    async def _refuse_and_linger(self, stream: FramedStream, peer: PeerId, refused: Refused) -> None:
+        """The last word on a stream that will be closed."""
+        self._desk.count_refusal(peer, refused)
+        try:
+            await stream.write_refusal(encode_refusal(refused), self._limits.progress_seconds)
+            await stream.discard_until_end(LINGER_SECONDS)
+        except (StreamEnded, StreamStalled):
+            return
+
+    async def _serve_request(self, stream: FramedStream, peer: PeerId) -> bool:
+        """Answer or refuse the next request. False where the stream must be closed."""
+        progress = self._limits.progress_seconds
+        prefix = await stream.read_prefix(progress, self._limits.idle_seconds)
+        if prefix.kind is not FrameKind.HEADER:
+            raise FrameError(f"a request begins with a HEADER frame, not {prefix.kind.name}")
+        received = stream.bytes_received
+        sent = stream.bytes_sent
+        envelope = decode_envelope(await stream.read_payload(prefix, progress))
+        body_read = False
+        try:
+            with self._desk.admitted(peer, envelope) as place:
+                async with self._time_for(envelope.body_bytes):
+                    request = Message(envelope.header, await stream.read_body(envelope.specs, progress))
+                body_read = True
+                self._answering.add(stream)
+                answering = self._desk.answer(peer, envelope.method, request, place)
+                payload, answer = await _while_open(stream, answering, progress)
+                async with self._time_for(sum(tensor.nbytes for tensor in answer.tensors)):
+                    await stream.write_message(payload, answer.tensors, progress)
+            return True
+        except Refused as refused:
+            if refused.reason is Refusal.BANNED:
+                raise
+            self._desk.count_refusal(peer, refused)
+            await stream.write_refusal(encode_refusal(refused), progress)
+            return body_read or await self._drain(stream, envelope)
+        finally:
+            self._answering.discard(stream)
+            name = self._desk.traffic_name(envelope.method)
+            self.traffic.add_received(name, stream.bytes_received - received)
+            self.traffic.add_sent(name, stream.bytes_sent - sent)
+
+    @contextlib.asynccontextmanager
+    async def _time_for(self, body_bytes: int) -> AsyncGenerator[None]:
+        """StreamStalled where the block, which moves that much, takes longer than a slow link would."""
+        seconds = self._desk.seconds_for(body_bytes)
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError:
+            raise StreamStalled(f"{body_bytes} bytes took more than {seconds:.0f} s") from None
+
+    async def _drain(self, stream: FramedStream, envelope: Envelope) -> bool:
+        """Throw a refused request's body away so that the stream can be used again; False if that takes too long.
+
+        Closing with bytes unread would destroy the refusal on its way, so a large body is read for a moment too: its
+        sender stops as soon as it sees the refusal.
+        """
+        small = envelope.body_bytes <= self._limits.drain_bytes
+        try:
+            async with asyncio.timeout(self._desk.seconds_for(envelope.body_bytes) if small else LINGER_SECONDS):
+                await stream.discard_body(envelope.specs, self._limits.progress_seconds)
+        except TimeoutError:
+            return False
+        return True
+
+
+class _Sending:
+    """A request as it goes out."""
+
+    __slots__ = ("max_answer_bytes", "method", "payload", "progress", "request")
+
+    def __init__(self, method: str, payload: bytes, request: Message, progress: float, max_answer_bytes: int) -> None:
+        self.method = method
+        self.payload = payload
+        self.request = request
+        self.progress = progress
+        self.max_answer_bytes = max_answer_bytes
+
+
+async def _exchange(lease: Lease, sending: _Sending) -> Message:
+    """Write the request and read the answer. The stream is read while it is written: a refusal may come early."""
+    stream, progress = lease.stream, sending.progress
+    writing = asyncio.create_task(stream.write_message(sending.payload, sending.request.tensors, progress))
+    try:
+        prefix = await _answer_begins(stream, writing, progress)
+        if prefix.kind is FrameKind.REFUSE:
+            refused = decode_refusal(await stream.read_payload(prefix, progress))
+            lease.reusable = writing.done() and writing.exception() is None
+            raise refused
+        await writing
+        answer = await _read_answer(stream, prefix, sending)
+        lease.reusable = True
+        return answer
+    except StreamEnded:
+        if lease.fresh or stream.message_complete:
+            raise
+        raise _RequestNotSent from None
+    finally:
+        await cancel_and_wait((writing,))
+
+
+async def _answer_begins(stream: FramedStream, writing: asyncio.Task[None], progress: float) -> Prefix:
+    """The prefix of the answer or refusal. While the request goes out, its own deadline holds; from then on something
+    must come within `progress` seconds, again and again: the answer, or word that the other side is at work on it."""
+    for _ in range(MOST_AT_WORK):
+        prefix = await _next_prefix(stream, writing, progress)
+        if prefix.kind is not FrameKind.AT_WORK:
+            return prefix
+        await stream.read_payload(prefix, progress)
+    raise FrameError(f"more than {MOST_AT_WORK} frames that only say that an answer will come")
+
+
+async def _next_prefix(stream: FramedStream, writing: asyncio.Task[None], progress: float) -> Prefix:
+    """A stream that ends while it is written ends for the reader too, and the refusal that explains it may be on its
+    way: so only a stalled writer stops the wait."""
+    reading = asyncio.create_task(stream.read_prefix(progress))
+    try:
+        await asyncio.wait((writing, reading), return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            if isinstance(error := writing.exception(), StreamStalled):
+                raise error
+            await asyncio.wait((reading,), timeout=progress)
+        if not reading.done():
+            raise StreamStalled(f"neither an answer nor word of work on it for {progress:g} s")
+        return reading.result()
+    finally:
+        await cancel_and_wait((reading,))
+
+
+async def _read_answer(stream: FramedStream, prefix: Prefix, sending: _Sending) -> Message:
+    if prefix.kind is not FrameKind.HEADER:
+        raise FrameError(f"an answer begins with a HEADER frame, not {prefix.kind.name}")
+    envelope = decode_envelope(await stream.read_payload(prefix, sending.progress))
+    if envelope.body_bytes > sending.max_answer_bytes:
+        raise FrameError(f"an answer of {envelope.body_bytes} bytes exceeds {sending.max_answer_bytes}")
+    return Message(envelope.header, await stream.read_body(envelope.specs, sending.progress))
+
+
+async def _while_open(stream: FramedStream, answering: Coroutine[Any, Any, T], progress: float) -> T:
+    """Run a handler for as long as its caller is there, who is told now and then that it is being worked on;
+    StreamEnded once the caller has gone."""
+    handling = asyncio.create_task(answering)
+    watching = asyncio.create_task(stream.wait_for_end())
+    both = (handling, watching)
+    try:
+        while not (await asyncio.wait(both, timeout=AT_WORK_SECONDS, return_when=asyncio.FIRST_COMPLETED))[0]:
+            await stream.write_at_work(progress)
+        if watching.done():
+            watching.result()
+            raise StreamEnded("the caller went away")
+        if handling.cancelled():
+            raise Refused(Refusal.INTERNAL)
+        return handling.result()
+    finally:
+        await cancel_and_wait(both)

@@ -1,0 +1,275 @@
+"""The transport's twin in memory: same rules, no sockets. For tests, simulations and exactness.
+
+Requests go through the same admission, limits and refusals as on libp2p; headers pass through the wire's JSON, tensors
+are copied. Faults are injected by rule and counted when they fire, so that a test can prove that they happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from noloco_node.aio import cancel_and_wait
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.common import CommonTransport
+from noloco_node.transport.errors import (
+    BrokenStream,
+    DeadlinePassed,
+    PeerUnreachable,
+    ProtocolViolation,
+    Refusal,
+    Refused,
+    TransportError,
+)
+from noloco_node.transport.frames import Envelope, decode_envelope, encode_envelope, tensor_bytes
+from noloco_node.transport.interface import TrafficCount
+from noloco_node.transport.messages import Message
+from noloco_node.transport.server import TransportLimits
+
+
+class FaultKind(StrEnum):
+    """What an injected fault does to a call."""
+
+    UNREACHABLE = "unreachable"
+    """No stream opens: `PeerUnreachable`, the handler never runs."""
+    LOSE_REQUEST = "lose_request"
+    """The stream breaks before the handler runs: `BrokenStream`."""
+    LOSE_ANSWER = "lose_answer"
+    """The stream breaks after the handler ran: `BrokenStream`."""
+    REFUSE = "refuse"
+    """The peer refuses with `Fault.reason`."""
+    DELAY = "delay"
+    """The request waits for `Fault.wait()` before it reaches the peer."""
+
+
+@dataclass(slots=True)
+class Fault:
+    """A rule: calls that match `source`, `target` and `method` (None matches any) suffer `kind`, `times` times over
+    (None: always)."""
+
+    kind: FaultKind
+    source: PeerId | None = None
+    target: PeerId | None = None
+    method: str | None = None
+    times: int | None = None
+    reason: Refusal = Refusal.BUSY
+    wait: Callable[[], Awaitable[None]] | None = None
+
+    def fires_on(self, source: PeerId, target: PeerId, method: str) -> bool:
+        """Whether the rule matches and has not used up its times."""
+        return (
+            self.times != 0
+            and self.source in (None, source)
+            and self.target in (None, target)
+            and self.method in (None, method)
+        )
+
+
+class MemoryNetwork:
+    """What the transports of one test share: who is there, and which faults are injected."""
+
+    def __init__(self) -> None:
+        self.fired: Counter[FaultKind] = Counter()
+        """Faults that happened, by kind."""
+        self._transports: dict[PeerId, MemoryTransport] = {}
+        self._killed: set[PeerId] = set()
+        self._faults: list[Fault] = []
+
+    def inject(self, fault: Fault) -> Fault:
+        """Add a rule; returned so that it can be handed to `lift`."""
+        self._faults.append(fault)
+        return fault
+
+    def lift(self, fault: Fault) -> None:
+        """Remove a rule."""
+        self._faults.remove(fault)
+
+    def kill(self, peer: PeerId) -> None:
+        """The peer dies: its handlers are cancelled, calls from and to it break, later ones find nobody."""
+        self._killed.add(peer)
+        for transport in self._transports.values():
+            transport.break_calls(peer if transport.peer_id != peer else None)
+        if peer in self._transports:
+            self._transports[peer].cancel_handlers()
+
+    def revive(self, peer: PeerId) -> None:
+        """A killed peer is reachable again."""
+        self._killed.discard(peer)
+
+    def attach(self, transport: MemoryTransport) -> None:
+        """Called by a transport's constructor. A new transport takes over the peer id of an old one."""
+        self._transports[transport.peer_id] = transport
+        self._killed.discard(transport.peer_id)
+
+    def detach(self, transport: MemoryTransport) -> None:
+        """Called by a transport's `close`."""
+        if self._transports.get(transport.peer_id) is transport:
+            del self._transports[transport.peer_id]
+
+    def find(self, source: PeerId, target: PeerId) -> MemoryTransport:
+        """The peer to talk to, or `PeerUnreachable`."""
+        found = self._transports.get(target)
+        if found is None or target in self._killed or source in self._killed:
+            raise PeerUnreachable(f"{target} is not there")
+        return found
+
+    def fire(self, kind: FaultKind, source: PeerId, target: PeerId, method: str) -> Fault | None:
+        """The first rule of `kind` that applies to this call, counted and used up by one; None if there is none."""
+        for fault in self._faults:
+            if fault.kind is kind and fault.fires_on(source, target, method):
+                if fault.times is not None:
+                    fault.times -= 1
+                self.fired[kind] += 1
+                return fault
+        return None
+
+
+class MemoryTransport(CommonTransport):
+    """Implements `Transport` among the transports of one `MemoryNetwork`."""
+
+    def __init__(self, network: MemoryNetwork, peer_id: PeerId, limits: TransportLimits | None = None) -> None:
+        super().__init__(limits)
+        self._network = network
+        self._peer_id = peer_id
+        self._calls: dict[asyncio.Future[Message], PeerId] = {}
+        self._handlers: dict[asyncio.Task[Message], None] = {}  # in the order in which they began
+        self._closed = False
+        network.attach(self)
+
+    @property
+    def peer_id(self) -> PeerId:
+        """This node's own id."""
+        return self._peer_id
+
+    def sign(self, statement: bytes) -> bytes:
+        """See `Transport.sign`; in memory nobody forges on purpose, so the name is the key."""
+        return _seal(self._peer_id, statement)
+
+    def signed_by(self, peer: PeerId, seal: bytes, statement: bytes) -> bool:
+        """See `Transport.signed_by`."""
+        return seal == _seal(peer, statement)
+
+    async def _call(
+        self, peer: PeerId, method: str, request: Message, timeout: float, progress: float, max_answer_bytes: int
+    ) -> Message:
+        del progress  # bytes always move in memory, so it never passes before `timeout`
+        for tensor in request.tensors:
+            tensor_bytes(tensor)
+        payload = encode_envelope(method, request.header, request.specs)
+        try:
+            async with asyncio.timeout(timeout):
+                target = await self._reach(peer, method)
+                answer = await self._exchange(target, payload, request)
+        except TimeoutError:
+            raise DeadlinePassed(f"{method} of {peer} took more than {timeout:g} s") from None
+        size = sum(spec.nbytes for spec in answer.specs)
+        if size > max_answer_bytes:
+            raise ProtocolViolation(f"answer of {size} bytes exceeds {max_answer_bytes}")
+        self.traffic.add_received(method, size + len(encode_envelope("", answer.header, answer.specs)))
+        return answer
+
+    async def _reach(self, peer: PeerId, method: str) -> MemoryTransport:
+        if self._closed:
+            raise PeerUnreachable("this transport is closed")
+        network = self._network
+        if network.fire(FaultKind.UNREACHABLE, self._peer_id, peer, method):
+            raise PeerUnreachable(f"{peer}: injected fault")
+        network.find(self._peer_id, peer)
+        delay = network.fire(FaultKind.DELAY, self._peer_id, peer, method)
+        if delay and delay.wait:
+            await delay.wait()
+        target = network.find(self._peer_id, peer)
+        if network.fire(FaultKind.LOSE_REQUEST, self._peer_id, peer, method):
+            raise BrokenStream(f"{peer}: injected fault")
+        refuse = network.fire(FaultKind.REFUSE, self._peer_id, peer, method)
+        if refuse:
+            raise Refused(refuse.reason, "injected fault")
+        return target
+
+    async def _exchange(self, target: MemoryTransport, payload: bytes, request: Message) -> Message:
+        """Run the handler as a task of the target; the call ends with it, or earlier when either side breaks."""
+        self.traffic.add_sent(decode_envelope(payload).method, len(payload))
+        task = target.start_handler(self._peer_id, payload, request, self.traffic)
+        outcome: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._calls[outcome] = target.peer_id
+
+        def settle(done: asyncio.Task[Message]) -> None:
+            if outcome.done():
+                return
+            if done.cancelled():
+                outcome.set_exception(BrokenStream(f"{target.peer_id} went away"))
+            elif (error := done.exception()) is not None:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(done.result())
+
+        task.add_done_callback(settle)
+        try:
+            return await outcome
+        finally:
+            del self._calls[outcome]
+            task.cancel()
+
+    def start_handler(
+        self, caller: PeerId, payload: bytes, request: Message, sent: TrafficCount
+    ) -> asyncio.Task[Message]:
+        """Called by the caller's transport: answer a request in a task that this transport owns."""
+        task = asyncio.create_task(self._answer(caller, payload, request, sent))
+        self._handlers[task] = None
+        task.add_done_callback(self._handler_done)
+        return task
+
+    def _handler_done(self, task: asyncio.Task[Message]) -> None:
+        self._handlers.pop(task, None)
+        if not task.cancelled():
+            task.exception()
+
+    async def _answer(self, caller: PeerId, payload: bytes, request: Message, sent: TrafficCount) -> Message:
+        envelope = decode_envelope(payload)
+        name = self._desk.traffic_name(envelope.method)
+        self.traffic.add_received(name, len(payload))
+        try:
+            with self._desk.admitted(caller, envelope) as place:
+                received = _copy(envelope, request)
+                sent.add_sent(envelope.method, envelope.body_bytes)
+                self.traffic.add_received(name, envelope.body_bytes)
+                reply, answer = await self._desk.answer(caller, envelope.method, received, place)
+                copied = _copy(decode_envelope(reply), answer)
+        except Refused as refused:
+            self._desk.count_refusal(caller, refused)
+            raise
+        self.traffic.add_sent(name, len(reply) + sum(spec.nbytes for spec in answer.specs))
+        if self._network.fire(FaultKind.LOSE_ANSWER, caller, self._peer_id, envelope.method):
+            raise BrokenStream(f"{self._peer_id}: injected fault")
+        return copied
+
+    def break_calls(self, to: PeerId | None) -> None:
+        """Break the calls under way to one peer, or all of them."""
+        for outcome, target in list(self._calls.items()):
+            if to in (None, target) and not outcome.done():
+                error: TransportError = BrokenStream(f"the stream to {target} broke")
+                outcome.set_exception(error)
+
+    def cancel_handlers(self) -> None:
+        """Cancel every handler under way."""
+        for task in self._handlers:
+            task.cancel()
+
+    async def close(self) -> None:
+        """See `Transport.close`."""
+        self._closed = True
+        self._network.detach(self)
+        self.break_calls(None)
+        await cancel_and_wait(list(self._handlers))
+
+
+def _copy(envelope: Envelope, message: Message) -> Message:
+    return Message(envelope.header, tuple(tensor.detach().clone() for tensor in message.tensors))
+
+
+def _seal(peer: PeerId, statement: bytes) -> bytes:
+    return hashlib.blake2b(statement, key=peer.encode()[:64]).digest()

@@ -1,0 +1,212 @@
+"""Who may take part in a run, and how nodes show and check it.
+
+Everyone else's directory records are ignored, and of an outsider's requests only those named `hello...` are answered. A
+member's directory record carries its proof. Who talks to a peer that has not read its record yet is refused, shows the
+proof once with `hello.access`, and asks again; the peer remembers it by its authenticated id until the proof expires.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+from noloco_node import ambient
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.records import LiveRecord
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.invitations import PREFIX, BadInvitation, Invitation, Proof, read_invitation
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.calls import Nothing, ask
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.headers import WireModel, no_tensors, parse
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import Message
+
+logger = logging.getLogger(__name__)
+
+METHOD = "hello.access"
+SHOW_SECONDS = 10.0
+GUESTS_REMEMBERED = 8192
+EXPIRED_AGAIN_SECONDS = 60.0
+
+
+class ShownProof(WireModel):
+    """The caller's proof that it is invited."""
+
+    proof: Proof
+
+
+class Access:
+    """The members of a run as one node knows them. `now` gives seconds since 1970."""
+
+    def __init__(self, spec: RunSpec, proof: Proof | None = None, now: Callable[[], float] = ambient.wall) -> None:
+        self._run = spec.run_id
+        self._rule = spec.access
+        self._now = now
+        self._guests: OrderedDict[tuple[PeerId, Proof], bool] = OrderedDict()
+        self._until: dict[PeerId, int] = {}
+        self._changes = 0
+        self._ends: list[int] = []
+        """When the proofs of those admitted by one expire, as a heap."""
+        self.proof = proof
+        """This node's own."""
+
+    def admits(self, peer: PeerId) -> bool:
+        """Whether `peer` is known to be a member now."""
+        rule = self._rule
+        by_name = rule.mode == "open" or peer == rule.owner or peer in rule.peers
+        return by_name or self._until.get(peer, 0) > self._now()
+
+    def shown(self, peer: PeerId, proof: Proof) -> bool:
+        """Take in what `peer` shows; whether its signatures hold. Each proof is checked once."""
+        place = (peer, proof)
+        if place not in self._guests:
+            owner = self._rule.owner
+            holds = owner is not None and proof.admits(peer, run=self._run, owner=owner)
+            self._guests[place] = holds
+            if len(self._guests) > GUESTS_REMEMBERED:
+                (forgotten, _), _ = self._guests.popitem(last=False)
+                self._until.pop(forgotten, None)
+                self._changes += 1
+            if holds:
+                self._changes += 1
+                heapq.heappush(self._ends, proof.grant.expires)
+                self._until[peer] = max(proof.grant.expires, self._until.get(peer, 0))
+        return self._guests[place]
+
+    @property
+    def changes(self) -> int:
+        """How often `admits` may have changed its answer so far: proofs that came, expired, or were forgotten."""
+        while self._ends and self._ends[0] <= self._now():
+            heapq.heappop(self._ends)
+            self._changes += 1
+        return self._changes
+
+    def deals(self, peer: PeerId, row: LiveRecord) -> bool:
+        """Whether a directory record is a member's."""
+        if self.admits(peer):
+            return True
+        proof = row.record.invitation
+        return self._rule.mode == "invited" and proof is not None and self.shown(peer, proof) and self.admits(peer)
+
+    def serve(self, transport: Transport) -> None:
+        """From now on answer members only, and let guests show their proofs."""
+        if self._rule.mode == "open":
+            return
+        transport.guard(self.admits)
+
+        async def handle(peer: PeerId, message: Message) -> Message:
+            if not self.shown(peer, parse(ShownProof, message.header).proof):
+                raise Refused(Refusal.FORGED, "the invitation is not by the owner of this run, or not for this peer")
+            if not self.admits(peer):
+                raise Refused(Refusal.NOT_ADMITTED, "the invitation has expired")
+            return Message()
+
+        transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=4)
+
+
+class Introduction:
+    """Shows this node's proof to peers that ask for it."""
+
+    def __init__(self, transport: Transport, proof: Proof) -> None:
+        self._transport = transport
+        self._proof = proof
+        self._warn_again_at = 0.0
+
+    async def show(self, peer: PeerId, seconds: float) -> None:
+        """Show it to `peer` within `seconds`. Raises like `Transport.call`; that it has expired is also logged."""
+        shown, limit = ShownProof(proof=self._proof), min(seconds, SHOW_SECONDS)
+        try:
+            await ask(self._transport, peer, METHOD, shown, Nothing, timeout=limit, progress=limit)
+        except Refused as refused:
+            if refused.reason is Refusal.NOT_ADMITTED and ambient.monotonic() >= self._warn_again_at:
+                self._warn_again_at = ambient.monotonic() + EXPIRED_AGAIN_SECONDS
+                ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(self._proof.grant.expires))
+                logger.warning("peers refuse this node: its invitation ended on %s. Ask the owner for a new one", ended)
+            raise
+
+
+def own_access(spec: RunSpec, setting: str | None, own: PeerId) -> Access:
+    """What this node may do in the run, by `node.invitation`.
+
+    Raises UserError: CONFIG where that is no invitation, WRONG_RUN where it is for another run, NOT_ADMITTED where the
+    run does not admit this node.
+    """
+    invitation = None if setting is None else _read(setting)
+    if invitation is not None:
+        _check_run(spec, invitation)
+    access = Access(spec, None if invitation is None else invitation.proof_for(own))
+    if access.proof is not None and spec.access.mode == "invited":
+        access.shown(own, access.proof)
+    if access.admits(own):
+        return access
+    if spec.access.mode == "listed":
+        raise UserError(
+            ExitCode.NOT_ADMITTED,
+            f"run '{spec.name}' admits {len(spec.access.peers)} peers by name, and this node, {own}, is none of them",
+            "use the identity that is listed (--identity), or ask whoever owns the run to list this one",
+        )
+    raise _not_invited(spec, invitation, own)
+
+
+def _read(setting: str) -> Invitation:
+    text = setting
+    if not setting.lstrip().startswith(PREFIX):
+        try:
+            text = Path(setting).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            raise UserError(
+                ExitCode.CONFIG,
+                f"node.invitation is '{setting[:60]}', which is neither an invitation nor a file that can be read",
+                f"pass the word that begins with {PREFIX}, or the name of a file that holds it",
+            ) from None
+    try:
+        return read_invitation(text)
+    except BadInvitation as error:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"node.invitation is no invitation: {error}",
+            "copy it whole, as the owner of the run sent it",
+        ) from None
+
+
+def _check_run(spec: RunSpec, invitation: Invitation) -> None:
+    """An invitation is the owner's signature under one RunSpec: no other is accepted with it."""
+    if invitation.grant.run != spec.run_id:
+        raise UserError(
+            ExitCode.WRONG_RUN,
+            f"the invitation is for run {invitation.grant.run}, but this is run '{spec.name}' ({spec.run_id})",
+            "use the address or the configuration file that belongs to the invitation, or ask for one to this run",
+        )
+    if spec.access.owner is None or not invitation.grant.holds(spec.access.owner):
+        raise UserError(
+            ExitCode.NOT_ADMITTED,
+            f"the invitation is not signed by the owner of run '{spec.name}' ({spec.access.owner or 'it names none'})",
+            "ask the owner of the run for an invitation: noloco-node invite makes one",
+        )
+
+
+def _not_invited(spec: RunSpec, invitation: Invitation | None, own: PeerId) -> UserError:
+    if invitation is None:
+        return UserError(
+            ExitCode.NOT_ADMITTED,
+            f"run '{spec.name}' admits only who its owner ({spec.access.owner}) has invited",
+            "ask whoever gave you the address for an invitation, and pass it with --invitation",
+        )
+    grant = invitation.grant
+    if not grant.by_key and grant.subject != own:
+        return UserError(
+            ExitCode.NOT_ADMITTED,
+            f"the invitation is for {grant.subject}, and this node is {own}",
+            "use the identity that is invited (--identity), or ask for an invitation for this one",
+        )
+    ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(grant.expires))
+    return UserError(
+        ExitCode.NOT_ADMITTED,
+        f"the invitation to run '{spec.name}' ended on {ended}",
+        "ask the owner of the run for a new one; if that is in the future, set this machine's clock",
+    )

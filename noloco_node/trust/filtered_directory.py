@@ -1,0 +1,95 @@
+"""The directory without those whom this node does not deal with: banned peers, outsiders of the run, nodes of another
+protocol version."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from noloco_node import PROTOCOL_VERSION
+from noloco_node.directory.records import Directory, DirectoryView, LiveRecord, PeerRecord, SignedRecord
+from noloco_node.identity.invitations import Proof
+from noloco_node.identity.peer_id import PeerId
+
+logger = logging.getLogger(__name__)
+
+
+class Screen(Protocol):
+    """Says with whom this node deals. Implementations: `Conduct`, `Access`."""
+
+    @property
+    def changes(self) -> int:
+        """How often any of its answers may have changed so far, time's doing included: cheap to ask."""
+        ...
+
+    def deals(self, peer: PeerId, row: LiveRecord, /) -> bool:
+        """Whether this node deals with the peer of a record."""
+        ...
+
+
+class ScreenedDirectory:
+    """Implements `Directory`: another one, in whose view only records of this protocol version appear that pass
+    `screen`.
+
+    Who is left out is neither routed to, nor averaged or counted with, nor asked for its state, and its clock is heard
+    by nobody here. A view is screened once, and again when the screen has changed: every microbatch may ask for it.
+    """
+
+    def __init__(self, directory: Directory, screen: Screen, proof: Proof | None = None) -> None:
+        self._directory = directory
+        self._screen = screen
+        self._proof = proof
+        self._from: tuple[DirectoryView, int] | None = None
+        self._view = DirectoryView(())
+        self._another_seen = False
+
+    @property
+    def view(self) -> DirectoryView:
+        """The last view read, screened."""
+        return self._screened(self._directory.view)
+
+    def now(self) -> float:
+        """See `Directory.now`."""
+        return self._directory.now()
+
+    async def publish(self, record: PeerRecord, life: float) -> bool:
+        """See `Directory.publish`. With the record goes this node's own proof that it is invited, if it has one."""
+        shown = record if self._proof is None else record.model_copy(update={"invitation": self._proof})
+        return await self._directory.publish(shown, life)
+
+    async def refresh(self) -> DirectoryView:
+        """Read all stages anew; the view that it returns is screened."""
+        return self._screened(await self._directory.refresh())
+
+    def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
+        """See `Directory.to_tell`."""
+        return self._directory.to_tell(most)
+
+    def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
+        """See `Directory.told`."""
+        return self._directory.told(teller, records)
+
+    def _screened(self, view: DirectoryView) -> DirectoryView:
+        changes = self._screen.changes
+        if self._from is None or self._from[0] is not view or self._from[1] != changes:
+            deals = self._passes
+            self._view = DirectoryView(
+                tuple({peer: row for peer, row in rows.items() if deals(peer, row)} for rows in view.stages)
+            )
+            self._from = (view, changes)
+        return self._view
+
+    def _passes(self, peer: PeerId, row: LiveRecord) -> bool:
+        theirs = row.record.protocol
+        if theirs == PROTOCOL_VERSION:
+            return self._screen.deals(peer, row)
+        if not self._another_seen:
+            self._another_seen = True
+            logger.warning(
+                "somebody announces itself in this run with protocol version %d, this node speaks %d: "
+                "such nodes cannot train together, and are not counted here",
+                theirs,
+                PROTOCOL_VERSION,
+            )
+        return False

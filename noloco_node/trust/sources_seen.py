@@ -1,0 +1,138 @@
+"""Whose microbatches this node has trained, and how far their origins were: pure bookkeeping, bounded in memory.
+
+What a microbatch says of its origin is the word of whoever sent it. So it is kept by the sender, whom the link
+authenticates, and a sender is one voice however many origins it names. A voice weighs what was trained of it here:
+names cost nothing, work does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from noloco_node import ambient
+from noloco_node.identity.peer_id import PeerId
+
+SENDERS_REMEMBERED = 256
+ORIGINS_OF_A_SENDER = 64
+"""Of more, those heard of last."""
+RECENT_MICROBATCHES = 32
+"""By so many it is judged how far ahead the origins are: enough for a burst to be outvoted, and few enough for a clock
+that follows them to be moved before it has run far."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnBy:
+    """Who drew a microbatch, and where its clock (tokens) is once it and all that were drawn before it are trained."""
+
+    origin: PeerId
+    clock: float
+
+
+@dataclass(frozen=True, slots=True)
+class OriginSeen:
+    """What one sender's last microbatch of one origin said. Times are seconds on a clock that never goes back."""
+
+    sender: PeerId
+    origin: PeerId
+    clock: float
+    """Tokens. The last word and no maximum: a moment's lie does not stay."""
+    rose_at: float
+    """When it was last above the one before it."""
+    seen_at: float
+    tokens: int
+    """Of this origin by this sender that were trained here."""
+
+
+class Voice(NamedTuple):
+    """A value that a sender gives for an origin, and the tokens trained here that stand behind it."""
+
+    sender: PeerId
+    origin: PeerId
+    value: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """One microbatch: how far ahead of this stage's clock its origin's was, and when it was trained."""
+
+    voice: Voice
+    at: float
+
+
+def weighted_median(weighted: Iterable[tuple[float, int]]) -> float:
+    """The low median of values with weights, at least one of them above zero."""
+    ordered = sorted(weighted)
+    half, passed = sum(weight for _, weight in ordered) / 2, 0
+    for value, weight in ordered:
+        passed += weight
+        if passed >= half:
+            return value
+    raise ValueError("nothing has weight")
+
+
+def median_voice(voices: Iterable[Voice]) -> float | None:
+    """The median over senders of each one's median over its origins, all weighed by tokens, so that a minority of the
+    work moves it no further than to another's value. None where there is no voice."""
+    by_sender: dict[PeerId, list[tuple[float, int]]] = {}
+    for voice in voices:
+        by_sender.setdefault(voice.sender, []).append((voice.value, voice.tokens))
+    if not by_sender:
+        return None
+    return weighted_median((weighted_median(said), sum(tokens for _, tokens in said)) for said in by_sender.values())
+
+
+class OriginsSeen:
+    """The latest clock of each origin by each previous-stage peer that sent a microbatch which was then trained."""
+
+    def __init__(self, now: Callable[[], float] = ambient.monotonic) -> None:
+        self._now = now
+        self._by_sender: OrderedDict[PeerId, OrderedDict[PeerId, OriginSeen]] = OrderedDict()
+        self._recent: deque[_Trained] = deque(maxlen=RECENT_MICROBATCHES)
+
+    def saw(self, drawn: DrawnBy, sender: PeerId, *, tokens: int, own_clock: float) -> None:
+        """A microbatch of so many tokens that `sender` sent was trained here; this stage's clock is `own_clock`
+        (tokens) after it."""
+        now = self._now()
+        heard = self._by_sender.setdefault(sender, OrderedDict())
+        before = heard.get(drawn.origin)
+        rose_at = now if before is None or drawn.clock > before.clock else before.rose_at
+        in_all = tokens + (0 if before is None else before.tokens)
+        heard[drawn.origin] = OriginSeen(sender, drawn.origin, drawn.clock, rose_at, now, in_all)
+        heard.move_to_end(drawn.origin)
+        self._by_sender.move_to_end(sender)
+        if len(heard) > ORIGINS_OF_A_SENDER:
+            heard.popitem(last=False)
+        if len(self._by_sender) > SENDERS_REMEMBERED:
+            self._by_sender.popitem(last=False)
+        self._recent.append(_Trained(Voice(sender, drawn.origin, drawn.clock - own_clock, tokens), now))
+
+    def latest(self, within: float = math.inf) -> list[OriginSeen]:
+        """All that was heard in the last `within` seconds."""
+        since = self._now() - within
+        return [seen for heard in self._by_sender.values() for seen in heard.values() if seen.seen_at >= since]
+
+    def lead(self, since: float = -math.inf) -> float | None:
+        """By how much the origins are ahead of this stage's clock (tokens; below zero: behind it), by the latest
+        microbatches that were trained after `since` (seconds). None where there are none.
+
+        Each says by how much when it was trained, so that it does not matter how long ago that is: last words, some of
+        them many steps old, had it that a stage is ahead which is not.
+        """
+        return median_voice(trained.voice for trained in self._recent if trained.at >= since)
+
+    def median_clock(self, within: float = math.inf) -> float | None:
+        """Where the origins were (tokens) when they were last heard. None where nothing was."""
+        return median_voice(Voice(s.sender, s.origin, s.clock, s.tokens) for s in self.latest(within))
+
+    def furthest_clock(self, lead: float, within: float = math.inf) -> float | None:
+        """The furthest clock of an origin (tokens) that is believed: at most `lead` beyond the median. None where
+        nothing was heard."""
+        middle = self.median_clock(within)
+        if middle is None:
+            return None
+        return max(seen.clock for seen in self.latest(within) if seen.clock <= middle + lead)
