@@ -1,7 +1,7 @@
 """The outer steps of all replicas of one stage: who averages with whom, and when, and what it does.
 
-The decisions are those of the daemon (`averaging.matchmaking`), the arithmetic is that of the daemon (`outer`); only the wire
-is left out. Time is counted in ticks: in one tick a replica of full speed takes one microbatch.
+The decisions are those of the daemon (`averaging.matchmaking`), the arithmetic is that of the daemon (`outer`); only
+the wire is left out. Time is counted in ticks: in one tick a replica of full speed takes one microbatch.
 """
 
 from __future__ import annotations
