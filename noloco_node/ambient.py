@@ -21,6 +21,13 @@ T = TypeVar("T")
 class Ambience:
     """What an event loop brings that is not in the real world. Its `time()` and `run_in_executor` count too."""
 
+    known = False
+    """Whether this process has any kind of it. Where there is none nothing is looked up: a clock is read many times for
+    each microbatch, and asking which loop runs takes longer than that."""
+
+    def __init_subclass__(cls) -> None:
+        Ambience.known = True
+
     def wall(self) -> float:
         """Seconds since 1970."""
         raise NotImplementedError
@@ -39,6 +46,8 @@ def monotonic() -> float:
 
     On a real loop not the loop's own time: uvloop's stands still within a turn and knows milliseconds only.
     """
+    if not Ambience.known:
+        return time.monotonic()
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.test_import_law import MODULES, NAME, module_of
+from tests.test_import_law import MODULES, module_of
 
-MODULE_OF_ALL = f"{NAME}.ambient"
+MODULE_OF_ALL = "noloco_node.ambient"
 
 FORBIDDEN: dict[str, frozenset[str] | None] = {
     "time": frozenset({"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"}),
@@ -23,14 +23,14 @@ FORBIDDEN: dict[str, frozenset[str] | None] = {
 """Names of a module that only `ambient` may use; None for all. Of `random` only seeded sources are allowed."""
 
 NAMED: dict[str, str] = {
-    f"{NAME}.training.compute_thread": "the thread of the device; a simulation brings another `Compute`",
-    f"{NAME}.data.prefetch": "reads text ahead of a real node; a simulation draws its samples itself",
-    f"{NAME}.data.prepared": "a command that prepares text on all cores",
-    f"{NAME}.data.prepared_shards": "a command that prepares text in processes",
-    f"{NAME}.data.tokenizer_training": "a command; a library that does not hear Ctrl-C",
-    f"{NAME}.telemetry.web": "the pages have a thread with an event loop of its own",
-    f"{NAME}.virtual.workers": "the laboratory's processes end with their parent",
-    f"{NAME}.cli": "a node ends with whoever holds its input",
+    "noloco_node.training.compute_thread": "the thread of the device; a simulation brings another `Compute`",
+    "noloco_node.data.prefetch": "reads text ahead of a real node; a simulation draws its samples itself",
+    "noloco_node.data.prepared": "a command that prepares text on all cores",
+    "noloco_node.data.prepared_shards": "a command that prepares text in processes",
+    "noloco_node.data.tokenizer_training": "a command; a library that does not hear Ctrl-C",
+    "noloco_node.telemetry.web": "the pages have a thread with an event loop of its own",
+    "noloco_node.laboratory.workers": "the laboratory's processes end with their parent",
+    "noloco_node.cli.main": "a node ends with whoever holds its input",
 }
 """Modules that may have threads or processes of their own, and why. Clocks and chance are nobody's."""
 
@@ -103,10 +103,10 @@ def test_clocks_chance_and_threads_are_taken_from_one_place() -> None:
 )
 def test_the_law_refuses_what_it_must(text: str) -> None:
     """Known breaches are seen as such."""
-    assert breaches(f"{NAME}.swarm.routing", ast.parse(text))
+    assert breaches("noloco_node.pipeline.routing", ast.parse(text))
 
 
 def test_a_seeded_source_keeps_the_law() -> None:
     """And so does the name of the type."""
     text = "import random\nimport time\ndef f(rng: random.Random): time.sleep(1)\nrandom.Random('seed')"
-    assert breaches(f"{NAME}.swarm.routing", ast.parse(text)) == []
+    assert breaches("noloco_node.pipeline.routing", ast.parse(text)) == []

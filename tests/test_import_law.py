@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "accounting",
         "observer laboratory",
         "node",
-        "diagnostics",
+        "diagnostics simulator",
         "exporting report",
         "launch",
         "cli",

@@ -26,11 +26,11 @@ from noloco_node.libp2p.start import running_p2p
 from noloco_node.model.stage import build_stage
 from noloco_node.node.replica import Replica
 from noloco_node.telemetry.events import Account, AnyEvent, Evaluation
-from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.compute_thread import Compute, ComputeThread
 from noloco_node.training.placing import on_its_device
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.libp2p import Libp2pTransport
-from noloco_node.transport.memory import Fault, MemoryNetwork, MemoryTransport
+from noloco_node.transport.memory import Fault, Link, MemoryNetwork, MemoryTransport
 from tests.support import eventually, last_account
 
 VOCABULARY = 61
@@ -170,15 +170,19 @@ async def _populate(
     replicas: int,
     settings: NodeSettings,
     place: Callable[[int, int], AbstractAsyncContextManager[Place]],
+    device: Callable[[], Compute] | None = None,
 ) -> None:
-    """Put `replicas` a stage into `made`, each where `place(stage, index)` says. The stack ends all of it, transports
-    before the compute thread, which all share: many of them in one process would starve the event loop."""
-    thread = ComputeThread()
-    stack.push_async_callback(thread.close)
+    """Put `replicas` a stage into `made`, each where `place(stage, index)` says, on a `device` of its own. The stack
+    ends all of it, transports before the compute thread, which all share where no `device` is given: many threads in
+    one process would starve the event loop."""
+    shared = None if device else ComputeThread()
+    if shared:
+        stack.push_async_callback(shared.close)
     for number in range(spec.stages * replicas):
         stage, index = divmod(number, replicas)
         transport, directory = await stack.enter_async_context(place(stage, index))
         drawn, events = Drawn(start=index * 100_000), list[AnyEvent]()
+        thread = shared or (device or ComputeThread)()
         replica = Replica(
             spec,
             settings,
@@ -197,9 +201,15 @@ async def _populate(
 
 
 @asynccontextmanager
-async def world(spec: RunSpec, replicas: int = 1, settings: NodeSettings | None = None) -> AsyncIterator[World]:
+async def world(
+    spec: RunSpec,
+    replicas: int = 1,
+    settings: NodeSettings | None = None,
+    device: Callable[[], Compute] | None = None,
+    link: Link | None = None,
+) -> AsyncIterator[World]:
     """A swarm of `replicas` a stage, served but not yet running; compute threads and transports end with the block."""
-    made = World(network=MemoryNetwork(), hub=MemoryDirectoryHub(spec.stages))
+    made = World(network=MemoryNetwork(link), hub=MemoryDirectoryHub(spec.stages))
 
     @asynccontextmanager
     async def place(stage: int, index: int) -> AsyncIterator[Place]:
@@ -210,7 +220,9 @@ async def world(spec: RunSpec, replicas: int = 1, settings: NodeSettings | None 
             await transport.close()
 
     async with AsyncExitStack() as stack:
-        await _populate(made, stack, spec, replicas, settings or NodeSettings(in_flight=1, drain_seconds=1), place)
+        await _populate(
+            made, stack, spec, replicas, settings or NodeSettings(in_flight=1, drain_seconds=1), place, device
+        )
         yield made
 
 

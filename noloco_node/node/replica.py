@@ -44,7 +44,7 @@ from noloco_node.placement.start_barrier import CommonStart, MissingStages
 from noloco_node.state_transfer.donor import StateDonor, nobody_relayed
 from noloco_node.state_transfer.donor_choice import StateCopier
 from noloco_node.telemetry.events import AnyEvent, InnerStep
-from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.compute_thread import Compute
 from noloco_node.training.pace import Capacity, Pace
 from noloco_node.training.progress import Progress
 from noloco_node.training.stage_worker import InnerReport, PlacedStage, StageWorker
@@ -68,7 +68,7 @@ class Replica:
         placed: PlacedStage,
         transport: Transport,
         directory: Directory,
-        thread: ComputeThread,
+        thread: Compute,
         *,
         samples: Samples | None,
         emit: Callable[[AnyEvent], None],

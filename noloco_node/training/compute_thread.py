@@ -7,14 +7,16 @@ import asyncio
 import heapq
 import itertools
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from noloco_node import ambient
 from noloco_node.training.fair_queue import OWN, FairQueue, Turn
 
 T = TypeVar("T")
+C = TypeVar("C")
 
 
 class Priority(IntEnum):
@@ -27,34 +29,58 @@ class Priority(IntEnum):
     STOP = 4
 
 
-class ComputeThread:
-    """Runs callables one at a time on a thread of its own and hands their results to the event loop.
+class Compute(ABC):
+    """What owns a device: it runs callables one at a time and hands their results to the event loop.
 
-    Must be created and closed inside a running loop. A call whose future was cancelled before its turn is not run;
-    one that has begun runs to its end, so no operation on the weights is ever half done.
+    A call whose future was cancelled before its turn is not run; one that has begun runs to its end, so no operation on
+    the weights is ever half done.
     """
 
-    def __init__(self, name: str = "compute") -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue = _Waiting()
-        self._stopping = False
+    def __init__(self) -> None:
         self.busy_seconds = 0.0
         self._busy = dict.fromkeys(Priority, 0.0)
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def waiting(self) -> int:
-        """Calls that wait for their turn."""
-        return len(self._queue)
 
     @property
     def busy_by_work(self) -> dict[str, float]:
         """`busy_seconds` by what was worked on."""
         return {work.name.lower(): seconds for work, seconds in self._busy.items() if work is not Priority.STOP}
 
+    def _worked(self, priority: Priority, seconds: float) -> None:
+        self.busy_seconds += seconds
+        self._busy[priority] += seconds
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """Calls that wait for their turn."""
+
+    @abstractmethod
     async def run(self, priority: Priority, work: Callable[[], T], turn: Turn = OWN) -> T:
-        """Run `work` on the device thread; its result or exception comes back. Forwards go by their `turn`."""
+        """Run `work` on the device; its result or exception comes back. Forwards go by their `turn`."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Finish what is queued and end."""
+
+
+class ComputeThread(Compute):
+    """A thread of its own. Must be created and closed inside a running loop."""
+
+    def __init__(self, name: str = "compute") -> None:
+        super().__init__()
+        self._loop = asyncio.get_running_loop()
+        self._queue = _Waiting()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """See `Compute.waiting`."""
+        return len(self._queue)
+
+    async def run(self, priority: Priority, work: Callable[[], T], turn: Turn = OWN) -> T:
+        """See `Compute.run`. RuntimeError once it is closed."""
         if self._stopping:
             raise RuntimeError("the compute thread is closed")
         future: asyncio.Future[T] = self._loop.create_future()
@@ -62,7 +88,7 @@ class ComputeThread:
         return await future
 
     async def close(self) -> None:
-        """Finish what is queued and end the thread."""
+        """See `Compute.close`: the thread ends."""
         if not self._stopping:
             self._stopping = True
             self._queue.put(Priority.STOP, _leave, OWN)
@@ -72,16 +98,9 @@ class ComputeThread:
         if future.cancelled():
             return
         started = ambient.monotonic()
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001 - not hidden: it is raised where the call was made
-            self._loop.call_soon_threadsafe(_settle, future, None, error)
-        else:
-            self._loop.call_soon_threadsafe(_settle, future, result, None)
-        finally:
-            took = ambient.monotonic() - started
-            self.busy_seconds += took
-            self._busy[priority] += took
+        outcome = attempt(work)
+        self._worked(priority, ambient.monotonic() - started)
+        self._loop.call_soon_threadsafe(settle, future, *outcome)
 
     def _work(self) -> None:
         while True:
@@ -94,35 +113,53 @@ class ComputeThread:
                 del call  # else it would hold what it was called with, and its result, until the next one comes
 
 
+class CallOrder(Generic[C]):
+    """Calls that wait: by priority, and forwards in turn."""
+
+    def __init__(self) -> None:
+        self._number = itertools.count()
+        self._heap: list[tuple[Priority, int, C]] = []
+        self._forwards: FairQueue[C] = FairQueue()
+
+    def __len__(self) -> int:
+        return len(self._heap) + len(self._forwards)
+
+    def put(self, priority: Priority, call: C, turn: Turn) -> None:
+        """Let a call wait."""
+        if priority is Priority.FORWARD:
+            self._forwards.push(turn.sources, turn.cost, call)
+        else:
+            heapq.heappush(self._heap, (priority, next(self._number), call))
+
+    def take(self) -> C:
+        """The next call. IndexError where none waits."""
+        if self._heap and (self._heap[0][0] < Priority.FORWARD or not len(self._forwards)):
+            return heapq.heappop(self._heap)[2]
+        return self._forwards.pop()
+
+
 class _Waiting:
-    """Calls by priority, and forwards in turn: others put them in, the compute thread takes them out."""
+    """Others put calls in, the compute thread takes them out."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._order = itertools.count()
-        self._heap: list[tuple[Priority, int, Callable[[], None]]] = []
-        self._forwards: FairQueue[Callable[[], None]] = FairQueue()
+        self._order: CallOrder[Callable[[], None]] = CallOrder()
 
     def __len__(self) -> int:
         with self._changed:
-            return len(self._heap) + len(self._forwards)
+            return len(self._order)
 
     def put(self, priority: Priority, call: Callable[[], None], turn: Turn) -> None:
         with self._changed:
-            if priority is Priority.FORWARD:
-                self._forwards.push(turn.sources, turn.cost, call)
-            else:
-                heapq.heappush(self._heap, (priority, next(self._order), call))
+            self._order.put(priority, call, turn)
             self._changed.notify()
 
     def get(self) -> Callable[[], None]:
         """The next call; waits for one."""
         with self._changed:
-            while not self._heap and not len(self._forwards):
+            while not len(self._order):
                 self._changed.wait()
-            if self._heap and (self._heap[0][0] < Priority.FORWARD or not len(self._forwards)):
-                return heapq.heappop(self._heap)[2]
-            return self._forwards.pop()
+            return self._order.take()
 
 
 class _Leave(Exception):
@@ -133,7 +170,16 @@ def _leave() -> None:
     raise _Leave
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What `work` returns, or raises: for `settle`, perhaps on another thread."""
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - not hidden: it is raised where the call was made
+        return None, error
+
+
+def settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    """Tell whoever waits for a call what came of it."""
     if future.cancelled():
         return
     if isinstance(error, StopIteration):  # a future cannot carry it: its caller would wait for ever

@@ -14,7 +14,7 @@ from noloco_node.model.stage import Stage
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compiled_stage import INDUCTOR
 from noloco_node.training.compute_device import resolve_device
-from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.compute_thread import Compute
 from noloco_node.training.stage_worker import PlacedStage, place_stage
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Where torch.compile keeps it. Left to itself that is a name in /tmp that others of the machine can take first."""
 
 
-async def on_its_device(spec: RunSpec, settings: NodeSettings, stage: Stage, thread: ComputeThread) -> PlacedStage:
+async def on_its_device(spec: RunSpec, settings: NodeSettings, stage: Stage, thread: Compute) -> PlacedStage:
     """Put a stage where a replica of it trains (`place_stage`), compiled where the node's owner wants that."""
     device, wire_dtype = resolve_device(settings.device), carried_dtype(spec.pipeline.activations)
     if not settings.compile:

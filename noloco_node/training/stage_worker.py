@@ -22,7 +22,7 @@ from noloco_node.outer.codec import CODECS
 from noloco_node.outer.replica import OuterReplica, Part, fragments_of
 from noloco_node.outer.update import OuterRule
 from noloco_node.training.compiled_stage import CompileBackend
-from noloco_node.training.compute_thread import ComputeThread, Priority
+from noloco_node.training.compute_thread import Compute, Priority
 from noloco_node.training.fair_queue import OWN, Turn
 from noloco_node.training.progress import LastTrained, Progress, staggered
 from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch, tied_pace
@@ -104,7 +104,7 @@ class PlacedStage:
 async def place_stage(
     spec: RunSpec,
     stage: Stage,
-    thread: ComputeThread,
+    thread: Compute,
     *,
     device: str,
     wire_dtype: torch.dtype,
@@ -155,7 +155,7 @@ class StageWorker:
         spec: RunSpec,
         trainer: StageTrainer,
         outer: OuterReplica,
-        thread: ComputeThread,
+        thread: Compute,
         on_inner_step: Callable[[InnerReport], None],
     ) -> None:
         self._spec = spec

@@ -69,15 +69,26 @@ class Fault:
         )
 
 
-class MemoryNetwork:
-    """What the transports of one test share: who is there, and which faults are injected."""
+Link = Callable[[PeerId, PeerId, int], float]
+"""Seconds in which so many bytes go from one peer to another."""
 
-    def __init__(self) -> None:
+
+class MemoryNetwork:
+    """What the transports of one test share: who is there, and which faults are injected. What is sent takes the time
+    that `link` says; without one, none."""
+
+    def __init__(self, link: Link | None = None) -> None:
+        self._link = link
         self.fired: Counter[FaultKind] = Counter()
         """Faults that happened, by kind."""
         self._transports: dict[PeerId, MemoryTransport] = {}
         self._killed: set[PeerId] = set()
         self._faults: list[Fault] = []
+
+    async def carry(self, source: PeerId, target: PeerId, octets: int) -> None:
+        """Return when so many bytes are there."""
+        if self._link is not None:
+            await asyncio.sleep(self._link(source, target, octets))
 
     def inject(self, fault: Fault) -> Fault:
         """Add a rule; returned so that it can be handed to `lift`."""
@@ -231,6 +242,7 @@ class MemoryTransport(CommonTransport):
     async def _answer(self, caller: PeerId, payload: bytes, request: Message, sent: TrafficCount) -> Message:
         envelope = decode_envelope(payload)
         name = self._desk.traffic_name(envelope.method)
+        await self._network.carry(caller, self._peer_id, len(payload) + envelope.body_bytes)
         self.traffic.add_received(name, len(payload))
         try:
             with self._desk.admitted(caller, envelope) as place:
@@ -241,8 +253,11 @@ class MemoryTransport(CommonTransport):
                 copied = _copy(decode_envelope(reply), answer)
         except Refused as refused:
             self._desk.count_refusal(caller, refused)
+            await self._network.carry(self._peer_id, caller, 0)
             raise
-        self.traffic.add_sent(name, len(reply) + sum(spec.nbytes for spec in answer.specs))
+        size = len(reply) + sum(spec.nbytes for spec in answer.specs)
+        self.traffic.add_sent(name, size)
+        await self._network.carry(self._peer_id, caller, size)
         if self._network.fire(FaultKind.LOSE_ANSWER, caller, self._peer_id, envelope.method):
             raise BrokenStream(f"{self._peer_id}: injected fault")
         return copied

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
+from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
+from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.state_transfer.rate import DonorRate
 from noloco_node.training.progress import LastTrained
-from tests.swarm.virtual_time import in_virtual_time
 
 CHUNK = 1 << 20
 AT_ONCE = 64
 
 
-def donor(clock: Callable[[], float]) -> DonorRate:
+def donor() -> DonorRate:
     """One that gives a chunk in a second."""
-    made = DonorRate(lambda: LastTrained(0, 0.0), lowest=1.0, now=clock)
+    made = DonorRate(lambda: LastTrained(0, 0.0), lowest=1.0)
     made.rate = float(CHUNK)
     return made
 
@@ -24,8 +24,8 @@ def donor(clock: Callable[[], float]) -> DonorRate:
 def test_a_reader_that_asks_for_sixty_four_chunks_at_once_has_its_turn_like_others() -> None:
     """Whoever asks for one at a time gets every other chunk, and no time is lost."""
 
-    async def work(clock: Callable[[], float]) -> tuple[float, int]:
-        rate, given = donor(clock), 0
+    async def work() -> tuple[float, int]:
+        rate, given = donor(), 0
 
         async def hog() -> None:
             nonlocal given
@@ -37,7 +37,7 @@ def test_a_reader_that_asks_for_sixty_four_chunks_at_once_has_its_turn_like_othe
         await asyncio.sleep(0)
         for _ in range(10):
             await rate.take(CHUNK, "honest")
-        took, beside = clock(), given
+        took, beside = ambient.monotonic(), given
         await cancel_and_wait(hogs)
         return took, beside
 
@@ -49,15 +49,15 @@ def test_a_reader_that_asks_for_sixty_four_chunks_at_once_has_its_turn_like_othe
 def test_chunks_that_nobody_waits_for_any_more_delay_nobody() -> None:
     """A reader that asks and hangs up, again and again: its chunks were never given, so their time is not used up."""
 
-    async def work(clock: Callable[[], float]) -> float:
-        rate = donor(clock)
+    async def work() -> float:
+        rate = donor()
         for _ in range(10):
             asked = [asyncio.create_task(rate.take(CHUNK, "hangs up")) for _ in range(AT_ONCE)]
             await asyncio.sleep(0)
             await cancel_and_wait(asked)
-        before = clock()
+        before = ambient.monotonic()
         await rate.take(CHUNK, "honest")
         await rate.take(CHUNK, "honest")
-        return clock() - before
+        return ambient.monotonic() - before
 
     assert in_virtual_time(work) <= 4.0

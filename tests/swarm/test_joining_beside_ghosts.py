@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION
+from noloco_node import PROTOCOL_VERSION, ambient
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord, PeerState, SignedRecord
 from noloco_node.directory.records_call import serve_records
 from noloco_node.directory.roll_call import SWEEP_SECONDS, RollCall
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
-from tests.swarm.virtual_time import in_virtual_time
 
 GHOSTS = 1000
 RUN = "run-under-test"
@@ -35,7 +35,7 @@ def record(peer: str, stage: int = 0) -> PeerRecord:
     return PeerRecord(peer_id=peer, stage=stage, state=PeerState.TRAINING, protocol=PROTOCOL_VERSION, version="0")
 
 
-async def found_after(clock: Callable[[], float], ghosts: int, entrances: Sequence[PeerId], seed: int) -> float:
+async def found_after(ghosts: int, entrances: Sequence[PeerId], seed: int) -> float:
     """Seconds of sweeps until the fellow is there, beside ghosts that hang until each call's deadline."""
     network = MemoryNetwork()
     transports = [MemoryTransport(network, peer) for peer in (JOINER, FELLOW, ENTRANCE)]
@@ -53,7 +53,7 @@ async def found_after(clock: Callable[[], float], ghosts: int, entrances: Sequen
     try:
         for _ in itertools.takewhile(lambda _: not joiner.acquaintances.serves(FELLOW, 0), range(100)):
             await roll.sweep(SWEEP_SECONDS)
-        return clock()
+        return ambient.monotonic()
     finally:
         for transport in transports:
             await transport.close()
@@ -62,13 +62,13 @@ async def found_after(clock: Callable[[], float], ghosts: int, entrances: Sequen
 @pytest.mark.parametrize("seed", range(3))
 def test_who_entered_by_a_peer_that_knows_a_fellow_finds_it_beside_a_thousand_ghosts_within_seconds(seed: int) -> None:
     """The sweep in which it does is over soon, too: ghosts hold up nobody's start."""
-    assert in_virtual_time(lambda clock: found_after(clock, GHOSTS, [ENTRANCE], seed)) <= 4.0
+    assert in_virtual_time(lambda: found_after(GHOSTS, [ENTRANCE], seed)) <= 4.0
 
 
 def test_each_ghost_is_asked_once_in_a_start() -> None:
     """One look after another asks others, while anybody is there."""
 
-    async def calls(clock: Callable[[], float]) -> list[int]:
+    async def calls() -> list[int]:
         network = MemoryNetwork()
         joiner, fellow = MemoryTransport(network, JOINER), MemoryTransport(network, FELLOW)
         serve_records(fellow, RUN, MemoryDirectory(MemoryDirectoryHub(2)), lambda: 0)
@@ -79,7 +79,6 @@ def test_each_ghost_is_asked_once_in_a_start() -> None:
             await roll.sweep(SWEEP_SECONDS)
         await joiner.close()
         await fellow.close()
-        del clock
         return [joiner.acquaintances.of(PeerId(each.peer_id)).silences for each in records[:-1]]
 
     assert set(in_virtual_time(calls)) == {1}

@@ -21,6 +21,7 @@ from noloco_node.directory.records_call import serve_records
 from noloco_node.directory.roll_call import RollCall
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.limiter import RELIABLE_SECONDS, Places
+from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.acquaintance import PEERS_REMEMBERED, Acquaintances
 from noloco_node.transport.calls import Nothing, ask
 from noloco_node.transport.errors import Refused
@@ -34,7 +35,6 @@ from tests.swarm.hostile_dht import PING, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
 from tests.swarm.test_directory import RUN as DHT_RUN
 from tests.swarm.test_roll_call import OWN, RUN, record
-from tests.swarm.virtual_time import in_virtual_time
 from tests.worlds import micro_spec, world
 
 FAR = PeerId("honest-peer-far-away")
@@ -44,11 +44,9 @@ def test_ghosts_at_the_near_stages_do_not_keep_a_far_one_from_being_asked() -> N
     """They are always due, and the near stages came first: the far one was lost after a minute, and no microbatch was
     drawn any more."""
 
-    async def away(clock: Callable[[], float]) -> int:
+    async def away() -> int:
         network, seen_away = MemoryNetwork(), 0
         own, far = MemoryTransport(network, OWN), MemoryTransport(network, FAR)
-        for node in (own, far):
-            node._desk.acquaintances = Acquaintances(clock)
         serve_records(far, RUN, MemoryDirectory(MemoryDirectoryHub(3)), lambda: 2)
         records: list[PeerRecord] = [record(FAR, 2)]
         roll = RollCall(
