@@ -10,12 +10,20 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
+from pydantic import BaseModel
+
+from noloco_node.accounting.statements import Receipt
 from noloco_node.cli.main import parser
 from noloco_node.config.load import setting_names
+from noloco_node.directory.records import PeerRecord
 from noloco_node.errors import EXIT_MEANINGS, ExitCode
+from noloco_node.state_transfer.copy_manifest import CopyManifest
+from noloco_node.state_transfer.messages import StateManifest
 from noloco_node.telemetry.events import AnyEvent
 from noloco_node.telemetry.metric_table import SEED_TABLE, TABLE
 from noloco_node.telemetry.summary import Summary
+from noloco_node.transport.errors import Refusal
+from tests.swarm.wire_examples import examples
 
 LIST = Path(__file__).parent / "public_surface.txt"
 
@@ -47,6 +55,33 @@ def events() -> Iterator[str]:
             yield f"{event.model_fields['event'].default}.{name}"
 
 
+def _fields(name: str, model: type[BaseModel]) -> Iterator[str]:
+    """Names of a header's fields, and of what lies in them."""
+    for field, info in model.model_fields.items():
+        yield f"{name}.{field}"
+        for inner in _models(info.annotation):
+            yield from _fields(f"{name}.{field}", inner)
+
+
+def _models(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from _models(part)
+
+
+def headers() -> Iterator[str]:
+    """Every method between nodes with the fields of its request and of its answer, and what is signed or published."""
+    told: dict[str, None] = {}
+    for example in examples().values():
+        for side, model in (("request", example.request), ("answer", example.answer)):
+            name = f"{example.method} {side}"
+            told |= dict.fromkeys((name, *(_fields(name, type(model)) if model is not None else ())))
+    yield from sorted(told)
+    for model in (PeerRecord, StateManifest, CopyManifest, Receipt):
+        yield from _fields(model.__name__, model)
+
+
 def surface() -> str:
     """The whole list."""
     sections = {
@@ -56,12 +91,14 @@ def surface() -> str:
         "events": events(),
         "summary.json": iter(Summary.model_fields),
         "metrics": iter(sorted(metrics())),
+        "between nodes": headers(),
+        "refusals": (str(refusal) for refusal in Refusal),
     }
     return "\n".join(f"[{title}]\n" + "\n".join(rows) + "\n" for title, rows in sections.items())
 
 
 def test_the_public_surface_is_the_written_one() -> None:
-    """No flag, exit code, setting, event field, figure or metric appears or vanishes unnoticed."""
+    """No flag, exit code, setting, event field, figure, metric, method or field between nodes comes or goes unseen."""
     written, found = LIST.read_text(encoding="utf-8").splitlines(), surface().splitlines()
     missing, new = [row for row in written if row not in found], [row for row in found if row not in written]
     assert (missing, new) == ([], []), __doc__

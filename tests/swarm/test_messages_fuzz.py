@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import importlib
 import json
 import math
 import random
-import re
 import secrets
 import tempfile
 from collections import Counter
@@ -59,6 +57,7 @@ from noloco_node.trust import admission as access
 from tests.chaos.attacks.life import throw_away_key
 from tests.support import eventually, nothing_left_behind, one_turn
 from tests.swarm.mutated_requests import METHODS, REQUESTS, Recipe, changed_tensors, fields_of, recipe
+from tests.swarm.wire_examples import served_methods
 from tests.worlds import LENGTH, VOCABULARY, WINDOWS, Swarm, libp2p_world, micro_spec, world
 
 SINGLE, EXCHANGES, BURSTS, OVER_P2PD = 2500, 500, 300, 300
@@ -71,7 +70,6 @@ FRAGMENTS = 2
 EXCHANGE = "e" * 32
 OWNER = throw_away_key()
 INVITED = invite(OWNER, secrets.token_hex(16), 1 << 33, "the-peer-that-is-invited").proof_for(PeerId("stranger-0"))
-SERVED = re.compile(r"\.serve\(\s*([\w.]+)\s*,")
 
 
 @dataclass
@@ -545,18 +543,7 @@ def test_the_same_over_p2pd(
 
 def test_no_method_that_is_served_is_left_out() -> None:
     """Every name that is passed to `serve` in the code, and every field of its header."""
-    served: set[str] = set()
-    package = Path(repeats.__file__).parents[1]
-    for path in package.rglob("*.py"):
-        for name in SERVED.findall(path.read_text()):
-            module = importlib.import_module(
-                ".".join(("noloco_node", *path.relative_to(package).with_suffix("").parts))
-            )
-            value: object = module
-            for part in name.split("."):
-                value = getattr(value, part, None)
-            served |= {value} if isinstance(value, str) else set()
-    assert served == set(METHODS) - {"no.such.method"}
+    assert served_methods() == set(METHODS) - {"no.such.method"}
     models = {model for model in REQUESTS.values() if model}
     assert all(set(fields_of(method)) > set(model.model_fields) for method, model in REQUESTS.items() if model)
     assert len(models) >= 11

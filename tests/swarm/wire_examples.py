@@ -1,0 +1,278 @@
+"""One request and one answer of every method, with values that are all told apart: what lies on the wire, frozen.
+
+Tensors have the dtypes and ranks that travel, and few numbers, so that their bytes are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+import noloco_node
+from noloco_node.accounting import receipts
+from noloco_node.accounting.statements import Receipt, statement_text
+from noloco_node.averaging import messages as exchange_messages
+from noloco_node.bootstrap import dial_back, hello, spec_fetch
+from noloco_node.directory import records_call
+from noloco_node.identity.invitations import Grant, Proof
+from noloco_node.pipeline import inference
+from noloco_node.pipeline import messages as microbatch
+from noloco_node.state_transfer import backups as guard
+from noloco_node.state_transfer import messages as state_messages
+from noloco_node.state_transfer.copy_manifest import CopyManifest, CopyOffer
+from noloco_node.transport.calls import Nothing
+from noloco_node.transport.frames import encode_envelope
+from noloco_node.transport.headers import WireModel
+from noloco_node.transport.messages import Message
+from noloco_node.transport.streams import FramedStream
+from noloco_node.trust import admission as access
+
+SERVED = re.compile(r"\.serve\(\s*([\w.]+)\s*,")
+
+RUN, OTHER_ID, ROOT, SEAL = "0123456789abcdef" * 2, "f" * 32, "ab" * 32, "5e" * 64
+PEER = "12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A request and its answer as they are sent today."""
+
+    name: str
+    """The method, and after a blank what is special."""
+    request: WireModel | None
+    answer: WireModel
+    request_tensors: tuple[Tensor, ...] = ()
+    answer_tensors: tuple[Tensor, ...] = ()
+    answer_leaves_out: bool = False
+    """Whether the answer names no field that has its default."""
+
+    @property
+    def method(self) -> str:
+        """The method asked."""
+        return self.name.partition(" ")[0]
+
+    @property
+    def answered(self) -> Message:
+        """The answer as a message."""
+        return Message(
+            self.answer.model_dump(mode="json", exclude_defaults=self.answer_leaves_out), self.answer_tensors
+        )
+
+
+def numbers(dtype: torch.dtype, *shape: int) -> Tensor:
+    """0, 1, 2, ... : the same bits everywhere in every dtype."""
+    return torch.arange(torch.Size(shape).numel()).to(dtype).reshape(shape)
+
+
+def _signed_record() -> records_call.ToldRecord:
+    return records_call.ToldRecord(stage=1, peer=PEER, expires=1_700_000_060.5, signed="AQID")
+
+
+def _told(stage: int | None) -> records_call.RecordsMessage:
+    return records_call.RecordsMessage(run=RUN, protocol=3, stage=stage, records=[_signed_record()])
+
+
+def _state_request(**more: Any) -> state_messages.StateRequest:
+    return state_messages.StateRequest(run=RUN, protocol=3, stage=1, contract="c" * 64, **more)
+
+
+def _state_manifest() -> str:
+    manifest = state_messages.StateManifest(
+        donor=PEER, run=RUN, stage=1, contract="c" * 64, snapshot="5" * 16, clock=4096.0, outer_rounds=7, size=8192,
+        root=ROOT,
+    )  # fmt: skip
+    return state_messages.canonical_json(manifest.model_dump(mode="json"))
+
+
+def _copy_offer(precision: guard.Precision) -> CopyOffer:
+    manifest = CopyManifest(
+        source=PEER, run=RUN, stage=1, clock=4096.0, outer_rounds=7, size=2048, precision=precision, root=ROOT
+    )
+    return CopyOffer(manifest=state_messages.canonical_json(manifest.model_dump(mode="json")), seal=SEAL)
+
+
+def _copy_request(**more: Any) -> guard.CopyRequest:
+    return guard.CopyRequest(run=RUN, stage=1, **more)
+
+
+def _receipt() -> receipts.ReceiptHeader:
+    statement = Receipt(
+        run=RUN, since=1_700_000_000.5, until=1_700_000_060.5, server=PEER, session="1" * 16, serial=2, microbatches=3,
+        tokens=192,
+    )  # fmt: skip
+    return receipts.ReceiptHeader(statement=statement_text(statement), seal=SEAL)
+
+
+def _microbatch(**more: Any) -> microbatch.MicrobatchHeader:
+    named = {"id": OTHER_ID, "budget_ms": 27_000, "run": RUN, "stage": 1, "origin": PEER, "origin_clock": 8192.0}
+    return microbatch.MicrobatchHeader.model_validate({**named, "protocol": 3, **more})
+
+
+def _pipeline() -> list[Example]:
+    labels = numbers(torch.int32, 2, 3)
+    return [
+        Example(
+            microbatch.METHOD,
+            _microbatch(),
+            microbatch.MicrobatchAnswer(loss_sum=12.5, tokens=6, load=2, work_ms=41.5),
+            (numbers(torch.float32, 2, 3, 4), labels),
+            (numbers(torch.float32, 2, 3, 4),),
+            answer_leaves_out=True,
+        ),
+        Example(
+            f"{microbatch.METHOD} of experts",
+            _microbatch(attempt=1, chosen=(4, 8), codec="bf16"),
+            microbatch.MicrobatchAnswer(loss_sum=12.5, tokens=6, load=2, chosen=(9, 15), work_ms=41.5),
+            (numbers(torch.bfloat16, 2, 3, 4), labels),
+            (numbers(torch.bfloat16, 2, 3, 4),),
+            answer_leaves_out=True,
+        ),
+        Example(
+            f"{microbatch.METHOD} to evaluate",
+            _microbatch(mode="evaluate"),
+            microbatch.MicrobatchAnswer(loss_sum=12.5, tokens=6, load=0, work_ms=41.5),
+            (numbers(torch.float32, 2, 3, 4), labels),
+            answer_leaves_out=True,
+        ),
+        Example(
+            inference.METHOD,
+            inference.ForwardHeader(run=RUN, stage=0, protocol=3),
+            Nothing(),
+            (numbers(torch.int32, 1, 3),),
+            (numbers(torch.float32, 1, 3, 4),),
+        ),
+    ]
+
+
+def _averaging() -> list[Example]:
+    openings = (numbers(torch.float32, 2), numbers(torch.float32, 3))
+    proposal = exchange_messages.Proposal(
+        exchange=OTHER_ID, run=RUN, protocol=3, stage=1, contract="c" * 64, clock=4096.0, tokens=512, fragment=1
+    )
+    return [
+        Example(
+            exchange_messages.PROPOSE, proposal, exchange_messages.Acceptance(tokens=640, weightless=False, loss=3.25)
+        ),
+        Example(
+            f"{exchange_messages.PROPOSE} by a newcomer",
+            proposal.model_copy(update={"fragment": None, "newcomer": True}),
+            exchange_messages.Acceptance(tokens=640, weightless=True),
+        ),
+        Example(
+            exchange_messages.OPEN,
+            exchange_messages.Opening(exchange=OTHER_ID, clock=4096.0),
+            exchange_messages.Opening(exchange=OTHER_ID, clock=5120.0, bound=0.75),
+            openings,
+            openings,
+        ),
+        Example(
+            exchange_messages.CHUNK,
+            exchange_messages.ChunkHeader(exchange=OTHER_ID, index=2),
+            Nothing(),
+            (numbers(torch.uint8, 5),),
+            (numbers(torch.uint8, 5),),
+        ),
+        Example(exchange_messages.LEAVE, exchange_messages.Leave(exchange=OTHER_ID), Nothing()),
+    ]
+
+
+def _transfers() -> list[Example]:
+    return [
+        Example(
+            state_messages.OFFER,
+            _state_request(),
+            state_messages.StateOffer(clock=4096.0, outer_rounds=7, readers=1, places=2),
+        ),
+        Example(
+            state_messages.OPEN,
+            _state_request(snapshot="5" * 16),
+            state_messages.SignedManifest(manifest=_state_manifest(), seal=SEAL),
+            answer_tensors=(numbers(torch.uint8, 2, 16),),
+        ),
+        Example(
+            state_messages.CHUNK,
+            _state_request(snapshot="5" * 16, index=1),
+            Nothing(),
+            answer_tensors=(numbers(torch.uint8, 7),),
+        ),
+        Example(guard.OPEN, _copy_request(), _copy_offer("fp16")),
+        Example(f"{guard.OPEN} in full precision", _copy_request(precision="fp32"), _copy_offer("fp32")),
+        Example(
+            guard.CHUNK,
+            _copy_request(root=ROOT, index=1),
+            Nothing(),
+            answer_tensors=(numbers(torch.float16, 3),),
+        ),
+    ]
+
+
+def _bootstrap() -> list[Example]:
+    grant = Grant(run=RUN, expires=1_700_000_000, subject=PEER, by_key=True, signature=SEAL)
+    node = hello.Hello(
+        run=RUN, name="micro", protocol=3, version="0.1.0", stage=0, time=1_700_000_000.5,
+        held_out=hello.HeldOutLoss(loss=3.25, clock=4096.0),
+    )  # fmt: skip
+    seed = hello.Hello(run="", name="", protocol=3, version="0.1.0", stage=None, time=1_700_000_000.5, over=True)
+    seen = dial_back.Dialled(seen_at=("192.0.2.7",), results={"192.0.2.7 7000": dial_back.Reached.YES})
+    return [
+        Example(hello.METHOD, None, node),
+        Example(f"{hello.METHOD} of a seed", None, seed),
+        Example(spec_fetch.METHOD, None, Nothing(), answer_tensors=(numbers(torch.uint8, 9),)),
+        Example(access.METHOD, access.ShownProof(proof=Proof(grant=grant, holder=SEAL)), Nothing()),
+        Example(dial_back.METHOD, dial_back.DialBack(ports=(7000, 7001)), seen),
+        Example(records_call.METHOD, _told(1), _told(None)),
+        Example(receipts.METHOD, _receipt(), Nothing()),
+    ]
+
+
+def examples() -> dict[str, Example]:
+    """All of them, by name."""
+    every = (*_bootstrap(), *_pipeline(), *_averaging(), *_transfers())
+    return {example.name: example for example in every}
+
+
+class _Written:
+    """The end of a stream at which bytes are kept."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def is_closing(self) -> bool:
+        """It never is."""
+        return False
+
+    def writelines(self, parts: list[bytes | memoryview]) -> None:
+        """Keep them."""
+        self.data += b"".join(parts)
+
+    async def drain(self) -> None:
+        """Nothing waits."""
+
+
+async def on_the_wire(method: str, message: Message) -> bytes:
+    """All frames of a message, as the transport on libp2p writes them; an answer's method is empty."""
+    written = _Written()
+    stream = FramedStream(asyncio.StreamReader(), cast("asyncio.StreamWriter", written))
+    await stream.write_message(encode_envelope(method, message.header, message.specs), message.tensors, 1.0)
+    return bytes(written.data)
+
+
+def served_methods() -> set[str]:
+    """Every name that is passed to `serve` anywhere in the package."""
+    served: set[str] = set()
+    package = Path(noloco_node.__file__).parent
+    for path in package.rglob("*.py"):
+        for name in SERVED.findall(path.read_text()):
+            parts = ("noloco_node", *path.relative_to(package).with_suffix("").parts)
+            value: object = importlib.import_module(".".join(parts))
+            for part in name.split("."):
+                value = getattr(value, part, None)
+            served |= {value} if isinstance(value, str) else set()
+    return served
