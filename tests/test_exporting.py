@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,14 @@ import torch
 from torch import Tensor
 
 from noloco_node.cli.main import main
+from noloco_node.config.tokenizer_files import fingerprint_of_tokenizer
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.folders import gather_folders
 from noloco_node.exporting.merge import merge_run
 from noloco_node.model.export import load_exported
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import SLOW, Manifest
+from tests.config.test_tokenizer_files import made, with_tokenizer
 from tests.made_runs import MICRO, OWN_TEXT, RUN, TEXT, finished, under_way, weights
 from tests.support import files_up_to
 
@@ -100,6 +103,32 @@ def test_one_replica_can_be_named_and_the_best_one_found(tmp_path: Path, capsys:
     assert main([*command, "carol", "--out", str(tmp_path / "none")]) == ExitCode.USAGE
     assert ALICE in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+def test_a_tokenizer_of_the_owners_goes_into_the_model_and_comes_out_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder that a node has read is found again; without it, it must be named; where it lies is in nothing that
+    is written, and of the model itself it is known when that is evaluated, wherever that lies."""
+    folder = made(tmp_path / "owners")
+    run = with_tokenizer(folder, *OWN_TEXT).run
+    nodes = [finished(tmp_path / "run" / name, stage, run=run) for stage, name in enumerate("ab")]
+    command = ["export", *map(str, nodes), "--out"]
+    assert main([*command, str(tmp_path / "none")]) == ExitCode.CONFIG
+    assert "--set run.data.tokenizer=DIR" in capsys.readouterr().err
+    RunFolder(nodes[0]).keep_tokenizer_place(folder)
+    assert main([*command, str(tmp_path / "out")]) == ExitCode.OK
+    told = (tmp_path / "out" / "README.md").read_text() + (tmp_path / "out" / "noloco_run.json").read_text()
+    assert str(tmp_path) not in told
+    assert str(run.data.tokenizer_fingerprint) in told
+    folder.rename(tmp_path / "moved")
+    model = str(shutil.move(tmp_path / "out", tmp_path / "taken"))
+    capsys.readouterr()
+    assert main(["eval", model, *WITH_TEXT]) == ExitCode.OK
+    assert "the model" in capsys.readouterr().out
+    named = ("--set", f"run.data.tokenizer={tmp_path / 'moved'}")
+    assert main([*command, str(tmp_path / "again"), *named]) == ExitCode.OK
+    assert fingerprint_of_tokenizer(tmp_path / "again") == run.data.tokenizer_fingerprint
 
 
 def test_large_models_are_written_in_files_with_an_index(tmp_path: Path) -> None:

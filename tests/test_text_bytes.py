@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from noloco_node.data.tokenizers import BYTES
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.exporting.evaluation import Score
 from noloco_node.exporting.text_bytes import text_bytes
 
@@ -50,14 +50,14 @@ def test_tokens_stand_for_the_bytes_of_their_text_however_it_is_cut(make: Any, t
     ids = backend.encode(TEXT, add_special_tokens=False)
     cut = [[token for token in ids[start : start + 2]] for start in range(0, len(ids), 2)]
     windows = [torch.tensor([*window, backend.eos_token_id]) for window in cut]
-    assert text_bytes(str(tmp_path), windows) == len(TEXT.encode())
+    assert text_bytes(DataSpec(tokenizer=str(tmp_path)), windows) == len(TEXT.encode())
     by_window = sum(len(backend.decode(window).encode()) for window in cut)
     assert by_window != len(TEXT.encode()), "this text would show nothing"
 
 
 def test_bits_a_byte_of_a_known_model_are_what_a_hand_works_out() -> None:
     """A model that knows nothing of 256 ids needs 8 bits for each; of 512 in tokens of 4 bytes, 9 bits for 4."""
-    assert text_bytes(BYTES, [torch.zeros(3, 5, dtype=torch.int64)]) == 15
+    assert text_bytes(DataSpec(), [torch.zeros(3, 5, dtype=torch.int64)]) == 15
     assert Score(math.log(256), tokens=15, text_bytes=15).bits_per_byte == pytest.approx(8.0)
     score = Score(math.log(512), tokens=100, text_bytes=400)
     assert (score.bits_per_byte, score.perplexity) == (pytest.approx(9 / 4), pytest.approx(512))

@@ -14,9 +14,10 @@ from pydantic_core import from_json
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.bootstrap.hello import Hello, ask_hello, other_protocol, said_to_be_over
-from noloco_node.config.data_spec import NO_TOKENIZER, DataSpec
+from noloco_node.config.data_spec import BYTES, FOLDER, NO_TOKENIZER, NOT_READ
 from noloco_node.config.load import OwnData
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.config.tokenizer_files import check_tokenizer
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import log_passed_over, parse_address, peers_unreachable, shown
 from noloco_node.identity.peer_id import PeerId
@@ -31,8 +32,6 @@ TIMEOUT_SECONDS = 20.0
 PROGRESS_SECONDS = 10.0
 MAX_SPEC_BYTES = 128 * 1024
 """Largest RunSpec that travels; an ordinary one has 2 KiB."""
-NOT_READ = "(not named: only stage 0 reads the text)"
-"""Stands for the path of a `text` source on a node that does not read it."""
 
 
 def serve_spec(transport: Transport, spec: RunSpec) -> None:
@@ -86,8 +85,8 @@ async def fetch_run_spec(
 
 
 def read_agreed(text: bytes) -> RunSpec:
-    """Parse what a peer hands out. The path of a `text` source, whatever the peer says, is `NOT_READ`, and weights to
-    start from have none.
+    """Parse what a peer hands out. The path of a `text` source and that of a tokenizer's folder, whatever the peer
+    says, are `NOT_READ`, and weights to start from have none.
 
     Raises ValueError (ValidationError included) for what is no RunSpec: other JSON, unknown settings, values out of
     bounds, an inadmissible γ; and for text that a terminal should not be shown.
@@ -104,6 +103,8 @@ def read_agreed(text: bytes) -> RunSpec:
     if isinstance(data, dict):
         told = cast("dict[str, Any]", data)
         told.pop("prepared", None)
+        if str(told.get("tokenizer_fingerprint")).startswith(FOLDER):
+            told["tokenizer"] = NOT_READ
         mixed: object = told.get("mixture")
         several = cast("list[object]", mixed) if isinstance(mixed, list) else []
         for source in (told, *(cast("dict[str, Any]", each) for each in several if isinstance(each, dict))):
@@ -113,10 +114,11 @@ def read_agreed(text: bytes) -> RunSpec:
 
 
 def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
-    """The RunSpec with what this volunteer has by itself: the place of the text. Its run id stays.
+    """The RunSpec with what this volunteer has by itself: the places of the text and the tokenizer. Its run id stays.
 
-    Raises UserError (CONFIG) where that place is missing, where `own` contradicts the run, and where the run names
-    files of this machine without the volunteer's word: a stranger must not choose what is read here.
+    Raises UserError: CONFIG where such a place is missing, where `own` contradicts the run, and where the run names
+    files of this machine without the volunteer's word, since a stranger must not choose what is read here; DATA as
+    `with_own_tokenizer` does.
     """
     if spec.data.mixture:
         _check_mixture(spec, own, reads_text=reads_text)
@@ -125,8 +127,25 @@ def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
         if own.path is None and own.prepared is None and reads_text:
             raise _no_text(spec)
         data = data.model_copy(update={"path": own.path or data.path})
-    for name, value, named in (("path", data.path, own.path), ("tokenizer", data.tokenizer, own.tokenizer)):
-        check_own_word(spec, name, value, named, reads=reads_text)
+    check_own_word(spec, "path", data.path, own.path, reads=reads_text)
+    return with_own_tokenizer(spec.model_copy(update={"data": data}), own.tokenizer, reads=reads_text)
+
+
+def with_own_tokenizer(spec: RunSpec, named: str | None, *, reads: bool = True) -> RunSpec:
+    """The run with where this volunteer keeps its tokenizer, of which it has `named` the folder. Its run id stays.
+
+    Raises UserError: CONFIG where the place is missing and it is read here, and as `check_own_word` for a tokenizer
+    that is no folder; DATA where the folder holds none, or another.
+    """
+    if not spec.data.own_tokenizer:
+        check_own_word(spec, "tokenizer", spec.data.tokenizer, named, reads=reads)
+        return spec
+    if named is None:
+        if reads and spec.data.tokenizer == NOT_READ:
+            raise _no_tokenizer(spec)
+        return spec
+    data = spec.data.model_copy(update={"tokenizer": named})
+    check_tokenizer(data)
     return spec.model_copy(update={"data": data})
 
 
@@ -187,6 +206,16 @@ def _no_text(spec: RunSpec) -> UserError:
     )
 
 
+def _no_tokenizer(spec: RunSpec) -> UserError:
+    later = "; a node of a later stage needs none: --stage 1" if spec.stages > 1 else ""
+    return UserError(
+        ExitCode.CONFIG,
+        f"run.data.tokenizer is not set, and run '{spec.name}' has a tokenizer ({spec.data.tokenizer_fingerprint}) of "
+        "which each volunteer has its own copy",
+        "get its folder from whoever started the run, and say where it lies with --set run.data.tokenizer=DIR" + later,
+    )
+
+
 def _local(spec: RunSpec, name: str, value: str) -> UserError:
     return UserError(
         ExitCode.CONFIG,
@@ -198,7 +227,7 @@ def _local(spec: RunSpec, name: str, value: str) -> UserError:
 
 def _is_local(name: str) -> bool:
     """Whether the loaders of datasets and tokenizers might take the name for a file or folder of this machine."""
-    if name in (DataSpec().tokenizer, NO_TOKENIZER, NOT_READ):
+    if name in (BYTES, NO_TOKENIZER, NOT_READ):
         return False
     return name.startswith(("/", ".", "~")) or any(os.path.exists(part) for part in (name, name.partition(":")[0]))
 

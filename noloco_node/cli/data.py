@@ -32,6 +32,7 @@ def _prepare(options: argparse.Namespace) -> int:
         from noloco_node.data.encoding import fitting_tokenizer
         from noloco_node.data.mixture import mixed_fingerprint
         from noloco_node.data.prepared import prepare_run
+        from noloco_node.data.tokenizers import tokenizer_words
         from noloco_node.model.cut import build_config
     data = config.run.data
     tokenizer = fitting_tokenizer(data, build_config(config.run.model).vocab_size)
@@ -41,6 +42,8 @@ def _prepare(options: argparse.Namespace) -> int:
         print(f"{name}: {_words(manifest)}, {manifest.fingerprint}")
     whole = mixed_fingerprint([each.fingerprint for each in done]) if data.mixture else done[0].fingerprint
     print(f"{_words(*done)} in '{options.to}'\nfingerprint {whole}")
+    if (words := tokenizer_words(data)) is not None:
+        print(f"tokenizer {words}")
     print(f"to train on it: --set run.data.prepared={options.to}")
     return int(ExitCode.OK)
 

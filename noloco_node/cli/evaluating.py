@@ -123,11 +123,11 @@ def _eval_replicas(gathered: Gathered, options: argparse.Namespace) -> None:
 def _eval_model(folder: Path, options: argparse.Namespace) -> int:
     with loading():
         from noloco_node.exporting.evaluation import HeldOut
-        from noloco_node.exporting.folders import read_run
+        from noloco_node.exporting.folders import read_run, tokenizer_at
         from noloco_node.exporting.read import open_model
         from noloco_node.exporting.write import RUN_FILE
 
-    run = named_run(options) or with_text(read_run(folder / RUN_FILE), options)
+    run = named_run(options) or with_text(tokenizer_at(read_run(folder / RUN_FILE), folder), options)
     model, held_out = open_model(folder), HeldOut(run)
     _print_head(run, held_out)
     _print_score("the model", held_out.score(model))

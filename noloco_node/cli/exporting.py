@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from noloco_node.exporting.sources import (
     gathered_live,
     say,
     with_text,
+    with_tokenizer,
 )
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ def _export(options: argparse.Namespace) -> int:
             )
         else:
             gathered = gathered_folders(options)
+        gathered = replace(gathered, run=with_tokenizer(gathered.run, options))
         bench = Bench(gathered.run, HeldOut(with_text(gathered.run, options))) if needs_text else None
         exported = export(gathered, options.out, options.replicas, say, options.shard_bytes, bench)
     _print_exported(gathered, exported, ambient.monotonic() - began)

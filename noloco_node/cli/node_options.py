@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from noloco_node.config.run_spec import RunSpec
 
 
-OWN_TEXT = "run.data.path=FILE where the run's text is each volunteer's own"
+OWN_TEXT = "run.data.path=FILE, run.data.tokenizer=DIR where the run's text or tokenizer is each volunteer's own"
 CONFIG_HELP = "the run's configuration, where its folders do not say which run it is"
 
 

@@ -69,8 +69,13 @@ def _check_text(config: Config) -> None:
 
 
 def print_fingerprint(run: RunSpec) -> None:
-    """Of the text on this machine, which is read for it. UserError as `fingerprint_of` raises it."""
+    """Of the tokenizer, and of the text on this machine, which is read for it. UserError as `fingerprint_of` raises
+    it."""
+    from noloco_node.data.tokenizers import tokenizer_words
+
     data = run.data
+    if (words := tokenizer_words(data)) is not None:
+        print(f"  tokenizer         {words}", flush=True)
     if any(part.source == "huggingface" for part in data.parts) and not data.streaming and data.prepared is None:
         return
     from noloco_node.data.prepared import fingerprints_of
@@ -92,7 +97,9 @@ def print_run(run: RunSpec, outlook: Outlook) -> None:
 
     data = run.data
     source = "; ".join(_source(part) for part in data.parts)
-    windows = f"windows of {data.sequence_length} tokens, tokenizer {json.dumps(data.tokenizer, ensure_ascii=False)}"
+    which = f" ({data.tokenizer_fingerprint})" if data.tokenizer_fingerprint else ""
+    tokenizer = f"tokenizer {json.dumps(data.tokenizer, ensure_ascii=False)}{which}"
+    windows = f"windows of {data.sequence_length} tokens, {tokenizer}"
     nodes = as_nodes(outlook.replicas)
     share = 100.0 * min(1.0, outlook.clock / outlook.target_tokens)
     left, over = outlook.seconds_left, outlook.clock >= outlook.target_tokens

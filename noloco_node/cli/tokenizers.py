@@ -40,6 +40,7 @@ def _train(options: argparse.Namespace) -> int:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+        from noloco_node.config.tokenizer_files import fingerprint_of_tokenizer
         from noloco_node.data.tokenizer_training import train_tokenizer
         from noloco_node.telemetry.words import as_bytes
 
@@ -72,6 +73,7 @@ def _train(options: argparse.Namespace) -> int:
     if learnt.bytes_per_token is not None:
         print(f"{'on held-out text':<30} {learnt.bytes_per_token:.2f} bytes a token")
     print(f"{'tokenizer (AutoTokenizer)':<30} {options.out}")
+    print(f"{'fingerprint':<30} {fingerprint_of_tokenizer(options.out)}")
     settings = f"run.data.tokenizer={options.out} --set run.model.config.vocab_size={learnt.tokens}"
     print(f"to train with it: --set {settings}")
     return int(ExitCode.OK)

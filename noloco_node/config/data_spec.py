@@ -14,17 +14,24 @@ from noloco_node.config.settings import PositiveFloat, Settings
 
 MAX_MASKED = 16384
 """Longest window whose attention may be cut at documents: 256 MiB for who sees whom in one of them."""
+BYTES = "bytes"
+"""The name of the built-in tokenizer: a token is a byte of the UTF-8 text."""
 NO_TOKENIZER = "none"
 """The tokenizer of a text that is token ids, whoever made them and however."""
 TEXT, SHARDS, REVISION = "text-", "shards-", "revision-"
 """What a fingerprint begins with: of all documents; of the beginnings and ends of a streamed text's shards; of a
-dataset of the hub."""
+dataset of the hub, or of a tokenizer there."""
+FOLDER = "tokenizer-"
+"""What the fingerprint of a tokenizer's files begins with."""
+NOT_READ = "(not named: only stage 0 reads the text)"
+"""Stands for what each volunteer keeps where it likes, on a node that does not read it."""
 HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 """A dataset's name; by others the library reads files of this machine."""
 PASS_WINDOWS = 1000
 """Windows of a pass through a mixture, in each of which every source has its share."""
 Source = Literal["stdlib", "text", "huggingface"]
 FINGERPRINT = rf"^(({TEXT}|{SHARDS})[0-9a-f]{{32}}|{REVISION}[0-9a-f]{{40}})$"
+TOKENIZER_FINGERPRINT = rf"^({FOLDER}[0-9a-f]{{32}}|{REVISION}[0-9a-f]{{40}})$"
 
 
 class MixedSource(Settings):
@@ -87,9 +94,12 @@ class DataSpec(Settings):
     prepared: str | None = None
     """A folder that `noloco-node data prepare` wrote of this text, or of all sources of a mixture, on this machine, to
     be read in its place."""
-    tokenizer: str = "bytes"
-    """`bytes` (vocabulary 256), or what `AutoTokenizer.from_pretrained` takes; `none` where the text is token ids and
-    what they stand for is not known."""
+    tokenizer: str = BYTES
+    """`bytes` (vocabulary 256), a folder of this machine, or a name of the Hugging Face hub; `none` where the text is
+    token ids and what they stand for is not known. Where a volunteer keeps the folder is no part of the run."""
+    tokenizer_fingerprint: Annotated[str, Field(pattern=TOKENIZER_FINGERPRINT)] | None = None
+    """What the tokenizer is: of a folder it is taken from its files where it is not set, and who holds another is
+    refused; of a name of the hub the revision that is loaded, where it is set."""
     sequence_length: Annotated[int, Field(ge=2, le=131072)] = 128
     """Tokens that are predicted in each window."""
     attention: Literal["whole", "document"] = "whole"
@@ -99,6 +109,17 @@ class DataSpec(Settings):
     """Share of whole documents held out for validation, chosen by a hash of their path."""
     seed: int = 0
     """Seed of the shuffling of windows; each stage-0 replica adds its own peer id."""
+
+    @property
+    def own_tokenizer(self) -> bool:
+        """Whether the tokenizer is a folder, of which each who needs it has a copy of its own."""
+        return (self.tokenizer_fingerprint or "").startswith(FOLDER)
+
+    @property
+    def tokenizer_revision(self) -> str | None:
+        """Of a tokenizer of the hub, where the run names one."""
+        fingerprint = self.tokenizer_fingerprint or ""
+        return fingerprint.removeprefix(REVISION) if fingerprint.startswith(REVISION) else None
 
     @property
     def parts(self) -> tuple[DataSpec, ...]:
@@ -162,6 +183,11 @@ class DataSpec(Settings):
 
     @model_validator(mode="after")
     def _of_one_mind(self) -> DataSpec:
+        if self.tokenizer_fingerprint is not None and self.tokenizer in (BYTES, NO_TOKENIZER):
+            raise ValueError(
+                f"run.data.tokenizer_fingerprint is set but run.data.tokenizer is '{self.tokenizer}', which has none: "
+                "name the tokenizer's folder, or leave the fingerprint out"
+            )
         if self.streaming and self.block_windows is not None:
             raise ValueError(
                 "run.data.block_windows is set but run.data.streaming is on, whose blocks are parts of shards: set "

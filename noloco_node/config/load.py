@@ -20,6 +20,7 @@ from noloco_node.config.pretrained import with_pretrained
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.config.settings import Settings
 from noloco_node.config.shipped import find_config, nearest_config
+from noloco_node.config.tokenizer_files import with_tokenizer
 from noloco_node.config.wording import allowed_in_words, did_you_mean, value_in_words
 from noloco_node.config.yaml_text import MAX_CHARACTERS, parse_yaml
 from noloco_node.errors import ExitCode, UserError
@@ -62,7 +63,8 @@ class OwnData(Settings):
     prepared: str | None = None
     """Where this machine keeps what `noloco-node data prepare` made of it."""
     tokenizer: str | None = None
-    """The run's own value, as consent to read it where it lies on this machine."""
+    """Where this machine keeps the tokenizer of a run whose is a folder; else the run's own value, as consent to read
+    it where it lies on this machine."""
 
 
 class OwnModel(Settings):
@@ -126,7 +128,8 @@ def load_join(overrides: Sequence[str], environ: Mapping[str, str] = NO_ENVIRONM
             raise UserError(
                 ExitCode.CONFIG,
                 f"--set {override}: who joins takes the run's settings from a peer, and cannot change them",
-                "leave it out; node.* is yours to set, and run.data.path where each volunteer keeps the text itself",
+                "leave it out; node.* is yours to set, and run.data.path and run.data.tokenizer where each volunteer "
+                "keeps these itself",
             )
         _apply(raw, override)
     remedy = "correct it; noloco-node config show CONFIG lists every setting of node: with its meaning"
@@ -135,8 +138,8 @@ def load_join(overrides: Sequence[str], environ: Mapping[str, str] = NO_ENVIRONM
 
 def validate(raw: Mapping[str, Any], where: str) -> Config:
     """Validate a parsed configuration; `where` names it in messages. Raises `UserError` (CONFIG), and as
-    `with_pretrained` does."""
-    raw = with_pretrained(raw)
+    `with_pretrained` and `with_tokenizer` do."""
+    raw = with_tokenizer(with_pretrained(raw))
     return _validated(Config, raw, where, f"correct it, then check with: noloco-node config validate {where}")
 
 

@@ -277,12 +277,14 @@ class RunSpec(Settings):
     def agreed_json(self) -> str:
         """What all peers have in common, as canonical JSON: what the run id is the hash of, and what a joiner is told.
 
-        Where a volunteer keeps the text of a `text` source, or a prepared one, or the weights that the run began with,
-        is its own affair: those paths are not in it.
+        Where a volunteer keeps the text of a `text` source, or a prepared one, or a tokenizer's folder, or the weights
+        that the run began with, is its own affair: those paths are not in it.
         """
         agreed = self.model_dump(mode="json")
         del agreed["model"]["from_pretrained"]
         del agreed["data"]["prepared"]
+        if self.data.own_tokenizer:
+            del agreed["data"]["tokenizer"]
         for source in (agreed["data"], *agreed["data"]["mixture"]):
             if source["source"] == "text":
                 del source["path"]

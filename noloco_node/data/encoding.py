@@ -20,7 +20,7 @@ def fitting_tokenizer(spec: DataSpec, vocab_size: int) -> Tokenizer:
     it has more tokens than the model's vocabulary."""
     if spec.tokenizer == NO_TOKENIZER:
         return NoTokenizer(vocab_size)
-    tokenizer = load_tokenizer(spec.tokenizer)
+    tokenizer = load_tokenizer(spec)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             ExitCode.DATA,

@@ -346,7 +346,8 @@ def _check_same(spec: DataSpec, manifest: Manifest, folder: Path) -> None:
 
 def _settings(spec: DataSpec) -> dict[str, JsonValue]:
     """What the tokens depend on; of a dataset of the hub its name is part of it."""
-    settings = spec.model_dump(mode="json", exclude=set(_NOT_THE_TEXTS))
+    silent = _NOT_THE_TEXTS | ({"tokenizer"} if spec.own_tokenizer else set[str]())
+    settings = spec.model_dump(mode="json", exclude=set(silent))
     return settings | ({"path": spec.path} if spec.source == "huggingface" else {})
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from noloco_node.config.data_spec import NO_TOKENIZER
+from noloco_node.config.data_spec import BYTES, NO_TOKENIZER, REVISION, DataSpec
+from noloco_node.config.tokenizer_files import check_tokenizer
 from noloco_node.errors import ExitCode, UserError
-
-BYTES = "bytes"
-"""The name of the built-in tokenizer: a token is a byte of the UTF-8 text."""
 
 Tokens = NDArray[np.integer[Any]]
 """A one-dimensional array of token ids."""
@@ -81,10 +80,10 @@ class NoTokenizer:
 
 
 class PretrainedTokenizer:
-    """A tokenizer of transformers, from the hub or a folder."""
+    """A tokenizer of transformers, from the hub, where a `revision` of it may be meant, or a folder."""
 
-    def __init__(self, name: str) -> None:
-        self.backend = _load_backend(name)
+    def __init__(self, name: str, revision: str | None = None) -> None:
+        self.backend = _load_backend(name, revision)
 
     @property
     def vocab_size(self) -> int:
@@ -116,12 +115,40 @@ def encodable(text: str) -> str:
     return text
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or what `AutoTokenizer.from_pretrained` takes. Raises UserError (DATA) when there is none such, and for
+def load_tokenizer(spec: DataSpec) -> Tokenizer:
+    """The run's. Raises UserError (DATA) where there is none such, where it is not the one that the run means, and for
     `none`."""
-    if name == NO_TOKENIZER:
+    if spec.tokenizer == NO_TOKENIZER:
         raise no_tokenizer("there is nothing that turns text into tokens, or back")
-    return ByteTokenizer() if name == BYTES else PretrainedTokenizer(name)
+    if spec.tokenizer == BYTES:
+        return ByteTokenizer()
+    check_tokenizer(spec)
+    return PretrainedTokenizer(spec.tokenizer, spec.tokenizer_revision)
+
+
+def tokenizer_words(spec: DataSpec) -> str | None:
+    """What names the run's tokenizer, for a person; None for one that this package has itself, or none. Of one of the
+    hub without a revision it is that which the hub's cache on this machine holds."""
+    if spec.tokenizer in (BYTES, NO_TOKENIZER):
+        return None
+    if spec.own_tokenizer:
+        return f"{spec.tokenizer_fingerprint} (in the run's id; where its folder lies is not)"
+    if spec.tokenizer_revision is not None:
+        return f"{spec.tokenizer}, {spec.tokenizer_fingerprint} (as the run has it)"
+    found = _revision_here(spec.tokenizer)
+    if found is None:
+        return f"{spec.tokenizer}, in whatever revision the hub has"
+    return f"{spec.tokenizer}, {found} (set run.data.tokenizer_fingerprint to it, and every node loads that)"
+
+
+def _revision_here(name: str) -> str | None:
+    from huggingface_hub import try_to_load_from_cache  # pyright: ignore[reportUnknownVariableType]
+
+    for file in ("tokenizer_config.json", "tokenizer.json", "config.json"):
+        found = try_to_load_from_cache(name, file)
+        if isinstance(found, str):
+            return REVISION + Path(found).parent.name
+    return None
 
 
 def no_tokenizer(what: str) -> UserError:
@@ -133,11 +160,12 @@ def no_tokenizer(what: str) -> UserError:
     )
 
 
-def _load_backend(name: str) -> Any:
+def _load_backend(name: str, revision: str | None) -> Any:
     from transformers import AutoTokenizer
 
+    place, which = str(Path(name).expanduser()), revision or "main"
     try:
-        return cast(Any, AutoTokenizer.from_pretrained(name, trust_remote_code=False))  # pyright: ignore
+        return cast(Any, AutoTokenizer.from_pretrained(place, revision=which, trust_remote_code=False))  # pyright: ignore
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(

@@ -23,6 +23,8 @@ REPORTED = (
     "comes to this model's own loss where the learning rate has come to nothing; before, it differs by what the model",
     "learns meanwhile and by what averaging makes of it.",
 )
+OWNERS = "(the owner's)"
+"""In place of where something lies on the owner's machine."""
 MOST_NAMED = 64
 """Replicas that are named; the rest are counted."""
 
@@ -94,8 +96,7 @@ def _facts(
     yield "parameters", f"{parameters:,}"
     yield "tokens", f"{gathered.clock:,.0f} of {run.inner.target_tokens:,}"
     yield "text", _plain("; ".join(_text(part, share) for part, share in _shares(run.data)))
-    tokenizer = run.data.tokenizer
-    yield "tokenizer", "none: it was trained on token ids" if tokenizer == NO_TOKENIZER else _plain(tokenizer)
+    yield "tokenizer", _tokenizer(run.data)
     yield "stages", f"{run.stages}"
     yield "replicas averaged", ", ".join(f"{len(used[stage])} of stage {stage}" for stage in sorted(used))
     yield "made with", f"noloco-node {_plain(gathered.version or __version__)}"
@@ -134,15 +135,25 @@ def _text(data: DataSpec, share: str) -> str:
     return ("a text of the owner's" if data.source == "text" else f"{data.path}") + share
 
 
+def _tokenizer(data: DataSpec) -> str:
+    if data.tokenizer == NO_TOKENIZER:
+        return "none: it was trained on token ids"
+    if data.own_tokenizer:
+        return f"the owner's, `{data.tokenizer_fingerprint}`"
+    return _plain(data.tokenizer) + ("" if data.tokenizer_revision is None else f", `{data.tokenizer_revision}`")
+
+
 def _public(run: RunSpec) -> RunSpec:
-    """Without where this machine keeps a text, or weights."""
+    """Without where this machine keeps a text, a tokenizer, or weights."""
     run = run.model_copy(update={"model": run.model.model_copy(update={"from_pretrained": None})})
-    public = {"mixture": tuple(_unplaced(part) for part in run.data.mixture), "prepared": None}
+    public: dict[str, object] = {"mixture": tuple(_unplaced(part) for part in run.data.mixture), "prepared": None}
+    if run.data.own_tokenizer:
+        public["tokenizer"] = OWNERS
     return run.model_copy(update={"data": _unplaced(run.data).model_copy(update=public)})
 
 
 def _unplaced(source: S) -> S:
-    return source.model_copy(update={"path": "(the owner's)"}) if source.source == "text" else source
+    return source.model_copy(update={"path": OWNERS}) if source.source == "text" else source
 
 
 def _plain(text: str) -> str:

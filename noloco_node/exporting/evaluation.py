@@ -59,7 +59,7 @@ class HeldOut:
         self.tokens = sum(labels.numel() for _, labels in self.batches)
         self.bytes: int | None = None
         if run.data.tokenizer != NO_TOKENIZER:
-            self.bytes = max(1, text_bytes(run.data.tokenizer, (without_marks(labels) for _, labels in self.batches)))
+            self.bytes = max(1, text_bytes(run.data, (without_marks(labels) for _, labels in self.batches)))
 
     def score(self, model: PreTrainedModel) -> Score:
         """What a model loses on them."""

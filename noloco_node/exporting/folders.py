@@ -45,7 +45,7 @@ def gather_folders(paths: Sequence[Path], given: RunSpec | None) -> Gathered:
     says which run it is.
     """
     places = list(dict.fromkeys(place.resolve() for path in paths for place in _places(path)))
-    run = given or _run_of(places)
+    run = given or _with_tokenizer(_run_of(places), places)
     shapes = Shapes(run)
     newest: dict[tuple[int, str], _Saved] = {}
     for place in places:
@@ -168,6 +168,23 @@ def _run_of(places: Sequence[Path]) -> RunSpec:
         f"none of the folders says which run it is of: there is no {RunFolder(Path()).run_spec.name}",
         "name the run's configuration with --config FILE, or copy that file too, from any node of the run",
     )
+
+
+def _with_tokenizer(run: RunSpec, places: Sequence[Path]) -> RunSpec:
+    """With the folder of the tokenizer, where a node on this machine has read it."""
+    for place in places if run.data.own_tokenizer else ():
+        for folder in _around(place):
+            named = RunFolder(folder).tokenizer_place
+            if named is not None and named.is_dir():
+                return tokenizer_at(run, named)
+    return run
+
+
+def tokenizer_at(run: RunSpec, folder: Path) -> RunSpec:
+    """The run with its tokenizer in that folder, where it is a folder. Its run id stays."""
+    if not run.data.own_tokenizer:
+        return run
+    return run.model_copy(update={"data": run.data.model_copy(update={"tokenizer": str(folder)})})
 
 
 def read_run(path: Path) -> RunSpec:

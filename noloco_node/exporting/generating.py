@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.bootstrap.spec_fetch import check_own_word
+from noloco_node.bootstrap.spec_fetch import with_own_tokenizer
 from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
@@ -148,16 +148,15 @@ async def generate_live(
 ) -> tuple[RunSpec, Spoken]:
     """Continue a text through the stages of the run at `settings.initial_peers`, as one who looks on.
 
-    Raises UserError as `looking_on` and `continue_text` do; CONFIG where the run names a tokenizer of this machine
-    without `own` word, DATA where it cannot be used, NO_DONOR where a stage gives nothing; KeyboardInterrupt where a
-    signal ended it.
+    Raises UserError as `looking_on` and `continue_text` do; CONFIG where the run's tokenizer is a folder, or a place of
+    this machine, without `own` word, DATA where it cannot be used, NO_DONOR where a stage gives nothing;
+    KeyboardInterrupt where a signal ended it.
     """
     configure_logging("WARNING", NodeLog())
     with interruptible() as interrupts:
         try:
             async with looking_on(settings, as_guest=True) as outside:
-                spec = outside.spec
-                check_own_word(spec, "tokenizer", spec.data.tokenizer, own.tokenizer)
+                spec = with_own_tokenizer(outside.spec, own.tokenizer)
                 vocabulary: int = build_config(spec.model).vocab_size
                 tokenizer = fitting_tokenizer(spec.data, vocabulary)
                 directory = ScreenedDirectory(outside.directory, Access(spec))

@@ -134,10 +134,10 @@ def write_model(
     there is no such tokenizer.
     """
     if run.data.tokenizer != NO_TOKENIZER:
-        load_tokenizer(run.data.tokenizer)
+        load_tokenizer(run.data)
     try:
         with atomic.new_folder(folder) as partial_folder:
-            export_model(run.model, state, partial_folder, run.data.tokenizer, shard_bytes)
+            export_model(run.model, state, partial_folder, run.data.tokenizer, shard_bytes, run.data.tokenizer_revision)
             for name, text in (texts or {}).items():
                 (partial_folder / name).write_text(text, encoding="utf-8")
     except ValueError as error:

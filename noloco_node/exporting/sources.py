@@ -87,13 +87,19 @@ def named_run(options: argparse.Namespace) -> RunSpec | None:
 def check_own_files(run: RunSpec, options: argparse.Namespace, *, reads_text: bool) -> None:
     """Raise UserError (CONFIG) where a run that comes from strangers names files of this machine without the word of
     whoever exports it: its tokenizer, which goes with the model, and its text where that is read."""
-    from noloco_node.bootstrap.spec_fetch import check_own_word
-    from noloco_node.config.load import load_join
-
     if reads_text:
         with_text(run, options)
-    elif named_run(options) is None:
-        check_own_word(run, "tokenizer", run.data.tokenizer, load_join(options.set).run.data.tokenizer)
+    else:
+        with_tokenizer(run, options)
+
+
+def with_tokenizer(run: RunSpec, options: argparse.Namespace) -> RunSpec:
+    """With the place of the tokenizer, as `--config` or who joins a run says it. UserError as `with_own_tokenizer`, and
+    WRONG_RUN where the configuration is another run's."""
+    from noloco_node.bootstrap.spec_fetch import with_own_tokenizer
+    from noloco_node.config.load import load_join
+
+    return _named(run, options) or with_own_tokenizer(run, load_join(options.set).run.data.tokenizer)
 
 
 def with_text(run: RunSpec, options: argparse.Namespace) -> RunSpec:
@@ -102,15 +108,8 @@ def with_text(run: RunSpec, options: argparse.Namespace) -> RunSpec:
     from noloco_node.bootstrap.spec_fetch import with_own_data
     from noloco_node.config.load import load_join
 
-    named = named_run(options)
+    named = _named(run, options)
     if named is not None:
-        if named.run_id != run.run_id:
-            raise UserError(
-                ExitCode.WRONG_RUN,
-                f"{options.config} is run '{named.name}' ({named.run_id}), and the weights are of '{run.name}' "
-                f"({run.run_id})",
-                "leave out --config: the run says by itself what it is",
-            )
         return named
     own = load_join(options.set).run.data
     if run.data.source == "text" and own.path is None and own.prepared is None:
@@ -120,6 +119,18 @@ def with_text(run: RunSpec, options: argparse.Namespace) -> RunSpec:
             "say where yours lies with --set run.data.path=FILE: its held-out part is what is evaluated on",
         )
     return with_own_data(run, own, reads_text=True)
+
+
+def _named(run: RunSpec, options: argparse.Namespace) -> RunSpec | None:
+    named = named_run(options)
+    if named is not None and named.run_id != run.run_id:
+        raise UserError(
+            ExitCode.WRONG_RUN,
+            f"{options.config} is run '{named.name}' ({named.run_id}), and the weights are of '{run.name}' "
+            f"({run.run_id})",
+            "leave out --config: the run says by itself what it is",
+        )
+    return named
 
 
 def check_text_named(options: argparse.Namespace) -> None:

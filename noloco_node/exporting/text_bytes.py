@@ -9,22 +9,24 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from noloco_node.data.tokenizers import BYTES, PretrainedTokenizer
+from noloco_node.config.data_spec import DataSpec
+from noloco_node.data.tokenizers import PretrainedTokenizer, load_tokenizer
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """How tokenizers of SentencePiece's kind call a token for a single byte."""
 _SPACE = "▁"
 
 
-def text_bytes(tokenizer: str, batches: Iterable[Tensor]) -> int:
-    """Bytes of UTF-8 that these ids (int64, any shape) stand for, of the run's `data.tokenizer`. What stands for no
-    text, as the end of a document, is none. Raises UserError (DATA) where there is no such tokenizer."""
+def text_bytes(spec: DataSpec, batches: Iterable[Tensor]) -> int:
+    """Bytes of UTF-8 that these ids (int64, any shape) stand for, of the run's tokenizer. What stands for no text, as
+    the end of a document, is none. Raises UserError (DATA) as `load_tokenizer` does."""
     counts: Counter[int] = Counter()
     for batch in batches:
         counts.update(cast("list[int]", batch.flatten().tolist()))  # pyright: ignore[reportUnknownMemberType]
-    if tokenizer == BYTES:
+    tokenizer = load_tokenizer(spec)
+    if not isinstance(tokenizer, PretrainedTokenizer):
         return counts.total()
-    backend: Any = PretrainedTokenizer(tokenizer).backend
+    backend: Any = tokenizer.backend
     special, byte_level = set[int](backend.all_special_ids), _is_byte_level(backend)
     tokens = [token for token in counts if token not in special]
     names: list[str] = backend.convert_ids_to_tokens(tokens)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from noloco_node.config.data_spec import NO_TOKENIZER
+from noloco_node.config.data_spec import BYTES, NO_TOKENIZER
 from noloco_node.config.model_spec import ModelSpec
+from noloco_node.config.tokenizer_files import files_to_copy
 from noloco_node.marks import positions_of, without_marks
 from noloco_node.model.anatomy import build_on_meta
 from noloco_node.model.byte_tokenizer import build_byte_tokenizer
@@ -47,15 +48,21 @@ def merge_replicas(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def export_model(
-    spec: ModelSpec, state: Mapping[str, Tensor], folder: Path, tokenizer: str, shard_bytes: int = SHARD_BYTES
+    spec: ModelSpec,
+    state: Mapping[str, Tensor],
+    folder: Path,
+    tokenizer: str,
+    shard_bytes: int = SHARD_BYTES,
+    revision: str | None = None,
 ) -> None:
     """Write config, weights, generation config and tokenizer to `folder`, for transformers alone to load.
 
     `state` holds every parameter of the whole model under its full Hugging Face name (ValueError otherwise) and is
     saved in fp32, in files of `shard_bytes` at most, with an index where they are several; `tokenizer` is `bytes`,
-    `none` for none, or what `AutoTokenizer.from_pretrained` takes.
+    `none` for none, or what `AutoTokenizer.from_pretrained` takes, of the hub in that `revision`. A folder's files are
+    copied as they are, so that the export's tokenizer is the run's by its fingerprint, too.
     """
-    config, backend = build_config(spec), _tokenizer_to_write(tokenizer)
+    config, backend = build_config(spec), _tokenizer_to_write(tokenizer, revision)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if backend is not None:
             setattr(config, key, getattr(backend, key))
@@ -64,7 +71,7 @@ def export_model(
     with _quiet():
         cast(Any, model).save_pretrained(folder, max_shard_size=shard_bytes)
         if backend is not None:
-            backend.save_pretrained(folder)
+            _write_tokenizer(backend, tokenizer, folder)
     for weights in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", weights)  # safetensors lets nobody but the owner read what it writes
 
@@ -161,17 +168,26 @@ def _check_names(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
         raise ValueError(f"the state does not fit the model at {', '.join(wrong[:5])}")
 
 
-def _tokenizer_to_write(name: str) -> Any:
+def _tokenizer_to_write(name: str, revision: str | None) -> Any:
     """None where the run has none."""
     if name == NO_TOKENIZER:
         return None
-    return build_byte_tokenizer() if name == "bytes" else _pretrained_tokenizer(name)
+    return build_byte_tokenizer() if name == BYTES else _pretrained_tokenizer(name, revision)
 
 
-def _pretrained_tokenizer(name: str) -> Any:
+def _write_tokenizer(backend: Any, name: str, folder: Path) -> None:
+    files = files_to_copy(Path(name).expanduser())
+    if not files:
+        backend.save_pretrained(folder)
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+
+
+def _pretrained_tokenizer(name: str, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
-    return cast(Any, AutoTokenizer.from_pretrained(name, trust_remote_code=False))  # pyright: ignore
+    place, which = str(Path(name).expanduser()), revision or "main"
+    return cast(Any, AutoTokenizer.from_pretrained(place, revision=which, trust_remote_code=False))  # pyright: ignore
 
 
 @contextmanager

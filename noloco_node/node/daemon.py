@@ -11,6 +11,7 @@ import random
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -19,6 +20,7 @@ from noloco_node import __version__, ambient
 from noloco_node.accounting.receipts import Receipts, open_receipts
 from noloco_node.bootstrap.hello import check_same_run, held_out_loss, serve_hello
 from noloco_node.bootstrap.spec_fetch import fetch_run_spec, serve_spec
+from noloco_node.config.data_spec import NOT_READ
 from noloco_node.config.load import OwnRun
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
@@ -315,6 +317,8 @@ def _open_run(
     _check_folder(folder, spec, settings)
     folder.claim(spec.run_id, spec.name)
     folder.keep_spec(spec.agreed_json)
+    if spec.data.own_tokenizer and spec.data.tokenizer != NOT_READ:
+        folder.keep_tokenizer_place(Path(spec.data.tokenizer).expanduser().absolute())
     return checkpoints.newest(spec.run_id, None if settings.stage == "auto" else settings.stage)
 
 

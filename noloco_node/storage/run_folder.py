@@ -15,6 +15,8 @@ from noloco_node.storage import atomic
 from noloco_node.storage.file_lock import NODE_LOCK, FileLock, LockHeld, lock_holder
 
 MARK = "run.json"
+TOKENIZER = "tokenizer.place.json"
+"""Where the run's tokenizer lies on this machine, beside what all nodes agree on."""
 PROBE_BYTES = 8192
 """Written to see whether the disk has room: what is smaller may fit into the rest of a block."""
 
@@ -27,6 +29,14 @@ class RunMark(BaseModel):
     run_id: str
     run_name: str
     ended: bool = False
+
+
+class TokenizerPlace(BaseModel):
+    """The folder of a tokenizer."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    folder: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +146,22 @@ class RunFolder:
                 atomic.write_bytes(self.run_spec, agreed.encode())
         except (OSError, UnicodeDecodeError) as error:
             raise _unwritable(self.path, error) from error
+
+    def keep_tokenizer_place(self, folder: Path) -> None:
+        """Write down where the run's tokenizer lies on this machine: who makes a model out of this folder needs it.
+        Raises UserError (RUN_FOLDER) where it cannot be written."""
+        try:
+            atomic.write_json(self.path / TOKENIZER, {"folder": str(folder)})
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    @property
+    def tokenizer_place(self) -> Path | None:
+        """Where the run's tokenizer lay when a node read it here; None where that was never written down."""
+        try:
+            return Path(TokenizerPlace.model_validate_json((self.path / TOKENIZER).read_bytes()).folder)
+        except (OSError, ValidationError):
+            return None
 
     def mark_ended(self, run_id: str, run_name: str, *, ended: bool = True) -> None:
         """Say that the run has come to its end here, or that it goes on after all. Raises as `claim`."""

@@ -12,11 +12,12 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import OwnData, load_config
 from noloco_node.data import prepared
 from noloco_node.data.documents import Document
-from noloco_node.data.prepared import Manifest, check_text_here, prepare
+from noloco_node.data.prepared import Manifest, check_text_here, prepare, read_manifest
 from noloco_node.data.sources import fingerprint_of_documents
-from noloco_node.data.tokenizers import ByteTokenizer, Tokens
+from noloco_node.data.tokenizers import ByteTokenizer, Tokens, load_tokenizer
 from noloco_node.data.windows import Windows, load_windows
 from noloco_node.errors import ExitCode, UserError
+from tests.config.test_tokenizer_files import made, with_tokenizer
 from tests.data.made_files import write_texts
 from tests.data.test_sources import text_spec
 
@@ -147,6 +148,18 @@ def test_where_a_volunteer_keeps_it_is_no_part_of_the_run_and_no_strangers_choic
     assert read_agreed(forged.encode()).data.prepared is None
     joined = with_own_data(read_agreed(mine.agreed_json.encode()), OwnData(prepared="/b"), reads_text=True)
     assert (joined.data.prepared, joined.run_id) == ("/b", plain.run_id)
+
+
+def test_a_prepared_text_may_lie_beside_another_copy_of_the_tokenizer(tmp_path: Path) -> None:
+    """Of the tokenizer the tokens depend on what it is, and not on where it lies; with another it is refused."""
+    (tmp_path / "text").write_text("a tale and so on. " * 400)
+    spec = with_tokenizer(made(tmp_path / "one"), "run.data.source=text", f"run.data.path={tmp_path / 'text'}").run.data
+    done = prepare(spec, load_tokenizer(spec), tmp_path / "tokens")
+    (tmp_path / "one").rename(tmp_path / "two")
+    held = {"prepared": str(tmp_path / "tokens"), "tokenizer": str(tmp_path / "two")}
+    assert read_manifest(spec.model_copy(update=held)) == done
+    with pytest.raises(UserError, match=r"made with .*tokenizer_fingerprint"):
+        read_manifest(spec.model_copy(update=held | {"tokenizer_fingerprint": "tokenizer-" + "0" * 32}))
 
 
 def test_a_manifest_is_read_as_it_was_written(spec: DataSpec, tmp_path: Path) -> None:

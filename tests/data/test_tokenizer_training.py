@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from noloco_node.cli.main import main
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.tokenizer_training import END, TextTaken, train_tokenizer
 from noloco_node.data.tokenizers import load_tokenizer
 from noloco_node.data.windows import load_windows
@@ -39,7 +40,7 @@ def learn(place: Path, out: Path, size: int = 300, documents: int | None = None,
 def test_every_text_comes_back_byte_for_byte(stories: Path, tmp_path: Path) -> None:
     """Texts that have nothing in common with what it learnt from, too; what UTF-8 cannot hold is a question mark."""
     assert learn(stories, tmp_path / "made") == 300
-    tokenizer = load_tokenizer(str(tmp_path / "made"))
+    tokenizer = load_tokenizer(DataSpec(tokenizer=str(tmp_path / "made")))
     every_character = "".join(chr(code) for code in range(0x3000) if not 0xD800 <= code < 0xE000)
     for text in (STORIES[0], STRANGE, END, every_character):
         ids = tokenizer.encode(text)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.tokenizers import ByteTokenizer, load_tokenizer
 from noloco_node.errors import ExitCode, UserError
 
@@ -23,7 +24,7 @@ def test_a_tokenizer_runs_no_program_and_nobody_is_asked_whether_it_may(
     told = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.Theirs", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
     with pytest.raises(UserError) as caught:
-        load_tokenizer(str(folder))
+        load_tokenizer(DataSpec(tokenizer=str(folder)))
     assert caught.value.exit_code is ExitCode.DATA
     assert not ran.exists()
 

@@ -105,7 +105,7 @@ def save_word_tokenizer(folder: Path, end: str | None) -> str:
 def test_a_pretrained_tokenizer_separates_documents_by_its_end_token(story: DataSpec, tmp_path: Path) -> None:
     """The id of `eos_token` stands between documents, where there is one."""
     name = save_word_tokenizer(tmp_path / "with-end", "</s>")
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(DataSpec(tokenizer=name))
     assert tokenizer.vocab_size == 8
     assert tokenizer.encode("tale 1: and so on,").tolist() == [2, 0, 7, 3, 4, 5, 6]
     assert tokenizer.separator.tolist() == [1]
@@ -113,7 +113,7 @@ def test_a_pretrained_tokenizer_separates_documents_by_its_end_token(story: Data
     inputs, labels = windows.train(range(windows.train_count))
     ends = int((inputs == 1).sum()) + int((labels[:, -1] == 1).sum())
     assert ends in {len(load_split(story).training), len(load_split(story).training) - 1}
-    unended = load_tokenizer(save_word_tokenizer(tmp_path / "without-end", None))
+    unended = load_tokenizer(DataSpec(tokenizer=save_word_tokenizer(tmp_path / "without-end", None)))
     assert np.array_equal(unended.separator, unended.encode("\n"))
 
 

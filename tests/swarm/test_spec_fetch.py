@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +19,9 @@ import torch
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.bootstrap import hello, spec_fetch
 from noloco_node.bootstrap.hello import Hello, check_same_run, serve_hello
-from noloco_node.bootstrap.spec_fetch import MAX_SPEC_BYTES, NOT_READ, fetch_run_spec, read_agreed, serve_spec
+from noloco_node.bootstrap.spec_fetch import MAX_SPEC_BYTES, fetch_run_spec, read_agreed, serve_spec
 from noloco_node.config.canonical import canonical_json
+from noloco_node.config.data_spec import NOT_READ
 from noloco_node.config.load import OwnData, load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
@@ -27,6 +29,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.headers import no_tensors
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
+from tests.config.test_tokenizer_files import made, with_tokenizer
 from tests.swarm.worlds import LIMITS
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
@@ -345,6 +348,35 @@ async def test_where_a_volunteer_keeps_its_text_is_not_told_and_must_be_said_by_
         assert (await made.fetch(reads_text=False)).data.path == NOT_READ
 
 
+async def test_where_a_volunteer_keeps_the_tokenizer_is_his_own_and_another_is_refused(tmp_path: Path) -> None:
+    """Of a tokenizer in a folder the owner's path does not travel; who joins names a copy of it, and is told before
+    anything is built where it is another; a later stage needs none."""
+    folder, other = made(tmp_path / "owners"), made(tmp_path / "other", vocab_size=259)
+    run = with_tokenizer(folder).run
+    mine = shutil.copytree(folder, tmp_path / "mine")
+    async with swarm() as swarm_of_it:
+        swarm_of_it.sound(run)
+        error = await swarm_of_it.refusal()
+        assert error.exit_code is ExitCode.CONFIG
+        assert f"run.data.tokenizer is not set, and run '{run.name}'" in error.message
+        assert "--set run.data.tokenizer=DIR" in error.remedy
+        joined = await swarm_of_it.fetch(OwnData(tokenizer=str(mine)))
+        assert (joined.data.tokenizer, joined.run_id) == (str(mine), run.run_id)
+        error = await swarm_of_it.refusal(OwnData(tokenizer=str(other)))
+        assert error.exit_code is ExitCode.DATA
+        assert f"the tokenizer of run.data.tokenizer ('{other}') is not the run's" in error.message
+        assert str(run.data.tokenizer_fingerprint) in error.message
+        later = await swarm_of_it.fetch(reads_text=False)
+        assert (later.data.tokenizer, later.run_id) == (NOT_READ, run.run_id)
+
+
+def test_a_folder_that_a_stranger_names_for_a_tokenizer_is_not_taken(tmp_path: Path) -> None:
+    """It would be read here, and say whether that is the run's."""
+    raw = json.loads(with_tokenizer(made(tmp_path)).run.agreed_json)
+    raw["data"]["tokenizer"] = "/etc"
+    assert read_agreed(canonical_json(raw).encode()).data.tokenizer == NOT_READ
+
+
 def test_a_path_that_a_stranger_names_for_a_text_is_not_taken() -> None:
     """It would be read and sent on to the next stage."""
     raw = json.loads(OWN_TEXT.agreed_json)
@@ -362,8 +394,9 @@ async def test_a_run_that_names_files_of_this_machine_needs_the_volunteers_word(
     (tmp_path / "a" / "folder").mkdir(parents=True)
     place = place.format(here=tmp_path)
     source = ["run.data.source=huggingface", f"run.data.path={place if setting == 'path' else 'owner/name'}"]
-    tokenizer = [f"run.data.tokenizer={place}"] if setting == "tokenizer" else []
-    spec = load_config(MICRO, [*source, *tokenizer]).run
+    spec = load_config(MICRO, source).run
+    if setting == "tokenizer":  # a stranger may say so without a fingerprint
+        spec = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer": place})})
     async with swarm() as made:
         made.sound(spec)
         error = await made.refusal()
