@@ -9,17 +9,21 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from noloco_node.cli.main import main
 from noloco_node.config.tokenizer_files import fingerprint_of_tokenizer
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.folders import gather_folders
 from noloco_node.exporting.merge import merge_run
-from noloco_node.model.export import load_exported
+from noloco_node.exporting.read import continued
+from noloco_node.exporting.speech import Wish
+from noloco_node.model.export import generate_sample, load_exported
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import SLOW, Manifest
 from tests.config.test_tokenizer_files import made, with_tokenizer
@@ -198,6 +202,38 @@ def test_generate_continues_a_text_as_the_seed_says(tmp_path: Path, capsys: pyte
     ]:
         assert main(wrong) == code
         assert "remedy" in capsys.readouterr().err
+
+
+def test_a_folders_model_is_heard_token_by_token_and_says_what_transformers_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece is written before the next token is drawn, in whole characters; together they are what plain
+    `generate` draws by the seed, without the end of the text; the positions of the model are the last."""
+    finished(tmp_path / "run" / "a", 0)
+    finished(tmp_path / "run" / "b", 1)
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "run"), "--out", str(out)]) == ExitCode.OK
+    order, forward = list[str](), LlamaForCausalLM.forward
+
+    def watched(self: LlamaForCausalLM, *arguments: Any, **options: Any) -> Any:
+        order.append("")
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", watched)
+    spoken = continued(out, Wish("día", 12, 0.0, seed=3), order.append)
+    assert (spoken.tokens, spoken.full) == (12, False)
+    assert order[:2] == ["día", ""]
+    pieces = [piece for piece in order if piece]
+    assert len(pieces) > 6
+    assert all(not piece.endswith("\ufffd") for piece in pieces[:-1])
+    assert max(len(piece) for piece in pieces[1:]) <= 4, "what came was held back"
+    assert "".join(pieces) == generate_sample(out, "día", 12, seed=3, temperature=0.0)
+    assert order.index(pieces[1]) < 4, "what came waited for what was to come"
+    positions = load_exported(out).config.max_position_embeddings
+    full = continued(out, Wish("día", positions, 0.0, seed=3), lambda _: None)
+    assert (full.tokens, full.full) == (positions - 4, True)
+    with pytest.raises(UserError, match="positions"):
+        continued(out, Wish("a" * positions, 1, 0.0, seed=3), order.append)
 
 
 def tear(path: Path) -> None:

@@ -24,6 +24,8 @@ from noloco_node.exporting.sources import (
 from noloco_node.telemetry.words import plain_text
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from noloco_node.config.run_spec import RunSpec
     from noloco_node.exporting.evaluation import HeldOut, Score
     from noloco_node.exporting.gathered import Gathered
@@ -147,9 +149,14 @@ def _generate(options: argparse.Namespace) -> int:
         raise UserError(ExitCode.USAGE, message, "name one folder, which `noloco-node export` wrote")
     with loading():
         from noloco_node.exporting.read import continued
+        from noloco_node.exporting.speech import Wish
 
-    folder = Path(options.sources[0])
-    print(plain_text(continued(folder, options.prompt, options.max_tokens, options.seed, options.temperature)))
+    wish = Wish(options.prompt, options.max_tokens, options.temperature, options.seed)
+    with _own_line():
+        spoken = continued(Path(options.sources[0]), wish, _write)
+    say(f"{spoken.tokens} tokens in {spoken.seconds:,.1f} s")
+    if spoken.full:
+        say("the text ends where the model's positions do (max_position_embeddings of its config.json)")
     return int(ExitCode.OK)
 
 
@@ -159,18 +166,26 @@ def _generate_live(options: argparse.Namespace) -> int:
         import uvloop
 
         from noloco_node.config.load import load_join
-        from noloco_node.exporting.generating import Wish, generate_live
+        from noloco_node.exporting.generating import generate_live
+        from noloco_node.exporting.speech import Wish
 
     wish = Wish(options.prompt, options.max_tokens, options.temperature, options.seed)
-    try:
+    with _own_line():
         run, spoken = uvloop.run(generate_live(settings, load_join(options.set).run.data, wish, _write, say))
-    finally:
-        print(flush=True)
     asked = f"; {spoken.replaced} peers replaced" if spoken.replaced else ""
     say(f"{spoken.tokens} tokens in {spoken.seconds:,.1f} s, by {run.stages} stages of run {run.name}{asked}")
     if spoken.full:
         say(f"the text ends where the run's windows do: run.data.sequence_length is {run.data.sequence_length}")
     return int(ExitCode.OK)
+
+
+@contextlib.contextmanager
+def _own_line() -> Generator[None]:
+    """What is written in it piece by piece ends with its line, whatever ends it."""
+    try:
+        yield
+    finally:
+        print(flush=True)
 
 
 def _write(text: str) -> None:

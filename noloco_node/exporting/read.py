@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from safetensors import SafetensorError
 
+from noloco_node import ambient
+from noloco_node.data.tokenizers import encodable
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.model.export import generate_sample, load_exported
+from noloco_node.exporting.speech import Shown, Spoken, Wish
+from noloco_node.model.export import continue_ids, load_exported, pretrained_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,13 +28,12 @@ def open_model(folder: Path) -> PreTrainedModel:
         return load_exported(folder)
 
 
-def continued(folder: Path, prompt: str, tokens: int, seed: int, temperature: float) -> str:
-    """The prompt and up to `tokens` further tokens of a folder's model, as `generate_sample` draws them.
+def continued(folder: Path, wish: Wish, write: Callable[[str], None]) -> Spoken:
+    """Write the prompt, and what a folder's model says after it, as it comes.
 
-    UserError: RUN_FOLDER where it cannot be loaded or has no tokenizer, USAGE for a prompt without a token.
+    UserError: RUN_FOLDER where it cannot be loaded or has no tokenizer, USAGE for a prompt without a token, or one that
+    is as long as the model's positions.
     """
-    if not prompt:
-        raise UserError(ExitCode.USAGE, "--prompt is empty", "name the beginning of a text")
     with _whole(folder):
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
             raise UserError(
@@ -38,7 +41,27 @@ def continued(folder: Path, prompt: str, tokens: int, seed: int, temperature: fl
                 f"the model in '{folder}' has no tokenizer, so that no text is its beginning",
                 "copy the files of the tokenizer that made its token ids into that folder",
             )
-        return generate_sample(folder, prompt, tokens, seed, temperature)
+        tokenizer, model = pretrained_tokenizer(str(folder)), load_exported(folder)
+    ids: list[int] = tokenizer.encode(encodable(wish.prompt), add_special_tokens=False, verbose=False)
+    if not ids:
+        raise UserError(ExitCode.USAGE, "--prompt is empty", "name the beginning of a text")
+    room: int = model.config.max_position_embeddings - len(ids)
+    if room < 1:
+        message = f"--prompt has {len(ids)} tokens, and the model has {model.config.max_position_embeddings} positions"
+        raise UserError(ExitCode.USAGE, message, "name a shorter beginning")
+    began, end, came = ambient.monotonic(), tokenizer.eos_token_id, 0
+    write(wish.prompt)
+    shown = Shown(tokenizer, ids, write)
+
+    def told(token: int) -> None:
+        nonlocal came
+        came += 1
+        if token != end:
+            shown.add(token)
+
+    continue_ids(model, torch.tensor(ids), wish.tokens, wish.seed, wish.temperature, told)
+    shown.end()
+    return Spoken(came, came == room < wish.tokens, ambient.monotonic() - began)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -126,17 +126,41 @@ def generate_sample(folder: Path, prompt: str, tokens: int, seed: int, temperatu
     The same seed gives the same text; the global random state is left as it was. The sample ends early at the model's
     last position. ValueError for an empty prompt.
     """
-    tokenizer = _pretrained_tokenizer(str(folder))
+    tokenizer = pretrained_tokenizer(str(folder))
     ids: Tensor = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     if ids.shape[1] == 0:
         raise ValueError("the prompt holds no token")
     return cast(str, tokenizer.decode(continue_ids(load_exported(folder), ids[0], tokens, seed, temperature)))
 
 
+class _Teller:
+    """What transformers calls a streamer: hears of tokens as they are drawn, the prompt's first, all at once."""
+
+    def __init__(self, prompt: int, told: Callable[[int], None]) -> None:
+        self._left_out, self._told = prompt, told
+
+    def put(self, value: Tensor) -> None:
+        """More tokens, of any shape."""
+        for token in cast("list[int]", value.flatten().tolist()):  # pyright: ignore[reportUnknownMemberType]
+            if self._left_out:
+                self._left_out -= 1
+            else:
+                self._told(token)
+
+    def end(self) -> None:
+        """No more come."""
+
+
 def continue_ids(
-    model: PreTrainedModel, prompt: Tensor, tokens: int, seed: int, temperature: float = TEMPERATURE
+    model: PreTrainedModel,
+    prompt: Tensor,
+    tokens: int,
+    seed: int,
+    temperature: float = TEMPERATURE,
+    told: Callable[[int], None] | None = None,
 ) -> list[int]:
-    """`generate_sample` without a tokenizer: ids int64 [T] and up to `tokens` further ones."""
+    """`generate_sample` without a tokenizer: ids int64 [T] and up to `tokens` further ones, of each of which `told`
+    hears as soon as it is drawn."""
     ids = prompt.reshape(1, -1)
     room = max(1, min(tokens, model.config.max_position_embeddings - ids.shape[1]))
     state = torch.default_generator.get_state()
@@ -148,6 +172,7 @@ def continue_ids(
             max_new_tokens=room,
             **({"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}),
             pad_token_id=0,
+            streamer=None if told is None else _Teller(ids.shape[1], told),
         )
     finally:
         torch.default_generator.set_state(state)
@@ -172,7 +197,7 @@ def _tokenizer_to_write(name: str, revision: str | None) -> Any:
     """None where the run has none."""
     if name == NO_TOKENIZER:
         return None
-    return build_byte_tokenizer() if name == BYTES else _pretrained_tokenizer(name, revision)
+    return build_byte_tokenizer() if name == BYTES else pretrained_tokenizer(name, revision)
 
 
 def _write_tokenizer(backend: Any, name: str, folder: Path) -> None:
@@ -183,7 +208,8 @@ def _write_tokenizer(backend: Any, name: str, folder: Path) -> None:
         shutil.copyfile(file, folder / file.name)
 
 
-def _pretrained_tokenizer(name: str, revision: str | None = None) -> Any:
+def pretrained_tokenizer(name: str, revision: str | None = None) -> Any:
+    """What transformers makes of a folder, or a name of the hub. OSError or ValueError where that is none."""
     from transformers import AutoTokenizer
 
     place, which = str(Path(name).expanduser()), revision or "main"
