@@ -19,6 +19,8 @@ OUTER_VECTORS = 5
 learning."""
 CHECKPOINT_VECTORS = 6
 """Fast and slow weights, outer momentum, Adam's two moments, gradient gathered so far: `StageWorker.whole_state`."""
+GIVEN_VECTORS = 5
+"""Fast and slow weights, outer momentum and Adam's two moments: `StageWorker.full_state`."""
 CAST_BYTES = 2
 GUARD_BYTES = 2
 """A parameter of a copy of a stage, which is half precision."""
@@ -64,6 +66,8 @@ class StageMemory:
     copies: int
     """Of other stages, kept for the day on which one loses its last replica, and what is given of this one, on the
     host."""
+    given: int
+    """A copy of the state that a joiner reads, and a minute longer, on the host."""
     version_count: int
     held_count: int
 
@@ -75,7 +79,7 @@ class StageMemory:
     @property
     def on_host(self) -> int:
         """Bytes in the machine's memory, whatever the device."""
-        return self.outer + self.exchange + self.checkpoint + self.copies
+        return self.outer + self.exchange + self.checkpoint + self.copies + self.given
 
     def total(self, *, own_memory: bool) -> Memory:
         """`own_memory`: the device has some of its own."""
@@ -138,6 +142,7 @@ def _stage_memory(run: RunSpec, node: NodeSettings, footprint: Footprint, replic
         exchange=codec.wire_bytes(count) if codec.modulo else 0,
         checkpoint=(CHECKPOINT_VECTORS + trail) * FP32 * count,
         copies=guards,
+        given=(GIVEN_VECTORS + trail) * FP32 * count,
         version_count=versions,
         held_count=held,
     )

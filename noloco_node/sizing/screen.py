@@ -37,7 +37,9 @@ def memory_lines(config: Config, footprint: Footprint) -> list[str]:
         head,
         *rows,
         f"                    host: outer step {_gib(most.outer)}, a checkpoint while it is written "
-        f"{_gib(most.checkpoint)}, codes and copies {_gib(rest)}; and {_gib(PROGRAM_BYTES)} for the program",
+        f"{_gib(most.checkpoint)},",
+        f"                    a copy that a joiner reads {_gib(most.given)}, codes and other stages' {_gib(rest)}; and "
+        f"{_gib(PROGRAM_BYTES)} for the program",
         "                    without a GPU both are the machine's memory",
     ]
 

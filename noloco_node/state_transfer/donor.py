@@ -12,6 +12,7 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.sizing.machine import free_memory
 from noloco_node.state_transfer.messages import (
     CHUNK,
     OFFER,
@@ -21,6 +22,7 @@ from noloco_node.state_transfer.messages import (
     StateOffer,
     StateRequest,
     manifest_message,
+    packed_size,
     root_of,
 )
 from noloco_node.state_transfer.rate import WINDOW_SECONDS, DonorRate
@@ -153,6 +155,10 @@ class StateDonor:
         return manifest_message(self._transport, held.manifest, held.digests)
 
     async def _take_snapshot(self) -> _Held:
+        size = packed_size(self._worker.state_sizes())
+        free = (await ambient.elsewhere(free_memory, "cpu")).host
+        if free < size:  # else the system kills this node, or one beside it
+            raise Refused(Refusal.BUSY, f"no memory for a copy of this node's state: {size} bytes, {free} are free")
         started = ambient.monotonic()
         progress, state = await self._worker.full_state()
         taken = ambient.monotonic()

@@ -57,6 +57,21 @@ async def test_a_checkpoint_is_a_copy_of_the_whole_state() -> None:
     await thread.close()
 
 
+@pytest.mark.parametrize("codec", ["int8", "sign"])
+async def test_what_a_joiner_reads_is_one_more_copy_on_the_host(codec: str) -> None:
+    """To the byte what the donor holds; it comes and goes."""
+    thread = ComputeThread()
+    run = changed(micro_spec(stages=2), "outer", codec=codec)
+    trainer = StageTrainer(build_stage(run.model, 0), run.inner, device="cpu", wire_dtype=torch.float32)
+    worker = StageWorker(run, trainer, outer_of(run, trainer.master), thread, lambda _: None)
+    _, state = await worker.full_state()
+    planned = needs(run)[0]
+    assert planned.given == sum(tensor.nbytes for tensor in state.values() if tensor.dim())
+    assert planned.on_host == planned.outer + planned.exchange + planned.checkpoint + planned.given
+    assert planned.total(own_memory=True).host - planned.always(own_memory=True).host >= planned.given
+    await thread.close()
+
+
 def test_microbatches_under_way_hold_graphs_or_inputs() -> None:
     """The more of them the more memory, and hardly any where graphs are made anew; the last stage holds none."""
     run = micro_spec(stages=2, layers=6)

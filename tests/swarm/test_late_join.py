@@ -28,6 +28,8 @@ from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
+from noloco_node.sizing.memory import Memory
+from noloco_node.state_transfer import donor as state_donor
 from noloco_node.state_transfer import donor_choice as late_join
 from noloco_node.state_transfer import messages as state_messages
 from noloco_node.state_transfer.donor_choice import rank_donors
@@ -467,6 +469,24 @@ async def test_a_full_donor_says_busy_and_the_joiner_waits_for_a_place(monkeypat
         assert failures(made) == {}
         assert donor.readers == 0, "who has had all chunks takes no place"
         await stranger.close()
+
+
+async def test_a_donor_without_memory_for_a_copy_says_busy_and_gives_when_there_is_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the system would kill it, or what runs beside it. It is no failure, and the next that asks may get one."""
+    monkeypatch.setattr(late_join, "BUSY_PAUSE_SECONDS", (0.01, 0.02))
+    async with donors_and_joiner(1) as (made, joiner):
+        size = state_messages.packed_size(joiner.worker.state_sizes())
+        free = [size - 1, size - 1, size]
+        monkeypatch.setattr(state_donor, "free_memory", lambda _: Memory(0, free.pop(0)))
+        request = {"timeout": 5.0, "progress": 5.0, "max_answer_bytes": 1 << 20}
+        with pytest.raises(Refused, match="no memory for a copy") as refused:
+            await joiner._transport.call(FIRST, state_messages.OPEN, request_of(joiner), **request)
+        assert refused.value.reason is Refusal.BUSY
+        assert await joiner.become_current() == FIRST
+        assert failures(made) == {}
+        assert free == []
 
 
 async def test_busy_donors_are_named_when_the_joiners_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
