@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Ambience:
-    """What an event loop brings that is not in the real world. Its `time()` and `run_in_executor` count too."""
+    """What an event loop brings that is not in the real world. Its `run_in_executor` counts too."""
 
     known = False
     """Whether this process has any kind of it. Where there is none nothing is looked up: a clock is read many times for
@@ -27,6 +27,10 @@ class Ambience:
 
     def __init_subclass__(cls) -> None:
         Ambience.known = True
+
+    def time(self) -> float:
+        """Seconds from a moment that means nothing."""
+        raise NotImplementedError
 
     def wall(self) -> float:
         """Seconds since 1970."""
@@ -48,11 +52,8 @@ def monotonic() -> float:
     """
     if not Ambience.known:
         return time.monotonic()
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return time.monotonic()
-    return loop.time() if isinstance(loop, Ambience) else time.monotonic()
+    own = _ambience()
+    return time.monotonic() if own is None else own.time()
 
 
 def wall() -> float:
@@ -101,6 +102,8 @@ class OneByOne:
 
 
 def _ambience() -> Ambience | None:
+    if not Ambience.known:
+        return None
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:

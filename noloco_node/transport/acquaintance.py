@@ -145,7 +145,8 @@ class Acquaintances:
 
     def takes_part(self, peer: PeerId) -> bool:
         """Whether `peer` answers and has said itself that it serves this run, at whatever stage."""
-        return self.answers(peer) and self.of(peer).stage is not None
+        known = self.of(peer)
+        return known.stage is not None and self._answers(known, ANSWER_SECONDS)
 
     def has_worked(self, peer: PeerId) -> bool:
         """Whether work of `peer` was ever seen here, as far as this node remembers."""
@@ -158,7 +159,8 @@ class Acquaintances:
 
     def serves(self, peer: PeerId, stage: int) -> bool:
         """Whether `peer` answers and has said itself that it serves this stage of the run."""
-        return self.answers(peer) and self.of(peer).stage == stage
+        known = self.of(peer)
+        return known.stage == stage and self._answers(known, ANSWER_SECONDS)
 
     def unsure(self, peer: PeerId, stage: int) -> bool:
         """Whether nothing speaks against `peer`'s serving this stage, though it has not answered of late: this node has
@@ -168,7 +170,9 @@ class Acquaintances:
 
     def answers(self, peer: PeerId, within: float = ANSWER_SECONDS) -> bool:
         """Whether `peer` has answered within so many seconds and is not silent since."""
-        known = self.of(peer)
+        return self._answers(self.of(peer), within)
+
+    def _answers(self, known: Acquaintance, within: float) -> bool:
         return known.silences <= SILENCES_TOLERATED and self._clock() - known.answered_at <= within
 
     def works(self, peer: PeerId, within: float = WORK_SECONDS) -> bool:
