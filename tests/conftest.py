@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests import budgets, fork_server
+from tests.profiles import LONG
 from tests.support import nothing_left_behind
 
 # Two cores, tiny tensors: more threads only wait for each other (an order of magnitude on a busy machine).
@@ -32,6 +35,35 @@ def the_same_chances() -> None:
     """What a test draws from the generators of the process is the same in every run, alone or among others."""
     torch.manual_seed(0)
     random.seed(0)
+
+
+fork_server.install(fork_server.Client())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What may be asked of a run of tests."""
+    parser.addoption("--judge-budgets", action="store_true", help="fail if a test or folder takes more than it may")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Every run looks at what tests take."""
+    config.pluginmanager.register(budgets.Accountant(judges=config.getoption("--judge-budgets")))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `long` belong to `make test-long`; one that is named on the command line runs in any case."""
+    named = any("::" in word for word in config.args)
+    left = [item for item in items if item.get_closest_marker("long") and not LONG and not named]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
+
+
+@pytest.fixture(autouse=True)
+def spawned(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test marked so starts is spawned as users start it, importing all for itself."""
+    with fork_server.spawning() if request.node.get_closest_marker("spawned") else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.spawned
 def test_the_module_is_the_command() -> None:
     """`python -m noloco_node` answers."""
     answer = run_cli("--version")

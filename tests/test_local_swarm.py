@@ -107,6 +107,7 @@ def starting(launcher: LauncherProcess) -> bool:
     return launcher.look() > 0
 
 
+@pytest.mark.spawned
 def test_a_swarm_trains_to_its_end_and_leaves_what_it_promised(
     tmp_path: Path, temporary: Path, launched: list[LauncherProcess]
 ) -> None:
@@ -144,7 +145,9 @@ def test_a_swarm_trains_to_its_end_and_leaves_what_it_promised(
 
 
 @pytest.mark.parametrize(
-    ("moment", "number"), [(starting, signal.SIGTERM), (training, signal.SIGINT)], ids=["starting", "training"]
+    ("moment", "number"),
+    [pytest.param(starting, signal.SIGTERM, marks=pytest.mark.spawned), (training, signal.SIGINT)],
+    ids=["starting", "training"],
 )
 async def test_a_signal_ends_the_whole_swarm_in_order(
     tmp_path: Path, temporary: Path, launched: list[LauncherProcess], moment: object, number: signal.Signals

@@ -15,16 +15,11 @@ import pytest
 from noloco_node.errors import ExitCode
 from noloco_node.storage.checkpoint import STATE
 from noloco_node.telemetry.events import CheckpointTaken, InnerStep, NodeStarted
+from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.daemons.test_resume import ENDLESS, MICRO, OFTEN, daemon, of
 from tests.support import eventually
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(300)]
-
-PATIENT = (
-    "from noloco_node.cli import main; from noloco_node.node import custody; "
-    "custody.HOLDER_SECONDS = 120.0; main.entry()"
-)
-"""The daemon, which waits longer for a holder: on a busy machine one needs more than 15 s for its start."""
 
 
 def node(folder: Path, stage: int, *arguments: str) -> list[str]:
@@ -32,7 +27,7 @@ def node(folder: Path, stage: int, *arguments: str) -> list[str]:
     settings = (ENDLESS, "node.moves=never", *OFTEN)
     overrides = [part for setting in settings for part in ("--set", setting)]
     place = ["--stage", str(stage), "--run-folder", str(folder), *arguments]
-    return [sys.executable, "-c", PATIENT, "run", str(MICRO), *place, *overrides]
+    return [sys.executable, "-m", "tests.daemons.patient_node", "run", str(MICRO), *place, *overrides]
 
 
 def printed(folder: Path) -> str:
@@ -55,10 +50,11 @@ def damage(folder: Path) -> None:
 
 
 async def test_a_stage_whose_only_holder_leaves_is_waited_for_and_a_node_with_damaged_checkpoints_copies(
-    tmp_path: Path, temporary: Path
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who leaves it by Ctrl-C is warned. A newcomer that knows its peers from a file names the holder and waits, and
     copies once that is back with its checkpoint. Then it finds its own checkpoints damaged, says so, and copies."""
+    monkeypatch.setenv(OPERATION_SECONDS, "0.005")
     head, holder, newcomer = (tmp_path / name for name in ("head", "holder", "newcomer"))
     for folder in (head, holder, newcomer):
         folder.mkdir()

@@ -15,6 +15,8 @@ from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode
 from noloco_node.launch.local_swarm import LocalSwarm
 from noloco_node.telemetry.events import AnyEvent, EventReader, InnerStep, NodeStarted, NodeStopped, OuterStep
+from tests.chaos.paced_node import OPERATION_SECONDS
+from tests.chaos.swarm import PACED
 from tests.made_runs import OWN_TEXT
 from tests.support import eventually, printed_file
 
@@ -70,10 +72,13 @@ async def looked_at(address: str) -> tuple[str, str]:
     return scores, text
 
 
-async def test_a_late_joiner_copies_a_fellow_trains_and_leaves_in_order(tmp_path: Path, temporary: Path) -> None:
+async def test_a_late_joiner_copies_a_fellow_trains_and_leaves_in_order(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It takes a stage by itself, starts from a fellow's state at its clock, averages with fellows, and on SIGTERM
     says goodbye: the others see it come and go. Before that `eval` and `generate` look on."""
-    swarm = LocalSwarm(load_config(MICRO, [ENDLESS, *OWN_TEXT]), tmp_path / "run")
+    monkeypatch.setenv(OPERATION_SECONDS, "0.01")  # a swarm without end leaves the others of this machine something
+    swarm = LocalSwarm(load_config(MICRO, [ENDLESS, *OWN_TEXT]), tmp_path / "run", command=(*PACED, "run"))
     try:
         await swarm.start()
         waiting = asyncio.create_task(swarm.wait())
@@ -106,6 +111,7 @@ async def test_a_late_joiner_copies_a_fellow_trains_and_leaves_in_order(tmp_path
     assert not any(node.died for node in swarm.nodes)
 
 
+@pytest.mark.spawned
 async def test_a_stranger_joins_with_nothing_but_an_address(tmp_path: Path, temporary: Path) -> None:
     """The address is the one in the line that the first node prints. The joiner shows the run before it trains, takes
     the stage that nobody serves, passes over a dead address, and says when it had first trained and averaged."""

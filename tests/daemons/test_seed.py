@@ -194,6 +194,7 @@ async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
     assert set(seen) >= {address.rpartition("/")[2], started[1].peer_id}
 
 
+@pytest.mark.spawned
 async def test_a_seed_is_light_and_says_when_it_knows_no_run(tmp_path: Path, temporary: Path) -> None:
     """It loads no model library, and says that it is alive; who asks it for a run is told what to do."""
     port = free_port()

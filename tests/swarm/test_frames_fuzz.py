@@ -51,11 +51,14 @@ from noloco_node.transport.libp2p import STREAM_PROTOCOL, Libp2pTransport
 from noloco_node.transport.messages import MAX_TENSORS, WIRE_DTYPES, Message, TensorSpec
 from noloco_node.transport.server import TransportLimits
 from noloco_node.transport.streams import FramedStream, StreamEnded
+from tests.profiles import tries
 from tests.support import eventually, nothing_left_behind
 
 MAX_BODY = 1 << 20
-MUTATED, RANDOM, ENVELOPES, REFUSALS = 5000, 1500, 2500, 500
-LIVE_BATCHES, LIVE_BATCH = 15, 40
+ALL = (5000, 1500, 2500, 500)
+MUTATED, RANDOM, ENVELOPES, REFUSALS = map(tries, ALL)
+ALL_LIVE_BATCHES, LIVE_BATCH = 15, 40
+LIVE_BATCHES = tries(ALL_LIVE_BATCHES)
 
 
 def frames_of(envelope: bytes, tensors: tuple[torch.Tensor, ...]) -> list[bytes]:
@@ -302,7 +305,7 @@ def test_refusals_survive_the_wire_and_hostile_ones_do_no_harm() -> None:
 
 def test_the_number_of_examples_is_what_we_promise() -> None:
     """At least 10,000 over all."""
-    assert MUTATED + RANDOM + ENVELOPES + REFUSALS + LIVE_BATCHES * LIVE_BATCH >= 10_000
+    assert sum(ALL) + ALL_LIVE_BATCHES * LIVE_BATCH >= 10_000
 
 
 class LiveNode:

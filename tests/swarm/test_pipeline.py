@@ -39,6 +39,8 @@ from tests.worlds import (
 )
 
 QUICK = PipelineSpec(budget_seconds=2.0, progress_seconds=1.0)
+LENGTHS = (80, pytest.param(160, marks=pytest.mark.long))
+"""Steps of a whole run that is to average well."""
 
 
 def closed_account(made: World) -> Account:
@@ -399,43 +401,45 @@ async def test_narrow_activations_learn_the_same() -> None:
     assert sent["fp32"] - sent["int8"] == pytest.approx(32 * 3 - 4, rel=0.1)
 
 
-async def test_the_whole_swarm_averages_and_its_spread_falls_with_the_learning_rate() -> None:
+@pytest.mark.parametrize("steps", LENGTHS)
+async def test_the_whole_swarm_averages_and_its_spread_falls_with_the_learning_rate(steps: int) -> None:
     """4 replicas × 2 stages: everyone meets several fellows, few steps are alone, the last spread is small.
 
     How many inner steps an exchange spans depends on the machine's load, so the counts are bounded loosely.
     """
     outer = OuterSpec(inner_steps=10)
-    spec = micro_spec(steps=160, microbatches_a_step=4, outer=outer)
+    spec = micro_spec(steps=steps, microbatches_a_step=4, outer=outer)
     async with world(spec, replicas=4, settings=NodeSettings(in_flight=2)) as made:
         await run_to_the_end(made)
         partners = [len(replica.outer_steps.partners) for replica in made.replicas]
-        steps = [event for events in made.events for event in events if isinstance(event, OuterStep)]
-    paired = [event for event in steps if event.kind == "paired"]
+        outer_steps = [event for events in made.events for event in events if isinstance(event, OuterStep)]
+    paired = [event for event in outer_steps if event.kind == "paired"]
     assert min(partners) >= 2
-    assert len(paired) > 25
-    assert len([event for event in steps if event.kind == "alone"]) < 0.2 * len(paired)
+    assert len(paired) > steps // 7
+    assert len([event for event in outer_steps if event.kind == "alone"]) < 0.2 * len(paired)
     spreads = [event.spread for event in paired if event.spread is not None]
     assert sum(spreads[-8:]) / 8 < 0.5 * max(spreads)
 
 
-async def test_a_swarm_that_exchanges_fragments_by_four_bits_comes_to_its_end() -> None:
+@pytest.mark.parametrize("steps", LENGTHS)
+async def test_a_swarm_that_exchanges_fragments_by_four_bits_comes_to_its_end(steps: int) -> None:
     """Both fragments are exchanged about equally often, each once in H inner steps; everyone takes a last step of the
     whole; the spread falls."""
     outer = OuterSpec(inner_steps=10, codec="int4", fragments=2)
-    spec = micro_spec(steps=160, microbatches_a_step=4, outer=outer)
+    spec = micro_spec(steps=steps, microbatches_a_step=4, outer=outer)
     async with world(spec, replicas=4, settings=NodeSettings(in_flight=2)) as made:
         await run_to_the_end(made)
         each = [[event for event in events if isinstance(event, OuterStep)] for events in made.events]
         inner = [replica.worker.progress.steps for replica in made.replicas]
-    for events, steps in zip(each, inner, strict=True):
+    for events, taken in zip(each, inner, strict=True):
         committed = [event for event in events if event.kind != "aborted"]
         counts = [sum(event.fragment == fragment for event in committed) for fragment in (0, 1, None)]
-        assert min(counts[:2]) >= 0.5 * steps / 10
-        assert max(counts[:2]) <= 1.0 + steps / 5, "not before H_min"
+        assert min(counts[:2]) >= 0.5 * taken / 10
+        assert max(counts[:2]) <= 1.0 + taken / 5, "not before H_min"
         assert counts[2] >= 1
         assert [event.round for event in committed] == list(range(1, len(committed) + 1))
     paired = sorted((e for events in each for e in events if e.kind == "paired"), key=lambda event: event.time)
-    assert len(paired) > 50
+    assert len(paired) > steps // 4
     assert sum(event.kind == "alone" for events in each for event in events) < 0.2 * len(paired)
     spreads = [event.spread for event in paired if event.spread is not None]
     assert sum(spreads[-8:]) / 8 < 0.5 * max(spreads)

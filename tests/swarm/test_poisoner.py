@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.run_spec import OuterSpec
+from noloco_node.config.run_spec import OuterSpec, RunSpec
 from noloco_node.node.replica import Replica
 from noloco_node.pipeline.audit import Finding
 from noloco_node.telemetry.events import OuterStep
@@ -17,14 +17,17 @@ from noloco_node.training.stage_trainer import LossResult
 from tests.worlds import MICROBATCH, World, last_accounts, micro_spec, run_to_the_end, window_batch, world
 
 REPLICAS = 4
-STEPS = 80
-SPEC = micro_spec(
-    stages=2,
-    steps=STEPS,
-    microbatches_a_step=REPLICAS,
-    outer=OuterSpec(inner_steps=5, codec="fp32"),
-    inner={"warmup_tokens": MICROBATCH * REPLICAS * 5},
-)
+
+
+def spec(steps: int) -> RunSpec:
+    """A run that averages often."""
+    return micro_spec(
+        stages=2,
+        steps=steps,
+        microbatches_a_step=REPLICAS,
+        outer=OuterSpec(inner_steps=5, codec="fp32"),
+        inner={"warmup_tokens": MICROBATCH * REPLICAS * 5},
+    )
 
 
 def poison(replica: Replica) -> None:
@@ -57,9 +60,9 @@ def honest_loss(made: World, hostile: Replica | None) -> float:
     return sum(losses) / len(losses)
 
 
-async def run(*, poisoned: bool) -> tuple[float, World]:
+async def run(steps: int, *, poisoned: bool) -> tuple[float, World]:
     """A whole run; the honest replicas' loss."""
-    async with world(SPEC, replicas=REPLICAS, settings=NodeSettings(in_flight=2, drain_seconds=1)) as made:
+    async with world(spec(steps), replicas=REPLICAS, settings=NodeSettings(in_flight=2, drain_seconds=1)) as made:
         hostile = made.of_stage(1)[0] if poisoned else None
         if hostile is not None:
             poison(hostile)
@@ -68,14 +71,15 @@ async def run(*, poisoned: bool) -> tuple[float, World]:
 
 
 @pytest.mark.timeout(600)
-async def test_one_poisoner_costs_the_others_less_than_three_percent_of_the_loss() -> None:
+@pytest.mark.parametrize(("steps", "learnt"), [(40, 3.9), pytest.param(80, 3.6, marks=pytest.mark.long)])
+async def test_one_poisoner_costs_the_others_less_than_three_percent_of_the_loss(steps: int, learnt: float) -> None:
     """It poisons every gradient and every exchange from the first on. No microbatch of an honest run is touched by a
     bound; a poisoned one shows what was bounded."""
-    clean, untouched = await run(poisoned=False)
+    clean, untouched = await run(steps, poisoned=False)
     for account in last_accounts(untouched):
         assert set(account.strangers.bounded.values()) == {0}
-    loss, attacked = await run(poisoned=True)
-    assert clean < 3.6, "it must have learnt something (4.11 is chance)"
+    loss, attacked = await run(steps, poisoned=True)
+    assert clean < learnt, "it must have learnt something (4.11 is chance)"
     assert loss < 1.03 * clean, (clean, loss)
     heads = [account.strangers for account in last_accounts(attacked)[:REPLICAS]]
     clipped = [e for events in attacked.events for e in events if isinstance(e, OuterStep) and e.clipped]
