@@ -121,7 +121,7 @@ def test_messages_name_settings_as_the_command_line_takes_them() -> None:
     short = re.compile(rf"(?<![\w.])(?:{names})\b")
     found: list[str] = []
     for path in package.rglob("*.py"):
-        if path.parent.name == "virtual" or path.name == "lab_spec.py":  # a laboratory's file names them within `run:`
+        if path.parent.name == "laboratory" or path.name == "lab_spec.py":  # its files name them within `run:`
             continue
         nodes = list(ast.walk(ast.parse(path.read_text())))
         docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
