@@ -35,6 +35,7 @@ BUDGETS: Mapping[str, Budget] = {
     "tests/model": Budget(35, 45, 8, 12),
     "tests/outer": Budget(40, 45, 8, 10),
     "tests/report": Budget(5, 8, 1, 2),
+    "tests/simulator": Budget(40, 50, 25, 30),
     "tests/sizing": Budget(8, 12, 1, 2),
     "tests/storage": Budget(8, 12, 2, 4),
     "tests/swarm": Budget(240, 400, 12, 20),

@@ -79,7 +79,7 @@ async def run_of_eight(seed: int, *, troubled: bool) -> Course:
         every = [event for told in made.events for event in told]
         assert any(isinstance(event, OuterStep) and event.kind == "paired" for event in every)
         assert any(isinstance(event, Evaluation) for event in every)
-        assert threading.active_count() == threads, "something works on a thread of its own"
+        assert threading.active_count() <= threads, "something works on a thread of its own"
         return Course(tuple(events), weights.hexdigest(), asyncio.get_running_loop().time())
 
 

@@ -199,7 +199,7 @@ async def test_a_chunk_whose_caller_left_during_the_arithmetic_counts_when_it_co
         assert session is not None
         abandoned = asyncio.create_task(right.exchanger._handle_chunk(STRANGER, chunk(right, 0)))
         await one_turn()
-        right.exchanger._arithmetic._thread.submit(int).result(5)
+        right.exchanger._arithmetic._thread._pool.submit(int).result(5)
         abandoned.cancel()
         await asyncio.wait((abandoned,))
         assert abandoned.cancelled()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,10 @@ from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.node import first_state
 from noloco_node.node.replica import Replica
-from noloco_node.placement import run_end as ending
+from noloco_node.simulator.device import SimulatedDevice
+from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.state_transfer import donor_choice as late_join
+from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind
 from tests.support import eventually, nothing_left_behind
@@ -36,6 +39,10 @@ LIMITS = LimitsSpec(record_seconds=1.0, grace_seconds=GRACE, chunk_bytes=4096, e
 QUICK = PipelineSpec(budget_seconds=0.5, progress_seconds=0.2)
 JOINS = NodeSettings(in_flight=1, drain_seconds=1, initial_peers=(NAMED,))
 OUTER = OuterSpec(inner_steps=4, min_inner_steps=1)
+
+
+DEVICE_SECONDS = {Priority.STEP: 0.002, Priority.BACKWARD: 0.02, Priority.FORWARD: 0.01, Priority.DRAW: 0.001}
+"""What a modelled device takes for each kind of work."""
 
 
 def short_run(**changes: object) -> RunSpec:
@@ -113,14 +120,15 @@ async def test_a_ghost_that_says_finished_ends_nobody_while_the_origin_is_away()
 
 
 @pytest.mark.parametrize("origins", [1, 2, 3])
-async def test_an_origin_whose_device_hangs_does_not_keep_the_others(
-    origins: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_origin_whose_device_hangs_does_not_keep_the_others(origins: int) -> None:
     """The others reach the target, and with the later stage end in order; where it is the only one, the later stage
     gives up, saying why."""
-    if origins == 1:
-        monkeypatch.setattr(ending, "ORPHAN_GRACES", 4)
-    async with world(short_run(steps=60), replicas=origins) as made:
+    in_virtual_time(lambda: _beside_a_device_that_hangs(origins), seed=origins)
+
+
+async def _beside_a_device_that_hangs(origins: int) -> None:
+    device = partial(SimulatedDevice, DEVICE_SECONDS.__getitem__)
+    async with world(short_run(steps=60), origins, device=device, link=lambda *_: 0.005) as made:
         hung, target = made.replicas[0], made.replicas[0].spec.inner.target_tokens
         async with lives(*made.replicas) as tasks:
             await eventually(lambda: hung.worker.progress.clock > 0.8 * target, what="it is near the end")

@@ -96,6 +96,8 @@ async def _disturbed(lab: Lab, plan: Plan, seed: int, verdict: Verdict) -> float
             waves.append(await _wave(swarm, max(1, len(layout) // 4), rng))
             if plan.target is None:
                 await swarm.until(lambda: all(map(_works, waves[0].replacements)), 240, "the replacements average")
+                within = 2 * RECOVERY_SECONDS
+                await swarm.until(lambda: _recovery(swarm, waves[0]) is not None, within, "the pace after it shows")
                 break
         if plan.target is not None:
             await swarm.until(lambda: _over(swarm, len(layout)), 900, "the end of all that trained")
@@ -194,21 +196,8 @@ def _judge_books(survivors: Sequence[Node], verdict: Verdict) -> None:
 
 def _judge_recovery(swarm: Swarm, waves: Sequence[Wave], verdict: Verdict) -> None:
     """Survivors' throughput after each wave against the same nodes' before it."""
-    times: list[float] = []
-    unmeasured = 0
-    for wave in waves:
-        heads = [n for n in swarm.nodes if n.stage == 0 and n not in wave.victims and n.launched_at < wave.at]
-        heads = [n for n in heads if _trains(n) and (n.killed_at is None or n.killed_at > wave.at + 1)]
-        heads = [n for n in heads if n.joined_at < wave.at - BEFORE_SECONDS - 1]
-        end = min([_last_step(n) for n in heads] or [wave.at])
-        before = rate(heads, wave.at - BEFORE_SECONDS, wave.at)
-        took = seconds_to_recover(heads, wave.at, min(end, wave.at + RECOVERY_SECONDS + 3), RECOVERED * before)
-        if took is not None:
-            times.append(took)
-        elif end >= wave.at + RECOVERY_SECONDS:
-            times.append(float("inf"))
-        else:
-            unmeasured += 1
+    times = [took for wave in waves if (took := _recovery(swarm, wave)) is not None]
+    unmeasured = len(waves) - len(times)
     verdict.figures.setdefault("seconds to 90 % of the survivors' throughput, by wave", [])
     known = verdict.figures["seconds to 90 % of the survivors' throughput, by wave"]
     assert isinstance(known, list)
@@ -216,6 +205,17 @@ def _judge_recovery(swarm: Swarm, waves: Sequence[Wave], verdict: Verdict) -> No
     held = bool(times) and max(times) <= RECOVERY_SECONDS
     found = f"worst {max(times, default=float('nan')):.1f} s over {len(times)} waves, {unmeasured} too late to tell"
     verdict.demand(f"survivors are back at 90 % within {RECOVERY_SECONDS:g} s of each wave", held, found)
+
+
+def _recovery(swarm: Swarm, wave: Wave) -> float | None:
+    """Seconds until the survivors had their pace again, infinite where they had not; None where none can tell yet."""
+    heads = [n for n in swarm.nodes if n.stage == 0 and n not in wave.victims and n.launched_at < wave.at]
+    heads = [n for n in heads if _trains(n) and (n.killed_at is None or n.killed_at > wave.at + 1)]
+    heads = [n for n in heads if n.joined_at < wave.at - BEFORE_SECONDS - 1]
+    end = min([_last_step(n) for n in heads] or [wave.at])
+    before = rate(heads, wave.at - BEFORE_SECONDS, wave.at)
+    took = seconds_to_recover(heads, wave.at, min(end, wave.at + RECOVERY_SECONDS + 3), RECOVERED * before)
+    return float("inf") if took is None and end >= wave.at + RECOVERY_SECONDS else took
 
 
 def _last_step(node: Node) -> float:
