@@ -213,3 +213,5 @@ def _print_score(name: str, score: Score) -> None:
     perplexity = f"{score.perplexity:,.3f}" if math.isfinite(score.perplexity) else "infinite"
     bits = "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
     print(f"{name:<{FIRST_COLUMN}} {score.loss:>8.4f} {perplexity:>12} {bits:>10}", flush=True)
+    for source, each in score.sources:
+        _print_score(f"  on {source}"[:FIRST_COLUMN], each)

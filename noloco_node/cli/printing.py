@@ -153,7 +153,8 @@ def print_result(result: SwarmResult) -> None:
         "validation loss, merged": summary.validation_loss_merged,
     }
     print(f"\n{summary.tokens:,} tokens in {summary.seconds:,.0f} s, {summary.tokens_per_second:,.0f} tokens/s")
-    for name, loss in losses.items():
+    of_sources = {f"  of {name}": loss for name, loss in summary.validation_losses_by_source.items()}
+    for name, loss in (losses | of_sources).items():
         if loss is not None:
             print(f"{name:<30} {loss:.4f} nats per token")
     for name in summary.died:

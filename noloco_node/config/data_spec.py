@@ -29,6 +29,10 @@ HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 """A dataset's name; by others the library reads files of this machine."""
 PASS_WINDOWS = 1000
 """Windows of a pass through a mixture, in each of which every source has its share."""
+MOST_SOURCES = 64
+"""Of a mixture."""
+MOST_SHOWN = 80
+"""Characters of a name that stands beside figures."""
 Source = Literal["stdlib", "text", "huggingface"]
 FINGERPRINT = rf"^(({TEXT}|{SHARDS})[0-9a-f]{{32}}|{REVISION}[0-9a-f]{{40}})$"
 TOKENIZER_FINGERPRINT = rf"^({FOLDER}[0-9a-f]{{32}}|{REVISION}[0-9a-f]{{40}})$"
@@ -58,7 +62,7 @@ class MixedSource(Settings):
     def shown(self) -> str:
         """What figures of this source are shown under, if no other source is."""
         hub = "/".join(filter(None, (self.path, self.subset))) if self.source == "huggingface" else self.source
-        return self.name or hub
+        return self.name or hub[:MOST_SHOWN]
 
 
 class DataSpec(Settings):
@@ -76,7 +80,7 @@ class DataSpec(Settings):
     text_field: str = "text"
     """The column of rows that holds the text, or lists of token ids that the run's tokenizer made; padding is dropped
     where a column `attention_mask` beside it is 0."""
-    mixture: Annotated[tuple[MixedSource, ...], Field(max_length=64)] = ()
+    mixture: Annotated[tuple[MixedSource, ...], Field(max_length=MOST_SOURCES)] = ()
     """Several sources in place of the one above, each with a weight: of every 1,000 windows each gives its share."""
     streaming: bool = False
     """Read the text as it is needed, shard by shard, instead of tokenising all of it at the start. A shard is a file,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -62,6 +62,7 @@ def open_samples(
     return Samples(
         draw=prefetch.draw,
         held_out=windows.held_out(reader.held_out_windows),
+        held_out_of=_named(spec, windows.held_out_counts(reader.held_out_windows)),
         position=lambda: prefetch.position,
         waited_seconds=lambda: prefetch.waited_seconds,
         close=prefetch.close,
@@ -73,9 +74,19 @@ def held_out_windows(spec: DataSpec, vocab_size: int, count: int) -> Tensor:
 
     Raises UserError (DATA) as `load_windows` does.
     """
+    return held_out_by_source(spec, vocab_size, count)[0]
+
+
+def held_out_by_source(spec: DataSpec, vocab_size: int, count: int) -> tuple[Tensor, tuple[tuple[str, int], ...]]:
+    """`held_out_windows`, and of a mixture `Samples.held_out_of`. Raises UserError (DATA) as `load_windows` does."""
     if spec.streaming:
-        return _first_held_out(_shards(spec, vocab_size), spec, count)
-    return load_windows(spec, vocab_size).held_out(count)
+        return _first_held_out(_shards(spec, vocab_size), spec, count), ()
+    windows = load_windows(spec, vocab_size)
+    return windows.held_out(count), _named(spec, windows.held_out_counts(count))
+
+
+def _named(spec: DataSpec, counts: Sequence[int]) -> tuple[tuple[str, int], ...]:
+    return tuple(zip(spec.names, counts, strict=True)) if spec.mixture else ()
 
 
 def _streamed(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -34,12 +35,21 @@ class Samples:
     """Where `draw` goes on."""
     waited_seconds: Callable[[], float] = float
     """Time that drawing has had to wait for the text, so far."""
+    held_out_of: tuple[tuple[str, int], ...] = ()
+    """Of a mixture: each source's name and how many of the held-out windows are its own, which lie together, in this
+    order."""
     blocks: int | None = None
     """Of a text that is read in blocks: how many there are."""
     shared: SharedTurns | None = None
     """Where the replicas share the text: who reads what."""
     close: Callable[[], None] = lambda: None
     """Read no further; may take as long as the reading of one document."""
+
+
+def by_source(windows: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Rows that lie together: so many of each source; all of them where no counts are named."""
+    ends = list(accumulate(counts)) or [len(windows)]
+    return [windows[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def inputs_and_labels(windows: Tensor) -> Batch:

@@ -76,12 +76,16 @@ class Windows:
         """`count` held-out windows (all, where there are fewer), spread over the text; equal on every machine. Of a
         mixture each source gives its share of them, or all that it has."""
         chosen: list[int] = []
-        for base, held, wanted in zip(
-            self._validation.bases, self._validation.counts, apportioned(self._weights, count), strict=True
-        ):
+        numbered = self._validation
+        for base, held, own in zip(numbered.bases, numbered.counts, self.held_out_counts(count), strict=True):
             order = Permutation(held, f"validation/{self._seed}")
-            chosen += [base + order[position] for position in range(min(wanted, held))]
+            chosen += [base + order[position] for position in range(own)]
         return chosen
+
+    def held_out_counts(self, count: int) -> list[int]:
+        """How many of `validation_indices(count)` are of each source."""
+        shares = apportioned(self._weights, count)
+        return [min(wanted, held) for wanted, held in zip(shares, self._validation.counts, strict=True)]
 
     def walk(self, seed: int, peer_id: str, position: WalkPosition = BEGINNING) -> Walk:
         """The order in which a replica trains on them, from `position` on. ValueError where that lies outside."""

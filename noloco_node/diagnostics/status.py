@@ -214,6 +214,7 @@ def _training(events: Events, started: NodeStarted | None) -> Iterator[str]:
         yield f"  training loss     {step.loss:.4f} nats/token at inner step {step.step}"
     if loss is not None:
         yield f"  validation loss   {loss.loss:.4f} nats/token"
+        yield from (f"    {printable(each.source):<15} {each.loss:.4f}" for each in loss.sources)
 
 
 def _ledger(folder: RunFolder, started: NodeStarted | None) -> Iterator[str]:

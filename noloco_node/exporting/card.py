@@ -107,6 +107,8 @@ def _worth(gathered: Gathered, score: Score | None) -> Iterator[tuple[str, str]]
     if score is not None:
         worth = f"{score.loss:.4f} nats per token, perplexity {score.perplexity:,.3f}, over {score.tokens:,} tokens"
         yield "held-out loss of this model", worth
+        for name, each in score.sources:
+            yield f"of which {_plain(name)}", f"{each.loss:.4f} nats per token, over {each.tokens:,} tokens"
     if reported is not None and math.isfinite(reported.loss):
         at = f"at {reported.clock:,.0f} tokens"
         yield "held-out loss, as the swarm reported it", f"{reported.loss:.4f} nats per token {at}"

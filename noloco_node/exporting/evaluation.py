@@ -12,7 +12,8 @@ from torch import Tensor
 
 from noloco_node.config.data_spec import NO_TOKENIZER
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.data.reading import held_out_windows
+from noloco_node.data.reading import held_out_by_source
+from noloco_node.data.samples import by_source
 from noloco_node.exporting.merge import SavedReplica, batches_of
 from noloco_node.exporting.text_bytes import text_bytes
 from noloco_node.marks import without_marks
@@ -35,6 +36,8 @@ class Score:
     tokens: int
     text_bytes: int | None
     """None where the run has no tokenizer: what its tokens stand for is not known."""
+    sources: tuple[tuple[str, Score], ...] = ()
+    """Of a mixture: of each source by its name."""
 
     @property
     def perplexity(self) -> float:
@@ -49,21 +52,46 @@ class Score:
         return self.loss * self.tokens / (self.text_bytes * math.log(2.0))
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The held-out windows of one source."""
+
+    batches: list[tuple[Tensor, Tensor]]
+    tokens: int
+    text_bytes: int | None
+
+    @classmethod
+    def of(cls, run: RunSpec, windows: Tensor) -> _Source:
+        batches, known = list(batches_of(run, windows)), None
+        if batches and run.data.tokenizer != NO_TOKENIZER:
+            known = max(1, text_bytes(run.data, (without_marks(labels) for _, labels in batches)))
+        return cls(batches, sum(labels.numel() for _, labels in batches), known)
+
+    def score(self, model: PreTrainedModel) -> Score:
+        return Score(evaluate_model(model, self.batches), self.tokens, self.text_bytes)
+
+
 class HeldOut:
     """The held-out windows of a run. UserError (DATA) where the text cannot be read."""
 
     def __init__(self, run: RunSpec) -> None:
-        windows = held_out_windows(run.data, build_config(run.model).vocab_size, run.evaluation.windows)
-        self.batches: list[tuple[Tensor, Tensor]] = list(batches_of(run, windows))
-        self.windows = sum(len(labels) for _, labels in self.batches)
-        self.tokens = sum(labels.numel() for _, labels in self.batches)
+        windows, of = held_out_by_source(run.data, build_config(run.model).vocab_size, run.evaluation.windows)
+        self._named = of
+        self._sources = [_Source.of(run, rows) for rows in by_source(windows, [n for _, n in of])]
+        self.windows = len(windows)
+        self.tokens = sum(source.tokens for source in self._sources)
         self.bytes: int | None = None
         if run.data.tokenizer != NO_TOKENIZER:
-            self.bytes = max(1, text_bytes(run.data, (without_marks(labels) for _, labels in self.batches)))
+            self.bytes = sum(source.text_bytes or 0 for source in self._sources)
 
     def score(self, model: PreTrainedModel) -> Score:
         """What a model loses on them."""
-        return Score(evaluate_model(model, self.batches), self.tokens, self.bytes)
+        scores = [source.score(model) for source in self._sources if source.tokens]
+        if not self._named:
+            return scores[0]
+        names = [name for name, count in self._named if count]
+        loss = sum(score.loss * score.tokens for score in scores) / self.tokens
+        return Score(loss, self.tokens, self.bytes, tuple(zip(names, scores, strict=True)))
 
 
 class Bench:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from noloco_node.aio import Pulse
 from noloco_node.data.samples import Samples
 from noloco_node.pipeline.messages import HopFailed
 from noloco_node.pipeline.source import Origin
-from noloco_node.telemetry.events import Evaluation
+from noloco_node.telemetry.events import Evaluation, SourceLoss
+from noloco_node.training.progress import Progress
 from noloco_node.training.stage_worker import StageWorker
 
 logger = logging.getLogger(__name__)
@@ -49,9 +50,27 @@ class Evaluations:
     async def _evaluate(self, *, final: bool) -> bool:
         progress = self._worker.progress
         try:
-            loss, tokens = await self._origin.evaluate(self._samples.held_out)
+            names = [name for name, _ in self._samples.held_out_of]
+            counts = [count for _, count in self._samples.held_out_of]
+            losses = await self._origin.evaluate(self._samples.held_out, counts)
         except HopFailed as failure:
             logger.warning("evaluation at clock %.0f came to nothing: %s", progress.clock, failure)
             return False
-        self._emit(Evaluation(clock=progress.clock, step=progress.steps, loss=loss, tokens=tokens, final=final))
+        self._emit(_told(names, losses, progress, final=final))
         return True
+
+
+def _told(names: Sequence[str], losses: Sequence[tuple[float, int]], progress: Progress, *, final: bool) -> Evaluation:
+    tokens = sum(count for _, count in losses)
+    return Evaluation(
+        clock=progress.clock,
+        step=progress.steps,
+        loss=sum(loss for loss, _ in losses) / tokens,
+        tokens=tokens,
+        final=final,
+        sources=[
+            SourceLoss(source=name, loss=loss / count, tokens=count)
+            for name, (loss, count) in zip(names, losses, strict=bool(names))
+            if count
+        ],
+    )

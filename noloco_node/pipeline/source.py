@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.data.samples import Samples, inputs_and_labels
+from noloco_node.data.samples import Samples, by_source, inputs_and_labels
 from noloco_node.marks import positions_of
 from noloco_node.pipeline.messages import HopFailed, Ledger, Mode, Outgoing, Sample
 from noloco_node.pipeline.passing import Downstream
@@ -125,18 +125,23 @@ class Origin:
             self._ledger.trained += 1
             return True
 
-    async def evaluate(self, windows: Tensor) -> tuple[float, int]:
-        """Mean loss (nats per token) of held-out windows, int32 [n, T + 1], through the swarm, and their tokens.
+    async def evaluate(self, windows: Tensor, sources: Sequence[int] = ()) -> list[tuple[float, int]]:
+        """Losses (nats, summed over tokens) of held-out windows, int32 [n, T + 1], through the swarm, and their tokens:
+        of each source, of which there are so many `sources` windows one after the other, or of all together.
 
         Raises HopFailed.
         """
         size = self._spec.inner.microbatch_windows
-        parts = [windows[start : start + size] for start in range(0, len(windows), size)]
-        results: list[tuple[float, int]] = []
+        parts: list[tuple[int, Tensor]] = []
+        for number, own in enumerate(by_source(windows, sources)):
+            parts += [(number, own[start : start + size]) for start in range(0, len(own), size)]
+        results = [(0.0, 0) for _ in sources or (0,)]
 
         async def work_off() -> None:
             while parts:
-                results.append(await self._evaluate_part(parts.pop()))
+                number, rows = parts.pop()
+                loss, tokens = await self._evaluate_part(rows)
+                results[number] = (results[number][0] + loss, results[number][1] + tokens)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -144,8 +149,7 @@ class Origin:
                     group.create_task(work_off())
         except* HopFailed as failures:
             raise failures.exceptions[0] from None
-        tokens = sum(count for _, count in results)
-        return sum(loss for loss, _ in results) / tokens, tokens
+        return results
 
     async def _carry_through(self, sample: Sample) -> None:
         inputs, labels = inputs_and_labels(sample.windows)

@@ -99,7 +99,7 @@ def _of_a_node(value: object, *, may_diverge: bool = False) -> bool:
     if isinstance(value, int | float):
         return MOST_BELOW <= abs(value) <= MOST or value == 0 or (may_diverge and not isfinite(value))
     if isinstance(value, BaseModel):
-        return all(_of_a_node(inner) for _, inner in value)
+        return all(_of_a_node(inner, may_diverge=name in DIVERGING) for name, inner in value)
     if isinstance(value, dict):
         return all(_of_a_node(inner) for inner in cast("dict[str, object]", value).values())
     if isinstance(value, list | tuple):

@@ -41,6 +41,10 @@ def _sections(told: Told) -> Iterator[str]:
         "The nodes",
         _table(("node", "stage", "done", "training loss", "validation loss", *_COUNTS, "now"), _nodes(told), "even"),
     )
+    parts = told.summary.validation_losses_by_source
+    if parts:
+        rows = [(words(name), as_loss(loss)) for name, loss in parts.items()]
+        yield _section("Held-out loss by source of the text", _table(("source", "validation loss"), rows))
     yield _section("Lives of the nodes, and what went wrong in them", drawing.timeline(figures.lives(told)))
     graphs = "".join(f"<div><h2>{graph.title}</h2>{drawing.graph(graph)}</div>" for graph in figures.meetings(told))
     yield _section("Who averaged with whom, and how often", f'<div class="graphs">{graphs or NOBODY}</div>')

@@ -129,6 +129,18 @@ class OuterStep(Event):
     """Inner steps taken during the exchange, which the commit kept."""
 
 
+class SourceLoss(BaseModel):
+    """Held-out loss on one source of a mixture."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
+
+    source: str
+    """As `run.data` shows it."""
+    loss: float
+    """Nats per token."""
+    tokens: int
+
+
 class Evaluation(Event):
     """Held-out loss through the swarm, over the run's fixed windows."""
 
@@ -140,6 +152,8 @@ class Evaluation(Event):
     tokens: int
     final: bool
     """True for the one taken after the last inner step."""
+    sources: list[SourceLoss] = []
+    """Of a mixture: each source of which windows are held out."""
 
 
 class Strangers(BaseModel):

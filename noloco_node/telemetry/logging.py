@@ -117,7 +117,9 @@ def describe(event: AnyEvent) -> tuple[int, str]:
             return _outer(event)
         case Evaluation():
             kind = "final validation" if event.final else "validation"
-            return logging.INFO, f"{kind} loss {event.loss:.4f} nats/token at {event.clock:,.0f} tokens"
+            each = ", ".join(f"{one.source} {one.loss:.4f}" for one in event.sources)
+            parts = f" ({each})" if each else ""
+            return logging.INFO, f"{kind} loss {event.loss:.4f} nats/token at {event.clock:,.0f} tokens{parts}"
         case StateDownload():
             return _downloaded(event)
         case DonorFailed():

@@ -79,6 +79,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge("noloco_target_tokens", "tokens", "Clock at which the run ends"),
         _gauge("noloco_training_loss", "nats/token", "Loss of the last inner step"),
         _gauge("noloco_validation_loss", "nats/token", "Last held-out loss"),
+        _gauge("noloco_validation_source_loss", "nats/token", "Last held-out loss by source of a mixture", "source"),
         _gauge("noloco_learning_rate", "1", "Inner learning rate"),
         _gauge("noloco_gradient_norm", "1", "Gradient norm of the stage before clipping"),
         _counter("noloco_data_wait_seconds_total", "seconds", "Time stage 0 waited for windows of its text"),

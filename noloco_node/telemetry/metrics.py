@@ -120,6 +120,8 @@ class Metrics:
                 self._outer_step(event)
             case Evaluation():
                 self._set("noloco_validation_loss", event.loss)
+                for each in event.sources:
+                    self._set("noloco_validation_source_loss", each.loss, each.source)
             case Account():
                 self._account(event)
             case CheckpointTaken():

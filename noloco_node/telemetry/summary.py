@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
+from noloco_node.config.data_spec import MOST_SOURCES
 from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
@@ -194,6 +195,8 @@ class Summary(Frozen):
     """Mean over the last 5 % of the clock, weighted by tokens."""
     validation_loss: float | None
     """Mean over nodes of their last evaluation (final ones where there are any)."""
+    validation_losses_by_source: dict[str, float]
+    """The same of each source of a mixture, as many as a run can have."""
     validation_loss_merged: float | None
     """Of the exported model, on the same windows; None where nothing was exported."""
     validation_losses: list[LossPoint]
@@ -236,6 +239,7 @@ def summarize_histories(histories: Sequence[NodeHistory], merged_loss: float | N
         tokens_per_second=rate,
         training_loss=training_loss(heads),
         validation_loss=validation_loss(histories),
+        validation_losses_by_source=validation_losses_by_source(histories),
         validation_loss_merged=merged_loss,
         validation_losses=validation_curve(histories),
         outer_rounds={history.name: len(history.outer) for history in histories},
@@ -295,9 +299,22 @@ def validation_curve(histories: Iterable[NodeHistory]) -> list[LossPoint]:
 
 def validation_loss(histories: Sequence[NodeHistory]) -> float | None:
     """Mean over nodes of the last evaluation; where any node took its final one, only final ones count."""
-    last = [history.evaluations[-1] for history in histories if history.evaluations]
-    chosen = [evaluation for evaluation in last if evaluation.final] or last
+    chosen = _last_evaluations(histories)
     return fmean(evaluation.loss for evaluation in chosen) if chosen else None
+
+
+def validation_losses_by_source(histories: Sequence[NodeHistory]) -> dict[str, float]:
+    """`validation_loss` of each source of a mixture, in the order in which the run has them."""
+    losses: dict[str, list[float]] = {}
+    for evaluation in _last_evaluations(histories):
+        for each in evaluation.sources[:MOST_SOURCES]:
+            losses.setdefault(each.source, []).append(each.loss)
+    return {name: fmean(each) for name, each in losses.items()}
+
+
+def _last_evaluations(histories: Sequence[NodeHistory]) -> list[Evaluation]:
+    last = [history.evaluations[-1] for history in histories if history.evaluations]
+    return [evaluation for evaluation in last if evaluation.final] or last
 
 
 def spread_curve(histories: Iterable[NodeHistory]) -> list[SpreadPoint]:
