@@ -4,11 +4,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help swarm test test-daemons test-the-rest proof metrics reference site monitoring dashboards chaos lint clean
+.PHONY: help swarm test test-daemons test-swarm test-the-rest test-long test-durations proof metrics reference site monitoring dashboards chaos lint clean
 
 help:
 	@echo "make swarm   train a 3 M parameter model on a local swarm of 8 nodes (configs/tiny.yaml), about 10 minutes"
 	@echo "make test    lint, types and tests"
+	@echo "make test-long all examples of the fuzzers and the long runs as well"
+	@echo "make test-durations says which tests take more than their budget (docs/contributing.md)"
 	@echo "make chaos   real daemons under kills, frozen nodes, bad links, a partition, a hostile peer, half an hour of faults, a stranger (an hour and a half)"
 	@echo "make proof   a tokenizer, streamed shards, 8 daemons, two deaths, an export: one loss everywhere (some minutes)"
 	@echo "make lint    ruff and pyright only"
@@ -41,15 +43,28 @@ style: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyright
 
-# Daemons mostly wait for each other, so they run beside the tests that compute, and so do the types.
+# Three thirds of about the same length: each waits much of its time for daemons or for a clock, and the others compute.
 test: style
-	@$(MAKE) --no-print-directory -j3 types test-daemons test-the-rest
+	@$(MAKE) --no-print-directory -j4 types test-daemons test-swarm test-the-rest
 
 test-daemons: $(STAMP)
 	$(BIN)/pytest tests/chaos tests/daemons
 
+test-swarm: $(STAMP)
+	$(BIN)/pytest tests/swarm
+
 test-the-rest: $(STAMP)
-	$(BIN)/pytest --ignore=tests/chaos --ignore=tests/daemons
+	$(BIN)/pytest --ignore=tests/chaos --ignore=tests/daemons --ignore=tests/swarm
+
+# All examples of the fuzzers, whole runs at full length, every process spawned.
+test-long: export NOLOCO_TESTS_LONG := 1
+test-long: export NOLOCO_TESTS_SPAWN := 1
+test-long: test
+
+# One third after the other on a machine that does nothing else: what is over its budget (tests/budgets.py).
+test-durations: $(STAMP)
+	@for folders in "tests/chaos tests/daemons" tests/swarm "--ignore=tests/chaos --ignore=tests/daemons --ignore=tests/swarm"; \
+	  do $(BIN)/pytest --judge-budgets $$folders || failed=1; done; test -z "$$failed"
 
 proof: $(STAMP)
 	$(BIN)/python -m tests.proof
