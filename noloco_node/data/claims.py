@@ -128,7 +128,8 @@ class SlotBook:
     """Slots that were given up by who had begun them, and where to go on in each."""
     fellows: dict[str, _Fellow] = field(default_factory=dict[str, _Fellow])
     closed: set[int] = field(default_factory=set[int])
-    """Slots that this replica holds or has finished, and those of which fellows have ceased to speak."""
+    """Slots that this replica holds or has finished, and those of which fellows have ceased to speak without leaving
+    them to another."""
     holders: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
     """Which fellows claim a slot."""
     frontier: int = -1
@@ -159,8 +160,8 @@ class SlotBook:
             self._forget_vanished(now)
             self.reach = self._reach(news)
             self.pace = self._usual_pace(now)
-        for word in news:
-            self._take_in(word, now)
+        dropped = [claim for word in news for claim in self._take_in(word, now)]
+        self.closed.update(claim.slot for claim in dropped if not self._was_yielded(claim))
         if news:
             self._settle()
 
@@ -258,7 +259,12 @@ class SlotBook:
         paces = [seen.taken / (now - seen.since + PACE_SECONDS) for seen in self.fellows.values() if not seen.left]
         return median_low([*paces, self.own_taken / (now - self.since + PACE_SECONDS)])
 
-    def _take_in(self, word: Said, now: float) -> None:
+    def _was_yielded(self, claim: Claim) -> bool:
+        """Whether a fellow that ceased to speak of this claim left the slot to another, and was not at its end."""
+        return claim.position == 0 and claim.slot in self.holders
+
+    def _take_in(self, word: Said, now: float) -> Iterable[Claim]:
+        """Claims of which this fellow has ceased to speak."""
         seen = self.fellows.get(word.peer)
         new = seen is None
         if seen is None:
@@ -270,7 +276,7 @@ class SlotBook:
                 seen.claims, seen.left = (), True
                 self._hold(word.peer, before, ())
                 self._give_back(claim for claim in word.claims if claim.slot in known)
-            return
+            return ()
         seen.left = False
         held = {claim.slot for claim in before}
         allowance = ALLOWED_AT_ONCE + CREDIBLE_PACE * self.pace * (now - seen.since) - seen.taken
@@ -290,7 +296,7 @@ class SlotBook:
         seen.highest = max((claim.slot for claim in believed), default=-1)
         self._hold(word.peer, before, believed)
         kept = {claim.slot for claim in believed}
-        self.closed.update(claim.slot for claim in before if claim.slot not in kept)
+        return [claim for claim in before if claim.slot not in kept]
 
     def _close(self, slot: int) -> None:
         self.taken.add(slot)

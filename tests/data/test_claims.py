@@ -127,6 +127,30 @@ def test_who_did_not_see_the_last_word_of_one_that_vanished_leaves_its_slots_to_
     assert not {3, 5} & {book.choose((), rng)[0] for _ in range(200)}
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["winner heard first", "loser heard first"])
+@pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
+def test_a_slot_that_one_yielded_is_gone_on_with_when_the_other_leaves(first: bool, known: bool) -> None:
+    """Who ceases to speak of a slot of which it has read nothing, and which another claims, has not finished it."""
+    book = SlotBook("own", 60.0, 64, base=3, started=True)
+    winner, loser = Said("winner", (Claim(3), Claim(7))), Said("loser", (Claim(3, begun=True), Claim(5)))
+    book.look([loser, winner] if known else [loser], 0.0, 3)
+    words = [Said("winner", (Claim(3, begun=True), Claim(7))), Said("loser", (Claim(5),))]
+    book.look(words if first else words[::-1], 1.0, 3)
+    book.look([Said("winner", (Claim(3, 12, begun=True), Claim(7)), leaving=True), words[1]], 9.0, 2)
+    assert book.holes == {3: 12}
+
+
+def test_a_slot_that_was_finished_is_not_read_again_because_another_who_claimed_it_leaves() -> None:
+    """Who has read of it and speaks of it no more was at its end, whoever else says that it is theirs."""
+    book = SlotBook("own", 60.0, 64, base=3, started=True)
+    liar = Said("liar", (Claim(3, begun=True),))
+    book.look([Said("reader", (Claim(3, 300, begun=True), Claim(5))), liar], 0.0, 3)
+    book.look([Said("reader", (Claim(5, begun=True),)), liar], 5.0, 3)
+    book.look([Said("reader", (Claim(5, begun=True),)), Said("liar", (Claim(3, 1),), leaving=True)], 9.0, 2)
+    assert not book.holes
+    assert 3 not in {book.choose((), random.Random(seed))[0] for seed in range(50)}
+
+
 def test_one_far_claim_draws_nobody_after_it() -> None:
     book = SlotBook("own", 60.0, 10**6)
     words = [Said(f"peer{n}", (Claim(n, 1, begun=True), Claim(20 + n))) for n in range(9)]
