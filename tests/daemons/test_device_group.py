@@ -114,7 +114,11 @@ async def test_one_command_trains_on_two_devices_and_ctrl_c_ends_both_in_order(t
         def trains() -> bool:
             return all(f.exists() and any(isinstance(e, InnerStep) for e in read_events(f)) for f in files)
 
+        def both_are_targets() -> bool:
+            return (folder / TARGETS).exists() and len(json.loads((folder / TARGETS).read_text())) == 2
+
         await eventually(trains, within=150, what="both train")
+        await eventually(both_are_targets, what="the group has seen that both are up")
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) >= 4, "two daemons and their p2pd"
         os.kill(process.pid, signal.SIGINT)

@@ -83,7 +83,12 @@ async def test_a_late_joiner_copies_a_fellow_trains_and_leaves_in_order(
         await swarm.start()
         waiting = asyncio.create_task(swarm.wait())
         first = swarm.node("s0-r0")
-        await eventually(lambda: sum(isinstance(e, OuterStep) for e in first.events) >= 3, within=60, what="rounds")
+
+        def under_way() -> bool:
+            rounds = [[e for e in node.events if isinstance(e, OuterStep)] for node in swarm.nodes]
+            return all(each and each[-1].round >= 3 and each[-1].clock > 10_000 for each in rounds)
+
+        await eventually(under_way, within=90, what="rounds of everybody")
         assert first.started is not None
         arguments = ["run", str(MICRO), "--initial-peers", first.started.addresses[0]]
         arguments += [word for setting in (ENDLESS, *OWN_TEXT) for word in ("--set", setting)]

@@ -54,6 +54,11 @@ def moves(swarm: LocalSwarm) -> list[NodeMoved]:
     return [e for node in swarm.nodes for e in node.events if isinstance(e, NodeMoved)]
 
 
+def said(node: SwarmNode) -> str:
+    """What a node has logged."""
+    return node.log.read_text()
+
+
 def losses(swarm: LocalSwarm) -> list[Evaluation]:
     """All held-out losses in the order of their time."""
     return sorted((e for n in swarm.nodes for e in n.events if isinstance(e, Evaluation)), key=lambda e: e.time)
@@ -76,12 +81,14 @@ async def kill_stage_1_and_wait(swarm: LocalSwarm, waiting: asyncio.Task[None]) 
         assert account.drawn == account.trained + account.dropped + account.held_at_end > 0
         assert account.dropped == 0
         assert [e.reason for e in node.events if isinstance(e, NodeStopped)] == ["target_reached"], node.last_lines()
-        assert any(e.missing_stages == [1] for e in node.events if isinstance(e, Account))
+    assert any(e.missing_stages == [1] for node in survivors for e in node.events if isinstance(e, Account))
     movers = [node for node in survivors if any(isinstance(e, NodeMoved) for e in node.events)]
     stayed = [node for node in survivors if node not in movers]
     assert stayed
-    assert all("stage 1 has lost its last replica: microbatches are held back" in n.log.read_text() for n in survivors)
-    assert all("stage 1 is served again" in node.log.read_text() for node in stayed)
+    # Who looked only after somebody had come in their place has seen no gap.
+    held_back = [n for n in survivors if "stage 1 has lost its last replica: microbatches are held back" in said(n)]
+    assert held_back
+    assert all("stage 1 is served again" in said(node) for node in stayed if node in held_back)
     assert all(any(isinstance(e, InnerStep) and e.time > move.time for e in node.events) for node in movers)
     before = [e.loss for e in losses(swarm) if e.time < move.time][-1]
     after = next(e.loss for e in losses(swarm) if e.time > move.time)
@@ -97,7 +104,7 @@ async def test_a_stage_without_a_copy_starts_again_from_the_seed_and_says_so_lou
         assert move.origin == "seed"
         assert move.clock == 0.0
         assert after > before + 0.5, "what the stage had learnt is lost"
-        logs = "".join(node.log.read_text() for node in of_stage(swarm, 0))
+        logs = "".join(map(said, of_stage(swarm, 0)))
         assert logs.count("STAGE 1 STARTS AGAIN FROM THE RUN'S SEED") == 1
 
 
@@ -109,7 +116,7 @@ async def test_a_stage_is_restored_from_the_copy_that_another_stage_kept(tmp_pat
         assert move.origin == "guard"
         assert move.clock > 0.15 * TARGET
         assert after < before + 0.1
-        logs = "".join(node.log.read_text() for node in of_stage(swarm, 0))
+        logs = "".join(map(said, of_stage(swarm, 0)))
         assert "STARTS AGAIN" not in logs
         assert logs.count("stage 1 was restored from a copy") == 1
 

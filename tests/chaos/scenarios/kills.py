@@ -23,6 +23,8 @@ RECOVERY_SECONDS = 30.0
 RECOVERED = 0.9
 LOSS_RATIO = 1.02
 BEFORE_SECONDS = 6.0
+SETTLED_SECONDS = 1.0
+"""Of a node's life that are no measure of what it did before a wave."""
 LAST_WAVE_AT = 0.75
 """Share of the run after which no wave comes, so that recovery can be seen."""
 
@@ -109,7 +111,7 @@ async def _trained_for(swarm: Swarm, seconds: float, last_clock: float) -> bool:
     """Wait until the replacements of the last wave are up, or have ended, and then so many seconds; True while a
     further wave leaves time to recover. Those who join need somebody alive of whom they know."""
     await swarm.until(lambda: all(n.started or not n.running for n in swarm.nodes), START_SECONDS, "all are up")
-    until = time.monotonic() + max(seconds, BEFORE_SECONDS)
+    until = time.monotonic() + max(seconds, BEFORE_SECONDS + SETTLED_SECONDS)
     await swarm.until(lambda: time.monotonic() > until, seconds + 60, "the pause before a wave")
     going_on = not any(node.stopped and node.killed_at is None for node in swarm.nodes)
     return going_on and max((clock_of(node) for node in swarm.of_stage(0)), default=math.inf) < last_clock
@@ -211,7 +213,7 @@ def _recovery(swarm: Swarm, wave: Wave) -> float | None:
     """Seconds until the survivors had their pace again, infinite where they had not; None where none can tell yet."""
     heads = [n for n in swarm.nodes if n.stage == 0 and n not in wave.victims and n.launched_at < wave.at]
     heads = [n for n in heads if _trains(n) and (n.killed_at is None or n.killed_at > wave.at + 1)]
-    heads = [n for n in heads if n.joined_at < wave.at - BEFORE_SECONDS - 1]
+    heads = [n for n in heads if n.joined_at < wave.at - BEFORE_SECONDS - SETTLED_SECONDS]
     end = min([_last_step(n) for n in heads] or [wave.at])
     before = rate(heads, wave.at - BEFORE_SECONDS, wave.at)
     took = seconds_to_recover(heads, wave.at, min(end, wave.at + RECOVERY_SECONDS + 3), RECOVERED * before)
