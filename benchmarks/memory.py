@@ -21,7 +21,7 @@ from noloco_node.config.load import Config, load_config
 from noloco_node.diagnostics.status import Events
 from noloco_node.launch.local_swarm import DAEMON, LocalSwarm, Observer, SwarmNode
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.sizing.memory import PROGRAM_BYTES, memory_of
+from noloco_node.sizing.memory import memory_of, program_bytes
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, CheckpointTaken, StateDownload
 
@@ -36,7 +36,7 @@ BATCH, WINDOWS, H = 1024, 4, 3
 
 PATIENCE_SECONDS = 600.0
 GIVEN_SECONDS = 5.0
-"""For which a run goes on after the joiners have their states: longer than a checkpoint takes."""
+"""For which a run goes on while the joiners read: longer than a checkpoint takes."""
 
 
 class Peaks(Observer):
@@ -94,7 +94,7 @@ def config_of(base: Path, size: tuple[int, int, int], overrides: list[str], step
 
 
 async def _joined(swarm: LocalSwarm, peaks: Peaks, folder: Path) -> None:
-    """One more node of each stage comes, and has its state."""
+    """One more node of each stage comes, and reads a state."""
     await _until(swarm, lambda: peaks.trained >= {node.name for node in swarm.nodes})
     addresses = [address for node in swarm.nodes[:2] if node.started for address in node.started.addresses]
     joiners: list[asyncio.subprocess.Process] = []
@@ -107,7 +107,7 @@ async def _joined(swarm: LocalSwarm, peaks: Peaks, folder: Path) -> None:
                     *DAEMON, str(swarm.run_folder / "config.yaml"), *options, stdout=asyncio.subprocess.DEVNULL
                 )
             )
-        await _until(swarm, lambda: all(_has_its_state(diary) for diary in diaries))
+        await _until(swarm, lambda: all(_reads(diary) for diary in diaries))
         await asyncio.sleep(GIVEN_SECONDS)
         swarm.read_events()
     finally:
@@ -117,9 +117,10 @@ async def _joined(swarm: LocalSwarm, peaks: Peaks, folder: Path) -> None:
             await joiner.wait()
 
 
-def _has_its_state(diary: RunFolder) -> bool:
+def _reads(diary: RunFolder) -> bool:
+    """Whether a part of the state is here: the donor's copy is whole then."""
     download = Events(diary.events).last(StateDownload) if diary.events.is_file() else None
-    return download is not None and download.received == download.total
+    return download is not None and download.received > 0
 
 
 async def _until(swarm: LocalSwarm, there: Callable[[], bool]) -> None:
@@ -130,7 +131,7 @@ async def _until(swarm: LocalSwarm, there: Callable[[], bool]) -> None:
 
 
 async def peaks_of(config: Config, *, joiners: bool = False) -> dict[str, int]:
-    """One whole run; with joiners one until these have their states."""
+    """One whole run; with joiners one until these read."""
     peaks = Peaks()
     with tempfile.TemporaryDirectory() as folder:
         swarm = LocalSwarm(config, Path(folder) / "run", observer=peaks)
@@ -179,7 +180,7 @@ def main() -> None:
                     "parameters": footprint.parameters[stage],
                     "planned_mib": planned / MIB,
                     "measured_mib": measured / MIB,
-                    "planned_over_measured": (planned + PROGRAM_BYTES) / peak,
+                    "planned_over_measured": (planned + program_bytes(config.node)) / peak,
                 }
             )
             print(json.dumps(rows[-1]), flush=True)

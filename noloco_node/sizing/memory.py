@@ -28,6 +28,11 @@ PROGRAM_BYTES = 700 << 20
 """Python, torch, transformers and hivemind before any weight (500 MiB), and what the allocator keeps back of small
 blocks of several threads (200 MiB): measured by `benchmarks.memory`, on the processor. CUDA's own is not in it."""
 
+COMPILED_BYTES = 100 << 20
+"""More of that with `node.compile`: what torch.compile loads and keeps, 83 to 114 MiB whatever the stage."""
+COMPILER_BYTES = 512 << 20
+"""Of the largest process beside the node's while the stage is compiled: 518 MiB."""
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -92,6 +97,11 @@ class StageMemory:
 
 def _divided(device: int, host: int, *, own_memory: bool) -> Memory:
     return Memory(device, host) if own_memory else Memory(0, device + host)
+
+
+def program_bytes(node: NodeSettings) -> int:
+    """What a daemon takes before any weight, on the host."""
+    return PROGRAM_BYTES + COMPILED_BYTES * node.compile
 
 
 def memory_of(run: RunSpec, node: NodeSettings, footprint: Footprint, replicas: int) -> tuple[StageMemory, ...]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from noloco_node.config.load import Config
+from noloco_node.config.node_settings import NodeSettings
 from noloco_node.sizing.advice import Expectation
 from noloco_node.sizing.devices import Device
 from noloco_node.sizing.footprint import Footprint
-from noloco_node.sizing.memory import PROGRAM_BYTES, StageMemory, memory_of
+from noloco_node.sizing.memory import COMPILER_BYTES, StageMemory, memory_of, program_bytes
 from noloco_node.sizing.utilisation import Link
 
 GIB = 1 << 30
@@ -39,9 +40,16 @@ def memory_lines(config: Config, footprint: Footprint) -> list[str]:
         f"                    host: outer step {_gib(most.outer)}, a checkpoint while it is written "
         f"{_gib(most.checkpoint)},",
         f"                    a copy that a joiner reads {_gib(most.given)}, codes and other stages' {_gib(rest)}; and "
-        f"{_gib(PROGRAM_BYTES)} for the program",
+        f"{_gib(program_bytes(node))} for the program",
+        *_compiler_line(node),
         "                    without a GPU both are the machine's memory",
     ]
+
+
+def _compiler_line(node: NodeSettings) -> list[str]:
+    if not node.compile:
+        return []
+    return [f"                    node.compile: compilers beside it take {_gib(COMPILER_BYTES)} while it starts"]
 
 
 def expectation_lines(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -21,21 +22,35 @@ logger = logging.getLogger(__name__)
 
 COMPILED = "compiled"
 """Folder in the run folder for what torch.compile has made: another start takes it from there."""
+UNFINISHED = "unfinished"
+"""In that folder while a stage is being compiled: torch.compile trips over files that are half written."""
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Where torch.compile keeps it. Left to itself that is a name in /tmp that others of the machine can take first."""
 
 
 async def on_its_device(spec: RunSpec, settings: NodeSettings, stage: Stage, thread: Compute) -> PlacedStage:
-    """Put a stage where a replica of it trains (`place_stage`), compiled where the node's owner wants that."""
+    """Put a stage where a replica of it trains (`place_stage`), compiled where the node's owner wants that. OSError
+    where the run folder refuses what is compiled."""
     device, wire_dtype = resolve_device(settings.device), carried_dtype(spec.pipeline.activations)
     if not settings.compile:
         return await place_stage(spec, stage, thread, device=device, wire_dtype=wire_dtype)
-    _keep_compiled_in(settings.run_folder / COMPILED)
+    folder = settings.run_folder / COMPILED
+    _keep_compiled_in(folder)
+    await ambient.elsewhere(_begin, folder)
     logger.info("node.compile: the stage is being compiled, which takes a minute or more the first time")
     started = ambient.monotonic()
     placed = await place_stage(spec, stage, thread, device=device, wire_dtype=wire_dtype, backend=INDUCTOR)
+    await ambient.elsewhere((folder / UNFINISHED).unlink)
     logger.info("node.compile: compiled in %.0f s", ambient.monotonic() - started)
     return placed
+
+
+def _begin(folder: Path) -> None:
+    """What a start that was broken off has left is thrown away, and this one is marked as begun."""
+    if (folder / UNFINISHED).exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / UNFINISHED).touch()
 
 
 def _keep_compiled_in(folder: Path) -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import build_stage
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.machine import free_memory
 from noloco_node.sizing.memory import Memory, StageMemory, fitting_stages, memory_of
+from noloco_node.sizing.screen import memory_lines
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import StageWorker, outer_of
 from tests.worlds import micro_spec
+
+MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 
 
 def needs(run: RunSpec, **settings: int) -> tuple[StageMemory, ...]:
@@ -70,6 +76,17 @@ async def test_what_a_joiner_reads_is_one_more_copy_on_the_host(codec: str) -> N
     assert planned.on_host == planned.outer + planned.exchange + planned.checkpoint + planned.given
     assert planned.total(own_memory=True).host - planned.always(own_memory=True).host >= planned.given
     await thread.close()
+
+
+def test_compiling_takes_more_of_the_program_and_compilers_beside_it() -> None:
+    """Both are said, whatever the stage, and neither where nothing is compiled."""
+    config = load_config(MICRO)
+    footprint = footprint_of(config.run)
+    told = ["\n".join(memory_lines(load_config(MICRO, [f"node.compile={on}"]), footprint)) for on in ("false", "true")]
+    assert "compilers" not in told[0]
+    assert "node.compile: compilers beside it take 0.50" in told[1]
+    assert "0.68 for the program" in told[0]
+    assert "0.78 for the program" in told[1]
 
 
 def test_microbatches_under_way_hold_graphs_or_inputs() -> None:

@@ -21,6 +21,7 @@ from noloco_node.model.stage import build_stage
 from noloco_node.training import placing
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.stage_trainer import Passage, StageTrainer
+from noloco_node.training.stage_worker import PlacedStage
 from tests.model.families import spec_of
 from tests.training.made_trainers import make_trainer
 from tests.worlds import LENGTH, WINDOWS, micro_spec, window_batch
@@ -154,3 +155,31 @@ async def test_a_node_compiles_where_its_owner_says_so_and_one_without_a_compile
         await placing.on_its_device(spec, plainly, build_stage(spec.model, 0), thread)
     finally:
         await thread.close()
+
+
+async def test_what_a_start_that_was_broken_off_left_half_written_is_thrown_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile would load it and fail at every start; what was made whole is kept for the next one."""
+    folder = tmp_path / placing.COMPILED
+    monkeypatch.setenv(placing.CACHE_VARIABLE, str(tmp_path / "elsewhere"))
+    spec, settings = micro_spec(layers=2), NodeSettings(run_folder=tmp_path, compile=True)
+    stage, thread = build_stage(spec.model, 0), ComputeThread()
+    plain = await placing.on_its_device(spec, NodeSettings(run_folder=tmp_path), stage, thread)
+    found: list[set[str]] = []
+
+    async def compiles(*_: object, **__: object) -> PlacedStage:
+        """Stands for minutes of torch's own compiler, which is killed the first time."""
+        found.append({path.name for path in folder.iterdir()} - {placing.UNFINISHED})
+        (folder / f"{len(found)}.so").touch()
+        if len(found) == 1:
+            raise KeyboardInterrupt
+        return plain
+
+    monkeypatch.setattr(placing, "place_stage", compiles)
+    with pytest.raises(KeyboardInterrupt):
+        await placing.on_its_device(spec, settings, stage, thread)
+    for _ in range(2):
+        await placing.on_its_device(spec, settings, stage, thread)
+    assert found == [set(), set(), {"2.so"}]
+    await thread.close()
