@@ -159,6 +159,9 @@ def test_eval_gives_the_loss_of_the_run_and_of_single_replicas(
     folders.append(finished(tmp_path / "c", 1, peer=BOB))
     saved = {0: [folders[0] / "final"], 1: [folder / "final" for folder in folders[1:]]}
     expected = merge_run(RUN, saved, tmp_path / "merged").loss
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path / "merged" / "model"), *WITH_TEXT]) == ExitCode.OK
+    assert float(capsys.readouterr().out.splitlines()[2].split()[-3]) == pytest.approx(expected, abs=1e-4)
     out = tmp_path / "out"
     assert main(["export", *map(str, folders), "--out", str(out)]) == ExitCode.OK
     capsys.readouterr()

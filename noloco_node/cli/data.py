@@ -72,4 +72,4 @@ def _words(*manifests: Manifest) -> str:
     documents, training, held_out = (
         sum(getattr(each, name) for each in manifests) for name in ("documents", "training", "validation")
     )
-    return f"{training + held_out:,} tokens of {documents:,} documents, {held_out:,} of them held out"
+    return f"{training + held_out:,} tokens, {held_out:,} of them held out, of {documents:,} documents"

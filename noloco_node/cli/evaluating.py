@@ -126,8 +126,8 @@ def _eval_model(folder: Path, options: argparse.Namespace) -> int:
     with loading():
         from noloco_node.exporting.evaluation import HeldOut
         from noloco_node.exporting.folders import read_run, tokenizer_at
+        from noloco_node.exporting.merge import RUN_FILE
         from noloco_node.exporting.read import open_model
-        from noloco_node.exporting.write import RUN_FILE
 
     run = named_run(options) or with_text(tokenizer_at(read_run(folder / RUN_FILE), folder), options)
     model, held_out = open_model(folder), HeldOut(run)

@@ -160,6 +160,10 @@ def no_tokenizer(what: str) -> UserError:
     )
 
 
+def _as_what(name: str) -> str:
+    return "" if Path(name).expanduser().exists() else " from the hub (there is no such folder here)"
+
+
 def _load_backend(name: str, revision: str | None) -> Any:
     from transformers import AutoTokenizer
 
@@ -170,6 +174,6 @@ def _load_backend(name: str, revision: str | None) -> Any:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             ExitCode.DATA,
-            f"run.data.tokenizer is '{name}', which transformers cannot load: {reason}",
+            f"run.data.tokenizer is '{name}', which transformers cannot load{_as_what(name)}: {reason}",
             "set it to 'bytes', to a local tokenizer folder, or to a tokenizer of the Hugging Face hub",
         ) from error

@@ -35,6 +35,8 @@ from noloco_node.storage.weights import load_slow, read_manifest
 logger = logging.getLogger(__name__)
 
 SAMPLES = 3
+RUN_FILE = "noloco_run.json"
+"""In a folder with a model: what the run's nodes agreed on, so that `eval` knows the held-out text."""
 PROMPT_SHARE = 4
 """A prompt is the first 1/4 of a held-out window; the model continues it to the window's length."""
 
@@ -76,7 +78,7 @@ def merge_run(run: RunSpec, saved: Mapping[int, Sequence[Path]], folder: Path) -
     for stage in range(run.stages):
         state |= mean_of(in_time([final_weights(path) for path in saved[stage]], run.max_lag_tokens))
     model = folder / "model"
-    write_model(run, state, model)
+    write_model(run, state, model, {RUN_FILE: run.agreed_json})
     windows = held_out_windows(run.data, build_config(run.model).vocab_size, run.evaluation.windows)
     loss = evaluate_model(load_exported(model), batches_of(run, windows))
     sample = folder / "sample.txt"

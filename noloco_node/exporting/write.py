@@ -14,15 +14,13 @@ from noloco_node.exporting.card import NAME as CARD
 from noloco_node.exporting.card import model_card
 from noloco_node.exporting.evaluation import Bench, Score
 from noloco_node.exporting.gathered import Gathered, chosen
-from noloco_node.exporting.merge import SavedReplica, mean_of, write_model
+from noloco_node.exporting.merge import RUN_FILE, SavedReplica, mean_of, write_model
 from noloco_node.model.export import SHARD_BYTES
 from noloco_node.node.checks import free_disk
 from noloco_node.telemetry.words import as_bytes
 
 logger = logging.getLogger(__name__)
 
-RUN_FILE = "noloco_run.json"
-"""In an exported folder: what the run's nodes agreed on, so that `eval` knows the held-out text."""
 SPARE_BYTES = 16 << 20
 """For everything beside the weights."""
 BEST = "best"
