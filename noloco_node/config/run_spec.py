@@ -94,7 +94,7 @@ class OuterSpec(Settings):
     """Pull to the group's mean; 1 - alpha where not set."""
     momentum: Literal["averaged", "local"] = "averaged"
     """`averaged`: the momentum is averaged over the group at no cost in bytes; `local`: the published rule."""
-    codec: Literal["fp32", "fp16", "bf16", "int8", "int4", "dct", "sign"] = "int8"
+    codec: Literal["fp32", "fp16", "int8", "int4", "dct", "sign"] = "int8"
     """How the exchanged tensor travels: rounded; as codes modulo 2^8 or 2^4 of the difference to the partner; or of its
     own motion only the largest DCT coefficients, or only the signs, and a sixteenth of the rest."""
     fragments: Annotated[int, Field(gt=0, le=1024)] = 1
@@ -117,6 +117,16 @@ class OuterSpec(Settings):
     def effective_min_inner_steps(self) -> int:
         """H_min, or its default H/2 (at least 1)."""
         return max(1, self.inner_steps // 2) if self.min_inner_steps is None else self.min_inner_steps
+
+    @field_validator("codec", mode="before")
+    @classmethod
+    def _codec_of_old(cls, value: object) -> object:
+        if value == "bf16":
+            raise ValueError(
+                "run.outer.codec: bf16 is no longer a codec of the outer step, since its rounding was as large as the "
+                "differences that it carried; use fp16, which has as many bytes, or int8, which has half of them"
+            )
+        return value
 
     @model_validator(mode="after")
     def _clocks(self) -> OuterSpec:

@@ -2,8 +2,8 @@
 
 A codec never reconstructs a partner's tensor for its own sake: what counts is the difference of two contributions,
 s_j − s_i, and every codec gives it antisymmetrically, so that the mean over replicas is kept (see `replica.py`).
-Rounding is by a dither that both sides know (a Weyl sequence within each block, moved by a hash of the exchange's name
-and the block): equal values get equal codes, the difference is unbiased, and its error shrinks with the difference
+Codes are rounded by a dither that both sides know (a Weyl sequence within each block, moved by a hash of the exchange's
+name and the block): equal values get equal codes, the difference is unbiased, and its error shrinks with the difference
 itself.
 
 `int8` and `int4` send codes modulo 2^bits: a receiver knows its own value, which lies close by, so only the difference
@@ -25,18 +25,14 @@ from torch import Tensor
 
 from noloco_node.outer.decoupled import GROUP, DecoupledCodes, decoupled_bytes, decoupled_sketch
 from noloco_node.outer.modulo_codes import (
-    DITHER_LEVELS,
     SKETCH_PER_BLOCK,
     ModuloCodes,
-    offsets,
-    seed_of,
     sketch_of,
-    within_block,
 )
 from noloco_node.outer.motion import Motion, Signs, Waves
 from noloco_node.outer.rotation import BLOCK
 
-CodecName = Literal["fp32", "fp16", "bf16", "int8", "int4", "dct", "sign"]
+CodecName = Literal["fp32", "fp16", "int8", "int4", "dct", "sign"]
 
 __all__ = ["BLOCK", "CODECS", "Codec", "CodecName", "Coding"]
 
@@ -125,13 +121,12 @@ class Codec:
             return DecoupledCodes(self.bits, self.range_in_deviations, motion, exchange, sketches, start, end)
         if self.modulo:
             return ModuloCodes(self.bits, self.range_in_deviations, exchange, sketches, start, end)
-        return _Stochastic(seed_of(f"dither/{exchange}")) if self.name == "bf16" else _Rounded(self.wire_dtype)
+        return _Rounded(self.wire_dtype)
 
 
 CODECS: dict[CodecName, Codec] = {
     "fp32": Codec("fp32", torch.float32, 32),
     "fp16": Codec("fp16", torch.float16, 16),
-    "bf16": Codec("bf16", torch.bfloat16, 16),
     "int8": Codec("int8", torch.uint8, 8, range_in_deviations=10.0),
     "int4": Codec("int4", torch.uint8, 4, range_in_deviations=4.5),
     "dct": Codec("dct", torch.uint8, 8, range_in_deviations=10.0, motion_bytes=Waves.bytes_per_block),
@@ -149,26 +144,6 @@ class _Rounded:
         if self._dtype == torch.float16:
             values = values.clamp(-_FP16_MAX, _FP16_MAX)
         return values.to(self._dtype)
-
-    def difference(self, other: Tensor, own: Tensor, start: int) -> Tensor:  # noqa: ARG002
-        return other.to(torch.float32) - own.to(torch.float32)
-
-
-class _Stochastic:
-    """bf16 with stochastic rounding: the lower 16 bits of an fp32 decide, by the shared dither, the upper ones."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def encode(self, values: Tensor, start: int, pull: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        exact = values.to(torch.float32)
-        dither = offsets(self._seed, start, len(values))[:, None] + within_block()
-        bits = dither.bitwise_and_(DITHER_LEVELS - 1).flatten()[: len(values)]
-        bits.add_(exact.view(torch.int32)).bitwise_right_shift_(16)
-        rounded = bits.to(torch.int16).view(torch.bfloat16)
-        if not bool(torch.isfinite(exact.sum())):  # a NaN of many ones would have overflowed into a number
-            rounded = torch.where(torch.isfinite(exact), rounded, exact.to(torch.bfloat16))
-        return rounded
 
     def difference(self, other: Tensor, own: Tensor, start: int) -> Tensor:  # noqa: ARG002
         return other.to(torch.float32) - own.to(torch.float32)

@@ -15,7 +15,7 @@ from noloco_node.outer.replica import NotFinite, OuterReplica, fragments_of
 from noloco_node.outer.update import OuterRule
 from tests.outer.groups import SIZE, meet, replica_of, replicas, step, vectors
 
-ALL: list[CodecName] = ["fp32", "fp16", "bf16", "int8", "int4", "dct", "sign"]
+ALL: list[CodecName] = ["fp32", "fp16", "int8", "int4", "dct", "sign"]
 RULE = OuterRule(0.5, 0.7, 0.5, "averaged")
 
 
@@ -47,9 +47,7 @@ def test_every_codec_keeps_the_mean_of_every_group(codec: CodecName, n: int, mom
         assert float((sum(r.slow for r in group) - slow - delta).abs().max()) < 1e-10  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize(
-    ("codec", "left"), [("fp32", 1e-6), ("fp16", 1e-3), ("bf16", 0.01), ("int8", 0.06), ("int4", 0.5)]
-)
+@pytest.mark.parametrize(("codec", "left"), [("fp32", 1e-6), ("fp16", 1e-3), ("int8", 0.06), ("int4", 0.5)])
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_what_a_codec_leaves_of_the_spread(codec: CodecName, left: float, n: int) -> None:
     """Plain averaging (γ = 1) takes all of a group's spread but the codec's error: a known share is left."""
@@ -75,7 +73,7 @@ def test_the_spread_shrinks_over_rounds(codec: CodecName) -> None:
         for a, b in zip(order[::2], order[1::2], strict=True):
             step([group[a], group[b]], exchange=f"{round_}/{a}")
     left = float(torch.stack([r.slow for r in group]).std(0).mean()) / start
-    assert left < {"fp16": 2e-3, "bf16": 1e-2}.get(codec, 5e-3)
+    assert left < {"fp16": 2e-3}.get(codec, 5e-3)
 
 
 def test_a_commit_returns_the_change_that_keeps_inner_steps_taken_meanwhile() -> None:
@@ -208,7 +206,7 @@ def test_a_fragments_step_leaves_the_rest_alone_and_all_together_are_a_whole_ste
                 assert torch.equal(now[part.end :], then[part.end :])
                 assert not torch.equal(now[part.slice], then[part.slice])
     step(whole)
-    closeness = {"fp32": 1e-6, "fp16": 3e-3, "bf16": 0.03, "int8": 0.3, "int4": 3.0, "dct": 6.0, "sign": 6.0}[codec]
+    closeness = {"fp32": 1e-6, "fp16": 3e-3, "int8": 0.3, "int4": 3.0, "dct": 6.0, "sign": 6.0}[codec]
     for replica, twin in zip(group, whole, strict=True):
         assert float((replica.slow - twin.slow).abs().max()) < closeness
 
