@@ -1,17 +1,21 @@
-"""The sheet that the laboratory's plots are drawn on: panels, colours, legends; matplotlib's untyped part."""
+"""The sheet that the laboratory's plots are drawn on: panels, colours, legends."""
+
+# pyright: reportUnknownMemberType=false
+# matplotlib's own types leave the keywords of most methods open.
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from noloco_node.telemetry.plots import BLUE, GREEN, GREY, ORANGE, Axes
+from noloco_node.telemetry.plots import BLUE, GREEN, GREY, ORANGE
 
 PALETTE = (BLUE, ORANGE, GREEN, "#8e5bb5", "#c79a1e", "#2f9aa0", "#b5446e", "#6b4a2f", "#5a6b8a", "#93a33c")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
@@ -21,47 +25,6 @@ LEGEND_INCHES = 0.7
 INCHES_A_LETTER = 0.078
 
 
-class Panel(Axes, Protocol):
-    """One panel: matplotlib's axes, as far as they are drawn on here."""
-
-    yaxis: Any
-
-    def fill_between(
-        self,
-        x: Sequence[float],
-        y1: Sequence[float],
-        y2: Sequence[float],
-        *,
-        color: str,
-        alpha: float,
-        lw: float,
-        label: str = "",
-    ) -> object: ...
-    def errorbar(
-        self,
-        x: Sequence[float],
-        y: Sequence[float],
-        yerr: Sequence[float],
-        *,
-        color: str,
-        marker: str,
-        label: str,
-        lw: float,
-        ms: float,
-        capsize: float,
-    ) -> object: ...
-    def scatter(
-        self, x: Sequence[float], y: Sequence[float], *, color: str, s: float, alpha: float, lw: float, label: str
-    ) -> object: ...
-    def axvline(self, x: float, *, color: str, lw: float, ls: str, label: str = "") -> object: ...
-    def axhline(self, y: float, *, color: str, lw: float, ls: str, label: str = "") -> object: ...
-    def axvspan(self, low: float, high: float, *, color: str, alpha: float, lw: float) -> object: ...
-    def set_xscale(self, scale: str) -> object: ...
-    def set_xlim(self, low: float, high: float) -> object: ...
-    def get_legend(self) -> object | None: ...
-    def get_xaxis_transform(self) -> object: ...
-
-
 class Sheet:
     """A figure of rows × columns panels with one legend below them all."""
 
@@ -69,11 +32,9 @@ class Sheet:
         self._width = max(columns * width, 6.4)
         self._figure = Figure(figsize=(self._width, rows * height + 0.9), layout="constrained")
         FigureCanvasAgg(self._figure)
-        made: Any = self._figure.subplots(rows, columns, squeeze=False)  # pyright: ignore[reportUnknownMemberType]
-        self.panels: list[list[Panel]] = [[cast("Panel", axes) for axes in row] for row in made]
-        self._figure.suptitle(  # pyright: ignore[reportUnknownMemberType]
-            title, x=0.01, ha="left", fontsize=12, fontweight="bold"
-        )
+        made: Any = self._figure.subplots(rows, columns, squeeze=False)
+        self.panels: list[list[Axes]] = [list(row) for row in made]
+        self._figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
         for panel in (panel for row in self.panels for panel in row):
             tidy(panel)
 
@@ -86,18 +47,18 @@ class Sheet:
         if handles:
             widest = LEGEND_INCHES + INCHES_A_LETTER * max(map(len, handles))
             columns = max(1, min(len(handles), int(self._width / widest)))
-            self._figure.legend(  # pyright: ignore[reportUnknownMemberType]
+            self._figure.legend(
                 list(handles.values()), list(handles), loc="outside lower center", ncols=columns, frameon=False
             )
 
     def save(self, path: Path, *, dpi: int = 150) -> None:
         """Write a PNG. Raises OSError where `path` cannot be written."""
-        self._figure.savefig(path, dpi=dpi)  # pyright: ignore[reportUnknownMemberType]
+        self._figure.savefig(path, dpi=dpi)
 
 
-def legend_beside(panel: Panel) -> None:
+def legend_beside(panel: Axes) -> None:
     """A legend of the panel's own, to its right."""
-    cast("Any", panel).legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    panel.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def tidy(panel: Axes) -> None:
@@ -107,9 +68,9 @@ def tidy(panel: Axes) -> None:
     panel.spines["top"].set_visible(False)
 
 
-def logarithmic(panel: Panel) -> None:
+def logarithmic(panel: Axes) -> None:
     """A logarithmic y axis, where something positive has been drawn."""
-    if math.isfinite(cast("Any", panel).dataLim.minposy):
+    if math.isfinite(panel.dataLim.minposy):
         panel.set_yscale("log")
 
 
@@ -138,13 +99,12 @@ def ticks_at(panel: Axes, values: Sequence[float], labels: Sequence[str]) -> Non
 
 
 def mark_above(
-    panel: Panel, at: Sequence[float], color: str, *, marker: str | int, label: str, height: float = 0.96
+    panel: Axes, at: Sequence[float], color: str, *, marker: str | int, label: str, height: float = 0.96
 ) -> None:
     """Marks near the upper edge of the panel, for values that lie beyond it."""
-    drawn = cast("Any", panel)
     where = panel.get_xaxis_transform()
-    drawn.plot(list(at), [height] * len(at), color=color, marker=marker, ms=7, mew=1.8, ls="none", transform=where)
-    drawn.plot([], [], color="black", marker=marker, ms=7, mew=1.8, ls="none", label=label)
+    panel.plot(list(at), [height] * len(at), color=color, marker=marker, ms=7, mew=1.8, ls="none", transform=where)
+    panel.plot([], [], color="black", marker=marker, ms=7, mew=1.8, ls="none", label=label)
 
 
 def style(index: int) -> tuple[str, str]:

@@ -1,17 +1,21 @@
 """Plots of an experiment: loss by tokens, by bytes, spread beside the learning rate, sweeps, γ, scaling."""
 
+# pyright: reportUnknownMemberType=false
+# matplotlib's own types leave the keywords of most methods open.
+
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from matplotlib.axes import Axes
 
 from noloco_node.config.lab_spec import Plot
 from noloco_node.laboratory.canvas import (
     PALETTE,
     REFERENCE_COLOUR,
-    Panel,
     Sheet,
     caption,
     legend_beside,
@@ -80,7 +84,7 @@ def convergence(record: Results) -> Sheet:
     return sheet
 
 
-def _loss_curve(panel: Panel, line: Line, colour: str, marker: str) -> None:
+def _loss_curve(panel: Axes, line: Line, colour: str, marker: str) -> None:
     """The losses on the way, and where the last outer step led from the last of them: to the loss of the table."""
     spots = _over_seeds([[(p.tokens, p.validation_loss) for p in result.curve] for result in line.results])
     tokens = list(spots)
@@ -93,7 +97,7 @@ def _loss_curve(panel: Panel, line: Line, colour: str, marker: str) -> None:
         panel.plot([tokens[-1]], [line.loss.mean], color=colour, marker=marker, ms=5.5, ls="none")
 
 
-def _leave_out_the_start(panel: Panel, shown: Sequence[Line]) -> None:
+def _leave_out_the_start(panel: Axes, shown: Sequence[Line]) -> None:
     """The first steep losses would press all differences into one line."""
     late = [
         point.validation_loss
@@ -105,7 +109,7 @@ def _leave_out_the_start(panel: Panel, shown: Sequence[Line]) -> None:
     late += [line.loss.mean for line in shown if line.loss is not None]
     if late:
         margin = 0.05 * (max(late) - min(late)) or 0.05
-        cast("Any", panel).set_ylim(min(late) - margin, max(late) + margin)
+        panel.set_ylim(min(late) - margin, max(late) + margin)
 
 
 def spread(record: Results) -> Sheet:
@@ -139,13 +143,13 @@ def _varies(line: Line) -> bool:
     return any(point.spread for result in line.results for point in result.spread)
 
 
-def _spread_curve(panel: Panel, line: Line, colour: str) -> None:
+def _spread_curve(panel: Axes, line: Line, colour: str) -> None:
     spots = _over_seeds([[(p.tokens, p.spread) for p in result.spread if p.spread] for result in line.results])
     tokens = list(spots)
     panel.plot(tokens, [math.sqrt(spots[t].mean) for t in tokens], color=colour, lw=1.6, label=_name(line))
 
 
-def _against_rate(record: Results, panel: Panel, line: Line, colour: str) -> None:
+def _against_rate(record: Results, panel: Axes, line: Line, colour: str) -> None:
     rates: list[float] = []
     shares: list[float] = []
     for result in line.results:
@@ -205,7 +209,7 @@ def _edges(record: Results, shown: Sequence[Line], alpha: float) -> dict[Momentu
 
 
 def _by_gamma(
-    panel: Panel,
+    panel: Axes,
     chosen: Sequence[Line],
     figure: Callable[[Line], Spot | None],
     mode: Momentum,
@@ -229,13 +233,13 @@ def sweep(record: Results) -> Sheet:
         _swept_panel(panel, [line for line in rows if line.variant == variant], record, report)
         caption(panel, variant)
     for panel in panels[len(variants) :]:
-        cast("Any", panel).set_axis_off()
+        panel.set_axis_off()
     for row in sheet.panels:
         row[0].set_ylabel(LOSS_LABEL)
     return sheet
 
 
-def _swept_panel(panel: Panel, shown: Sequence[Line], record: Results, report: Sequence[Line]) -> None:
+def _swept_panel(panel: Axes, shown: Sequence[Line], record: Results, report: Sequence[Line]) -> None:
     (name,) = shown[0].swept
     values = list(dict.fromkeys(line.swept[name] for line in shown))
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
@@ -307,7 +311,7 @@ def frontier(record: Results) -> Sheet:
 
 
 def _error_bars(
-    panel: Panel,
+    panel: Axes,
     spots: Sequence[tuple[float, Spot | None]],
     look: tuple[str, str],
     label: str,

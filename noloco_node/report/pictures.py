@@ -1,11 +1,14 @@
 """The charts of a report as PNG files, for who wants to paste them somewhere."""
 
+# pyright: reportUnknownMemberType=false
+# matplotlib's own types leave the keywords of most methods open.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -59,15 +62,14 @@ def draw(told: Told, folder: Path) -> list[Path]:
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=DPI)  # pyright: ignore[reportUnknownMemberType]
+    figure.savefig(path, dpi=DPI)
     return path
 
 
-def _sheet(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Any]]:
+def _sheet(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    panels: Any = figure.subplots(1, columns, squeeze=False)  # pyright: ignore[reportUnknownMemberType]
-    return figure, list(panels[0])
+    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 
 def _plain(text: str) -> str:
@@ -80,8 +82,15 @@ def _curves(chart: Curves) -> Figure:
     right = panel.twinx() if any(line.right for line in chart.lines) else None
     for line in chart.lines:
         x, y = [x for x, _ in line.points], [y for _, y in line.points]
-        look = {"color": COLOURS[line.colour], "ls": "--" if line.dashed else "-", "label": line.label, "lw": 1.3}
-        (right if line.right and right is not None else panel).plot(x, y, marker="." if line.dots else "", **look)
+        (right if line.right and right is not None else panel).plot(
+            x,
+            y,
+            color=COLOURS[line.colour],
+            ls="--" if line.dashed else "-",
+            marker="." if line.dots else "",
+            label=line.label,
+            lw=1.3,
+        )
     panel.set_title(chart.title, loc="left", fontsize=11, fontweight="bold")
     panel.set_xlabel(chart.x_label)
     panel.set_ylabel(chart.y_label)
@@ -93,7 +102,7 @@ def _curves(chart: Curves) -> Figure:
     return figure
 
 
-def _rows(panel: Any, labels: Sequence[str], title: str) -> None:
+def _rows(panel: Axes, labels: Sequence[str], title: str) -> None:
     panel.set_yticks(range(len(labels)), [_plain(label) for label in labels], fontsize=8)
     panel.set_ylim(len(labels) - 0.4, -0.6)
     panel.set_title(title, loc="left", fontsize=11, fontweight="bold")
@@ -118,7 +127,7 @@ def _bars(chart: Bars) -> Figure:
     panel.set_xlim(0, 1)
     panel.set_xlabel("share of the time")
     if chart.parts:
-        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)  # pyright: ignore
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     return figure
 
 
@@ -133,7 +142,7 @@ def _timeline(chart: Timeline) -> Figure:
         panel.plot([], [], marker="|", ms=9, mew=2, color=colour, ls="none", label=NAMES.get(kind, kind))
     panel.set_xlim(0, chart.end * 1.01)
     panel.set_xlabel(f"{chart.unit} since the start")
-    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)  # pyright: ignore
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     return figure
 
 

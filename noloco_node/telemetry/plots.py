@@ -1,11 +1,14 @@
 """The plot of a run: losses by tokens, and the spread of the weights beside the learning rate that it must follow."""
 
+# pyright: reportUnknownMemberType=false
+# matplotlib's own types leave the keywords of most methods open.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
@@ -17,37 +20,6 @@ from noloco_node.telemetry.summary import (
     training_curve,
     validation_curve,
 )
-
-
-class Axes(Protocol):
-    """The part of matplotlib's axes drawn on here; its own types leave the keywords open."""
-
-    xaxis: Any
-    spines: Any
-
-    def plot(
-        self,
-        x: Sequence[float],
-        y: Sequence[float],
-        *,
-        color: str,
-        lw: float = 1.2,
-        ls: str = "-",
-        marker: str = "",
-        ms: float = 5.0,
-        label: str = "",
-    ) -> object: ...
-    def set_title(self, label: str, *, loc: str, fontsize: float, fontweight: str) -> object: ...
-    def set_xlabel(self, label: str) -> object: ...
-    def set_ylabel(self, label: str, *, color: str = "black") -> object: ...
-    def set_yscale(self, scale: str) -> object: ...
-    def set_ylim(self, *, bottom: float) -> object: ...
-    def legend(self, *, frameon: bool) -> object: ...
-    def get_legend_handles_labels(self) -> tuple[Sequence[object], Sequence[str]]: ...
-    def twinx(self) -> Axes: ...
-    def grid(self, visible: bool, *, color: str, lw: float) -> object: ...
-    def set_axisbelow(self, below: bool) -> object: ...
-
 
 BLUE, ORANGE, GREEN, GREY = "#2f6db3", "#d9622b", "#3a8f5c", "#8a8a8a"
 
@@ -62,16 +34,16 @@ def plot_run(
     """
     figure = Figure(figsize=(7.0, 6.4), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, 1, height_ratios=[3, 2])  # pyright: ignore[reportUnknownMemberType]
-    above = figure.add_subplot(grid[0])
-    losses, weights = cast("Axes", above), cast("Axes", figure.add_subplot(grid[1], sharex=above))
+    grid = figure.add_gridspec(2, 1, height_ratios=[3, 2])
+    losses = figure.add_subplot(grid[0])
+    weights = figure.add_subplot(grid[1], sharex=losses)
     _losses(losses, histories, merged_loss)
     _spread(weights, histories)
     losses.set_title(title, loc="left", fontsize=11, fontweight="bold")
     weights.set_xlabel("tokens trained by the swarm")
     weights.xaxis.set_major_formatter(EngFormatter(sep=""))
-    above.tick_params(labelbottom=False)  # pyright: ignore[reportUnknownMemberType]
-    figure.savefig(path, dpi=dpi)  # pyright: ignore[reportUnknownMemberType]
+    losses.tick_params(labelbottom=False)
+    figure.savefig(path, dpi=dpi)
 
 
 def _losses(axes: Axes, histories: Sequence[NodeHistory], merged_loss: float | None) -> None:
