@@ -284,7 +284,7 @@ def test_weights_of_another_shape_are_named(tmp_path: Path, capsys: pytest.Captu
     manifest = tmp_path / "b" / "final" / "manifest.json"
     text = json.loads(manifest.read_text())
     forged = Manifest.model_validate({**text, "run_id": RUN.run_id})
-    manifest.write_text(forged.model_copy(update={"seal": forged.expected_seal()}).model_dump_json())
+    manifest.write_text(forged.sealed().model_dump_json())
     out = tmp_path / "out"
     assert main(["export", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out)]) == ExitCode.RUN_FOLDER
     assert "do not fit stage 1" in capsys.readouterr().err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import time
 import urllib.error
@@ -18,6 +17,7 @@ from typing import Any
 import yaml
 
 from deploy.monitoring.files import DEPLOY
+from tests.support import free_port
 
 READY_SECONDS = 60.0
 SEEDS = "seeds.json"
@@ -61,13 +61,6 @@ class Watchers:
         """A console, as a browser gets it."""
         with urllib.request.urlopen(f"http://{self.prometheus}/consoles/{name}", timeout=20) as answer:
             return answer.read().decode()
-
-
-def free_port() -> int:
-    """One of this machine that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _configured(folder: Path, targets: Path, alertmanager: str) -> Path:

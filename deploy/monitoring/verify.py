@@ -27,7 +27,7 @@ from deploy.monitoring.alerts import ALERTS
 from deploy.monitoring.expressions import EXPRESSIONS, QUIET, RECORDED
 from deploy.monitoring.files import DEPLOY
 from deploy.monitoring.panels import DASHBOARDS
-from deploy.monitoring.servers import SEEDS, Watchers, check_files, free_port, watchers
+from deploy.monitoring.servers import SEEDS, Watchers, check_files, watchers
 from deploy.monitoring.trials import try_rules
 from noloco_node.config.load import load_config
 from noloco_node.config.shipped import shipped_config
@@ -35,6 +35,7 @@ from noloco_node.launch.local_swarm import LocalSwarm, Observer, SwarmNode
 from noloco_node.storage import atomic
 from noloco_node.telemetry.events import CheckpointTaken, Evaluation, InnerStep, OuterStep
 from noloco_node.telemetry.scrape_targets import TARGETS, scrape_targets
+from tests.support import free_port
 
 SMALL = (
     "run.name=dashboards",

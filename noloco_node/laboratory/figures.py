@@ -156,3 +156,8 @@ def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
     if len(x) < 3 or len(set(x)) == 1 or len(set(y)) == 1:
         return None
     return statistics.correlation(x, y)
+
+
+def as_text(value: object) -> str:
+    """A setting's value, as tables and plots name it."""
+    return f"{value:g}" if isinstance(value, float) else str(value)

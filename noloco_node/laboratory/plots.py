@@ -26,7 +26,7 @@ from noloco_node.laboratory.canvas import (
     tokens_axis,
 )
 from noloco_node.laboratory.expansion import GAMMA
-from noloco_node.laboratory.figures import Line, Spot, best, best_of, lines, setting, spread_follows_rate
+from noloco_node.laboratory.figures import Line, Spot, as_text, best, best_of, lines, setting, spread_follows_rate
 from noloco_node.laboratory.result import Results
 from noloco_node.outer.stability import Momentum, admissible_gamma
 
@@ -259,7 +259,7 @@ def _swept_panel(panel: Axes, shown: Sequence[Line], record: Results, report: Se
     if numeric and min(numbers) > 0 and max(numbers) >= 8 * min(numbers):
         panel.set_xscale("log")
     if len(values) <= 10:
-        ticks_at(panel, list(places.values()), [_value(value) for value in values])
+        ticks_at(panel, list(places.values()), [as_text(value) for value in values])
     panel.set_xlabel(name)
 
 
@@ -383,9 +383,5 @@ def _of(record: Results, line: Line, name: str) -> Any:
 
 
 def _name(line: Line) -> str:
-    options = ", ".join(f"{name.rpartition('.')[2]} {_value(value)}" for name, value in line.swept.items())
+    options = ", ".join(f"{name.rpartition('.')[2]} {as_text(value)}" for name, value in line.swept.items())
     return f"{line.variant} ({options})" if options else line.variant
-
-
-def _value(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)

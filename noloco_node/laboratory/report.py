@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from noloco_node.laboratory.figures import Line, Spot, best_of, lines, spread_follows_rate
+from noloco_node.laboratory.figures import Line, Spot, as_text, best_of, lines, spread_follows_rate
 from noloco_node.laboratory.result import Results
 
 NONE = "–"
@@ -173,11 +173,7 @@ def _bytes(count: float) -> str:
 
 
 def _options(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {_value(value)}" for name, value in options.items()) or NONE
-
-
-def _value(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return ", ".join(f"{name} {as_text(value)}" for name, value in options.items()) or NONE
 
 
 def _source(data: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.telemetry.events import Warned
+from noloco_node.telemetry.words import as_long
 
 HOLDER_SECONDS = 15.0
 """How long a node without a state waits for a peer that held it when it was last seen at work; once."""
@@ -64,7 +65,9 @@ def last_of_stage(membership: Membership, answers: Callable[[PeerId], bool], gua
 def state_elsewhere(stage: int, holders: Sequence[tuple[PeerId, Held]], seconds: float) -> Warned:
     """Names who held a stage's state, the furthest first."""
     now = ambient.wall()
-    rows = [f"{peer} at {held.clock:,.0f} tokens, seen {_ago(now - held.seen)} ago" for peer, held in holders[:NAMED]]
+    rows = [
+        f"{peer} at {held.clock:,.0f} tokens, seen {as_long(now - held.seen)} ago" for peer, held in holders[:NAMED]
+    ]
     return Warned(
         what="state_elsewhere",
         detail=f"THE STATE OF STAGE {stage} IS ELSEWHERE: it was held by {'; '.join(rows)}. Waiting {seconds:.0f} s "
@@ -95,14 +98,4 @@ def stage_lost(spec: RunSpec, stage: int) -> Warned:
         detail=f"STAGE {stage} STARTS AGAIN FROM THE RUN'S SEED: all of its replicas are gone and no copy is left "
         f"({asked}); what it had learnt is lost. If the machine of a former replica still has its run folder, stop "
         "this node and start that one",
-    )
-
-
-def _ago(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.0f} h"
     )

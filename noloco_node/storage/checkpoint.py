@@ -6,7 +6,6 @@ folder is written under another name, synced and renamed.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import shutil
@@ -22,10 +21,9 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 from torch import Tensor
 
 from noloco_node import __version__, ambient
-from noloco_node.config.canonical import canonical_json
 from noloco_node.data.samples import Position
 from noloco_node.storage import atomic
-from noloco_node.storage.weights import MANIFEST, Sha256, file_sha256
+from noloco_node.storage.weights import MANIFEST, Sealed, Sha256, file_sha256
 from noloco_node.training.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -96,10 +94,8 @@ class Standing(BaseModel):
         return None
 
 
-class CheckpointManifest(BaseModel):
-    """What the checkpoint is; `seal` is the SHA-256 of the other fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class CheckpointManifest(Sealed):
+    """What the checkpoint is."""
 
     format: Literal[2] = 2
     version: str
@@ -108,11 +104,6 @@ class CheckpointManifest(BaseModel):
     """Seconds since 1970."""
     standing: Standing
     files: dict[Literal["state.safetensors"], Sha256]
-    seal: Sha256 | Literal[""] = ""
-
-    def expected_seal(self) -> str:
-        """SHA-256 of the canonical JSON of the other fields."""
-        return hashlib.sha256(canonical_json(self.model_dump(mode="json", exclude={"seal"})).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,4 +307,4 @@ def _stage_of(path: Path) -> int | None:
 
 def _sealed(standing: Standing, files: dict[Literal["state.safetensors"], str]) -> CheckpointManifest:
     manifest = CheckpointManifest(version=__version__, written=ambient.wall(), standing=standing, files=files)
-    return manifest.model_copy(update={"seal": manifest.expected_seal()})
+    return manifest.sealed()

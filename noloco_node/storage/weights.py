@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
@@ -26,10 +26,24 @@ FAST = "fast.safetensors"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Manifest(BaseModel):
-    """What the files are and their SHA-256; `seal` is the SHA-256 of the other fields."""
+class Sealed(BaseModel):
+    """A manifest whose `seal` is the SHA-256 of its other fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seal: Sha256 | Literal[""] = ""
+
+    def expected_seal(self) -> str:
+        """SHA-256 of the canonical JSON of the other fields."""
+        return hashlib.sha256(canonical_json(self.model_dump(mode="json", exclude={"seal"})).encode()).hexdigest()
+
+    def sealed(self) -> Self:
+        """The same, its seal as it must be."""
+        return self.model_copy(update={"seal": self.expected_seal()})
+
+
+class Manifest(Sealed):
+    """What the files are and their SHA-256."""
 
     format: Literal[1] = 1
     version: str
@@ -43,16 +57,11 @@ class Manifest(BaseModel):
     """Clock in swarm tokens."""
     outer_rounds: Annotated[int, Field(ge=0)]
     files: dict[Literal["slow.safetensors", "fast.safetensors"], Sha256]
-    seal: Sha256 | Literal[""] = ""
 
     @property
     def cut(self) -> StageCut:
         """The stage's place in the model."""
         return StageCut(self.stage, self.stages, self.first_layer, self.end_layer)
-
-    def expected_seal(self) -> str:
-        """SHA-256 of the canonical JSON of the other fields."""
-        return hashlib.sha256(canonical_json(self.model_dump(mode="json", exclude={"seal"})).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +141,7 @@ def _sealed(run_id: str, cut: StageCut, clock: float, outer_rounds: int, files: 
             "files": files,
         }
     )
-    return open_manifest.model_copy(update={"seal": open_manifest.expected_seal()})
+    return open_manifest.sealed()
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:

@@ -42,6 +42,12 @@ MICROBATCH_OUTCOMES = ("drawn", "trained", "dropped", "put_back", "retried", "re
 without_time_of_creation()
 
 
+def exposition(registry: CollectorRegistry, headers: Mapping[str, str]) -> Page:
+    """All of a registry in the format of Prometheus that the request's `accept` asks for."""
+    encode, content_type = choose_encoder(headers.get("accept", ""))
+    return Page(encode(registry), content_type)
+
+
 class Metrics:
     """One node's metrics (`metric_table`) in a registry of their own. Labels are bounded: no peer id ever is one."""
 
@@ -140,9 +146,8 @@ class Metrics:
                 pass
 
     def page(self, headers: Mapping[str, str]) -> Page:
-        """All metrics in the format of Prometheus that the request's `accept` asks for."""
-        encode, content_type = choose_encoder(headers.get("accept", ""))
-        return Page(encode(self.registry), content_type)
+        """All metrics, as the request asks for them."""
+        return exposition(self.registry, headers)
 
     def watch_process(
         self, loop: asyncio.AbstractEventLoop, memory: Callable[[], MemoryUse], free_disk: Callable[[], float]

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
 
 from noloco_node import __version__
 from noloco_node.telemetry.metric_table import SEED_TABLE
+from noloco_node.telemetry.metrics import exposition
 from noloco_node.telemetry.swarm_state import SwarmView
 from noloco_node.telemetry.web import Page
 
@@ -32,9 +32,8 @@ class SwarmMetrics:
         ProcessCollector(registry=self.registry)
 
     def page(self, headers: Mapping[str, str]) -> Page:
-        """In the format of Prometheus that the request's `accept` asks for."""
-        encode, content_type = choose_encoder(headers.get("accept", ""))
-        return Page(encode(self.registry), content_type)
+        """All of them, as the request asks for them."""
+        return exposition(self.registry, headers)
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""

@@ -19,6 +19,7 @@ from noloco_node.diagnostics.status import status_lines
 from noloco_node.errors import ExitCode
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped, read_events
+from tests.support import free_port
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(180)]
 
@@ -39,14 +40,6 @@ def refused(*arguments: str | Path) -> tuple[int, str]:
     assert "remedy" in done.stderr
     assert len(done.stderr.splitlines()) <= 24, done.stderr
     return done.returncode, done.stderr
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -110,9 +103,9 @@ def test_a_wrong_setting(
     assert all(word in complaint for word in words), complaint
 
 
-def test_a_dead_peer_and_a_busy_port(tmp_path: Path, temporary: Path, free_port: int, busy_port: int) -> None:
+def test_a_dead_peer_and_a_busy_port(tmp_path: Path, temporary: Path, busy_port: int) -> None:
     """A peer that nobody answers for is named with the reason; so is a port that is taken."""
-    peer = NOBODY.format(port=free_port)
+    peer = NOBODY.format(port=free_port())
     code, complaint = refused("run", MICRO, "--run-folder", tmp_path / "a", "--initial-peers", peer)
     assert code == ExitCode.PEERS_UNREACHABLE
     assert peer in complaint

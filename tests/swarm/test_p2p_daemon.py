@@ -24,7 +24,7 @@ from noloco_node.identity.addresses import parse_address, try_peers
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.libp2p.start import Doors, running_p2p, start_p2p
 from noloco_node.storage.private_folder import SHARED_PREFIX, leave_shared_folder, sweep_dead_folders
-from tests.support import eventually, nothing_left_behind, one_turn, p2pd_children
+from tests.support import eventually, free_port, nothing_left_behind, one_turn, p2pd_children
 
 pytestmark = pytest.mark.daemons
 
@@ -141,9 +141,7 @@ async def test_peers_seen_before_stand_in_for_dead_ones(
 
 async def test_a_peer_that_starts_a_little_later_is_waited_for(tmp_path: Path) -> None:
     """Its port is asked again until it answers."""
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
+    port = free_port()
     address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{NOBODY}"
     waiting = asyncio.create_task(try_peers([address], 10.0))
     with pytest.raises(TimeoutError):

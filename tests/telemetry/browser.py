@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support import free_port
+
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 """What this machine lacks for it."""
 ANSWER_SECONDS = 60.0
@@ -87,9 +89,7 @@ class Browser:
 @contextlib.contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
     """A browser with an empty profile in `folder`, ended with the block."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
+    port = free_port()
     driver = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + ANSWER_SECONDS
