@@ -28,7 +28,7 @@ from noloco_node.marks import BEGINS
 from noloco_node.model.stage import build_stage
 from noloco_node.node.checkpointing import HELD_SHARE, CheckpointKeeper, is_due
 from noloco_node.node.replica import Replica
-from noloco_node.outer.codec import CodecName
+from noloco_node.outer.names import CodecName
 from noloco_node.pipeline.messages import Ledger, Sample
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder, Standing, Written, held_name, read_checkpoint
 from noloco_node.telemetry.events import Account, AnyEvent, CheckpointTaken, EventFile, InnerStep, read_events

@@ -13,6 +13,7 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.settings import Fraction, Positive, PositiveFloat, Settings
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.outer.names import CodecName, Momentum
 from noloco_node.outer.stability import admissible_gamma, safe_gamma
 
 MAX_BODY_BYTES = 256 << 20
@@ -28,6 +29,8 @@ ACTIVATION_CODECS: tuple[ActivationCodec, ...] = get_args(ActivationCodec)
 """From wide to narrow."""
 INT8_BLOCK = 128
 """Numbers of a token that share a scale where activations travel as int8."""
+
+RoutingName = Literal["uniform", "balanced", "fixed"]
 
 RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 
@@ -92,9 +95,9 @@ class OuterSpec(Settings):
     """Outer learning rate; at most 1 - alpha keeps the effective rate at or below 1."""
     gamma: PositiveFloat | None = None
     """Pull to the group's mean; 1 - alpha where not set."""
-    momentum: Literal["averaged", "local"] = "averaged"
+    momentum: Momentum = "averaged"
     """`averaged`: the momentum is averaged over the group at no cost in bytes; `local`: the published rule."""
-    codec: Literal["fp32", "fp16", "int8", "int4", "dct", "sign"] = "int8"
+    codec: CodecName = "int8"
     """How the exchanged tensor travels: rounded; as codes modulo 2^8 or 2^4 of the difference to the partner; or of its
     own motion only the largest DCT coefficients, or only the signs, and a sixteenth of the rest."""
     fragments: Annotated[int, Field(gt=0, le=1024)] = 1
@@ -161,7 +164,7 @@ class OuterSpec(Settings):
 class PipelineSpec(Settings):
     """How microbatches travel between stages."""
 
-    routing: Literal["uniform", "balanced", "fixed"] = "balanced"
+    routing: RoutingName = "balanced"
     """`uniform`: the paper's; `balanced`: of two drawn peers the less loaded; `fixed`: for the ablation."""
     activations: Annotated[tuple[ActivationCodec, ...], Field(min_length=1, max_length=4)] = ("fp32",)
     """How activations and their gradients may travel: one name, or several. Of several a sender takes the widest with

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,11 +30,8 @@ from noloco_node.outer.modulo_codes import (
     sketch_of,
 )
 from noloco_node.outer.motion import Motion, Signs, Waves
+from noloco_node.outer.names import CodecName
 from noloco_node.outer.rotation import BLOCK
-
-CodecName = Literal["fp32", "fp16", "int8", "int4", "dct", "sign"]
-
-__all__ = ["BLOCK", "CODECS", "Codec", "CodecName", "Coding"]
 
 _FP16_MAX = 65504.0
 

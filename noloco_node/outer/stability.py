@@ -7,12 +7,10 @@ group to deviate from, c = 1.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import numpy.typing as npt
 
-Momentum = Literal["averaged", "local"]
+from noloco_node.outer.names import Momentum
 
 _RESOLUTION = 1e-6
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
+
+from noloco_node.outer.names import Momentum
 
 MIN_TOKEN_WEIGHT = 0.5
 MAX_TOKEN_WEIGHT = 2.0
@@ -28,7 +29,7 @@ class OuterRule:
     alpha: float
     beta: float
     gamma: float
-    momentum: Literal["averaged", "local"]
+    momentum: Momentum
 
 
 def contribution(rule: OuterRule, *, fast: Tensor, slow: Tensor, momentum: Tensor, weight: float = 1.0) -> Tensor:

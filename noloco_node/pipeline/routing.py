@@ -7,9 +7,9 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from noloco_node.aio import Pulse
+from noloco_node.config.run_spec import RoutingName
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.links import share_of_relayed
 from noloco_node.pipeline.paces import Outcome, Paces
@@ -17,8 +17,6 @@ from noloco_node.transport.bans import PEERS_REMEMBERED
 from noloco_node.trust.reputation import Repute, Trust, after_audit
 
 logger = logging.getLogger(__name__)
-
-Strategy = Literal["uniform", "balanced", "fixed"]
 
 SUSPENSION_SECONDS = 5.0
 """How long a peer whose stream broke or timed out is passed over; doubled with each failure, up to a minute."""
@@ -51,7 +49,7 @@ class Candidate:
 
 
 def choose_peer(
-    strategy: Strategy,
+    strategy: RoutingName,
     candidates: Sequence[Candidate],
     *,
     own_rank: int,
@@ -113,8 +111,8 @@ class RoutingBook:
     """What this node knows of its next-stage peers: who lives, own requests under way, reported load, suspensions,
     and what audits say of them."""
 
-    def __init__(self, strategy: Strategy, rng: random.Random, clock: Callable[[], float]) -> None:
-        self._strategy: Strategy = strategy
+    def __init__(self, strategy: RoutingName, rng: random.Random, clock: Callable[[], float]) -> None:
+        self._strategy: RoutingName = strategy
         self._rng = rng
         self._clock = clock
         self._peers: tuple[PeerId, ...] = ()

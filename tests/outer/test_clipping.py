@@ -11,7 +11,8 @@ from torch import Tensor
 
 from noloco_node.outer import clipping
 from noloco_node.outer.clipping import DifferenceBound, Judgement, PartnerBound
-from noloco_node.outer.codec import BLOCK, CodecName
+from noloco_node.outer.codec import BLOCK
+from noloco_node.outer.names import CodecName
 from noloco_node.outer.replica import NotFinite, OuterReplica
 from noloco_node.outer.update import OuterRule
 from tests.outer.groups import average, learn, replica_of, vectors

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from noloco_node.outer.codec import BLOCK, CODECS, CodecName
+from noloco_node.outer.codec import BLOCK, CODECS
+from noloco_node.outer.names import CodecName
 from noloco_node.outer.rotation import rotated, rotated_back_, signs
 
-ALL: list[CodecName] = ["fp32", "fp16", "int8", "int4"]
-MODULO: list[CodecName] = ["int8", "int4"]
+ALL: list[CodecName] = [name for name, codec in CODECS.items() if not codec.decoupled]
+MODULO: list[CodecName] = [name for name in ALL if CODECS[name].modulo]
 SIZE = 20 * BLOCK + 329
 
 
@@ -77,7 +78,7 @@ def test_modulo_codes_err_by_at_most_a_step(name: CodecName, spread: float) -> N
     assert 0.3 * step < rms(error(name, own, other)) < 0.6 * step  # of a step, sqrt(1/6) is expected
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", MODULO)
 def test_dithered_codes_are_unbiased_over_exchanges(name: CodecName) -> None:
     """The mean error over 400 exchanges is a twentieth of one error."""
     own, other = pair(0.01, size=2 * BLOCK)

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from noloco_node.outer.codec import BLOCK, CODECS, CodecName
+from noloco_node.outer.codec import BLOCK, CODECS
+from noloco_node.outer.names import CodecName
 from noloco_node.outer.replica import NotFinite, OuterReplica, fragments_of
 from noloco_node.outer.update import OuterRule
 from tests.outer.groups import SIZE, meet, replica_of, replicas, step, vectors
 
-ALL: list[CodecName] = ["fp32", "fp16", "int8", "int4", "dct", "sign"]
+ALL: list[CodecName] = list(CODECS)
 RULE = OuterRule(0.5, 0.7, 0.5, "averaged")
 
 

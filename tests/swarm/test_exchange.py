@@ -17,6 +17,7 @@ from noloco_node.averaging import exchange
 from noloco_node.averaging import session as exchange_session
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.node.replica import Replica
+from noloco_node.outer.names import CodecName
 from noloco_node.outer.update import OuterRule, contribution, step_, token_weights
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.transport.errors import Refusal, Refused
@@ -153,7 +154,7 @@ CODEC_ERROR = {"fp32": 1e-6, "fp16": 0.1, "int8": 0.1, "int4": 0.7, "dct": 1.0, 
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("codec", CODEC_ERROR)
 async def test_an_exchange_by_any_codec_is_the_textbook_step_and_keeps_the_mean(
-    codec: Literal["fp32", "fp16", "int8", "int4", "dct", "sign"], fragments: int
+    codec: CodecName, fragments: int
 ) -> None:
     """Of a fragment, with uneven work: each side within the codec's error of the rule with token weights; the mean over
     both to fp32 rounding; outside the fragment φ, δ and θ bitwise as they were."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
+from noloco_node.config.run_spec import RoutingName
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.paces import Outcome
-from noloco_node.pipeline.routing import SUSPENSION_SECONDS, Candidate, RoutingBook, Strategy, choose_peer
+from noloco_node.pipeline.routing import SUSPENSION_SECONDS, Candidate, RoutingBook, choose_peer
 from noloco_node.trust.reputation import Trust
 
 PEERS = [PeerId(name) for name in ("a", "b", "c", "d")]
@@ -56,9 +58,9 @@ def test_fixed_always_takes_the_peer_of_its_rank(rank: int) -> None:
     assert chosen == {PEERS[rank % 4]}
 
 
-@pytest.mark.parametrize("strategy", ["uniform", "balanced", "fixed"])
+@pytest.mark.parametrize("strategy", get_args(RoutingName))
 @pytest.mark.parametrize("worse", [Trust.ON_TRIAL, Trust.SET_ASIDE])
-def test_whom_audits_go_against_gets_nothing_while_others_work(strategy: Strategy, worse: Trust) -> None:
+def test_whom_audits_go_against_gets_nothing_while_others_work(strategy: RoutingName, worse: Trust) -> None:
     """Nor where all others have been asked already and are busy: then nobody is asked. Alone, it is."""
     rng = random.Random(0)
     doubted, *others = candidates([0, 5, 5])
