@@ -457,7 +457,7 @@ async def test_who_says_that_it_comes_to_a_lost_stage_and_never_does_is_not_wait
     async with trained_world(guards=0) as (_, (_, _, first, second), copies):
         for replica in (first, second):
             await replica.membership.announce(PeerState.JOINING)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             origin = await revive_if_lost(
                 second.spec, second.membership, second.worker, copies[3], peer_name(1, 1), confirmed=True
             )

@@ -104,7 +104,7 @@ async def test_a_look_ends_with_the_first_other_node_and_the_own_former_record_i
         await asyncio.wait((looking,), timeout=3 * first_look.LOOK_AGAIN_SECONDS)
         assert not looking.done()
         await other.membership.announce(PeerState.JOINING)
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(50.0):
             view = await looking
         assert [list(rows) for rows in view.stages] == [[], [peer_name(1, 0)]]
 

@@ -46,7 +46,7 @@ async def node(folder: Path, *arguments: str) -> AsyncIterator[list[AnyEvent]]:
     try:
         yield events
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 20) == ExitCode.INTERRUPTED
+        assert await asyncio.wait_for(process.wait(), 60) == ExitCode.INTERRUPTED
         events.extend(reader.new_events())
     finally:
         following.cancel()

@@ -90,7 +90,7 @@ async def node(place: Sequence[str], folder: Path, *arguments: str) -> AsyncIter
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, TimeoutError):
                 process.send_signal(number)
-                await asyncio.wait_for(process.wait(), 20)
+                await asyncio.wait_for(process.wait(), 60)
 
 
 def events_of(folder: Path, kind: type[E]) -> list[E]:

@@ -44,7 +44,7 @@ async def command(folder: Path, *arguments: str) -> AsyncIterator[asyncio.subpro
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), 20)
+                await asyncio.wait_for(process.wait(), 60)
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
@@ -116,7 +116,7 @@ class Watched:
                 await asyncio.sleep(0.2)
         finally:
             watcher.send_signal(signal.SIGINT)
-            code = await asyncio.wait_for(watcher.wait(), 20)
+            code = await asyncio.wait_for(watcher.wait(), 60)
         assert code == ExitCode.OK
 
     async def compare(self) -> None:
@@ -181,7 +181,7 @@ async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
             assert await asyncio.wait_for(late.wait(), 120) == ExitCode.NO_DONOR
             assert "has come to its end: so say the peers" in (tmp_path / "late" / "printed").read_text()
         seed.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(seed.wait(), 20) == ExitCode.INTERRUPTED
+        assert await asyncio.wait_for(seed.wait(), 60) == ExitCode.INTERRUPTED
     events = [read_events(folder / "events.jsonl") for folder in folders]
     started = [next(e for e in each if isinstance(e, NodeStarted)) for each in events]
     assert [e.stage for e in started] == [0, 1, 0]

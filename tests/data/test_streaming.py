@@ -296,7 +296,7 @@ async def test_blocks_smaller_than_a_microbatch_do_not_end_the_reading(
     reader = BlockReader(SmallBlocks(sizes), turns, 8)
     prefetch = Prefetch(reader.portions(), BEGIN, 1)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert [[int(row[0]) for row in await prefetch.draw()] for _ in rows] == rows
     finally:
         reader.close()
@@ -311,7 +311,7 @@ async def test_a_shared_text_that_is_gone_ends_the_reading(monkeypatch: pytest.M
     reader = BlockReader(SmallBlocks([-1]), turns, 8)
     prefetch = Prefetch(reader.portions(), BEGIN, 1)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with pytest.raises(UserError, match="damaged"):
                 await prefetch.draw()
     finally:

@@ -252,7 +252,7 @@ async def store_poison(hostile: Any, evil: Identity, victim: str, expires: float
     }
     accepted: list[str] = []
     for name, (at, value, subkey, until) in attempts.items():
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             if await hostile.store(at, value, until, subkey=subkey, exclude_self=True):
                 accepted.append(name)
         # The hostile node answers look-ups with it, too.

@@ -116,7 +116,7 @@ async def test_training_goes_on_during_an_exchange_and_is_kept() -> None:
 
         made.network.inject(Fault(FaultKind.DELAY, method=exchange.CHUNK, times=1, wait=wait))
         dialling = asyncio.create_task(left.exchanger.dial(peer_name(0, 1)))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await held.wait()
         snapshot = left.worker.outer.snapshot.clone()
         assert left.origin is not None

@@ -321,7 +321,7 @@ class LiveNode:
         reader, writer = await self.peer.open_stream(self.node.own_id, STREAM_PROTOCOL)
         try:
             writer.write(data)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 start = await reader.readexactly(PREFIX_BYTES)
                 prefix = decode_prefix(start)
                 payload = await reader.readexactly(prefix.length)

@@ -103,7 +103,7 @@ async def test_a_budget_of_a_day_holds_a_place_no_longer_than_the_runs_own() -> 
     """Or one stranger could fill a node whose next stage is away."""
     pipeline = PipelineSpec(budget_seconds=0.4, progress_seconds=0.2)
     async with serving_world(stages=3, pipeline=pipeline) as made:
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(60):
             with pytest.raises(Refused) as refused:
                 await ask(made, request(made, budget_ms=86_400_000))
         assert refused.value.reason is Refusal.OUT_OF_REACH

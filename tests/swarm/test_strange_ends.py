@@ -267,7 +267,7 @@ async def test_most_of_those_that_answer_may_claim_to_be_ahead_and_keep_no_run_f
             stranger.donor._refuse_relayed = refuses  # type: ignore[method-assign]
         await other.membership.announce(PeerState.TRAINING)
         joiner._first_state._entrances = [other._transport.peer_id]
-        assert await asyncio.wait_for(joiner.become_current(), 20) is None
+        assert await asyncio.wait_for(joiner.become_current(), 60) is None
 
 
 async def refuses(_: object) -> None:

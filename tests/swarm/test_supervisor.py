@@ -339,7 +339,7 @@ async def test_an_orphan_is_reaped_only_if_it_is_ours(own_base: Path) -> None:
         try:
             assert sweep_dead_folders() == 1
             if ours:
-                assert await asyncio.wait_for(child.wait(), 5) == -signal.SIGKILL
+                assert await asyncio.wait_for(child.wait(), 60) == -signal.SIGKILL
             else:
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(child.wait(), 0.3)

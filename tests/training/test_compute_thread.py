@@ -92,7 +92,7 @@ async def test_an_exception_comes_back_to_its_caller_and_the_thread_lives_on() -
     thread = ComputeThread()
     with pytest.raises(ZeroDivisionError, match="mine"):
         await thread.run(Priority.FORWARD, lambda: fail(ZeroDivisionError("mine")))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         with pytest.raises(RuntimeError):
             await thread.run(Priority.FORWARD, lambda: fail(StopIteration()))
     assert await thread.run(Priority.FORWARD, lambda: 7) == 7
