@@ -80,9 +80,11 @@ def print_fingerprint(run: RunSpec) -> None:
         return
     from noloco_node.data.prepared import fingerprints_of
 
-    said = (
-        "as the run has it" if run.data.fingerprint else "set run.data.fingerprint to it, and every node is held to it"
-    )
+    said = "set run.data.fingerprint to it, and every node is held to it"
+    if data.fingerprint:
+        said = "as the run has it"
+    elif data.mixture and data.streaming and any(part.source == "huggingface" for part in data.parts):
+        said = "set run.data.mixture[0].fingerprint to the first below, and so on, and every node is held to them"
     whole, parts = fingerprints_of(data)
     print(f"  text              {whole} ({said})")
     for name, each in zip(data.names, parts, strict=True):

@@ -31,6 +31,8 @@ PASS_WINDOWS = 1000
 """Windows of a pass through a mixture, in each of which every source has its share."""
 MOST_SOURCES = 64
 """Of a mixture."""
+MOST_ROWS = 8
+"""Of a mixture whose sources are read in blocks: replicas say of each which blocks they hold."""
 MOST_SHOWN = 80
 """Characters of a name that stands beside figures."""
 Source = Literal["stdlib", "text", "huggingface"]
@@ -174,16 +176,32 @@ class DataSpec(Settings):
                     f"less than one window of {PASS_WINDOWS:,}, so that it would never be read; raise it, or leave "
                     "the source out"
                 )
-        for name, instead in (
-            ("streaming", "leave it off, and each source is tokenised at the start"),
-            ("block_windows", "leave it out, and each replica walks through each source in an order of its own"),
-        ):
-            if getattr(self, name):
-                raise ValueError(
-                    f"run.data.mixture is set, and so is run.data.{name}, which is for a single source only: "
-                    f"{instead}; or name one source in place of the mixture"
-                )
+        self._check_mixed_blocks()
         return self
+
+    def _check_mixed_blocks(self) -> None:
+        """ValueError where sources cannot be read in blocks, each by itself."""
+        if not self.streaming and self.block_windows is None:
+            return
+        if len(self.mixture) > MOST_ROWS:
+            name = "streaming" if self.streaming else "block_windows"
+            raise ValueError(
+                f"run.data.mixture has {len(self.mixture)} sources, and run.data.{name} is set: replicas tell each "
+                f"other which blocks of each they read, which they do of {MOST_ROWS} at the most; put some together in "
+                f"one folder or glob, or leave run.data.{name} out"
+            )
+        for number, part in enumerate(self.mixture if self.streaming else ()):
+            if part.source == "stdlib":
+                raise ValueError(
+                    f"run.data.streaming is on but run.data.mixture[{number}].source is 'stdlib', which is small: "
+                    "leave it off, or name a text"
+                )
+            if part.source == "huggingface" and self.fingerprint is not None:
+                raise ValueError(
+                    "run.data.fingerprint is set, of the whole mixture, but the revision of a source that is streamed "
+                    f"from the hub is its own: set run.data.mixture[{number}].fingerprint in its place, and those of "
+                    "the other sources"
+                )
 
     @model_validator(mode="after")
     def _of_one_mind(self) -> DataSpec:

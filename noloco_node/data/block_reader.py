@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from noloco_node.data.blocks import Blocks
 from noloco_node.data.documents import data_error
+from noloco_node.data.mixture import MixedPosition, SourceOrder, naming_source
 from noloco_node.data.prefetch import Portion, Portions
+from noloco_node.data.samples import Position
 from noloco_node.data.tokenizers import Tokens
-from noloco_node.data.turns import MOST_BEGUN, Turn, TurnPosition, Turns
+from noloco_node.data.turns import MOST_BEGUN, Turn, Turns
+from noloco_node.data.walk import BEGINNING
 from noloco_node.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -29,86 +33,168 @@ ASK_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
+class Row:
+    """The blocks of one source, and who reads which next."""
+
+    blocks: Blocks
+    turns: Turns
+
+
+@dataclass(frozen=True, slots=True)
 class _Mark:
-    """How far a turn has come with a portion."""
+    """How far a turn has come with a window."""
 
     slot: int
     reached: int
     finished: bool
 
 
-class BlockReader:
-    """Reads the blocks of `turns` into portions of `size` windows, on the prefetch thread."""
+Step = tuple[Tokens, list[_Mark]]
+"""A window, and how far its turn has come with it; before that, turns that had none."""
 
-    def __init__(self, blocks: Blocks, turns: Turns, size: int) -> None:
-        self._blocks, self._turns, self._size = blocks, turns, size
-        self._failed = self._empty = self._open = 0
-        self._told: set[str] = set()
-        self._closed = False
+
+class BlockReader:
+    """Reads the blocks of rows into portions of `size` windows, on the prefetch thread: of a mixture as many rows as it
+    has sources, each window of the row that `order` names."""
+
+    def __init__(self, rows: Sequence[Row], size: int, order: SourceOrder | None = None) -> None:
+        self._size, self._order = size, order
         self._changed = threading.Condition()
+        self._rows = [_RowReader(row, self._changed) for row in rows]
+        self._begins = BEGINNING if order is None else order.position
+
+    @property
+    def position(self) -> Position:
+        """Where drawing goes on, for a checkpoint."""
+        own = tuple(row.turns.position for row in self._rows)
+        return own[0] if self._order is None else MixedPosition(order=self._begins, sources=own)
 
     def portions(self) -> Portions:
         """Without end. Raises UserError (DATA) where block after block cannot be read, or holds not one window.
 
-        A portion of less than `size` windows is all of `MOST_BEGUN` blocks: no more may be begun before these are
-        drawn.
+        A portion of less than `size` windows is all of `MOST_BEGUN` blocks of a source: no more of them may be begun
+        before these are drawn.
         """
-        windows, marks, held = list[Tokens](), list[_Mark](), 0
-        while (turn := self._take()) is not None:
-            reached = turn.start
-            for window in self._read(turn):
-                if not self._turns.holds(turn.slot):
-                    break
-                if len(windows) == self._size:  # only now is it known that this one was not the block's last
-                    yield self._portion(windows, [*marks, _Mark(turn.slot, reached, False)])
-                    windows, marks, held = [], [], 0
-                windows.append(window)
-                reached += 1
-            marks.append(_Mark(turn.slot, reached, True))
-            self._note_empty(turn, reached)
-            held += reached > turn.start
-            if len(windows) == self._size or held == MOST_BEGUN:
-                yield self._portion(windows, marks)
-                windows, marks, held = [], [], 0
+        steps = [row.steps() for row in self._rows]
+        made = _Made.of(len(steps))
+        while True:
+            number = 0 if self._order is None else self._order.next()
+            step = self._next(steps, number)
+            if step is None:
+                return
+            made.add(number, step)
+            if len(made.windows) == self._size or made.held[number] == MOST_BEGUN:
+                yield self._portion(made)
+                made = _Made.of(len(steps))
 
     def close(self) -> None:
         """End whatever `portions` waits for."""
         with self._changed:
-            self._closed = True
+            for row in self._rows:
+                row.closed = True
             self._changed.notify_all()
 
-    def _portion(self, windows: Sequence[Tokens], marks: Sequence[_Mark]) -> Portion:
-        finished = sum(mark.finished for mark in marks)
+    def _next(self, steps: Sequence[Iterator[Step]], number: int) -> Step | None:
+        if self._order is None:
+            return next(steps[number], None)
+        with naming_source(number):
+            return next(steps[number], None)
+
+    def _portion(self, made: _Made) -> Portion:
+        position = BEGINNING if self._order is None else self._order.position
+        rows = list(zip(self._rows, made.marks, strict=True))
         with self._changed:
-            self._open += finished
+            for row, marks in rows:
+                row.open += sum(mark.finished for mark in marks)
 
         def drawn() -> None:
-            for mark in marks:
-                self._turns.reached(mark.slot, mark.reached)
-                if mark.finished:
-                    self._turns.finished(mark.slot)
-            with self._changed:
-                self._open -= finished
-                self._changed.notify_all()
+            self._begins = position
+            for row, marks in rows:
+                row.drawn(marks)
 
-        last = marks[-1]
-        position = TurnPosition(slot=last.slot, start=last.reached)
-        rows = torch.from_numpy(np.stack(windows).astype(np.int32))  # pyright: ignore[reportUnknownMemberType]
-        return Portion(rows, position, drawn)
+        windows = torch.from_numpy(np.stack(made.windows).astype(np.int32))  # pyright: ignore[reportUnknownMemberType]
+        return Portion(windows, position, drawn)
+
+
+@dataclass(slots=True)
+class _Made:
+    """A portion that is not full yet."""
+
+    marks: list[list[_Mark]]
+    """By row: of each turn how far it comes with it."""
+    held: list[int]
+    """By row: blocks that end in it, but for empty ones."""
+    windows: list[Tokens] = field(default_factory=list[Tokens])
+
+    @classmethod
+    def of(cls, rows: int) -> _Made:
+        return cls([[] for _ in range(rows)], [0] * rows)
+
+    def add(self, number: int, step: Step) -> None:
+        window, reached = step
+        self.windows.append(window)
+        marks = self.marks[number]
+        for mark in reached:
+            if marks and marks[-1].slot == mark.slot:
+                marks.pop()
+            marks.append(mark)
+        self.held[number] += reached[-1].finished
+
+
+class _RowReader:
+    """Reads the blocks of one row, window by window. `changed` wakes whoever waits."""
+
+    def __init__(self, row: Row, changed: threading.Condition) -> None:
+        self._blocks, self.turns, self._changed = row.blocks, row.turns, changed
+        self._failed = self._empty = 0
+        self.open = 0
+        """Blocks that end in portions which are not drawn yet."""
+        self._told: set[str] = set()
+        self.closed = False
+
+    def steps(self) -> Generator[Step]:
+        """Until it is closed. Raises UserError (DATA) as `BlockReader.portions` does."""
+        passed = list[_Mark]()
+        while (turn := self._take()) is not None:
+            reached, last = turn.start, None
+            with closing(self._read(turn)) as windows:
+                for window in windows:
+                    if not self.turns.holds(turn.slot):
+                        break
+                    if last is not None:  # only now is it known that this one was not the block's last
+                        yield last, [*passed, _Mark(turn.slot, reached, False)]
+                        passed = []
+                    last = window
+                    reached += 1
+            passed.append(_Mark(turn.slot, reached, True))
+            self._note_empty(turn, reached)
+            if last is not None:
+                yield last, passed
+                passed = []
+
+    def drawn(self, marks: Sequence[_Mark]) -> None:
+        """Windows were drawn with which turns came so far."""
+        for mark in marks:
+            self.turns.reached(mark.slot, mark.reached)
+            if mark.finished:
+                self.turns.finished(mark.slot)
+        with self._changed:
+            self.open -= sum(mark.finished for mark in marks)
+            self._changed.notify_all()
 
     def _take(self) -> Turn | None:
         """The next turn; None once it is closed."""
         with self._changed:
-            while not self._closed:
-                if self._open >= OPEN_TURNS:
+            while not self.closed:
+                if self.open >= OPEN_TURNS:
                     self._changed.wait()
-                elif (turn := self._turns.take()) is not None:
+                elif (turn := self.turns.take()) is not None:
                     return turn
                 else:
                     self._changed.wait(ASK_AGAIN_SECONDS)
         return None
 
-    def _read(self, turn: Turn) -> Iterator[Tokens]:
+    def _read(self, turn: Turn) -> Generator[Tokens]:
         try:
             yield from self._blocks.read(turn)
             self._failed = 0
@@ -127,15 +213,15 @@ class BlockReader:
     def _pause(self) -> None:
         seconds = min(FIRST_PAUSE_SECONDS * 2 ** (self._failed - 1), LONGEST_PAUSE_SECONDS)
         with self._changed:
-            self._changed.wait_for(lambda: self._closed, seconds)
+            self._changed.wait_for(lambda: self.closed, seconds)
 
     def _note_empty(self, turn: Turn, reached: int) -> None:
         """What others say that they have read of a block, or that it is theirs, is no word about the text."""
         if reached > turn.start:
             self._empty = 0
             return
-        whole = turn.start == 0 and self._turns.holds(turn.slot)
-        self._turns.empty(turn.slot)
+        whole = turn.start == 0 and self.turns.holds(turn.slot)
+        self.turns.empty(turn.slot)
         self._empty += whole
         if self._empty > self._blocks.count:
             raise data_error(

@@ -5,20 +5,64 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 from itertools import accumulate
 
+from pydantic import BaseModel, ConfigDict
+
 from noloco_node.config.data_spec import PASS_WINDOWS, SHARDS, TEXT, DataSpec, apportioned
+from noloco_node.data.claims import SharedPosition
+from noloco_node.data.turns import TurnPosition
 from noloco_node.data.walk import BEGINNING, Permutation, WalkPosition, WindowWalk
 from noloco_node.errors import UserError
+
+
+class SourceOrder:
+    """An endless order of sources: a pass takes PASS_WINDOWS windows, each source's share by its weight, in an order by
+    (seed, peer id, pass)."""
+
+    def __init__(self, weights: Sequence[float], seed: int, peer_id: str, position: WalkPosition = BEGINNING) -> None:
+        """ValueError where the position lies outside a pass."""
+        if position.offset >= PASS_WINDOWS:
+            raise ValueError(f"offset {position.offset} in a pass over {PASS_WINDOWS} windows")
+        self.quotas = apportioned(weights, PASS_WINDOWS)
+        self._ends = list(accumulate(self.quotas))
+        self._seed, self._peer_id = seed, peer_id
+        self._go_to(position)
+
+    @property
+    def position(self) -> WalkPosition:
+        """Where the next window comes from: passes completed, and windows taken in the present one."""
+        return WalkPosition(epoch=self._epoch, offset=self._offset)
+
+    def next(self) -> int:
+        """The number of the source that gives the next window."""
+        number = self._source(self._offset)
+        if self._offset + 1 == PASS_WINDOWS:
+            self._go_to(WalkPosition(epoch=self._epoch + 1))
+        else:
+            self._offset += 1
+        return number
+
+    def taken(self) -> list[int]:
+        """Windows of each source so far, of all passes."""
+        within = Counter(self._source(offset) for offset in range(self._offset))
+        return [self._epoch * quota + within[number] for number, quota in enumerate(self.quotas)]
+
+    def _source(self, offset: int) -> int:
+        return bisect_right(self._ends, self._order[offset])
+
+    def _go_to(self, position: WalkPosition) -> None:
+        self._epoch, self._offset = position.epoch, position.offset
+        self._order = Permutation(PASS_WINDOWS, f"mixture/{self._seed}/{self._peer_id}/{position.epoch}")
 
 
 class MixedWalk:
     """An endless walk over the windows of several sources, numbered one source after the other.
 
-    A pass takes PASS_WINDOWS of them, each source's share, in an order of its own; each source is walked as if it were
-    alone, once through before any of its windows comes again. So the place in the pass says each source's place.
+    Sources take turns by `SourceOrder`; each is walked as if it were alone, once through before any of its windows
+    comes again. So the place in the pass says each source's place.
     """
 
     def __init__(
@@ -30,44 +74,38 @@ class MixedWalk:
         position: WalkPosition = BEGINNING,
     ) -> None:
         """`counts`: windows of each source. ValueError where the position lies outside a pass."""
-        if position.offset >= PASS_WINDOWS:
-            raise ValueError(f"offset {position.offset} in a pass over {PASS_WINDOWS} windows")
-        quotas = apportioned(weights, PASS_WINDOWS)
-        self._ends = list(accumulate(quotas))
+        self._sources = SourceOrder(weights, seed, peer_id, position)
         self._bases = [0, *accumulate(counts)]
-        self._seed, self._peer_id = seed, peer_id
-        self._go_to(position)
-        taken = Counter(self._source(offset) for offset in range(position.offset))
         self._walks: list[WindowWalk] = []
-        for number, (count, quota) in enumerate(zip(counts, quotas, strict=True)):
-            epoch, offset = divmod(position.epoch * quota + taken[number], count)
+        for number, (count, taken) in enumerate(zip(counts, self._sources.taken(), strict=True)):
+            epoch, offset = divmod(taken, count)
             at = WalkPosition(epoch=epoch, offset=offset)
             self._walks.append(WindowWalk.at(count, seed, f"{peer_id}/{number}", at))
 
     @property
     def position(self) -> WalkPosition:
-        """Where the next window comes from: passes completed, and windows taken in the present one."""
-        return WalkPosition(epoch=self._epoch, offset=self._offset)
+        """See `SourceOrder`."""
+        return self._sources.position
 
     def take(self, count: int) -> list[int]:
         """The next `count` window indices."""
         return [self._next() for _ in range(count)]
 
     def _next(self) -> int:
-        number = self._source(self._offset)
+        number = self._sources.next()
         [window] = self._walks[number].take(1)
-        if self._offset + 1 == PASS_WINDOWS:
-            self._go_to(WalkPosition(epoch=self._epoch + 1))
-        else:
-            self._offset += 1
         return self._bases[number] + window
 
-    def _source(self, offset: int) -> int:
-        return bisect_right(self._ends, self._order[offset])
 
-    def _go_to(self, position: WalkPosition) -> None:
-        self._epoch, self._offset = position.epoch, position.offset
-        self._order = Permutation(PASS_WINDOWS, f"mixture/{self._seed}/{self._peer_id}/{position.epoch}")
+class MixedPosition(BaseModel):
+    """How far a replica has come in a mixture whose sources are read in blocks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    order: WalkPosition
+    """In the order of the sources."""
+    sources: tuple[TurnPosition | SharedPosition, ...]
+    """In the row of each."""
 
 
 Walk = WindowWalk | MixedWalk
@@ -75,15 +113,18 @@ Walk = WindowWalk | MixedWalk
 
 
 @contextmanager
-def naming_part(spec: DataSpec, number: int) -> Generator[None]:
+def naming_source(number: int) -> Generator[None]:
     """A UserError within it says of which source of a mixture it is."""
     try:
         yield
     except UserError as error:
-        if not spec.mixture:
-            raise
         message = f"run.data.mixture[{number}]: {error.message}"
         raise UserError(error.exit_code, message, error.remedy) from error
+
+
+def naming_part(spec: DataSpec, number: int) -> AbstractContextManager[None]:
+    """`naming_source`, where it is a mixture."""
+    return naming_source(number) if spec.mixture else nullcontext()
 
 
 def mixed_fingerprint(parts: Sequence[str]) -> str:

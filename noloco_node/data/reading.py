@@ -5,25 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from noloco_node.config.data_spec import DataSpec
-from noloco_node.data.block_reader import BlockReader
+from noloco_node.config.data_spec import DataSpec, apportioned
+from noloco_node.data.block_reader import BlockReader, Row
 from noloco_node.data.blocks import Blocks, NumberedBlocks, StreamedBlocks, cut_windows, with_marks
 from noloco_node.data.documents import data_error
 from noloco_node.data.encoding import fitting_tokenizer
-from noloco_node.data.mixture import Walk
+from noloco_node.data.mixture import MixedPosition, SourceOrder, Walk, naming_part
 from noloco_node.data.prefetch import Portion, Portions, Prefetch
 from noloco_node.data.prepared import open_shards
 from noloco_node.data.samples import Position, Samples
 from noloco_node.data.shards import Shards, TextShards
+from noloco_node.data.shared_rows import SharedRows
 from noloco_node.data.shared_turns import SharedTurns
 from noloco_node.data.turns import OwnTurns, TurnPosition, Turns
-from noloco_node.data.walk import WalkPosition
+from noloco_node.data.walk import BEGINNING, WalkPosition
 from noloco_node.data.windows import Windows, load_windows
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,9 @@ class Reader:
 
 
 MakeTurns = Callable[[int, Position], Turns]
-"""Makes the turns over so many blocks, from a position on."""
+"""Makes the turns over so many blocks, from a position on: one for each source."""
+HeldOut = tuple[Tensor, tuple[tuple[str, int], ...]]
+"""`Samples.held_out` and `Samples.held_out_of`."""
 
 
 def open_samples(
@@ -52,17 +56,21 @@ def open_samples(
     Raises UserError (DATA) as `load_windows` does.
     """
     if spec.streaming:
-        return _streamed(spec, vocab_size, reader, position, make_turns)
+        shards = _shards(spec, vocab_size)
+        blocks = [_streamed(each, spec) for each in shards]
+        return _in_blocks(blocks, _held_out(shards, spec, reader.held_out_windows), spec, reader, position, make_turns)
     windows = load_windows(spec, vocab_size)
     if spec.block_windows is not None:
-        blocks = NumberedBlocks(windows, spec.block_windows, spec.seed)
-        return _in_blocks(blocks, windows.held_out(reader.held_out_windows), spec, reader, position, make_turns)
+        blocks = [NumberedBlocks(each, spec.block_windows, spec.seed) for each in windows.by_source()]
+        held_out = _numbered_held_out(windows, spec, reader.held_out_windows)
+        return _in_blocks(blocks, held_out, spec, reader, position, make_turns)
     walk = _walk(windows, spec.seed, reader.peer_id, position)
     prefetch = Prefetch(_walked(windows, walk, reader.microbatch_windows), walk.position, reader.prefetch_bytes)
+    held_out, held_out_of = _numbered_held_out(windows, spec, reader.held_out_windows)
     return Samples(
         draw=prefetch.draw,
-        held_out=windows.held_out(reader.held_out_windows),
-        held_out_of=_named(spec, windows.held_out_counts(reader.held_out_windows)),
+        held_out=held_out,
+        held_out_of=held_out_of,
         position=lambda: prefetch.position,
         waited_seconds=lambda: prefetch.waited_seconds,
         close=prefetch.close,
@@ -77,11 +85,14 @@ def held_out_windows(spec: DataSpec, vocab_size: int, count: int) -> Tensor:
     return held_out_by_source(spec, vocab_size, count)[0]
 
 
-def held_out_by_source(spec: DataSpec, vocab_size: int, count: int) -> tuple[Tensor, tuple[tuple[str, int], ...]]:
+def held_out_by_source(spec: DataSpec, vocab_size: int, count: int) -> HeldOut:
     """`held_out_windows`, and of a mixture `Samples.held_out_of`. Raises UserError (DATA) as `load_windows` does."""
     if spec.streaming:
-        return _first_held_out(_shards(spec, vocab_size), spec, count), ()
-    windows = load_windows(spec, vocab_size)
+        return _held_out(_shards(spec, vocab_size), spec, count)
+    return _numbered_held_out(load_windows(spec, vocab_size), spec, count)
+
+
+def _numbered_held_out(windows: Windows, spec: DataSpec, count: int) -> HeldOut:
     return windows.held_out(count), _named(spec, windows.held_out_counts(count))
 
 
@@ -89,26 +100,31 @@ def _named(spec: DataSpec, counts: Sequence[int]) -> tuple[tuple[str, int], ...]
     return tuple(zip(spec.names, counts, strict=True)) if spec.mixture else ()
 
 
-def _streamed(
-    spec: DataSpec, vocab_size: int, reader: Reader, position: Position, make_turns: MakeTurns | None
-) -> Samples:
-    shards = _shards(spec, vocab_size)
+def _streamed(shards: Shards, spec: DataSpec) -> StreamedBlocks:
     marked = spec.attention == "document"
-    blocks = StreamedBlocks(shards, spec.parts_per_shard, spec.sequence_length + 1, marked=marked)
-    held_out = _first_held_out(shards, spec, reader.held_out_windows)
-    return _in_blocks(blocks, held_out, spec, reader, position, make_turns)
+    return StreamedBlocks(shards, spec.parts_per_shard, spec.sequence_length + 1, marked=marked)
 
 
 def _in_blocks(
-    blocks: Blocks, held_out: Tensor, spec: DataSpec, reader: Reader, position: Position, make_turns: MakeTurns | None
+    blocks: Sequence[Blocks],
+    held_out: HeldOut,
+    spec: DataSpec,
+    reader: Reader,
+    position: Position,
+    make_turns: MakeTurns | None,
 ) -> Samples:
-    if make_turns:
-        turns = make_turns(blocks.count, position)
-    else:
-        begin = position if isinstance(position, TurnPosition) else TurnPosition()
-        turns = OwnTurns(blocks.count, spec.seed, reader.peer_id, begin)
-    source = BlockReader(blocks, turns, reader.microbatch_windows)
+    """`blocks`: of each source."""
+    order: SourceOrder | None = None
+    positions = [position]
+    if spec.mixture:
+        begin = position if isinstance(position, MixedPosition) and len(position.sources) == len(blocks) else None
+        order = _order(spec, reader.peer_id, BEGINNING if begin is None else begin.order)
+        positions = [TurnPosition() for _ in blocks] if begin is None else list(begin.sources)
+    make = make_turns or partial(_own_turns, spec.seed, reader.peer_id)
+    rows = [Row(each, make(each.count, begin)) for each, begin in zip(blocks, positions, strict=True)]
+    source = BlockReader(rows, reader.microbatch_windows, order)
     prefetch = Prefetch(source.portions(), position, reader.prefetch_bytes)
+    shared = [row.turns for row in rows if isinstance(row.turns, SharedTurns)]
 
     def close() -> None:
         source.close()
@@ -116,24 +132,52 @@ def _in_blocks(
 
     return Samples(
         draw=prefetch.draw,
-        held_out=held_out,
-        position=lambda: turns.position,
+        held_out=held_out[0],
+        held_out_of=held_out[1],
+        position=lambda: source.position,
         waited_seconds=lambda: prefetch.waited_seconds,
-        blocks=blocks.count,
-        shared=turns if isinstance(turns, SharedTurns) else None,
+        blocks=min(each.count for each in blocks),
+        shared=SharedRows(shared) if shared else None,
         close=close,
     )
 
 
-def _shards(spec: DataSpec, vocab_size: int) -> Shards:
+def _order(spec: DataSpec, peer_id: str, begin: WalkPosition) -> SourceOrder:
+    try:
+        return SourceOrder(spec.weights, spec.seed, peer_id, begin)
+    except ValueError as error:
+        logger.warning("the order of the sources begins anew: %s", error)
+        return SourceOrder(spec.weights, spec.seed, peer_id)
+
+
+def _own_turns(seed: int, peer_id: str, count: int, begin: Position) -> OwnTurns:
+    return OwnTurns(count, seed, peer_id, begin if isinstance(begin, TurnPosition) else TurnPosition())
+
+
+def _shards(spec: DataSpec, vocab_size: int) -> list[Shards]:
+    """Of each source."""
     tokenizer = fitting_tokenizer(spec, vocab_size)
-    if spec.prepared is not None:
-        return open_shards(spec, tokenizer.vocab_size)
-    return TextShards(spec, tokenizer)
+    found: list[Shards] = []
+    for number, part in enumerate(spec.parts):
+        with naming_part(spec, number):
+            prepared = part.prepared is not None
+            found.append(open_shards(part, tokenizer.vocab_size) if prepared else TextShards(part, tokenizer))
+    return found
+
+
+def _held_out(shards: Sequence[Shards], spec: DataSpec, count: int) -> HeldOut:
+    """Of a mixture each source's share, or all that it has where these are fewer."""
+    found: list[Tensor] = []
+    for number, (each, wanted) in enumerate(zip(shards, apportioned(spec.weights, count), strict=True)):
+        with naming_part(spec, number):
+            found.append(_first_held_out(each, spec, wanted))
+    return torch.cat(found), _named(spec, [len(rows) for rows in found])
 
 
 def _first_held_out(shards: Shards, spec: DataSpec, count: int) -> Tensor:
     """The first ones, in the order of the shards: what lies behind them is not read."""
+    if not count:
+        return torch.empty((0, spec.sequence_length + 1), dtype=torch.int32)
     documents = chain.from_iterable(shards.held_out(shard) for shard in range(len(shards.names)))
     if spec.attention == "document":
         documents = with_marks(documents)

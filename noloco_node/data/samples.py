@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from noloco_node.data.claims import SharedPosition
-from noloco_node.data.shared_turns import SharedTurns
+from noloco_node.data.mixture import MixedPosition
+from noloco_node.data.shared_rows import SharedRows
 from noloco_node.data.turns import TurnPosition
 from noloco_node.data.walk import WalkPosition
 from noloco_node.marks import BEGINS, without_marks
 
-Position = WalkPosition | TurnPosition | SharedPosition
-"""Where drawing goes on: in a walk over numbered windows, in a row of blocks, or in one that replicas share."""
+Position = WalkPosition | TurnPosition | SharedPosition | MixedPosition
+"""Where drawing goes on: in a walk over numbered windows, in a row of blocks, in one that replicas share, or in several
+of such rows."""
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and labels, both int64 [b, T]; the labels with marks where documents begin (`marks.BEGINS`)."""
@@ -39,8 +41,8 @@ class Samples:
     """Of a mixture: each source's name and how many of the held-out windows are its own, which lie together, in this
     order."""
     blocks: int | None = None
-    """Of a text that is read in blocks: how many there are."""
-    shared: SharedTurns | None = None
+    """Of a text that is read in blocks: how many there are; of a mixture, in the source with the fewest."""
+    shared: SharedRows | None = None
     """Where the replicas share the text: who reads what."""
     close: Callable[[], None] = lambda: None
     """Read no further; may take as long as the reading of one document."""

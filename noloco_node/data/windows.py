@@ -36,11 +36,18 @@ class Windows:
     def __init__(self, parts: Sequence[tuple[TokenFile, TokenFile]], spec: DataSpec) -> None:
         """`parts`: the tokens of each source to train on, and those held out."""
         self._length, self._seed, self._weights = spec.sequence_length + 1, spec.seed, spec.weights
+        self._parts, self._spec = parts, spec
         for number, part in enumerate(parts):
             with naming_part(spec, number):
                 _check_long_enough(part, self._length)
         self._training = _Numbered([part[0] for part in parts], self._length)
         self._validation = _Numbered([part[1] for part in parts], self._length)
+
+    def by_source(self) -> list[Windows]:
+        """Those of each source by itself."""
+        if not self._spec.mixture:
+            return [self]
+        return [Windows([tokens], part) for tokens, part in zip(self._parts, self._spec.parts, strict=True)]
 
     @property
     def train_count(self) -> int:

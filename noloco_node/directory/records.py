@@ -9,6 +9,7 @@ from typing import Annotated, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from noloco_node.config.data_spec import MOST_ROWS
 from noloco_node.data.claims import MOST_CLAIMS
 from noloco_node.identity.invitations import Proof
 from noloco_node.identity.peer_id import PeerId
@@ -23,6 +24,10 @@ class PeerState(StrEnum):
     """Its training is over; it still serves others and averages a last time."""
     DRAINING = "draining"
     GONE = "gone"
+
+
+MOST_SAID = MOST_CLAIMS * MOST_ROWS
+"""Slots in a record: of each source of a mixture as many as of a single text."""
 
 
 class SlotClaim(NamedTuple):
@@ -55,7 +60,7 @@ class PeerRecord(BaseModel):
     """It has trained to the run's end. It says so after it left, too: who looks every few seconds must not miss it."""
     newcomer: bool = False
     """It has just joined and is not averaged with yet: it dials others."""
-    slots: Annotated[tuple[SlotClaim, ...], Field(max_length=MOST_CLAIMS)] = ()
+    slots: Annotated[tuple[SlotClaim, ...], Field(max_length=MOST_SAID)] = ()
     """What it reads of a text that the replicas share; of who has left, what it gave back."""
     protocol: Annotated[int, Field(ge=0, le=1 << 16)]
     version: Annotated[str, Field(max_length=32)]

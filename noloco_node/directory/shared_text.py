@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from noloco_node.data.claims import MOST_CLAIMS, Claim, Said
-from noloco_node.data.shared_turns import SharedTurns, SlotEvent
-from noloco_node.directory.records import Directory, LiveRecord, PeerState, SlotClaim
+from noloco_node.data.claims import Claim, Said
+from noloco_node.data.shared_rows import SharedRows
+from noloco_node.data.shared_turns import SlotEvent
+from noloco_node.directory.records import MOST_SAID, Directory, LiveRecord, PeerState, SlotClaim
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.telemetry.events import TextBlock
 
@@ -19,7 +20,7 @@ class SharedText:
 
     def __init__(
         self,
-        turns: SharedTurns,
+        turns: SharedRows,
         directory: Directory,
         own: PeerId,
         record_seconds: float,
@@ -41,7 +42,7 @@ class SharedText:
     @property
     def counts(self) -> dict[str, int]:
         """Slots by what became of them, and windows read twice."""
-        return self._turns.counts.by_name
+        return self._turns.counts
 
     def to_say(self, *, leaving: bool) -> tuple[Claim, ...]:
         """What the own record is to say; who leaves gives everything back."""
@@ -65,8 +66,8 @@ class SharedText:
 
     def tell(self) -> None:
         """What became of blocks since, as events."""
-        for event in self._turns.events():
-            self._emit(_told(event))
+        for source, event in self._turns.events():
+            self._emit(_told(source, event))
 
     @staticmethod
     def _is_last(word: Said, row: LiveRecord) -> bool:
@@ -84,8 +85,15 @@ class SharedText:
 
 def in_record(claims: Iterable[Claim]) -> tuple[SlotClaim, ...]:
     """Claims as a record says them."""
-    return tuple(SlotClaim(claim.slot, claim.position, claim.begun) for claim in claims)[:MOST_CLAIMS]
+    return tuple(SlotClaim(claim.slot, claim.position, claim.begun) for claim in claims)[:MOST_SAID]
 
 
-def _told(event: SlotEvent) -> TextBlock:
-    return TextBlock(slot=event.slot, block=event.block, epoch=event.epoch, position=event.position, what=event.what)
+def _told(source: int | None, event: SlotEvent) -> TextBlock:
+    return TextBlock(
+        source=source,
+        slot=event.slot,
+        block=event.block,
+        epoch=event.epoch,
+        position=event.position,
+        what=event.what,
+    )

@@ -22,8 +22,9 @@ from noloco_node.directory.dht_dictionary import pack_one, unpack_one
 from noloco_node.directory.records import PeerRecord
 from noloco_node.identity.keys import MAX_PUBLIC_KEY_BYTES, Identity, peer_id_of, verify
 
-MAX_RECORD_BYTES = 1024
-"""Of what is signed: an honest record has some 320 bytes, an invitation 460 more."""
+MAX_RECORD_BYTES = 1664
+"""Of what is signed: an honest record has some 320 bytes, an invitation 460 more, and who reads blocks of as many
+sources as a mixture may have, and holds as many of each as it may, 800 more to say so."""
 MAX_SIGNED_BYTES = MAX_RECORD_BYTES + MAX_PUBLIC_KEY_BYTES + 520
 """With the longest key and signature, which have the sizes that they must have, around it."""
 MAX_UNKNOWN_FIELDS = 4

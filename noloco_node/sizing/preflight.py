@@ -102,20 +102,23 @@ def check_text(run: RunSpec) -> None:
 
 
 def note_on_blocks(config: Config) -> str | None:
-    """Of a streamed text on this machine that has fewer blocks than the first stage has replicas; else None."""
+    """Of a streamed text on this machine that has fewer blocks than the first stage has replicas, or of the first such
+    source of a mixture; else None."""
     from noloco_node.data.shards import shard_files
 
     data, replicas = config.run.data, config.local_swarm.replicas
-    if not data.streaming or data.source != "text" or data.prepared is not None:
-        return None
-    shards = len(shard_files(data))
-    if shards * data.parts_per_shard >= replicas:
-        return None
-    return (
-        f"the text has {shards} shards and {shards * data.parts_per_shard} blocks, fewer than the first stage has "
-        f"replicas ({replicas}): some would read the same at a time; set run.data.parts_per_shard to "
-        f"{-(-4 * replicas // shards)} or more"
-    )
+    for number, part in enumerate(data.parts):
+        if not data.streaming or part.source != "text" or part.prepared is not None:
+            continue
+        shards = len(shard_files(part))
+        if shards * data.parts_per_shard < replicas:
+            what = f"run.data.mixture[{number}]" if data.mixture else "the text"
+            return (
+                f"{what} has {shards} shards and {shards * data.parts_per_shard} blocks, fewer than the first stage "
+                f"has replicas ({replicas}): some would read the same at a time; set run.data.parts_per_shard to "
+                f"{-(-4 * replicas // shards)} or more"
+            )
+    return None
 
 
 def _check_positions(run: RunSpec, positions: int | None) -> None:

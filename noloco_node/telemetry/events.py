@@ -244,6 +244,8 @@ class TextBlock(Event):
     """A block of a text that the replicas share: this node has begun, finished, yielded or given it back."""
 
     event: Literal["text_block"] = "text_block"
+    source: int | None = None
+    """Of a mixture: the source's number in `run.data.mixture`. Blocks and slots are its own."""
     slot: int
     """Its place in the endless row of blocks."""
     block: int

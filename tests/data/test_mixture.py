@@ -217,8 +217,9 @@ HERE = "{source: text, path: /home/owner/secret.txt}"
 @pytest.mark.parametrize(
     ("parts", "more", "words"),
     [
-        (f"[{HERE}, {{source: stdlib}}]", "run.data.streaming=true", ["run.data.streaming", "leave it off"]),
-        (f"[{HERE}]", "run.data.block_windows=8", ["run.data.block_windows", "leave it out"]),
+        (f"[{HERE}, {{source: stdlib}}]", "run.data.streaming=true", ["run.data.mixture[1].source", "leave it off"]),
+        (f"[{', '.join([HERE] * 9)}]", "run.data.block_windows=8", ["9 sources", "run.data.block_windows", "8"]),
+        (f"[{', '.join([HERE] * 9)}]", "run.data.streaming=true", ["9 sources", "run.data.streaming", "one folder"]),
         ("[{source: stdlib, name: a}, {source: stdlib, name: a}]", "", ["two sources have one name (a, a)"]),
         (f"[{HERE}]", "run.data.path=more.txt", ["run.data.path is of a single source"]),
         (f"[{HERE}]", "run.data.source=text", ["run.data.source is of a single source"]),

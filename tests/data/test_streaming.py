@@ -18,7 +18,7 @@ import pytest
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import load_config
 from noloco_node.data import block_reader
-from noloco_node.data.block_reader import BlockReader
+from noloco_node.data.block_reader import BlockReader, Row
 from noloco_node.data.blocks import StreamedBlocks, cut_windows
 from noloco_node.data.documents import data_error
 from noloco_node.data.prefetch import Prefetch
@@ -230,7 +230,7 @@ class Watching(OwnTurns):
 async def test_a_replica_holds_two_blocks_at_most(spec: DataSpec) -> None:
     """The present one and the next, however much may be read ahead: then the reader waits for what is drawn."""
     turns = Watching(12)
-    reader = BlockReader(blocks_of(spec), turns, 2)
+    reader = BlockReader([Row(blocks_of(spec), turns)], 2)
     prefetch = Prefetch(reader.portions(), BEGIN, 1 << 20)
     try:
         for rounds in range(5):
@@ -251,7 +251,7 @@ async def test_where_there_is_no_block_now_the_reader_asks_again(
     """Until there is one; it can be closed meanwhile."""
     monkeypatch.setattr(block_reader, "ASK_AGAIN_SECONDS", 0.001)
     turns = Watching(12, gaps=True)
-    reader = BlockReader(blocks_of(spec), turns, 2)
+    reader = BlockReader([Row(blocks_of(spec), turns)], 2)
     prefetch = Prefetch(reader.portions(), BEGIN, 1 << 20)
     try:
         for _ in range(100):
@@ -293,7 +293,7 @@ async def test_blocks_smaller_than_a_microbatch_do_not_end_the_reading(
     """Where the replicas share the text, so few may be begun at a time that they may not fill a microbatch."""
     turns = SharedTurns(SmallBlocks.count, 0, "own", 20.0, random.Random(0))
     turns.heard((), 1)
-    reader = BlockReader(SmallBlocks(sizes), turns, 8)
+    reader = BlockReader([Row(SmallBlocks(sizes), turns)], 8)
     prefetch = Prefetch(reader.portions(), BEGIN, 1)
     try:
         async with asyncio.timeout(60):
@@ -308,7 +308,7 @@ async def test_a_shared_text_that_is_gone_ends_the_reading(monkeypatch: pytest.M
     monkeypatch.setattr(block_reader, "FIRST_PAUSE_SECONDS", 0.001)
     turns = SharedTurns(SmallBlocks.count, 0, "own", 20.0, random.Random(0))
     turns.heard((), 1)
-    reader = BlockReader(SmallBlocks([-1]), turns, 8)
+    reader = BlockReader([Row(SmallBlocks([-1]), turns)], 8)
     prefetch = Prefetch(reader.portions(), BEGIN, 1)
     try:
         async with asyncio.timeout(60):
@@ -324,7 +324,7 @@ def test_that_blocks_are_read_to_their_end_is_no_word_about_the_text() -> None:
     turns, given_back = Watching(12), 3 * SmallBlocks.count
     take = turns.take
     turns.take = lambda: replace(take(), start=9 if turns.asked <= given_back else 0)  # pyright: ignore
-    portion = next(BlockReader(SmallBlocks([8]), turns, 8).portions())
+    portion = next(BlockReader([Row(SmallBlocks([8]), turns)], 8).portions())
     assert len(portion.windows) == 8
     assert turns.asked == given_back + 1
 

@@ -24,8 +24,9 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.directory.dht import join_directory
 from noloco_node.directory.dht_node import node_id_of
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.directory.records import Directory, PeerRecord, PeerState
+from noloco_node.directory.records import MOST_SAID, Directory, PeerRecord, PeerState, SlotClaim
 from noloco_node.directory.validator import MAX_EXPIRY, RecordValidator, sign_record, stage_key
+from noloco_node.identity.invitations import invite
 from noloco_node.identity.keys import Identity, load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.start import running_p2p
@@ -301,6 +302,30 @@ def stored(signer: Identity, *, stage: int = 0, expires: float = 2e9) -> DHTReco
     value = sign_record(signer, stage_key(RUN, stage), record_of(signer.peer_id, stage), expires)
     key = DHTID.generate(source=stage_key(RUN, stage)).to_bytes()
     return DHTRecord(key, MSGPackSerializer.dumps(signer.peer_id), MSGPackSerializer.dumps(value), expires)
+
+
+def test_the_fullest_record_that_a_guest_may_have_to_publish_is_valid(signer: Identity) -> None:
+    """Invited by key, in a run of weeks, with all the blocks in hand that it may have of as many sources as may be."""
+    run, expires, third = "0123456789abcdef" * 2, 2e9, 1 / 3
+    record = PeerRecord(
+        peer_id=signer.peer_id,
+        stage=0,
+        state=PeerState.TRAINING,
+        clock=1e12 + third,
+        tokens_per_second=1e4 + third,
+        capacity=1e4 + third,
+        guards=1,
+        outer_rounds=10**6,
+        slots=tuple(SlotClaim(10**7 + number, 10**4, number % 2 == 0) for number in range(MOST_SAID)),
+        protocol=PROTOCOL_VERSION,
+        version="10.10.10",
+        sequence=10**6,
+        invitation=invite(signer, run, 2 * 10**9, None).proof_for(signer.peer_id),
+    )
+    key = stage_key(run, 0)
+    value = MSGPackSerializer.dumps(sign_record(signer, key, record, expires))
+    place, peer = DHTID.generate(source=key).to_bytes(), MSGPackSerializer.dumps(signer.peer_id)
+    assert RecordValidator(run, 1).read(place, peer, value, expires) == record
 
 
 def test_a_record_is_valid_at_its_own_place_only(signer: Identity) -> None:

@@ -1,0 +1,311 @@
+"""Mixtures whose sources are read in blocks: streamed, prepared, or numbered, and shared out between replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from noloco_node.cli.printing import print_fingerprint
+from noloco_node.config.data_spec import DataSpec
+from noloco_node.config.load import load_config
+from noloco_node.data import block_reader, prepared, prepared_shards
+from noloco_node.data.blocks import StreamedBlocks
+from noloco_node.data.claims import Claim, Said
+from noloco_node.data.mixture import MixedPosition
+from noloco_node.data.prepared import check_text_here, fingerprint_of, prepare_run
+from noloco_node.data.reading import MakeTurns, Reader, held_out_by_source, open_samples
+from noloco_node.data.samples import Position, Samples
+from noloco_node.data.shards import TextShards
+from noloco_node.data.shared_rows import SharedRows
+from noloco_node.data.shared_turns import SharedTurns
+from noloco_node.data.tokenizers import ByteTokenizer
+from noloco_node.data.turns import OwnTurns, Turn, TurnPosition
+from noloco_node.data.walk import WalkPosition
+from noloco_node.data.windows import load_windows
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.sizing.preflight import note_on_blocks
+from tests.data.made_files import write_texts
+from tests.data.test_prepared_shards import InTurn
+
+MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
+LETTERS = "abc"
+WEIGHTS, QUOTAS = (1, 5, 2), (125, 625, 250)
+LENGTH = 17
+SIZE = 40
+"""Windows of a microbatch."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three sources in shards; no document comes twice, and each says whose it is."""
+    root = tmp_path_factory.mktemp("sources")
+    rng = random.Random(0)
+    for letter, shards, documents in zip(LETTERS, (2, 6, 3), (16, 40, 40), strict=True):
+        (root / letter).mkdir()
+        for shard in range(shards):
+            texts = [f"{letter}{rng.randrange(10**9):09}" * rng.randrange(2, 9) for _ in range(documents)]
+            write_texts(root / letter / f"{shard}.jsonl.gz", texts)
+    return root
+
+
+@pytest.fixture
+def streamed(folder: Path) -> DataSpec:
+    """All of them, a fifth of each held out."""
+    parts = [
+        {"source": "text", "path": str(folder / letter), "weight": weight}
+        for letter, weight in zip(LETTERS, WEIGHTS, strict=True)
+    ]
+    values = {"mixture": parts, "streaming": True, "parts_per_shard": 2, "sequence_length": LENGTH - 1, "holdout": 0.2}
+    return DataSpec.model_validate(values)
+
+
+async def opened(
+    spec: DataSpec, position: Position | None = None, make_turns: MakeTurns | None = None, size: int = SIZE
+) -> Samples:
+    """As stage 0 opens it; little is read ahead."""
+    reader = Reader("peer", size, 24, 4 * SIZE * LENGTH)
+    return await asyncio.to_thread(open_samples, spec, 256, reader, position or WalkPosition(), make_turns)
+
+
+async def drawn(spec: DataSpec, count: int, size: int = SIZE) -> list[bytes]:
+    """So many windows from the beginning on."""
+    samples, found = await opened(spec, size=size), list[bytes]()
+    async with asyncio.timeout(20):
+        while len(found) < count:
+            found += [bytes(row) for row in (await samples.draw()).numpy().astype(np.uint8)]
+    samples.close()
+    return found[:count]
+
+
+def source_of(window: bytes) -> int:
+    """Every window of these texts holds a letter."""
+    return next(LETTERS.index(chr(byte)) for byte in window if chr(byte) in LETTERS)
+
+
+def alone(spec: DataSpec, number: int, count: int) -> list[bytes]:
+    """The first windows of one source, as a replica reads it that reads nothing else."""
+    part = spec.parts[number]
+    blocks = StreamedBlocks(TextShards(part, ByteTokenizer()), part.parts_per_shard, LENGTH)
+    turns = OwnTurns(blocks.count, spec.seed, "peer", TurnPosition())
+    return [bytes(each) for each in islice(chain.from_iterable(blocks.read(turns.take()) for _ in range(99)), count)]
+
+
+async def test_streamed_sources_keep_their_shares_and_each_is_read_as_if_it_were_alone(streamed: DataSpec) -> None:
+    """To the window in each thousand; a small source is read again where a large one is not through yet. Numbered
+    windows of the same sources come in the same order of sources."""
+    found = await drawn(streamed, 2000)
+    for start in (0, 1000):
+        assert tuple(Counter(map(source_of, found[start : start + 1000]))[n] for n in range(3)) == QUOTAS
+    for number, quota in enumerate(QUOTAS):
+        own = [window for window in found if source_of(window) == number]
+        assert own == alone(streamed, number, 2 * quota)
+    numbered = await drawn(streamed.model_copy(update={"streaming": False}), 1000)
+    assert list(map(source_of, numbered)) == list(map(source_of, found[:1000]))
+
+
+@pytest.mark.parametrize("batches", [1, 26])
+async def test_a_next_life_goes_on_in_every_source(streamed: DataSpec, batches: int) -> None:
+    """From what a checkpoint holds, with the very next window, whatever was read ahead."""
+    whole = await drawn(streamed, (batches + 10) * SIZE)
+    first = await opened(streamed)
+    for _ in range(batches):
+        await first.draw()
+    kept = TypeAdapter[Position](Position).dump_json(first.position())
+    first.close()
+    position = TypeAdapter[Position](Position).validate_json(kept)
+    assert isinstance(position, MixedPosition)
+    assert position.order == WalkPosition(epoch=batches * SIZE // 1000, offset=batches * SIZE % 1000)
+    second = await opened(streamed, position)
+    later = [bytes(row) for _ in range(10) for row in (await second.draw()).numpy().astype(np.uint8)]
+    second.close()
+    assert later == whole[batches * SIZE :]
+
+
+async def test_prepared_shards_of_a_mixture_give_the_same_windows_in_the_same_order(
+    streamed: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To train on and held out; the texts need not be there; the fingerprint is theirs."""
+    monkeypatch.setattr(prepared_shards, "ProcessPoolExecutor", InTurn)
+    found = fingerprint_of(streamed)
+    assert found.startswith("shards-")
+    check_text_here(streamed.model_copy(update={"fingerprint": found}))
+    done = await asyncio.to_thread(prepare_run, streamed, ByteTokenizer(), tmp_path / "tokens")
+    assert [each.shards for each in done] == [2, 6, 3]
+    gone = tuple(part.model_copy(update={"path": None}) for part in streamed.mixture)
+    settings = {"prepared": str(tmp_path / "tokens"), "fingerprint": found, "mixture": gone}
+    held = streamed.model_copy(update=settings)
+    check_text_here(held)
+    assert await drawn(held, 1500) == await drawn(streamed, 1500)
+    (rows, of), (wanted, named) = (held_out_by_source(each, 256, 24) for each in (held, streamed))
+    assert rows.tolist() == wanted.tolist()
+    assert of == named == (("text [0]", 3), ("text [1]", 15), ("text [2]", 6))
+    letters = [source_of(bytes(row)) for row in wanted.numpy().astype(np.uint8)]
+    assert letters == [0] * 3 + [1] * 15 + [2] * 6
+    with pytest.raises(UserError, match=r"run\.data\.mixture is not the run's"):
+        check_text_here(held.model_copy(update={"fingerprint": "shards-" + "0" * 32}))
+
+
+async def test_blocks_of_numbered_windows_keep_the_shares_and_read_each_source_whole(streamed: DataSpec) -> None:
+    """A pass of a source has each of its windows once."""
+    spec = streamed.model_copy(update={"streaming": False, "block_windows": 16})
+    found = await drawn(spec, 2000)
+    for start in (0, 1000):
+        assert tuple(Counter(map(source_of, found[start : start + 1000]))[n] for n in range(3)) == QUOTAS
+    for number, windows in enumerate(load_windows(spec, 256).by_source()):
+        every = [bytes(row) for row in windows.rows(range(windows.train_count)).numpy().astype(np.uint8)]
+        own = [window for window in found if source_of(window) == number][: len(every)]
+        assert Counter(own) == Counter(every[: len(own)] if len(own) < len(every) else every)
+
+
+async def test_blocks_smaller_than_a_microbatch_do_not_end_the_reading_of_a_mixture(streamed: DataSpec) -> None:
+    """The microbatch is shorter then; the shares stay."""
+    spec = streamed.model_copy(update={"streaming": False, "block_windows": 3})
+    assert await drawn(spec, 1000, size=200) == await drawn(spec, 1000)
+
+
+async def draw_all(samples: Samples) -> None:
+    """Many windows, for as long as there are any."""
+    async with asyncio.timeout(20):
+        for _ in range(200):
+            await samples.draw()
+
+
+async def test_what_is_wrong_with_a_block_names_its_source(
+    streamed: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source that cannot be read at all ends the reading, however well the others are."""
+    monkeypatch.setattr(block_reader, "FIRST_PAUSE_SECONDS", 0.001)
+    (tmp_path / "bad").mkdir()
+    write_texts(tmp_path / "bad" / "0.jsonl", [f"b{number:09}" * 4 for number in range(40)])
+    parts = list(streamed.mixture)
+    parts[1] = parts[1].model_copy(update={"path": str(tmp_path / "bad")})
+    samples = await opened(streamed.model_copy(update={"mixture": tuple(parts)}))
+    (tmp_path / "bad" / "0.jsonl").write_bytes(b'{"body": "none"}\n')
+    with pytest.raises(UserError, match=r"run\.data\.mixture\[1\]: .*text_field") as caught:
+        await draw_all(samples)
+    samples.close()
+    assert caught.value.exit_code is ExitCode.DATA
+
+
+class Clock:
+    """Seconds that a test moves."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+COUNTS = (24, 8, 16)
+"""Blocks of three sources."""
+
+
+class Fellows:
+    """Replicas that hear of each other every five seconds, each in one list of claims."""
+
+    def __init__(self, names: Sequence[str], counts: Sequence[int]) -> None:
+        self._clock = Clock()
+        self.turns = {
+            name: [SharedTurns(count, 0, name, 20.0, random.Random(name), None, self._clock) for count in counts]
+            for name in names
+        }
+        self.rows = {name: SharedRows(turns) for name, turns in self.turns.items()}
+        self.gone: list[Said] = []
+
+    def look(self) -> None:
+        """All of them hear and say."""
+        self._clock.now += 5.0
+        said = [*self.gone, *(Said(name, rows.claims) for name, rows in self.rows.items())]
+        for rows in self.rows.values():
+            rows.heard(said, len(self.rows))
+            rows.published(rows.claims)
+
+    def leave(self, name: str) -> Said:
+        """One says its last word."""
+        self.turns.pop(name)
+        word = Said(name, self.rows.pop(name).leave(), leaving=True)
+        self.gone.append(word)
+        return word
+
+    def take(self) -> Iterator[tuple[int, Turn]]:
+        """A turn of each row for each, where there is one, read to its end at once."""
+        for turns in self.turns.values():
+            for number, row in enumerate(turns):
+                if (turn := row.take()) is not None:
+                    row.finished(turn.slot)
+                    yield number, turn
+
+
+def test_replicas_share_out_each_source_by_one_list_of_claims() -> None:
+    """No block of any source is read by two in a pass, and none is left out."""
+    fellows, read = Fellows(("one", "two", "three"), COUNTS), [Counter[int]() for _ in COUNTS]
+    for _ in range(60):
+        fellows.look()
+        for number, turn in fellows.take():
+            read[number][turn.slot] += 1
+    for slots, count in zip(read, COUNTS, strict=True):
+        assert set(range(2 * count)) <= set(slots)
+        assert max(slots.values()) == 1
+
+
+def test_who_leaves_gives_back_what_it_held_of_each_source() -> None:
+    """With its place in each; the others go on from there."""
+    fellows = Fellows(("one", "two", "three"), COUNTS)
+    begun: dict[int, Turn] = {}
+    while len(begun) < len(COUNTS):
+        fellows.look()
+        for number, row in enumerate(fellows.turns["three"]):
+            if number not in begun and (turn := row.take()) is not None:
+                row.reached(turn.slot, 11)
+                begun[number] = turn
+    fellows.look()
+    given_back = fellows.leave("three").claims
+    assert {Claim(turn.slot * 3 + number, 11, begun=True) for number, turn in begun.items()} <= set(given_back)
+    found: list[tuple[int, int, int]] = []
+    for _ in range(30):
+        fellows.look()
+        found += [(number, turn.slot, turn.start) for number, turn in fellows.take()]
+    assert {(number, turn.slot, 11) for number, turn in begun.items()} <= set(found)
+    assert len({each[:2] for each in found}) == len(found), "and nobody reads one twice"
+
+
+def test_one_row_is_told_as_it_is() -> None:
+    """As before there were several."""
+    fellows = Fellows(["one"], [16])
+    rows, [turns] = fellows.rows["one"], fellows.turns["one"]
+    rows.heard([], 1)
+    turn = turns.take()
+    assert turn is not None
+    assert rows.claims == turns.claims
+    [(number, event)] = rows.events()
+    assert (number, event.slot, event.what) == (None, turn.slot, "begun")
+    assert rows.counts == turns.counts.by_name
+
+
+def test_a_streamed_mixture_with_a_hubs_text_is_pinned_source_by_source(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fingerprint of the whole could not be checked without asking the hub for each; and what has too few blocks is
+    told of."""
+    hub = f"run.data.mixture=[{{source: text, path: {folder / 'a'}}}, {{source: huggingface, path: a/b}}]"
+    monkeypatch.setattr(prepared, "revision_of", lambda _: "revision-" + "1" * 40)  # no hub is reachable
+    print_fingerprint(load_config(MICRO, [hub, "run.data.streaming=true"]).run)
+    shown = capsys.readouterr().out
+    assert "set run.data.mixture[0].fingerprint to the first below" in shown
+    assert "set run.data.fingerprint" not in shown
+    pinned = "run.data.fingerprint=revision-" + "0" * 40
+    with pytest.raises(UserError, match=r"run\.data\.mixture\[1\]\.fingerprint in its place"):
+        load_config(MICRO, [hub, "run.data.streaming=true", pinned])
+    parts = ", ".join(f"{{source: text, path: {folder / letter}}}" for letter in LETTERS)
+    config = load_config(MICRO, [f"run.data.mixture=[{parts}]", "run.data.streaming=true", "local_swarm.replicas=3"])
+    note = note_on_blocks(config)
+    assert note is not None
+    assert "run.data.mixture[0] has 2 shards and 2 blocks" in note
