@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +16,29 @@ from noloco_node.outer.update import OuterRule
 
 SIZE = 3 * BLOCK + 329
 """A ragged last block, and several chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """What a codec may add, at most."""
+
+    of_a_weight: float
+    """Where partners differ by about 1 in each."""
+    of_a_difference: float
+    """Norm, as a share of half the difference."""
+    left: float
+    """Share of the spread that plain averaging leaves."""
+
+
+ERRORS: dict[CodecName, Error] = {
+    "fp32": Error(1e-6, 1e-6, left=1e-6),
+    "fp16": Error(3e-3, 0.1, left=1e-3),
+    "int8": Error(0.3, 0.1, left=0.06),
+    "int4": Error(3.0, 0.7, left=0.5),
+    "dct": Error(6.0, 1.0, left=1.0),
+    "sign": Error(6.0, 1.0, left=1.0),
+}
+"""A new codec says here what it may add; all tests take it in."""
 
 
 def vectors(count: int, dtype: torch.dtype = torch.float64, seed: int = 0, size: int = SIZE) -> list[Tensor]:

@@ -14,7 +14,7 @@ from noloco_node.outer.codec import BLOCK, CODECS
 from noloco_node.outer.names import CodecName
 from noloco_node.outer.replica import NotFinite, OuterReplica, fragments_of
 from noloco_node.outer.update import OuterRule
-from tests.outer.groups import SIZE, meet, replica_of, replicas, step, vectors
+from tests.outer.groups import ERRORS, SIZE, meet, replica_of, replicas, step, vectors
 
 ALL: list[CodecName] = list(CODECS)
 RULE = OuterRule(0.5, 0.7, 0.5, "averaged")
@@ -48,14 +48,15 @@ def test_every_codec_keeps_the_mean_of_every_group(codec: CodecName, n: int, mom
         assert float((sum(r.slow for r in group) - slow - delta).abs().max()) < 1e-10  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize(("codec", "left"), [("fp32", 1e-6), ("fp16", 1e-3), ("int8", 0.06), ("int4", 0.5)])
+@pytest.mark.parametrize("codec", [codec for codec, error in ERRORS.items() if error.left < 1.0])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_what_a_codec_leaves_of_the_spread(codec: CodecName, left: float, n: int) -> None:
+def test_what_a_codec_leaves_of_the_spread(codec: CodecName, n: int) -> None:
     """Plain averaging (γ = 1) takes all of a group's spread but the codec's error: a known share is left."""
     group = replicas(n, OuterRule(0.0, 0.0, 1.0, "averaged"), codec)
     before = torch.stack([r.slow for r in group]).std(0).mean()
     step(group)
     after = torch.stack([r.slow for r in group]).std(0).mean()
+    left = ERRORS[codec].left
     assert float(after / before) < left
     if codec.startswith("int"):
         assert float(after / before) > left / 10  # the figure above is no idle bound
@@ -207,9 +208,8 @@ def test_a_fragments_step_leaves_the_rest_alone_and_all_together_are_a_whole_ste
                 assert torch.equal(now[part.end :], then[part.end :])
                 assert not torch.equal(now[part.slice], then[part.slice])
     step(whole)
-    closeness = {"fp32": 1e-6, "fp16": 3e-3, "int8": 0.3, "int4": 3.0, "dct": 6.0, "sign": 6.0}[codec]
     for replica, twin in zip(group, whole, strict=True):
-        assert float((replica.slow - twin.slow).abs().max()) < closeness
+        assert float((replica.slow - twin.slow).abs().max()) < ERRORS[codec].of_a_weight
 
 
 def test_the_own_motion_and_the_difference_are_what_they_say() -> None:

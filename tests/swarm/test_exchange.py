@@ -17,12 +17,14 @@ from noloco_node.averaging import exchange
 from noloco_node.averaging import session as exchange_session
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.node.replica import Replica
+from noloco_node.outer.codec import CODECS
 from noloco_node.outer.names import CodecName
 from noloco_node.outer.update import OuterRule, contribution, step_, token_weights
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message
+from tests.outer.groups import ERRORS
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import Swarm, World, libp2p_world, micro_spec, peer_name, world
 
@@ -147,12 +149,8 @@ async def test_a_lost_answer_costs_one_more_request_and_adds_nothing_twice() -> 
         torch.testing.assert_close((after[0]["slow"] + after[1]["slow"]) / 2, expected, atol=1e-6, rtol=0)
 
 
-CODEC_ERROR = {"fp32": 1e-6, "fp16": 0.1, "int8": 0.1, "int4": 0.7, "dct": 1.0, "sign": 1.0}
-"""Norm of what a codec adds to a replica's mean, as a share of half the difference."""
-
-
 @pytest.mark.parametrize("fragments", [1, 3])
-@pytest.mark.parametrize("codec", CODEC_ERROR)
+@pytest.mark.parametrize("codec", CODECS)
 async def test_an_exchange_by_any_codec_is_the_textbook_step_and_keeps_the_mean(
     codec: CodecName, fragments: int
 ) -> None:
@@ -182,7 +180,7 @@ async def test_an_exchange_by_any_codec_is_the_textbook_step_and_keeps_the_mean(
     for was, now in zip(before, after, strict=True):
         slow, momentum = was["slow"][part].clone(), was["momentum"][part].clone()
         step_(rule, (s[0] + s[1]) / 2, slow=slow, momentum=momentum)
-        assert float((now["slow"][part] - slow).norm()) <= CODEC_ERROR[codec] * apart + 1e-5
+        assert float((now["slow"][part] - slow).norm()) <= ERRORS[codec].of_a_difference * apart + 1e-5
         torch.testing.assert_close(now["fast"][part], now["slow"][part], atol=1e-6, rtol=0)
         expected.append(slow)
         for name in ("slow", "momentum", "fast"):
