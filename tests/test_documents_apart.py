@@ -168,7 +168,7 @@ async def test_any_beginnings_are_taken_where_the_run_has_them_and_nothing_else(
         )
         message = replace(packed(labels), header=header.model_dump(mode="json"))
         call = made.replicas[0]._transport.call(  # pyright: ignore[reportPrivateUsage]
-            peer_name(1, 0), microbatch.METHOD, message, timeout=5, progress=5, max_answer_bytes=1 << 20
+            peer_name(1, 0), microbatch.MICROBATCH.name, message, timeout=5, progress=5, max_answer_bytes=1 << 20
         )
         if not refused:
             assert (await call).header["tokens"] == WINDOWS * LENGTH

@@ -74,9 +74,9 @@ def headers() -> Iterator[str]:
     """Every method between nodes with the fields of its request and of its answer, and what is signed or published."""
     told: dict[str, None] = {}
     for example in examples().values():
-        for side, model in (("request", example.request), ("answer", example.answer)):
-            name = f"{example.method} {side}"
-            told |= dict.fromkeys((name, *(_fields(name, type(model)) if model is not None else ())))
+        for side, model in (("request", example.method.request), ("answer", example.method.answer)):
+            name = f"{example.method.name} {side}"
+            told |= dict.fromkeys((name, *_fields(name, model)))
     yield from sorted(told)
     for model in (PeerRecord, StateManifest, CopyManifest, Receipt):
         yield from _fields(model.__name__, model)

@@ -28,9 +28,11 @@ from noloco_node.node.replica import Replica
 from noloco_node.telemetry.events import Account, AnyEvent, Evaluation
 from noloco_node.training.compute_thread import Compute, ComputeThread
 from noloco_node.training.placing import on_its_device
+from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import Fault, Link, MemoryNetwork, MemoryTransport
+from noloco_node.transport.messages import JsonObject, TensorSpec
 from tests.support import eventually, last_account
 
 VOCABULARY = 61
@@ -43,6 +45,12 @@ ALONE_IS_NEUTRAL = OuterSpec(inner_steps=10_000, alpha=0.0, beta=1.0, gamma=1.0)
 
 NAMED = "/ip4/127.0.0.1/tcp/7000/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 """An initial peer, for who joins others; in memory nobody dials it."""
+
+
+def no_tensors(_peer: PeerId, _header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
+    """Admits requests that are a header only, where a test serves a method by hand."""
+    if specs:
+        raise Refused(Refusal.MALFORMED, "this method takes no tensors")
 
 
 def micro_spec(

@@ -25,15 +25,12 @@ from noloco_node.aio import Pulse, cancel_and_wait, run_to_end
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.messages import Ledger
 from noloco_node.training.progress import Progress
-from noloco_node.transport.calls import Nothing, ask
+from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError
-from noloco_node.transport.headers import WireModel, no_tensors, parse
+from noloco_node.transport.headers import WireModel
 from noloco_node.transport.interface import Transport
-from noloco_node.transport.messages import Message
 
 logger = logging.getLogger(__name__)
-
-METHOD = "contribution.receipt"
 
 EVERY_SECONDS = 60.0
 LEAST_SECONDS = 5.0
@@ -50,6 +47,9 @@ class ReceiptHeader(WireModel):
 
     statement: str
     seal: str
+
+
+RECEIPT = Method("contribution.receipt", ReceiptHeader, Nothing)
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Receipts:
     def start(self) -> None:
         """Register with the transport, and count from here."""
         self._counted = self._counts()
-        self._transport.serve(METHOD, no_tensors, self._handle, max_concurrent_per_peer=1)
+        on(self._transport, RECEIPT, self._handle)
 
     async def beside(self, work: Awaitable[None], moved: Pulse, leaving: Callable[[], bool]) -> None:
         """Await `work` while the file is kept, and settle a last time at its end; not where it is cancelled, since that
@@ -199,9 +199,8 @@ class Receipts:
     async def _send(self, peer: PeerId) -> None:
         pending = self._pending[peer]
         pending.tries += 1
-        limit = CALL_SECONDS
         try:
-            await ask(self._transport, peer, METHOD, pending.header, Nothing, timeout=limit, progress=limit)
+            await call(self._transport, peer, RECEIPT, pending.header, seconds=CALL_SECONDS)
         except (Refused, TransportError) as error:
             logger.debug("receipt for %s came to nothing: %r", peer, error)
             final = isinstance(error, Refused) and error.reason is not Refusal.BUSY
@@ -210,12 +209,11 @@ class Receipts:
                 return
         del self._pending[peer]
 
-    async def _handle(self, peer: PeerId, message: Message) -> Message:
-        header = parse(ReceiptHeader, message.header)
+    async def _handle(self, peer: PeerId, header: ReceiptHeader) -> Nothing:
         receipt = self._checked(peer, header)
         name = (peer, receipt.session)
         if receipt.serial <= self._filed.get(name, -1):
-            return Message()
+            return NOTHING
         now = ambient.monotonic()
         settled = max(now, self._settled.get(peer, now))
         if settled - now > LEAST_SECONDS:
@@ -230,7 +228,7 @@ class Receipts:
         self._settled[peer], self._filed[name] = settled + LEAST_SECONDS, receipt.serial
         self._transport.acquaintances.worked(peer)
         await self._append(peer, header.statement, bytes.fromhex(header.seal))
-        return Message()
+        return NOTHING
 
     def _checked(self, peer: PeerId, header: ReceiptHeader) -> Receipt:
         """The receipt, if `peer` signed it and made it out to this node."""

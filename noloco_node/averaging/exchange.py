@@ -55,11 +55,10 @@ from noloco_node.outer.replica import NotFinite, Part
 from noloco_node.outer.update import token_weights
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.stage_worker import Commit, StageWorker
-from noloco_node.transport.calls import A, Answer, Nothing, ask
+from noloco_node.transport.calls import NOTHING, A, Answer, Method, Nothing, Q, Reply, ask, on, on_tensors
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
-from noloco_node.transport.headers import WireModel, no_tensors, parse
 from noloco_node.transport.interface import Transport
-from noloco_node.transport.messages import DTYPE_NAMES, JsonObject, Message, TensorSpec
+from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec, specs_of
 from noloco_node.transport.tensor_checks import all_finite
 
 logger = logging.getLogger(__name__)
@@ -121,10 +120,10 @@ class Exchanger:
 
     def serve(self) -> None:
         """Register the methods with the transport."""
-        self._transport.serve(PROPOSE, no_tensors, self._handle_propose, max_concurrent_per_peer=2)
-        self._transport.serve(OPEN, self._admit_open, self._handle_open, max_concurrent_per_peer=2)
-        self._transport.serve(CHUNK, self._admit_chunk, self._handle_chunk, max_concurrent_per_peer=64)
-        self._transport.serve(LEAVE, no_tensors, self._handle_leave, max_concurrent_per_peer=2)
+        on(self._transport, PROPOSE, self._handle_propose)
+        on_tensors(self._transport, OPEN, self._handle_open, self._admit_open)
+        on_tensors(self._transport, CHUNK, self._handle_chunk, self._admit_chunk)
+        on(self._transport, LEAVE, self._handle_leave)
 
     async def run(self) -> None:
         """Commit exchanges that others dialled, and give up those that make no progress."""
@@ -201,7 +200,7 @@ class Exchanger:
             fragment=session.fragment,
             newcomer=self._standing.newcomer,
         )
-        acceptance = (await self._ask(session.partner, PROPOSE, proposal, Acceptance)).header
+        acceptance = (await self._ask(session.partner, PROPOSE, proposal)).header
         session.fellow_loss = acceptance.loss
         if not acceptance.weightless:
             session.weight, _ = token_weights((proposal.tokens, acceptance.tokens))
@@ -211,7 +210,7 @@ class Exchanger:
         snapshot = session.snapshot = await self._worker.snapshot(session.fragment)
         own = await self._arithmetic.do(lambda: self._begin(session))
         specs = self._opening_specs(session.part)
-        answer = await self._ask(session.partner, OPEN, opening_of(session, snapshot), Opening, own, specs)
+        answer = await self._ask(session.partner, OPEN, opening_of(session, snapshot), own, specs)
         opening = answer.header
         session.bound = opening.bound
         self._refuse_laggards(session.partner, opening.clock)
@@ -239,25 +238,24 @@ class Exchanger:
         own = await self._arithmetic.do(lambda: self._worker.outer.encoded_chunk(index))
         specs = (TensorSpec.of(own),)
         try:
-            answer = await self._ask(session.partner, CHUNK, header, Nothing, (own,), specs)
+            answer = await self._ask(session.partner, CHUNK, header, (own,), specs)
         except ProtocolViolation:
             raise
         except TransportError:  # one broken stream need not cost the exchange; the partner adds a chunk only once
-            answer = await self._ask(session.partner, CHUNK, header, Nothing, (own,), specs)
+            answer = await self._ask(session.partner, CHUNK, header, (own,), specs)
         outer, taken = self._worker.outer, answer.tensors[0]
         await self._arithmetic.take_in(session.partner, lambda: outer.add_chunk(index, taken))
         session.sent += own.nbytes
         session.received += answer.tensors[0].nbytes
 
-    async def _handle_leave(self, peer: PeerId, message: Message) -> Message:
-        session = self._session_of(peer, parse(Leave, message.header).exchange)
+    async def _handle_leave(self, peer: PeerId, leave: Leave) -> Nothing:
+        session = self._session_of(peer, leave.exchange)
         if not session.committing:
             self._report_abort(session, "left: the partner left")
             self._close(session)
-        return Message()
+        return NOTHING
 
-    async def _handle_propose(self, peer: PeerId, message: Message) -> Message:
-        proposal = parse(Proposal, message.header)
+    async def _handle_propose(self, peer: PeerId, proposal: Proposal) -> Acceptance:
         if not self.accepting:
             raise Refused(Refusal.DRAINING)
         check_proposal(proposal, self._spec, self._stage, self._contract)
@@ -291,8 +289,7 @@ class Exchanger:
             self._standing.gave(progress.steps)
         else:
             session.weight, _ = token_weights((tokens, proposal.tokens))
-        acceptance = Acceptance(tokens=tokens, weightless=weightless, loss=self._standing.loss.mean)
-        return Message(acceptance.model_dump(mode="json"))
+        return Acceptance(tokens=tokens, weightless=weightless, loss=self._standing.loss.mean)
 
     def _weightless(self, peer: PeerId, proposal: Proposal, steps: int) -> bool:
         """Whether this replica will only give; Refused where it does not exchange with this peer at all now."""
@@ -317,26 +314,25 @@ class Exchanger:
         if lagging == "other":
             raise Refused(Refusal.LAGGING, "yours")
 
-    def _admit_open(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
-        session = self._session_of(peer, parse(Opening, header).exchange)
+    def _admit_open(self, peer: PeerId, opening: Opening, specs: tuple[TensorSpec, ...]) -> None:
+        session = self._session_of(peer, opening.exchange)
         if specs != self._opening_specs(session.part):
             raise Refused(Refusal.MALFORMED, "the gauge or the sketch does not have the agreed size")
 
-    async def _handle_open(self, peer: PeerId, message: Message) -> Message:
-        self._admit_open(peer, message.header, message.specs)  # a namesake may have opened since, for another fragment
-        opening = parse(Opening, message.header)
+    async def _handle_open(self, peer: PeerId, opening: Opening, tensors: tuple[Tensor, ...]) -> Reply[Opening]:
+        self._admit_open(peer, opening, specs_of(tensors))  # a namesake may have opened since, for another fragment
         session = self._session_of(peer, opening.exchange)
         if session.opening:
             raise Refused(Refusal.MALFORMED, "this exchange is open already")
         session.opening = True
-        if not await all_finite(message.tensors[0]):
+        if not await all_finite(tensors[0]):
             raise self._broken_off(session, "not_finite: the gauge holds NaN or infinity")
         snapshot = await self._worker.snapshot(session.fragment)
         self._check_still_open(session)
 
         def work() -> tuple[Tensor, ...]:
             own = self._begin(session)
-            self._worker.outer.agree(message.tensors[1:])
+            self._worker.outer.agree(tensors[1:])
             if session.gives_only:
                 session.bound = self._bounds[session.part].difference.bound(self._worker.outer.own_motion())
             return own
@@ -346,17 +342,16 @@ class Exchanger:
         except NotFinite as error:
             raise self._broken_off(session, failure_of(error), own=not await self._arithmetic.own_is_finite()) from None
         self._check_still_open(session)
-        session.meet(self._clocks.met(opening.clock), own, message.tensors)
+        session.meet(self._clocks.met(opening.clock), own, tensors)
         session.snapshot = snapshot
-        return Message(opening_of(session, snapshot).model_dump(mode="json"), own)
+        return Reply(opening_of(session, snapshot), own)
 
     def _check_still_open(self, session: Session) -> None:
         """Refuse to go on where the exchange was given up: another outer step may own the buffers by now."""
         if self._session is not session:
             raise Refused(Refusal.UNKNOWN_EXCHANGE)
 
-    def _admit_chunk(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
-        chunk = parse(ChunkHeader, header)
+    def _admit_chunk(self, peer: PeerId, chunk: ChunkHeader, specs: tuple[TensorSpec, ...]) -> None:
         session = self._session_of(peer, chunk.exchange)
         if session.snapshot is None or chunk.index >= self._worker.outer.chunks:
             raise Refused(Refusal.MALFORMED, f"chunk {chunk.index} before the headers, or out of range")
@@ -365,9 +360,8 @@ class Exchanger:
         if specs != (TensorSpec(DTYPE_NAMES[codec.wire_dtype], (size,)),):
             raise Refused(Refusal.MALFORMED, f"chunk {chunk.index} does not have the agreed size and precision")
 
-    async def _handle_chunk(self, peer: PeerId, message: Message) -> Message:
-        self._admit_chunk(peer, message.header, message.specs)  # a namesake may have come while the body was on its way
-        header = parse(ChunkHeader, message.header)
+    async def _handle_chunk(self, peer: PeerId, header: ChunkHeader, tensors: tuple[Tensor, ...]) -> Reply[Nothing]:
+        self._admit_chunk(peer, header, specs_of(tensors))  # a namesake may have come while the body was on its way
         session, index = self._session_of(peer, header.exchange), header.index
         if session.committing:
             raise Refused(Refusal.UNKNOWN_EXCHANGE, "already committed here")
@@ -375,7 +369,7 @@ class Exchanger:
         def work() -> Tensor:
             own = self._worker.outer.encoded_chunk(index)
             if index not in session.added:
-                self._worker.outer.add_chunk(index, message.tensors[0])
+                self._worker.outer.add_chunk(index, tensors[0])
                 session.added.add(index)
             return own
 
@@ -385,11 +379,11 @@ class Exchanger:
             raise self._broken_off(session, failure_of(error), own=not await self._arithmetic.own_is_finite()) from None
         session.last_progress = ambient.monotonic()
         session.sent += own.nbytes
-        session.received += message.tensors[0].nbytes
+        session.received += tensors[0].nbytes
         if len(session.added) == self._worker.outer.chunks and self._session is session and not session.committing:
             session.committing = True
             self._ready_to_commit.put_nowait(session)
-        return Message({}, (own,))
+        return Reply(NOTHING, (own,))
 
     def _begin(self, session: Session) -> tuple[Tensor, ...]:
         return begin(self._worker.outer, session, self._spec.outer.gauge_coordinates)
@@ -482,13 +476,10 @@ class Exchanger:
     async def _ask(
         self,
         peer: PeerId,
-        method: str,
-        request: WireModel,
-        kind: type[A],
+        method: Method[Q, A],
+        request: Q,
         tensors: tuple[Tensor, ...] = (),
         specs: tuple[TensorSpec, ...] = (),
     ) -> Answer[A]:
         limit = self._spec.limits.exchange_progress_seconds
-        return await ask(
-            self._transport, peer, method, request, kind, tensors=tensors, specs=specs, timeout=limit, progress=limit
-        )
+        return await ask(self._transport, peer, method, request, tensors=tensors, specs=specs, seconds=limit)

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.transport.calls import Method, Nothing
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.headers import (
     ClockValue,
@@ -18,12 +19,6 @@ from noloco_node.transport.headers import (
     WireModel,
     check_addressed,
 )
-
-PROPOSE = "outer.propose"
-OPEN = "outer.open"
-CHUNK = "outer.chunk"
-LEAVE = "outer.leave"
-
 
 Tokens = Annotated[int, Field(ge=0, le=1 << 53)]
 
@@ -93,3 +88,9 @@ class Leave(WireModel):
     """The dialler gives an accepted exchange up."""
 
     exchange: RandomId
+
+
+PROPOSE = Method("outer.propose", Proposal, Acceptance, at_once=2)
+OPEN = Method("outer.open", Opening, Opening, at_once=2)
+CHUNK = Method("outer.chunk", ChunkHeader, Nothing, at_once=64)
+LEAVE = Method("outer.leave", Leave, Nothing, at_once=2)

@@ -20,7 +20,7 @@ from noloco_node.outer.replica import NotFinite, OuterReplica, Part
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.progress import Progress
 from noloco_node.training.stage_worker import Commit, Snapshot
-from noloco_node.transport.calls import Nothing, ask
+from noloco_node.transport.calls import call
 from noloco_node.transport.errors import (
     BrokenStream,
     DeadlinePassed,
@@ -137,9 +137,8 @@ def failure_of(error: Refused | TransportError | NotFinite) -> str:
 
 async def say_goodbye(transport: Transport, session: Session) -> None:
     """Tell the partner that the exchange is over, so that it is free at once and not after its deadline."""
-    leave, limit = Leave(exchange=session.exchange), LEAVE_SECONDS
     try:
-        await ask(transport, session.partner, LEAVE, leave, Nothing, timeout=limit, progress=limit)
+        await call(transport, session.partner, LEAVE, Leave(exchange=session.exchange), seconds=LEAVE_SECONDS)
     except (Refused, TransportError) as error:
         logger.debug("%s was not told that the exchange is over: %r", session.partner, error)
 

@@ -20,15 +20,13 @@ from noloco_node import ambient
 from noloco_node.bootstrap.hello import Plain
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.tls_probe import NoAnswer, who_answers
-from noloco_node.transport.calls import ask
+from noloco_node.transport.calls import Method, call, on
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.headers import WireModel, no_tensors, parse
+from noloco_node.transport.headers import WireModel
 from noloco_node.transport.interface import Transport
-from noloco_node.transport.messages import Message
 
 logger = logging.getLogger(__name__)
 
-METHOD = "hello.dial_back"
 MAX_PORTS = 2
 MAX_HOSTS = 2
 """Hosts that one peer is seen at and dialled at."""
@@ -66,6 +64,9 @@ class Dialled(WireModel):
     results: Annotated[dict[Plain, Reached], Field(max_length=MAX_HOSTS * MAX_PORTS)]
 
 
+DIAL_BACK = Method("hello.dial_back", DialBack, Dialled)
+
+
 class Turns:
     """Who may ask now: each peer once in a while, few at the same time."""
 
@@ -101,8 +102,7 @@ def serve_dial_back(transport: Transport, connections: Connections) -> None:
     """Answer `hello.dial_back` from now on."""
     turns = Turns()
 
-    async def handle(peer: PeerId, message: Message) -> Message:
-        asked = parse(DialBack, message.header)
+    async def handle(peer: PeerId, asked: DialBack) -> Dialled:
         if not turns.begin(peer, ambient.monotonic()):
             raise Refused(Refusal.BUSY, f"ask again in {PEER_SECONDS:g} s")
         try:
@@ -114,16 +114,14 @@ def serve_dial_back(transport: Transport, connections: Connections) -> None:
         finally:
             turns.end()
         named = {f"{host} {port}": result for (host, port), result in zip(places, results, strict=True)}
-        return Message(Dialled(seen_at=hosts, results=named).model_dump(mode="json"))
+        return Dialled(seen_at=hosts, results=named)
 
-    transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=1)
+    on(transport, DIAL_BACK, handle)
 
 
 async def ask_dial_back(transport: Transport, peer: PeerId, ports: Sequence[int]) -> Dialled:
     """What a peer says of this node's ports. Raises Refused or TransportError."""
-    limit = TIMEOUT_SECONDS
-    answer = await ask(transport, peer, METHOD, DialBack(ports=tuple(ports)), Dialled, timeout=limit, progress=limit)
-    return answer.header
+    return await call(transport, peer, DIAL_BACK, DialBack(ports=tuple(ports)), seconds=TIMEOUT_SECONDS)
 
 
 async def _dial(peer: PeerId, host: str, port: int) -> Reached:

@@ -17,15 +17,13 @@ from noloco_node.errors import ExitCode, UserError, version_remedy
 from noloco_node.identity.addresses import parse_address
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.telemetry.events import Evaluation
-from noloco_node.transport.calls import ask
+from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
 from noloco_node.transport.errors import Refused, TransportError
-from noloco_node.transport.headers import ClockValue, ProtocolVersion, StageIndex, WireModel, no_tensors
+from noloco_node.transport.headers import ClockValue, ProtocolVersion, StageIndex, WireModel
 from noloco_node.transport.interface import Transport
-from noloco_node.transport.messages import Message
 
 logger = logging.getLogger(__name__)
 
-METHOD = "hello"
 TIMEOUT_SECONDS = 10.0
 CLOCK_TRIES = 3
 
@@ -60,6 +58,9 @@ class Hello(WireModel):
     """None where this node has measured none."""
 
 
+HELLO = Method("hello", Nothing, Hello, at_once=4)
+
+
 def serve_hello(
     transport: Transport,
     spec: RunSpec | None,
@@ -72,8 +73,8 @@ def serve_hello(
     measured last."""
     run, name = ("", "") if spec is None else (spec.run_id, spec.name)
 
-    async def handle(_peer: PeerId, _message: Message) -> Message:
-        own = Hello(
+    async def handle(_peer: PeerId, _request: Nothing) -> Hello:
+        return Hello(
             run=run,
             name=name,
             protocol=PROTOCOL_VERSION,
@@ -83,9 +84,8 @@ def serve_hello(
             over=over(),
             held_out=held_out(),
         )
-        return Message(own.model_dump(mode="json"))
 
-    transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=4)
+    on(transport, HELLO, handle)
 
 
 def held_out_loss(last: Evaluation | None) -> HeldOutLoss | None:
@@ -98,7 +98,7 @@ def held_out_loss(last: Evaluation | None) -> HeldOutLoss | None:
 async def ask_hello(transport: Transport, peer: PeerId, limit: float = TIMEOUT_SECONDS) -> Hello:
     """What a peer says of itself, within `limit` seconds. Raises Refused or TransportError where it says nothing of
     use."""
-    return (await ask(transport, peer, METHOD, None, Hello, timeout=limit, progress=limit)).header
+    return await call(transport, peer, HELLO, NOTHING, seconds=limit)
 
 
 @dataclass(frozen=True, slots=True)

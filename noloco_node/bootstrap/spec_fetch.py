@@ -21,29 +21,28 @@ from noloco_node.config.tokenizer_files import check_tokenizer
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import log_passed_over, parse_address, peers_unreachable, shown
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.calls import BadAnswer, Nothing, ask, judging
+from noloco_node.transport.calls import NOTHING, BadAnswer, Method, Nothing, Reply, ask, judging, on
 from noloco_node.transport.errors import Refusal, Refused, TransportError
-from noloco_node.transport.headers import first_problem, no_tensors
+from noloco_node.transport.headers import first_problem
 from noloco_node.transport.interface import Transport
-from noloco_node.transport.messages import Message
 
-METHOD = "hello.spec"
 TIMEOUT_SECONDS = 20.0
 PROGRESS_SECONDS = 10.0
 MAX_SPEC_BYTES = 128 * 1024
 """Largest RunSpec that travels; an ordinary one has 2 KiB."""
+SPEC = Method("hello.spec", Nothing, Nothing, at_once=2, text_bytes=MAX_SPEC_BYTES)
 
 
 def serve_spec(transport: Transport, spec: RunSpec) -> None:
     """Hand out the RunSpec to anyone who asks, from now on: `RunSpec.agreed_json` as a tensor u8 [bytes]."""
     text = spec.agreed_json.encode()
 
-    async def handle(_peer: PeerId, _message: Message) -> Message:
+    async def handle(_peer: PeerId, _request: Nothing) -> Reply[Nothing]:
         if len(text) > MAX_SPEC_BYTES:
             raise Refused(Refusal.TOO_LARGE, f"the RunSpec has {len(text)} bytes: join with its file")
-        return Message({}, (torch.frombuffer(bytearray(text), dtype=torch.uint8),))
+        return Reply(NOTHING, (torch.frombuffer(bytearray(text), dtype=torch.uint8),))
 
-    transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=2)
+    on(transport, SPEC, handle)
 
 
 async def fetch_run_spec(
@@ -274,17 +273,8 @@ async def _hello_or_reason(transport: Transport, address: str) -> Hello | str:
 
 async def _fetch(transport: Transport, peer: PeerId, hello: Hello) -> RunSpec:
     """One peer's RunSpec, equal to the run that it said it serves. Raises Refused or TransportError."""
-    answer = await ask(
-        transport,
-        peer,
-        METHOD,
-        None,
-        Nothing,
-        text_bytes=MAX_SPEC_BYTES,
-        timeout=TIMEOUT_SECONDS,
-        progress=PROGRESS_SECONDS,
-    )
-    with judging(transport, peer, METHOD):
+    answer = await ask(transport, peer, SPEC, NOTHING, seconds=TIMEOUT_SECONDS, progress=PROGRESS_SECONDS)
+    with judging(transport, peer, SPEC.name):
         return _spec_of(answer.tensors[0].numpy().tobytes(), hello)
 
 

@@ -18,13 +18,11 @@ from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.records import Directory, SignedRecord
 from noloco_node.directory.validator import MAX_SIGNED_BYTES
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.calls import ask
+from noloco_node.transport.calls import Method, call, on
 from noloco_node.transport.errors import Refusal, Refused, TransportError
-from noloco_node.transport.headers import ProtocolVersion, RunName, StageIndex, WireModel, check_run, no_tensors, parse
+from noloco_node.transport.headers import ProtocolVersion, RunName, StageIndex, WireModel, check_run
 from noloco_node.transport.interface import Transport
-from noloco_node.transport.messages import Message
 
-METHOD = "records"
 TIMEOUT_SECONDS = 5.0
 MOST_TOLD = 12
 """Records in one message, the teller's own included: what a header holds, and few enough to check at once."""
@@ -52,6 +50,9 @@ class RecordsMessage(WireModel):
     records: Annotated[list[ToldRecord], Field(max_length=MOST_TOLD, default_factory=list)]
 
 
+RECORDS = Method("records", RecordsMessage, RecordsMessage)
+
+
 @dataclass(frozen=True, slots=True)
 class Told:
     """What came of telling a peer."""
@@ -70,14 +71,13 @@ def serve_records(
     """Answer `records` from now on: take in what the caller tells, and tell it what this node knows. `stage` gives the
     one that this node serves when it is asked."""
 
-    async def handle(peer: PeerId, message: Message) -> Message:
-        told = parse(RecordsMessage, message.header)
+    async def handle(peer: PeerId, told: RecordsMessage) -> RecordsMessage:
         check_run(told.run, run_id, told.protocol)
         transport.acquaintances.said(peer, told.stage)
         directory.told(peer, _unpacked(told.records))
-        return Message(_packed(run_id, stage(), directory.to_tell(MOST_TOLD)).model_dump(mode="json"))
+        return _packed(run_id, stage(), directory.to_tell(MOST_TOLD))
 
-    transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=1)
+    on(transport, RECORDS, handle)
 
 
 async def tell(
@@ -93,14 +93,13 @@ async def tell(
     seconds. Never raises for the peer."""
     request = _packed(run_id, stage, directory.to_tell(MOST_TOLD))
     try:
-        answer = await ask(transport, peer, METHOD, request, RecordsMessage, timeout=timeout, progress=timeout)
+        told = await call(transport, peer, RECORDS, request, seconds=timeout)
     except Refused as refused:
         if refused.reason in (Refusal.WRONG_RUN, Refusal.WRONG_PROTOCOL, Refusal.UNKNOWN_METHOD):
             transport.acquaintances.said(peer, None)
         return Told(answered=True)
     except TransportError:
         return Told(answered=False)
-    told = answer.header
     ours = told.run == run_id and told.protocol == PROTOCOL_VERSION
     serves = told.stage if ours else None
     transport.acquaintances.said(peer, serves)

@@ -31,7 +31,6 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.stage import Stage
 from noloco_node.node.first_state import FirstState
 from noloco_node.node.outer_steps import OuterSteps
-from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline.blockage import patience
 from noloco_node.pipeline.evaluation import Evaluations
 from noloco_node.pipeline.inference import InferenceServer
@@ -311,7 +310,7 @@ class Replica:
     def serve(self) -> None:
         """Register all methods with the transport; nothing is accepted before `run`."""
         if self.stage > 0:
-            self._transport.serve(microbatch.METHOD, self.server.admit, self.server.handle, max_concurrent_per_peer=64)
+            self.server.serve(self._transport)
         self.inference.serve(self._transport)
         self.exchanger.serve()
         self.donor.serve()

@@ -20,14 +20,13 @@ from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.fair_queue import Turn
 from noloco_node.training.stage_trainer import MicrobatchNotFinite
 from noloco_node.training.stage_worker import StageWorker
+from noloco_node.transport.calls import NOTHING, Method, Nothing, Reply, on_tensors
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.headers import ProtocolVersion, RunName, StageIndex, WireModel, check_addressed, parse
+from noloco_node.transport.headers import ProtocolVersion, RunName, StageIndex, WireModel, check_addressed
 from noloco_node.transport.interface import Release, Transport
-from noloco_node.transport.messages import DTYPE_NAMES, JsonObject, Message, TensorSpec
+from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec
 from noloco_node.transport.rations import Budget, PeerBudgets
 from noloco_node.transport.tensor_checks import all_finite
-
-METHOD = "inference.forward"
 
 AT_ONCE = 2
 """Windows of all askers that a node holds."""
@@ -44,6 +43,9 @@ class ForwardHeader(WireModel):
     run: RunName
     stage: StageIndex
     protocol: ProtocolVersion = PROTOCOL_VERSION
+
+
+FORWARD = Method("inference.forward", ForwardHeader, Nothing)
 
 
 class Rations:
@@ -92,19 +94,18 @@ class InferenceServer:
     def serve(self, transport: Transport) -> None:
         """Register with the transport, where the node gives anything."""
         if self._share > 0.0:
-            transport.serve(METHOD, self.admit, self.handle, max_concurrent_per_peer=1)
+            on_tensors(transport, FORWARD, self.handle, self.admit)
 
-    def admit(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> Release:
+    def admit(self, peer: PeerId, request: ForwardHeader, specs: tuple[TensorSpec, ...]) -> Release:
         """Refuse what is not meant for this node, malformed, or too much now, before a byte of the body is read."""
         if not self.accepting:
             raise Refused(Refusal.DRAINING)
-        parsed = parse(ForwardHeader, header)
         check_addressed(
-            run=parsed.run,
-            stage=parsed.stage,
+            run=request.run,
+            stage=request.stage,
             own_run=self._spec.run_id,
             own_stage=self._cut.index,
-            protocol=parsed.protocol,
+            protocol=request.protocol,
         )
         tokens = self._tokens_of(specs)
         if self._held >= AT_ONCE or (self.behind is not None and self.behind.stands_back):
@@ -113,16 +114,16 @@ class InferenceServer:
         self._held += 1
         return self._release
 
-    async def handle(self, peer: PeerId, message: Message) -> Message:
+    async def handle(self, peer: PeerId, _request: ForwardHeader, tensors: tuple[Tensor, ...]) -> Reply[Nothing]:
         """Run the stage on one admitted window."""
-        (inputs,) = message.tensors
+        (inputs,) = tensors
         if self._cut.is_first and (int(inputs.min()) < 0 or int(inputs.max()) >= self._vocabulary):
             raise Refused(Refusal.MALFORMED, f"a token is outside the vocabulary of {self._vocabulary}")
         if not self._cut.is_first and not await all_finite(inputs):
             raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
-        turn = Turn((METHOD, peer), WEIGHT * inputs.shape[1])
+        turn = Turn((FORWARD.name, peer), WEIGHT * inputs.shape[1])
         try:
-            return Message({}, (await self._forward(inputs, turn),))
+            return Reply(NOTHING, (await self._forward(inputs, turn),))
         except MicrobatchNotFinite as error:
             raise Refused(Refusal.DIVERGED, str(error)) from None  # with these weights: no proof against the sender
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.messages import Mode
+from noloco_node.pipeline.messages import MicrobatchAnswer, Mode
+from noloco_node.transport.calls import Reply
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.frames import tensor_bytes
-from noloco_node.transport.messages import Message
 
 ANSWERS_KEPT = 32
 KEPT_ANSWER_BYTES = 64 << 20
@@ -50,10 +50,10 @@ class Repeats:
     def __init__(self) -> None:
         self._trained: OrderedDict[MicrobatchName, None] = OrderedDict()
         self._ids: Counter[str] = Counter()
-        self._answers: OrderedDict[MicrobatchName, Message] = OrderedDict()
+        self._answers: OrderedDict[MicrobatchName, Reply[MicrobatchAnswer]] = OrderedDict()
         self._kept_bytes = 0
 
-    def answer_to(self, name: MicrobatchName) -> Message | None:
+    def answer_to(self, name: MicrobatchName) -> Reply[MicrobatchAnswer] | None:
         """The answer to a repeat, None where it is none. Refused (`already_trained`) where the answer is gone: it must
         not be trained again."""
         if name in self._answers:
@@ -81,7 +81,7 @@ class Repeats:
         if name in self._trained:
             self._forget(name)
 
-    def keep(self, name: MicrobatchName, answer: Message) -> None:
+    def keep(self, name: MicrobatchName, answer: Reply[MicrobatchAnswer]) -> None:
         """Remember the answer, for a repeat."""
         self._answers[name] = answer
         self._kept_bytes += _size(answer)
@@ -100,5 +100,5 @@ def _checksums(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     return tuple(zlib.crc32(tensor_bytes(tensor)) for tensor in tensors)
 
 
-def _size(message: Message) -> int:
+def _size(message: Reply[MicrobatchAnswer]) -> int:
     return sum(tensor.nbytes for tensor in message.tensors)

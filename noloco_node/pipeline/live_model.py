@@ -20,8 +20,8 @@ from noloco_node.directory.records import Directory, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import build_config
-from noloco_node.pipeline.inference import METHOD, ForwardHeader, window_spec
-from noloco_node.transport.calls import Nothing, ask
+from noloco_node.pipeline.inference import FORWARD, ForwardHeader, window_spec
+from noloco_node.transport.calls import ask
 from noloco_node.transport.errors import (
     DeadlinePassed,
     PeerUnreachable,
@@ -130,12 +130,11 @@ class LiveModel:
         answer = await ask(
             self._transport,
             peer,
-            METHOD,
+            FORWARD,
             ForwardHeader(run=self._spec.run_id, stage=stage),
-            Nothing,
             tensors=(window,),
             specs=(wanted,),
-            timeout=min(pipeline.budget_seconds, 2.0 * pipeline.progress_seconds),
+            seconds=min(pipeline.budget_seconds, 2.0 * pipeline.progress_seconds),
             progress=pipeline.progress_seconds,
         )
         return answer.tensors[0]

@@ -21,7 +21,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.router import Router
 from noloco_node.pipeline.link_codecs import from_wire
 from noloco_node.training.activation_codec import DTYPES, wire_length
-from noloco_node.transport.calls import Answer, BadAnswer
+from noloco_node.transport.calls import Answer, BadAnswer, Method
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.headers import (
     ClockValue,
@@ -31,14 +31,10 @@ from noloco_node.transport.headers import (
     RunName,
     StageIndex,
     WireModel,
-    check_addressed,
-    parse,
 )
-from noloco_node.transport.messages import DTYPE_NAMES, JsonObject, TensorSpec
+from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec
 from noloco_node.transport.tensor_checks import scale_of
 from noloco_node.trust.sources_seen import DrawnBy
-
-METHOD = "microbatch"
 
 COUNTS = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
 
@@ -99,6 +95,9 @@ class MicrobatchAnswer(WireModel):
     def work_seconds(self) -> float | None:
         """`work_ms` in seconds."""
         return None if self.work_ms is None else self.work_ms / 1000
+
+
+MICROBATCH = Method("microbatch", MicrobatchHeader, MicrobatchAnswer, at_once=64, brief=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,13 +213,6 @@ def _note(table: OrderedDict[PeerId, Done], peer: PeerId, tokens: int) -> None:
     table.move_to_end(peer)
     while len(table) > PEERS_COUNTED:
         table.popitem(last=False)
-
-
-def parse_header(header: JsonObject, *, run: str, stage: int) -> MicrobatchHeader:
-    """A validated header that is meant for this node; raises Refused otherwise."""
-    parsed = parse(MicrobatchHeader, header)
-    check_addressed(run=parsed.run, stage=parsed.stage, own_run=run, own_stage=stage, protocol=parsed.protocol)
-    return parsed
 
 
 def activation_spec(rows: int, length: int, hidden: int, codec: ActivationCodec) -> TensorSpec:

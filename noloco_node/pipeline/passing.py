@@ -12,7 +12,6 @@ import logging
 import math
 import random
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from noloco_node.pipeline.limiter import Places
 from noloco_node.pipeline.link_codecs import LinkCodecs, from_wire, to_wire
 from noloco_node.pipeline.messages import (
     COME_BACK,
-    METHOD,
+    MICROBATCH,
     HopFailed,
     Ledger,
     MicrobatchAnswer,
@@ -40,7 +39,6 @@ from noloco_node.pipeline.messages import (
     check_specs,
     decoded,
     given_up,
-    parse_header,
     read_answer,
 )
 from noloco_node.pipeline.paces import HANG_SECONDS, Outcome
@@ -53,10 +51,11 @@ from noloco_node.training.norm_bound import NormBound
 from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.acquaintance import Acquaintances
-from noloco_node.transport.calls import ask, judging
+from noloco_node.transport.calls import Reply, ask, judging, on_tensors
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError
+from noloco_node.transport.headers import check_addressed
 from noloco_node.transport.interface import Release, Transport
-from noloco_node.transport.messages import JsonObject, Message, TensorSpec
+from noloco_node.transport.messages import TensorSpec
 from noloco_node.transport.tensor_checks import all_finite, scale_of
 from noloco_node.trust.sources_seen import OriginsSeen
 
@@ -217,12 +216,11 @@ class Downstream:
             answer = await ask(
                 self._transport,
                 peer,
-                METHOD,
+                MICROBATCH,
                 header,
-                MicrobatchAnswer,
                 tensors=(wire, outgoing.labels),
                 specs=(TensorSpec.of(wire),) if mode == "train" else (),
-                timeout=left,
+                seconds=left,
                 progress=self._spec.pipeline.progress_seconds,
             )
             how = Outcome.CAME
@@ -236,7 +234,7 @@ class Downstream:
             raise
         finally:
             self._book.done(peer, began, how)
-        with judging(self._transport, peer, METHOD):
+        with judging(self._transport, peer, MICROBATCH.name):
             trained = await decoded(read_answer(answer, activations, self._router), codec, activations.dtype)
         self._book.reported(peer, answer.header.load)
         self.blockage.through()
@@ -309,32 +307,43 @@ class PipelineServer:
         """Microbatches of others that this node holds now, those on their way to it included."""
         return self._places.taken
 
-    def admit(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> Release:
+    def serve(self, transport: Transport) -> None:
+        """Register with the transport."""
+        on_tensors(transport, MICROBATCH, self.handle, self.admit)
+
+    def admit(self, peer: PeerId, header: MicrobatchHeader, specs: tuple[TensorSpec, ...]) -> Release:
         """Refuse what is not meant for this node, malformed, too large, or too much now; else keep a place for it, from
         before its body arrives."""
         if not self.accepting:
             raise Refused(Refusal.DRAINING)
         if self.behind is not None and self.behind.stands_back:
             raise Refused(Refusal.BUSY, "this replica is far behind and takes a fellow's state first")
-        parsed = parse_header(header, run=self._spec.run_id, stage=self._stage)
-        if parsed.codec not in self._spec.pipeline.activations:
-            raise Refused(Refusal.MALFORMED, f"this run's activations do not travel as {parsed.codec}")
-        if self._stage == 1 and parsed.origin != peer:
+        check_addressed(
+            run=header.run,
+            stage=header.stage,
+            own_run=self._spec.run_id,
+            own_stage=self._stage,
+            protocol=header.protocol,
+        )
+        if header.codec not in self._spec.pipeline.activations:
+            raise Refused(Refusal.MALFORMED, f"this run's activations do not travel as {header.codec}")
+        if self._stage == 1 and header.origin != peer:
             raise Refused(Refusal.MALFORMED, "stage 0 sends only what it has drawn itself")
         check_specs(
             specs,
-            codec=parsed.codec,
+            codec=header.codec,
             windows=self._spec.inner.microbatch_windows,
             length=self._spec.data.sequence_length,
             hidden=self._hidden,
         )
         return self._places.take(peer)
 
-    async def handle(self, peer: PeerId, message: Message) -> Message:
+    async def handle(
+        self, peer: PeerId, header: MicrobatchHeader, tensors: tuple[Tensor, ...]
+    ) -> Reply[MicrobatchAnswer]:
         """Train or evaluate one admitted microbatch and answer with loss and gradient."""
-        header = parse_header(message.header, run=self._spec.run_id, stage=self._stage)
         began = ambient.monotonic()
-        name = MicrobatchName(peer, header.mode, header.id, await content_of(message.tensors))
+        name = MicrobatchName(peer, header.mode, header.id, await content_of(tensors))
         if name in self._under_way:
             raise Refused(Refusal.BUSY, "this microbatch is under way here")
         known = self._repeats.answer_to(name)
@@ -343,7 +352,8 @@ class PipelineServer:
             return known
         self._under_way[name] = task = asyncio.current_task()
         try:
-            answer = await self._carry_through(name, header, *message.tensors)
+            trained = await self._carry_through(name, header, *tensors)
+            answer = await self._answer(trained, header.codec, began)
         except asyncio.CancelledError:
             if name not in self._handed_back or task is None:
                 raise
@@ -352,7 +362,6 @@ class PipelineServer:
         finally:
             del self._under_way[name]
             self._handed_back.discard(name)
-        answer = Message({**answer.header, "work_ms": 1000.0 * (ambient.monotonic() - began)}, answer.tensors)
         if header.mode == "train":
             self._repeats.keep(name, answer)
         else:
@@ -379,7 +388,7 @@ class PipelineServer:
 
     async def _carry_through(
         self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor
-    ) -> Message:
+    ) -> Trained:
         deadline = ambient.monotonic() + min(header.budget_ms / 1000, self._spec.pipeline.budget_seconds)
         activations = await from_wire(activations, header.codec, self._carried)
         if not await all_finite(activations):
@@ -406,14 +415,13 @@ class PipelineServer:
 
     async def _train(
         self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float
-    ) -> Message:
+    ) -> Trained:
         if self._downstream is None:
             self._mark_trained(name)
             turn = _turn(name.sender, header, labels)
             result = await self._worker.loss(activations, labels, source=name.sender, turn=turn, chosen=header.chosen)
             self._note_work(name, header, result.tokens, result.taken_in)
-            trained = Trained(result.loss_sum, result.tokens, result.input_gradient, chosen=result.chosen)
-            return await self._answer(trained, header.codec)
+            return Trained(result.loss_sum, result.tokens, result.input_gradient, chosen=result.chosen)
         passage = Passage(source=name.sender, positions=positions_of(labels))
         try:
             outputs = await self._worker.forward(activations, passage, turn=_turn(name.sender, header, labels))
@@ -430,21 +438,20 @@ class PipelineServer:
                 chosen=trained.chosen,
             )
             self._note_work(name, header, trained.tokens, passage.taken_in)
-            answered = Trained(trained.loss_sum, trained.tokens, gradient, chosen=trained.chosen)
-            return await self._answer(answered, header.codec)
+            return Trained(trained.loss_sum, trained.tokens, gradient, chosen=trained.chosen)
         except BaseException:
             await run_to_end(self._worker.discard(passage))
             raise
 
     async def _evaluate(
         self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float
-    ) -> Message:
+    ) -> Trained:
         turn = _turn(name.sender, header, labels)
         if self._downstream is None:
             loss_sum = await self._worker.evaluate_loss(activations, labels, turn)
-            return await self._answer(Trained(loss_sum, labels.numel(), None), header.codec)
+            return Trained(loss_sum, labels.numel(), None)
         outputs = await self._worker.evaluate(activations, positions_of(labels), turn)
-        return await self._answer(await self._send_on(header, outputs, labels, deadline), header.codec)
+        return await self._send_on(header, outputs, labels, deadline)
 
     async def _send_on(
         self,
@@ -461,16 +468,16 @@ class PipelineServer:
         except HopFailed as failure:
             raise Refused(failure.reason, failure.detail) from None
 
-    async def _answer(self, trained: Trained, codec: ActivationCodec) -> Message:
+    async def _answer(self, trained: Trained, codec: ActivationCodec, began: float) -> Reply[MicrobatchAnswer]:
         gradient = None if trained.gradient is None else await to_wire(trained.gradient, codec)
-        header: dict[str, Any] = {
-            "loss_sum": trained.loss_sum,
-            "tokens": trained.tokens,
-            "load": max(0, self.pending - 1),
-        }
-        if trained.chosen:
-            header["chosen"] = list(trained.chosen)
-        return Message(header, () if gradient is None else (gradient,))
+        header = MicrobatchAnswer(
+            loss_sum=trained.loss_sum,
+            tokens=trained.tokens,
+            load=max(0, self.pending - 1),
+            chosen=trained.chosen,
+            work_ms=1000.0 * (ambient.monotonic() - began),
+        )
+        return Reply(header, () if gradient is None else (gradient,))
 
     def _mark_trained(self, name: MicrobatchName) -> None:
         """It changes this replica from here on."""

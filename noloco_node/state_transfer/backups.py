@@ -36,19 +36,16 @@ from noloco_node.state_transfer.copy_manifest import (
 )
 from noloco_node.state_transfer.given_copies import GivenCopies
 from noloco_node.training.stage_worker import StageWorker
-from noloco_node.transport.calls import BadAnswer, Nothing, ask, judging
+from noloco_node.transport.calls import NOTHING, BadAnswer, Method, Nothing, Reply, ask, call, judging, on
 from noloco_node.transport.errors import Refusal, Refused, TransportError
-from noloco_node.transport.headers import RunName, StageIndex, WireModel, no_tensors, parse
+from noloco_node.transport.headers import RunName, StageIndex, WireModel
 from noloco_node.transport.interface import Transport
-from noloco_node.transport.messages import JsonObject, Message, TensorSpec
+from noloco_node.transport.messages import TensorSpec
 
 logger = logging.getLogger(__name__)
 
 Pace = Callable[[int, str], Awaitable[None]]
 """Waits until so many bytes may be given to this reader."""
-
-OPEN = "copy.open"
-CHUNK = "copy.chunk"
 
 IDLE_SHARE = 3.0
 """Pause after each chunk of a copy that is renewed, in times that the chunk took: training needs the network more."""
@@ -72,6 +69,10 @@ class CopyRequest(WireModel):
     root: Annotated[str, Field(max_length=64)] = ""
     index: Annotated[int, Field(ge=0, le=1 << 32)] = 0
     precision: Precision = "fp16"
+
+
+OPEN = Method("copy.open", CopyRequest, CopyOffer)
+CHUNK = Method("copy.chunk", CopyRequest, Nothing, at_once=2)
 
 
 async def unpaced(_size: int, _reader: str) -> None:
@@ -104,8 +105,8 @@ class StageCopies:
 
     def serve(self) -> None:
         """Register with the transport."""
-        self._transport.serve(OPEN, self._admit, self._handle_open, max_concurrent_per_peer=1)
-        self._transport.serve(CHUNK, self._admit, self._handle_chunk, max_concurrent_per_peer=2)
+        on(self._transport, OPEN, self._handle_open, self._admit)
+        on(self._transport, CHUNK, self._handle_chunk, self._admit)
 
     async def keep(self, membership: Membership, worker: StageWorker, pace: Pace = unpaced) -> None:
         """During one stay: give copies of this stage, those in full precision at this `pace`, and keep that of another
@@ -212,9 +213,8 @@ class StageCopies:
 
     async def _open(self, peer: PeerId, stage: int, limit: float) -> tuple[CopyManifest, CopyOffer]:
         run, size = self._spec.run_id, self._parameters[stage]
-        request = CopyRequest(run=run, stage=stage)
-        offer = (await ask(self._transport, peer, OPEN, request, CopyOffer, timeout=limit, progress=limit)).header
-        with judging(self._transport, peer, OPEN):
+        offer = await call(self._transport, peer, OPEN, CopyRequest(run=run, stage=stage), seconds=limit)
+        with judging(self._transport, peer, OPEN.name):
             return read_offer(self._transport, offer, run=run, stage=stage, size=size), offer
 
     async def _fetch(self, peer: PeerId, stage: int, *, idle_share: float) -> StageCopy:
@@ -227,17 +227,15 @@ class StageCopies:
             started = ambient.monotonic()
             part = weights[index * step : (index + 1) * step]
             named, specs = request.model_copy(update={"index": index}), (TensorSpec.of(part),)
-            answer = await ask(self._transport, peer, CHUNK, named, Nothing, specs=specs, timeout=limit, progress=limit)
+            answer = await ask(self._transport, peer, CHUNK, named, specs=specs, seconds=limit)
             part.copy_(answer.tensors[0])
             await asyncio.sleep(idle_share * (ambient.monotonic() - started))
-        with judging(self._transport, peer, CHUNK):
+        with judging(self._transport, peer, CHUNK.name):
             if await ambient.elsewhere(root_of_weights, weights) != manifest.root:
                 raise BadAnswer("the copy's weights are not those that its source has signed")
         return StageCopy(manifest, offer, weights)
 
-    def _admit(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
-        request = parse(CopyRequest, header)
-        no_tensors(peer, header, specs)
+    def _admit(self, _peer: PeerId, request: CopyRequest) -> None:
         if request.run != self._spec.run_id:
             raise Refused(Refusal.WRONG_RUN)
         if self._own is None and self.kept is None:
@@ -247,13 +245,10 @@ class StageCopies:
         for given in self._given.values():
             given.tend(ambient.monotonic())
 
-    async def _handle_open(self, peer: PeerId, message: Message) -> Message:
-        request = CopyRequest.model_validate(message.header)
-        copy = await self._copy_of(request.stage, peer, request.precision)
-        return Message(copy.offer.model_dump(mode="json"))
+    async def _handle_open(self, peer: PeerId, request: CopyRequest) -> CopyOffer:
+        return (await self._copy_of(request.stage, peer, request.precision)).offer
 
-    async def _handle_chunk(self, peer: PeerId, message: Message) -> Message:
-        request = CopyRequest.model_validate(message.header)
+    async def _handle_chunk(self, peer: PeerId, request: CopyRequest) -> Reply[Nothing]:
         step = self._spec.limits.chunk_bytes // DTYPES[request.precision].itemsize
         at, end = request.index * step, (request.index + 1) * step
         held = self._given[request.precision].asked(request.root, peer, at, end, ambient.monotonic())
@@ -267,7 +262,7 @@ class StageCopies:
             raise Refused(Refusal.MALFORMED, f"the copy has no chunk {request.index}")
         if request.precision == "fp32":
             await self._pace(part.nbytes, peer)
-        return Message({}, (part,))
+        return Reply(NOTHING, (part,))
 
     async def _copy_of(self, stage: int, peer: PeerId, precision: Precision) -> StageCopy:
         """The copy that this node gives `peer` of `stage`: of its own, or the one that it keeps. Raises Refused."""

@@ -18,20 +18,21 @@ from noloco_node.state_transfer.messages import (
     OFFER,
     OPEN,
     PackedState,
+    SignedManifest,
     StateManifest,
     StateOffer,
     StateRequest,
-    manifest_message,
     packed_size,
     root_of,
+    sign_manifest,
 )
 from noloco_node.state_transfer.rate import WINDOW_SECONDS, DonorRate
 from noloco_node.state_transfer.readers import Readers
 from noloco_node.training.stage_worker import StageWorker
+from noloco_node.transport.calls import NOTHING, Nothing, Reply, on
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.headers import check_addressed, no_tensors, parse
+from noloco_node.transport.headers import check_addressed
 from noloco_node.transport.interface import Transport
-from noloco_node.transport.messages import JsonObject, Message, TensorSpec
 
 SNAPSHOT_LIFE_SECONDS = 60.0
 SNAPSHOT_SHARED_SECONDS = 10.0
@@ -91,9 +92,9 @@ class StateDonor:
 
     def serve(self) -> None:
         """Register with the transport."""
-        self._transport.serve(OFFER, self._admit, self._handle_offer, max_concurrent_per_peer=1)
-        self._transport.serve(OPEN, self._admit, self._handle_open, max_concurrent_per_peer=1)
-        self._transport.serve(CHUNK, self._admit, self._handle_chunk, max_concurrent_per_peer=64)
+        on(self._transport, OFFER, self._handle_offer, self._admit)
+        on(self._transport, OPEN, self._handle_open, self._admit)
+        on(self._transport, CHUNK, self._handle_chunk, self._admit)
 
     @property
     def readers(self) -> int:
@@ -111,9 +112,7 @@ class StateDonor:
         self._held = None
         self._readers.clear()
 
-    def _admit(self, peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
-        request = parse(StateRequest, header)
-        no_tensors(peer, header, specs)
+    def _admit(self, _peer: PeerId, request: StateRequest) -> None:
         if not self.accepting:
             raise Refused(Refusal.DRAINING)
         check_addressed(
@@ -130,16 +129,14 @@ class StateDonor:
         if await self._relayed(peer):
             raise Refused(Refusal.RELAYED, "a state is not sent through a relay: one side must dial the other")
 
-    async def _handle_offer(self, peer: PeerId, _message: Message) -> Message:
+    async def _handle_offer(self, peer: PeerId, _request: StateRequest) -> StateOffer:
         await self._refuse_relayed(peer)
         progress = self._worker.progress
-        offer = StateOffer(
+        return StateOffer(
             clock=progress.clock, outer_rounds=progress.outer_rounds, readers=self.readers, places=self._places
         )
-        return Message(offer.model_dump(mode="json"))
 
-    async def _handle_open(self, peer: PeerId, message: Message) -> Message:
-        request = StateRequest.model_validate(message.header)
+    async def _handle_open(self, peer: PeerId, request: StateRequest) -> Reply[SignedManifest]:
         await self._refuse_relayed(peer)
         async with self._taking:
             now, held = ambient.monotonic(), self._held
@@ -152,7 +149,7 @@ class StateDonor:
             held.used = ambient.monotonic()
             if not self._readers.enter(peer, held.used, self.rate.rate):
                 raise Refused(Refusal.BUSY, f"{self.readers} joiners read this node's state, and it serves no more")
-        return manifest_message(self._transport, held.manifest, held.digests)
+        return sign_manifest(self._transport, held.manifest, held.digests)
 
     async def _take_snapshot(self) -> _Held:
         size = packed_size(self._worker.state_sizes())
@@ -178,8 +175,7 @@ class StateDonor:
         shared = max(SNAPSHOT_SHARED_SECONDS, (taken - started) / HELD_SHARE)
         return _Held(manifest, packed, digests, shared_until=taken + shared, used=taken)
 
-    async def _handle_chunk(self, peer: PeerId, message: Message) -> Message:
-        request = StateRequest.model_validate(message.header)
+    async def _handle_chunk(self, peer: PeerId, request: StateRequest) -> Reply[Nothing]:
         held = self._held
         if held is None or held.manifest.snapshot != request.snapshot:
             raise Refused(Refusal.UNKNOWN_SNAPSHOT)
@@ -200,4 +196,4 @@ class StateDonor:
         held.used = ambient.monotonic()
         if self._held is held:
             self._readers.gave(peer, request.index, held.used)
-        return Message({}, (torch.frombuffer(part, dtype=torch.uint8),))
+        return Reply(NOTHING, (torch.frombuffer(part, dtype=torch.uint8),))

@@ -23,7 +23,7 @@ from noloco_node.state_transfer.fetch import Download, fetch_state, load_downloa
 from noloco_node.state_transfer.messages import OFFER, StateManifest, StateOffer, StateRequest, packed_size
 from noloco_node.telemetry.events import AnyEvent, DonorFailed, StateDownload
 from noloco_node.training.stage_worker import StageWorker
-from noloco_node.transport.calls import ask
+from noloco_node.transport.calls import call
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
 from noloco_node.transport.interface import Transport
 
@@ -227,8 +227,7 @@ class StateCopier:
     async def _ask(self, donor: PeerId) -> StateOffer:
         """What one donor can give. Raises Refused or TransportError."""
         request = StateRequest(run=self._spec.run_id, stage=self._stage, contract=self._worker.contract)
-        limit = OFFER_SECONDS
-        return (await ask(self._transport, donor, OFFER, request, StateOffer, timeout=limit, progress=limit)).header
+        return await call(self._transport, donor, OFFER, request, seconds=OFFER_SECONDS)
 
     def _note_slow(self, search: _Search, donor: PeerId, error: TooSlow) -> None:
         if donor not in search.slow:

@@ -16,7 +16,6 @@ from noloco_node.state_transfer.messages import (
     CHUNK,
     DIGEST_BYTES,
     OPEN,
-    SignedManifest,
     StateManifest,
     StateRequest,
     digest,
@@ -25,7 +24,7 @@ from noloco_node.state_transfer.messages import (
     unpack,
 )
 from noloco_node.training.stage_worker import StageWorker
-from noloco_node.transport.calls import BadAnswer, Nothing, ask, judging
+from noloco_node.transport.calls import BadAnswer, ask, judging
 from noloco_node.transport.errors import DeadlinePassed, ProtocolViolation, Refused, TransportError
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import TensorSpec
@@ -94,12 +93,11 @@ async def fetch_state(
         donor,
         OPEN,
         request,
-        SignedManifest,
         specs=(TensorSpec("u8", (download.chunks, DIGEST_BYTES)),),
-        timeout=MANIFEST_PATIENCE * limit,
+        seconds=MANIFEST_PATIENCE * limit,
         progress=limit,
     )
-    with judging(transport, donor, OPEN):
+    with judging(transport, donor, OPEN.name):
         manifest, digests = read_manifest(transport, donor, answer, request, size=download.size)
     download.snapshot = manifest.snapshot
     pending = download.missing(digests)
@@ -139,7 +137,7 @@ async def load_download(
 ) -> StateManifest:
     """Become a copy: load a whole download at once, or nothing of it. `believe` turns the donor's claimed clock into
     the one to take over. Raises ProtocolViolation where the state is not finite."""
-    with judging(transport, PeerId(manifest.donor), OPEN):
+    with judging(transport, PeerId(manifest.donor), OPEN.name):
         state = await ambient.elsewhere(unpack, download.buffer, worker.state_sizes())
     manifest = manifest.model_copy(update={"clock": believe(manifest.clock)})
     await worker.load_full_state(manifest.clock, manifest.outer_rounds, state)
@@ -162,9 +160,8 @@ async def _fetch_chunk(
                 donor,
                 CHUNK,
                 request,
-                Nothing,
                 specs=(TensorSpec("u8", (size,)),),
-                timeout=patience,
+                seconds=patience,
                 progress=limit,
             )
         except ProtocolViolation:
@@ -175,7 +172,7 @@ async def _fetch_chunk(
             logger.debug("chunk %d from %s failed: %r", request.index, donor, error)
         else:
             data = answer.tensors[0].numpy().data
-            with judging(transport, donor, CHUNK):
+            with judging(transport, donor, CHUNK.name):
                 if await ambient.elsewhere(digest, data) != wanted:
                     raise BadAnswer(f"chunk {request.index} of its state does not match the manifest")
             return data

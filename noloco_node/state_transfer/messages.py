@@ -15,14 +15,9 @@ from torch import Tensor
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.canonical import canonical_json
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.calls import Answer, BadAnswer
+from noloco_node.transport.calls import Answer, BadAnswer, Method, Nothing, Reply
 from noloco_node.transport.headers import ClockValue, ProtocolVersion, RunName, StageIndex, WireModel
 from noloco_node.transport.interface import Transport
-from noloco_node.transport.messages import Message
-
-OFFER = "state.offer"
-OPEN = "state.open"
-CHUNK = "state.chunk"
 
 DIGEST_BYTES = 16
 MAX_SEAL_CHARACTERS = 8192
@@ -76,6 +71,11 @@ class SignedManifest(WireModel):
     seal: Annotated[str, Field(max_length=MAX_SEAL_CHARACTERS, pattern=r"^([0-9a-f]{2})+$")]
 
 
+OFFER = Method("state.offer", StateRequest, StateOffer)
+OPEN = Method("state.open", StateRequest, SignedManifest)
+CHUNK = Method("state.chunk", StateRequest, Nothing, at_once=64)
+
+
 def digest(data: memoryview | bytes) -> bytes:
     """The hash of a chunk."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
@@ -86,11 +86,10 @@ def root_of(digests: Tensor) -> str:
     return hashlib.blake2b(digests.numpy().tobytes(), digest_size=32).hexdigest()
 
 
-def manifest_message(transport: Transport, manifest: StateManifest, digests: Tensor) -> Message:
+def sign_manifest(transport: Transport, manifest: StateManifest, digests: Tensor) -> Reply[SignedManifest]:
     """A manifest as it travels: its text, the donor's seal over that text, and the digests u8 [chunks, 16]."""
     text = canonical_json(manifest.model_dump(mode="json"))
-    signed = SignedManifest(manifest=text, seal=transport.sign(text.encode()).hex())
-    return Message(signed.model_dump(mode="json"), (digests,))
+    return Reply(SignedManifest(manifest=text, seal=transport.sign(text.encode()).hex()), (digests,))
 
 
 def read_manifest(

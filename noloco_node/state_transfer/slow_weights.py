@@ -11,8 +11,8 @@ from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer.backups import CHUNK, OPEN, CopyRequest
-from noloco_node.state_transfer.copy_manifest import CopyManifest, CopyOffer, alike, read_offer, root_of_weights
-from noloco_node.transport.calls import BadAnswer, Nothing, ask, judging
+from noloco_node.state_transfer.copy_manifest import CopyManifest, alike, read_offer, root_of_weights
+from noloco_node.transport.calls import BadAnswer, ask, call, judging
 from noloco_node.transport.errors import ProtocolViolation, TransportError
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import TensorSpec
@@ -32,11 +32,9 @@ async def fetch_slow(
     """
     limit, step = spec.limits.exchange_progress_seconds, spec.limits.chunk_bytes // into.element_size()
     request = CopyRequest(run=spec.run_id, stage=stage, precision="fp32")
-    answer = await ask(transport, donor, OPEN, request, CopyOffer, timeout=PATIENCE * limit, progress=PATIENCE * limit)
-    with judging(transport, donor, OPEN):
-        manifest = read_offer(
-            transport, answer.header, run=spec.run_id, stage=stage, size=into.numel(), precision="fp32"
-        )
+    offer = await call(transport, donor, OPEN, request, seconds=PATIENCE * limit)
+    with judging(transport, donor, OPEN.name):
+        manifest = read_offer(transport, offer, run=spec.run_id, stage=stage, size=into.numel(), precision="fp32")
         if manifest.source != donor:
             raise BadAnswer("the copy is not the donor's own")
     named = request.model_copy(update={"root": manifest.root})
@@ -45,7 +43,7 @@ async def fetch_slow(
         chunk = named.model_copy(update={"index": index})
         part.copy_(await _fetch_chunk(transport, donor, chunk, TensorSpec.of(part), PATIENCE * limit))
         told(part.numel())
-    with judging(transport, donor, CHUNK):
+    with judging(transport, donor, CHUNK.name):
         if await ambient.elsewhere(root_of_weights, into) != manifest.root:
             raise BadAnswer("the copy's weights are not those that it has signed")
     return manifest
@@ -69,9 +67,7 @@ async def _fetch_chunk(
 ) -> Tensor:
     for attempt in range(CHUNK_ATTEMPTS):
         try:
-            answer = await ask(
-                transport, donor, CHUNK, request, Nothing, specs=(wanted,), timeout=limit, progress=limit
-            )
+            answer = await ask(transport, donor, CHUNK, request, specs=(wanted,), seconds=limit)
         except ProtocolViolation:
             raise
         except TransportError:

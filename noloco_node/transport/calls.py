@@ -1,4 +1,7 @@
-"""The one way to ask a peer: every request goes out here, and every answer is held to what was asked for.
+"""The one way to ask a peer, and to answer one: each method is declared once, and both sides of it go through here.
+
+A request is parsed once, before its body is read; a handler gets the model and gives one. Every request goes out here,
+and every answer is held to what was asked for.
 
 An answer has a model for its header, the specs of its tensors, and finite numbers in them. One that has not is an
 offence of the peer that gave it, booked here and nowhere else, so that no caller can forget to. What only a caller can
@@ -8,21 +11,22 @@ judge (a digest, a signature) it judges inside `judging`, which books the same w
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from pydantic import ValidationError
 from torch import Tensor
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.errors import ProtocolViolation
-from noloco_node.transport.headers import WireModel, first_problem
-from noloco_node.transport.interface import Transport
-from noloco_node.transport.messages import Message, TensorSpec
+from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused
+from noloco_node.transport.headers import WireModel, first_problem, parse
+from noloco_node.transport.interface import Admitted, Release, Transport
+from noloco_node.transport.messages import JsonObject, Message, TensorSpec
 from noloco_node.transport.tensor_checks import scale_of
 
+Q = TypeVar("Q", bound=WireModel)
 A = TypeVar("A", bound=WireModel)
 
 
@@ -32,7 +36,43 @@ class BadAnswer(ValueError):
 
 
 class Nothing(WireModel):
-    """The header of an answer that only says yes, or whose tensors say all."""
+    """The header of an answer that only says yes, or whose tensors say all; and of a request that only asks."""
+
+
+NOTHING = Nothing()
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[Q, A]):
+    """A method as both sides know it."""
+
+    name: str
+    request: type[Q]
+    answer: type[A]
+    at_once: int = 1
+    """Requests of one peer under way; one more is `busy`."""
+    text_bytes: int | None = None
+    """The answer's only tensor is a text (u8) of at most so many bytes."""
+    brief: bool = False
+    """Answers leave out what has its default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[A]):
+    """What a handler answers with where tensors go with it."""
+
+    header: A
+    tensors: tuple[Tensor, ...]
+
+
+Handler = Callable[[PeerId, Q], Awaitable[A | Reply[A]]]
+"""Answers a request without tensors; raises `Refused` to say no."""
+TensorHandler = Callable[[PeerId, Q, tuple[Tensor, ...]], Awaitable[A | Reply[A]]]
+"""The same for a request with tensors."""
+Judge = Callable[[PeerId, Q], None]
+"""Raises `Refused` to turn a request without tensors away before it is counted as one that is worked on."""
+TensorJudge = Callable[[PeerId, Q, tuple[TensorSpec, ...]], Release | None]
+"""The same before the tensors are read. What it returns gives back what it has reserved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,36 +85,77 @@ class Answer(Generic[A]):
     """Root mean square of each tensor of floating-point numbers, in their order; all finite."""
 
 
+def on(transport: Transport, method: Method[Q, A], handle: Handler[Q, A], admit: Judge[Q] | None = None) -> None:
+    """Answer `method`, which takes no tensors, from now on. What is none of its requests is refused as `malformed`."""
+
+    def without_tensors(peer: PeerId, request: Q, specs: tuple[TensorSpec, ...]) -> None:
+        if specs:
+            raise Refused(Refusal.MALFORMED, "this method takes no tensors")
+        if admit is not None:
+            admit(peer, request)
+
+    on_tensors(transport, method, lambda peer, request, _: handle(peer, request), without_tensors)
+
+
+def on_tensors(transport: Transport, method: Method[Q, A], handle: TensorHandler[Q, A], admit: TensorJudge[Q]) -> None:
+    """Answer `method`, whose tensors `admit` must judge, from now on. What is none of its requests is refused as
+    `malformed`."""
+
+    def admitted(peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> Admitted:
+        request = parse(method.request, header)
+        return Admitted(request, admit(peer, request, specs))
+
+    async def answered(peer: PeerId, message: Message) -> Message:
+        reply = await handle(peer, cast("Q", message.parsed), message.tensors)
+        header, tensors = (reply.header, reply.tensors) if isinstance(reply, Reply) else (reply, ())
+        return Message(header.model_dump(mode="json", exclude_defaults=method.brief), tensors)
+
+    transport.serve(method.name, admitted, answered, max_concurrent_per_peer=method.at_once)
+
+
+async def call(
+    transport: Transport,
+    peer: PeerId,
+    method: Method[Q, A],
+    request: Q,
+    *,
+    seconds: float,
+    progress: float | None = None,
+) -> A:
+    """What `peer` answers to `request`, where no tensors travel. Times, and what is raised, as in `ask`."""
+    return (await ask(transport, peer, method, request, seconds=seconds, progress=progress)).header
+
+
 async def ask(
     transport: Transport,
     peer: PeerId,
-    method: str,
-    request: WireModel | None,
-    kind: type[A],
+    method: Method[Q, A],
+    request: Q,
     *,
     tensors: tuple[Tensor, ...] = (),
     specs: tuple[TensorSpec, ...] = (),
-    text_bytes: int | None = None,
-    timeout: float,
-    progress: float,
+    seconds: float,
+    progress: float | None = None,
 ) -> Answer[A]:
-    """Ask `method` of `peer`, sending `request` and `tensors`; `timeout` and `progress` in seconds as `Transport.call`.
+    """Ask `method` of `peer`, sending `request` and `tensors`. `seconds` is the `timeout` of `Transport.call`, and its
+    `progress` (seconds) where none is named.
 
-    The answer's header must be a `kind` and its tensors exactly `specs`, or one text of at most `text_bytes` bytes
-    (u8). Raises as `Transport.call`; ProtocolViolation, which is booked against the peer, where the answer is another.
+    The answer's header must be the method's and its tensors exactly `specs`, or one text. Raises as `Transport.call`;
+    ProtocolViolation, which is booked against the peer, where the answer is another.
     """
-    header = {} if request is None else request.model_dump(mode="json", exclude_none=True)
-    most = sum(spec.nbytes for spec in specs) if text_bytes is None else text_bytes
+    message = Message(request.model_dump(mode="json", exclude_none=True), tensors)
+    most = sum(spec.nbytes for spec in specs) if method.text_bytes is None else method.text_bytes
+    limit = seconds if progress is None else progress
     try:
         answer = await transport.call(
-            peer, method, Message(header, tensors), timeout=timeout, progress=progress, max_answer_bytes=most
+            peer, method.name, message, timeout=seconds, progress=limit, max_answer_bytes=most
         )
     except ProtocolViolation as error:
         transport.conduct.judge(peer, error)
         raise
-    with judging(transport, peer, method):
-        parsed = _parsed(kind, answer)
-        _check_specs(answer.specs, specs if text_bytes is None else None)
+    with judging(transport, peer, method.name):
+        parsed = _parsed(method.answer, answer)
+        _check_specs(answer.specs, specs if method.text_bytes is None else None)
         scales = [await scale_of(tensor) for tensor in answer.tensors if tensor.is_floating_point()]
         if not all(map(math.isfinite, scales)):
             raise BadAnswer("it holds NaN or infinity, or is beyond all scale")

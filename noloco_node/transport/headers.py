@@ -7,9 +7,8 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.messages import JsonObject, TensorSpec
+from noloco_node.transport.messages import JsonObject
 
 ClockValue = Annotated[float, Field(ge=0.0, le=1e18, allow_inf_nan=False)]
 RunName = Annotated[str, Field(max_length=64)]
@@ -54,9 +53,3 @@ def first_problem(error: ValidationError) -> str:
     """The first mistake in a message, as one short line for its sender."""
     problem = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
-
-
-def no_tensors(_peer: PeerId, _header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
-    """Admits requests of methods that take a header only."""
-    if specs:
-        raise Refused(Refusal.MALFORMED, "this method takes no tensors")

@@ -21,9 +21,19 @@ from noloco_node.transport.messages import JsonObject, Message, TensorSpec
 Release = Callable[[], None]
 """Gives back what an admission reserved."""
 
-Admit = Callable[[PeerId, JsonObject, tuple[TensorSpec, ...]], Release | None]
-"""Looks at a request before its body is read; raises `Refused` to turn it away. Must not block. What it returns is
-called once, when the handler has answered or the request has come to nothing."""
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """What an admission made of a request."""
+
+    parsed: object
+    """Its header as a model: the handler finds it in `Message.parsed`."""
+    release: Release | None = None
+
+
+Admit = Callable[[PeerId, JsonObject, tuple[TensorSpec, ...]], Admitted | Release | None]
+"""Looks at a request before its body is read; raises `Refused` to turn it away. Must not block. The release that it
+returns is called once, when the handler has answered or the request has come to nothing."""
 
 Gate = Callable[[PeerId], bool]
 """Whether a peer may ask for anything but the `hello` methods."""

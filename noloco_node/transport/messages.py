@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -52,8 +52,15 @@ class Message:
 
     header: JsonObject = field(default_factory=dict[str, Any])
     tensors: tuple[torch.Tensor, ...] = ()
+    parsed: object = None
+    """What the admission has parsed a request's header into. It does not travel."""
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         """Specs of the tensors in order."""
-        return tuple(TensorSpec.of(tensor) for tensor in self.tensors)
+        return specs_of(self.tensors)
+
+
+def specs_of(tensors: Sequence[torch.Tensor]) -> tuple[TensorSpec, ...]:
+    """Of each tensor, in order."""
+    return tuple(map(TensorSpec.of, tensors))

@@ -17,7 +17,7 @@ from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.transport.bans import OFFENSIVE, Conduct
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.frames import Envelope, encode_envelope, tensor_bytes
-from noloco_node.transport.interface import Admit, Gate, Handle, Release, TrafficCount
+from noloco_node.transport.interface import Admit, Admitted, Gate, Handle, Release, TrafficCount
 from noloco_node.transport.messages import Message, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,12 @@ class _Method:
 class Place:
     """What an admitted request holds."""
 
-    def __init__(self, release: Release | None) -> None:
-        self._release = release
+    def __init__(self, method: _Method, admission: Admitted | Release | None) -> None:
+        self.method = method
+        typed = isinstance(admission, Admitted)
+        self._release = admission.release if typed else admission
+        self.parsed = admission.parsed if typed else None
+        """See `Message.parsed`."""
 
     def free(self) -> None:
         """Give back what the admission reserved; harmless when repeated."""
@@ -119,7 +123,7 @@ class RequestDesk:
     def admitted(self, peer: PeerId, envelope: Envelope) -> Generator[Place]:
         """Hold a place for the request while the block runs, or raise `Refused` before anything is allocated."""
         method = self._method_for(peer, envelope)
-        place = Place(_ask(method.admit, peer, envelope))
+        place = Place(method, _ask(method.admit, peer, envelope))
         method.running[peer] += 1
         self._bytes_under_way[peer] += envelope.body_bytes
         try:
@@ -150,16 +154,17 @@ class RequestDesk:
         return method
 
     async def answer(self, peer: PeerId, method: str, request: Message, place: Place) -> tuple[bytes, Message]:
-        """Run the handler; its answer, and the answer's encoded envelope. The place is free again before it is sent.
+        """Run the handler of who admitted it; its answer, and the answer's encoded envelope. The place is free again
+        before it is sent. Refused (`draining`) where that one has gone: another stage may serve a method of this name.
 
         The handler's failures, and an answer that cannot be sent, become `Refused(INTERNAL)` and are logged; nothing
         of them reaches the peer.
         """
-        served = self._methods.get(method)
+        served = place.method
         try:
-            if served is None:
-                raise Refused(Refusal.UNKNOWN_METHOD, method)
-            answer = await served.handle(peer, request)
+            if self._methods.get(method) is not served:
+                raise Refused(Refusal.DRAINING)
+            answer = await served.handle(peer, Message(request.header, request.tensors, place.parsed))
             for tensor in answer.tensors:
                 tensor_bytes(tensor)
             return encode_envelope("", answer.header, answer.specs), answer
@@ -174,7 +179,7 @@ class RequestDesk:
             place.free()
 
 
-def _ask(admit: Admit, peer: PeerId, envelope: Envelope) -> Release | None:
+def _ask(admit: Admit, peer: PeerId, envelope: Envelope) -> Admitted | Release | None:
     specs: tuple[TensorSpec, ...] = envelope.specs
     try:
         return admit(peer, envelope.header, specs)

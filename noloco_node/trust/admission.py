@@ -20,15 +20,13 @@ from noloco_node.directory.records import LiveRecord
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.invitations import PREFIX, BadInvitation, Invitation, Proof, read_invitation
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.calls import Nothing, ask
+from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.headers import WireModel, no_tensors, parse
+from noloco_node.transport.headers import WireModel
 from noloco_node.transport.interface import Transport
-from noloco_node.transport.messages import Message
 
 logger = logging.getLogger(__name__)
 
-METHOD = "hello.access"
 SHOW_SECONDS = 10.0
 GUESTS_REMEMBERED = 8192
 EXPIRED_AGAIN_SECONDS = 60.0
@@ -38,6 +36,9 @@ class ShownProof(WireModel):
     """The caller's proof that it is invited."""
 
     proof: Proof
+
+
+ACCESS = Method("hello.access", ShownProof, Nothing, at_once=4)
 
 
 class Access:
@@ -99,14 +100,14 @@ class Access:
             return
         transport.guard(self.admits)
 
-        async def handle(peer: PeerId, message: Message) -> Message:
-            if not self.shown(peer, parse(ShownProof, message.header).proof):
+        async def handle(peer: PeerId, request: ShownProof) -> Nothing:
+            if not self.shown(peer, request.proof):
                 raise Refused(Refusal.FORGED, "the invitation is not by the owner of this run, or not for this peer")
             if not self.admits(peer):
                 raise Refused(Refusal.NOT_ADMITTED, "the invitation has expired")
-            return Message()
+            return NOTHING
 
-        transport.serve(METHOD, no_tensors, handle, max_concurrent_per_peer=4)
+        on(transport, ACCESS, handle)
 
 
 class Introduction:
@@ -119,9 +120,9 @@ class Introduction:
 
     async def show(self, peer: PeerId, seconds: float) -> None:
         """Show it to `peer` within `seconds`. Raises like `Transport.call`; that it has expired is also logged."""
-        shown, limit = ShownProof(proof=self._proof), min(seconds, SHOW_SECONDS)
+        shown = ShownProof(proof=self._proof)
         try:
-            await ask(self._transport, peer, METHOD, shown, Nothing, timeout=limit, progress=limit)
+            await call(self._transport, peer, ACCESS, shown, seconds=min(seconds, SHOW_SECONDS))
         except Refused as refused:
             if refused.reason is Refusal.NOT_ADMITTED and ambient.monotonic() >= self._warn_again_at:
                 self._warn_again_at = ambient.monotonic() + EXPIRED_AGAIN_SECONDS

@@ -32,8 +32,9 @@ from noloco_node.node import daemon as node
 from noloco_node.node.replica import Replica
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.pipeline import messages as microbatch
-from noloco_node.pipeline.messages import MicrobatchHeader, Trained
+from noloco_node.pipeline.messages import MicrobatchAnswer, MicrobatchHeader, Trained
 from noloco_node.pipeline.passing import PipelineServer
+from noloco_node.transport.calls import Reply
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.frames import (
     END_FRAME,
@@ -162,7 +163,7 @@ class Attacker:
 
     async def _oversized(self, peer: PeerId, stage: int) -> None:
         specs = [TensorSpec("fp32", (1 << 20, 1 << 20)), TensorSpec("i32", (1 << 20, 1 << 20))]
-        envelope = encode_envelope(microbatch.METHOD, self._header(stage), specs)
+        envelope = encode_envelope(microbatch.MICROBATCH.name, self._header(stage), specs)
         await self._send(peer, encode_frame(FrameKind.HEADER, envelope))
         too_long = bytearray(encode_prefix(FrameKind.HEADER, b""))
         too_long[4:8] = (1 << 30).to_bytes(4, "big")
@@ -216,7 +217,9 @@ class Attacker:
 
     async def _call(self, peer: PeerId, stage: int, *tensors: Tensor) -> None:
         message = Message(self._header(stage), tensors)
-        await self._transport.call(peer, microbatch.METHOD, message, timeout=4, progress=4, max_answer_bytes=1 << 20)
+        await self._transport.call(
+            peer, microbatch.MICROBATCH.name, message, timeout=4, progress=4, max_answer_bytes=1 << 20
+        )
 
     async def _forge(self, peer: PeerId, stage: int) -> None:
         """Records in another's name, of another place, and one of its own that claims the end of time."""
@@ -266,7 +269,9 @@ class Attacker:
         return torch.randn(*shape, hidden), torch.zeros(shape, dtype=torch.int32)
 
     def _envelope(self, stage: int) -> bytes:
-        return encode_envelope(microbatch.METHOD, self._header(stage), [TensorSpec.of(t) for t in self._tensors()])
+        return encode_envelope(
+            microbatch.MICROBATCH.name, self._header(stage), [TensorSpec.of(t) for t in self._tensors()]
+        )
 
 
 def poison() -> None:
@@ -280,11 +285,13 @@ def poison() -> None:
 def _poison_gradients(name: str, change: Callable[[Tensor], Tensor]) -> None:
     answer = PipelineServer._answer
 
-    async def poisoned(self: PipelineServer, trained: Trained, codec: ActivationCodec) -> Message:
+    async def poisoned(
+        self: PipelineServer, trained: Trained, codec: ActivationCodec, began: float
+    ) -> Reply[MicrobatchAnswer]:
         if trained.gradient is not None:
             TALLY.count(name)
             trained = Trained(trained.loss_sum, trained.tokens, change(trained.gradient))
-        return await answer(self, trained, codec)
+        return await answer(self, trained, codec, began)
 
     PipelineServer._answer = poisoned
 

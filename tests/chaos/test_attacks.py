@@ -15,8 +15,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.state_transfer import messages as state_messages
 from noloco_node.state_transfer.backups import StageCopies
-from noloco_node.state_transfer.messages import SignedManifest, StateOffer, StateRequest, packed_size
-from noloco_node.transport.calls import Nothing, ask
+from noloco_node.state_transfer.messages import StateRequest, packed_size
+from noloco_node.transport.calls import ask
 from noloco_node.transport.errors import Refused
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
@@ -79,18 +79,18 @@ async def test_who_asks_the_dripping_donor_gets_an_offer_a_manifest_and_chunks_t
     transport: Transport = MemoryTransport(network, ASKER)
     async with alive(SPEC, network, ATTACKS[attack]) as life:
         donor, worker = life.transport.peer_id, life.workers[1]
-        patient: dict[str, Any] = {"timeout": 30.0, "progress": 30.0}
+        patient: dict[str, Any] = {"seconds": 30.0}
         request = StateRequest(run=SPEC.run_id, stage=1, contract=worker.contract)
-        offer = (await ask(transport, donor, state_messages.OFFER, request, StateOffer, **patient)).header
+        offer = (await ask(transport, donor, state_messages.OFFER, request, **patient)).header
         assert offer.readers == 0
         size = packed_size(worker.state_sizes())
         chunks = -(-size // SPEC.limits.chunk_bytes)
         specs = (TensorSpec("u8", (chunks, state_messages.DIGEST_BYTES)),)
-        answer = await ask(transport, donor, state_messages.OPEN, request, SignedManifest, specs=specs, **patient)
+        answer = await ask(transport, donor, state_messages.OPEN, request, specs=specs, **patient)
         manifest, digests = state_messages.read_manifest(transport, donor, answer, request, size=size)
         first = request.model_copy(update={"snapshot": manifest.snapshot})
         specs = (TensorSpec("u8", (SPEC.limits.chunk_bytes,)),)
-        chunk = await ask(transport, donor, state_messages.CHUNK, first, Nothing, specs=specs, **patient)
+        chunk = await ask(transport, donor, state_messages.CHUNK, first, specs=specs, **patient)
         assert state_messages.digest(chunk.tensors[0].numpy().data) == digests[0]
         assert life.tally.counts[attack] == {"offers made": 1, "manifests given": 1, "chunks dripped": 1}
     await cast("MemoryTransport", transport).close()

@@ -31,7 +31,7 @@ WATCHED = "NOLOCO_CHAOS_WATCHED"
 """Path of the file."""
 HONEST = "honest.json"
 """Peer ids of the honest nodes, in the folder above that of the file."""
-ASKED = (exchange_messages.PROPOSE, state_messages.OFFER, guard.OPEN)
+ASKED = (exchange_messages.PROPOSE.name, state_messages.OFFER.name, guard.OPEN.name)
 """Requests that a node makes of a peer of its own choice."""
 
 

@@ -12,7 +12,6 @@ from noloco_node.model.stage import build_stage
 from noloco_node.pipeline.messages import MicrobatchAnswer, MicrobatchHeader, read_answer
 from noloco_node.transport.calls import Answer, BadAnswer
 from noloco_node.transport.errors import Refused
-from noloco_node.transport.messages import Message
 from tests.model.families import spec_of
 from tests.worlds import micro_spec, peer_name, world
 
@@ -85,7 +84,7 @@ async def test_a_request_with_counts_that_cannot_be_is_refused() -> None:
         )
         tensors = torch.zeros(4, 16, 32), torch.zeros(4, 16, dtype=torch.int32)
         with pytest.raises(Refused, match="counts of chosen experts"):
-            await last.server.handle(peer_name(0, 0), Message(header.model_dump(mode="json"), tensors))
+            await last.server.handle(peer_name(0, 0), header, tensors)
         assert last.worker.trained_tokens == 0
         last.server.accepting = True
         await last.membership.announce(PeerState.TRAINING)

@@ -22,12 +22,11 @@ from noloco_node.identity.keys import Identity, load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.bans import Conduct
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.headers import no_tensors
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
-from noloco_node.trust.admission import METHOD, Access, Introduction, own_access
+from noloco_node.trust.admission import ACCESS, Access, Introduction, own_access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
-from tests.worlds import micro_spec
+from tests.worlds import micro_spec, no_tensors
 
 LATER = int(time.time()) + 3600
 GUEST, OTHER = PeerId("an-invited-peer"), PeerId("somebody-else")
@@ -228,7 +227,7 @@ async def test_forged_and_expired_proofs_are_refused_and_forging_is_an_offence(o
         assert made.member.conduct.offences == {"forged": 1}
         with pytest.raises(Refused) as refused:
             await made.guest.call(
-                made.member.peer_id, METHOD, Message({"proof": 7}), timeout=5, progress=5, max_answer_bytes=0
+                made.member.peer_id, ACCESS.name, Message({"proof": 7}), timeout=5, progress=5, max_answer_bytes=0
             )
         assert refused.value.reason is Refusal.MALFORMED
 

@@ -10,9 +10,9 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport import acquaintance
 from noloco_node.transport.acquaintance import ANSWER_SECONDS, SILENCES_TOLERATED, WORK_SECONDS, Acquaintances
 from noloco_node.transport.errors import Refusal, Refused, TransportError
-from noloco_node.transport.headers import no_tensors
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
+from tests.worlds import no_tensors
 
 PEER = PeerId("a-peer-of-ours")
 

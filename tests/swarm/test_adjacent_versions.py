@@ -119,9 +119,9 @@ async def test_whoever_speaks_another_version_serves_no_stage_of_this_run(theirs
 
     book = Book(MemoryDirectoryHub(1))
     serve_records(ours, "run", book)
-    other.serve(records_call.METHOD, lambda *_: None, answer, max_concurrent_per_peer=1)
+    other.serve(records_call.RECORDS.name, lambda *_: None, answer, max_concurrent_per_peer=1)
     with pytest.raises(Refused) as refused:
-        await other.call(ONE, records_call.METHOD, Message(said), timeout=5, progress=5, max_answer_bytes=0)
+        await other.call(ONE, records_call.RECORDS.name, Message(said), timeout=5, progress=5, max_answer_bytes=0)
     assert refused.value.reason is Refusal.WRONG_PROTOCOL
     told = await tell(ours, TWO, "run", book)
     assert told.answered

@@ -18,7 +18,7 @@ from noloco_node.config.run_spec import PipelineSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline import routing
 from noloco_node.pipeline.audit import ALIKE, Auditor, Finding, likeness, odd_one_out
-from noloco_node.pipeline.messages import METHOD, Ledger, MicrobatchHeader, Outgoing, Trained
+from noloco_node.pipeline.messages import MICROBATCH, Ledger, MicrobatchHeader, Outgoing, Trained
 from noloco_node.pipeline.passing import Downstream
 from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.transport.bans import FIRST_BAN_SECONDS
@@ -343,7 +343,7 @@ class Chain:
             answer = {"loss_sum": 1.0, "tokens": labels.numel(), "load": 0}
             return Message(answer, (activations * self.rng.lognormvariate(0.0, 0.2),))
 
-        transport.serve(METHOD, lambda *_: None, handle, max_concurrent_per_peer=1000)
+        transport.serve(MICROBATCH.name, lambda *_: None, handle, max_concurrent_per_peer=1000)
 
     async def train(self, microbatches: int) -> list[float]:
         """What each stage has worked, in microbatches that were drawn."""

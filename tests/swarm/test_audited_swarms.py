@@ -17,7 +17,7 @@ from noloco_node.config.run_spec import OuterSpec, PipelineSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
 from noloco_node.pipeline.audit import Finding
-from noloco_node.pipeline.messages import METHOD
+from noloco_node.pipeline.messages import MICROBATCH, MicrobatchHeader
 from noloco_node.pipeline.passing import PipelineServer
 from noloco_node.telemetry.events import Account, OuterStep
 from noloco_node.training.stage_trainer import LossResult
@@ -116,15 +116,17 @@ async def test_links_of_different_codecs_give_no_false_finding() -> None:
         for tail in made.of_stage(1):
             admitted = tail.server.handle
 
-            async def seen(peer: PeerId, message: Message, handle: Any = admitted, own: Replica = tail) -> Message:
-                if message.header["mode"] == "train":
-                    codecs.setdefault(message.tensors[1].numpy().tobytes(), set()).add(message.header["codec"])
-                    links.add((own._transport.peer_id, message.header["codec"]))
-                return await handle(peer, message)
+            async def seen(
+                peer: PeerId, header: MicrobatchHeader, tensors: Any, handle: Any = admitted, own: Replica = tail
+            ) -> Any:
+                if header.mode == "train":
+                    codecs.setdefault(tensors[1].numpy().tobytes(), set()).add(header.codec)
+                    links.add((own._transport.peer_id, header.codec))
+                return await handle(peer, header, tensors)
 
             tail.server.handle = seen  # type: ignore[method-assign]
-            tail._transport.withdraw(METHOD)
-            tail._transport.serve(METHOD, tail.server.admit, seen, max_concurrent_per_peer=64)
+            tail._transport.withdraw(MICROBATCH.name)
+            tail.server.serve(tail._transport)
         await run_to_the_end(made)
         accounts = last_accounts(made)
     findings = Counter[str]()
@@ -149,7 +151,7 @@ async def test_an_audit_that_fails_costs_no_sample_and_counts_against_nobody() -
     """Streams that break in an audit or before it: the books close as ever."""
     async with world(near_spec(steps=30), replicas=3) as made:
         kinds = (FaultKind.LOSE_ANSWER, FaultKind.LOSE_REQUEST, FaultKind.REFUSE)
-        await run_with_faults(made, *(Fault(kind, method=METHOD, times=8) for kind in kinds))
+        await run_with_faults(made, *(Fault(kind, method=MICROBATCH.name, times=8) for kind in kinds))
         accounts = last_accounts(made)
         assert all(made.network.fired[kind] == 8 for kind in kinds)
     heads = accounts[:3]

@@ -22,11 +22,10 @@ from noloco_node.placement.balancing import Server, as_seen_at_work, supply_of, 
 from noloco_node.placement.migration import Move, Relocation, Standing
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.headers import no_tensors
 from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message
 from tests.support import eventually
-from tests.worlds import World, micro_spec, peer_name, world
+from tests.worlds import World, micro_spec, no_tensors, peer_name, world
 
 EVEN = (1.0, 1.0)
 
@@ -105,7 +104,7 @@ async def fill(made: World, stage: int, many: int) -> list[MemoryTransport]:
         async def busy(_peer: PeerId, _message: Message) -> Message:
             raise Refused(Refusal.BUSY, "always")
 
-        transport.serve(microbatch.METHOD, no_tensors, busy, max_concurrent_per_peer=8)
+        transport.serve(microbatch.MICROBATCH.name, no_tensors, busy, max_concurrent_per_peer=8)
         record = PeerRecord(
             peer_id=peer, stage=stage, state=PeerState.TRAINING, clock=1e6, protocol=PROTOCOL_VERSION, version="0"
         )

@@ -34,7 +34,7 @@ async def one_busy_and_one_dripping(
             await make_veteran(veteran)
         drip(made.replicas[1], DRIP_SECONDS)
         made.network.inject(
-            Fault(FaultKind.REFUSE, target=FIRST, method=state_messages.OPEN, times=times, reason=Refusal.BUSY)
+            Fault(FaultKind.REFUSE, target=FIRST, method=state_messages.OPEN.name, times=times, reason=Refusal.BUSY)
         )
         yield made, made.replicas[-1]
 

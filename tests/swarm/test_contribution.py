@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node.accounting import receipts as receipts_module
-from noloco_node.accounting.receipts import METHOD, Receipts, open_receipts
+from noloco_node.accounting.receipts import RECEIPT, Receipts, open_receipts
 from noloco_node.accounting.statements import (
     ContributionFile,
     Receipt,
@@ -186,10 +186,10 @@ async def test_a_lost_receipt_comes_again_and_counts_once(tmp_path: Path, monkey
     monkeypatch.setattr(receipts_module, "LEAST_SECONDS", 0.0)
     async with two_nodes(tmp_path) as (network, _, served, at_server, at_served):
         serve(at_server, at_served, 3)
-        network.inject(Fault(FaultKind.LOSE_REQUEST, method=METHOD, times=1))
+        network.inject(Fault(FaultKind.LOSE_REQUEST, method=RECEIPT.name, times=1))
         await served.settle()
         assert filed(tmp_path) == []
-        network.inject(Fault(FaultKind.LOSE_ANSWER, method=METHOD, times=1))
+        network.inject(Fault(FaultKind.LOSE_ANSWER, method=RECEIPT.name, times=1))
         await served.settle()
         assert filed(tmp_path) == [(0, 3, 60)]
         serve(at_server, at_served, 2)
@@ -210,7 +210,7 @@ async def test_forged_and_exaggerated_receipts_are_refused(tmp_path: Path) -> No
 
         async def send(sender: MemoryTransport, signer: MemoryTransport, text: str) -> None:
             header = {"statement": text, "seal": signer.sign(text.encode()).hex()}
-            await sender.call(SERVER, METHOD, Message(header), timeout=5, progress=5, max_answer_bytes=0)
+            await sender.call(SERVER, RECEIPT.name, Message(header), timeout=5, progress=5, max_answer_bytes=0)
 
         for sender, signer, text, complaint in (
             (stranger, peer, statement_text(good), "not signed by its sender"),
@@ -236,7 +236,7 @@ async def test_forged_and_exaggerated_receipts_are_refused(tmp_path: Path) -> No
 
 def slow_server(server: Receipts, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Its answers take a while, as over a slow link."""
-    method = server._transport._desk._methods[METHOD]  # type: ignore[attr-defined]
+    method = server._transport._desk._methods[RECEIPT.name]  # type: ignore[attr-defined]
     handle = method.handle
 
     async def slowly(peer: PeerId, message: Message) -> Message:
@@ -250,7 +250,7 @@ async def test_the_last_receipt_has_time_on_a_slow_link(tmp_path: Path, monkeypa
     """Also where a first try is lost on its way."""
     async with two_nodes(tmp_path) as (network, server, served, at_server, at_served):
         slow_server(server, monkeypatch, 1.5)
-        network.inject(Fault(FaultKind.REFUSE, method=METHOD, times=1, reason=Refusal.BUSY))
+        network.inject(Fault(FaultKind.REFUSE, method=RECEIPT.name, times=1, reason=Refusal.BUSY))
         serve(at_server, at_served, 3)
         await served.finish()
         assert network.fired == {FaultKind.REFUSE: 1}
@@ -356,7 +356,7 @@ async def test_a_restart_forgets_no_receipt_and_files_none_twice(tmp_path: Path)
     assert entry is not None
     text = statement_text(entry.statement)
     header = {"statement": text, "seal": peer.sign(text.encode()).hex()}
-    await peer.call(SERVER, METHOD, Message(header), timeout=5, progress=5, max_answer_bytes=0)
+    await peer.call(SERVER, RECEIPT.name, Message(header), timeout=5, progress=5, max_answer_bytes=0)
     assert filed(tmp_path) == [(0, 3, 60)]
     await server.close()
     await peer.close()

@@ -116,7 +116,7 @@ async def test_training_goes_on_during_an_exchange_and_is_kept() -> None:
             held.set()
             await release.wait()
 
-        made.network.inject(Fault(FaultKind.DELAY, method=exchange.CHUNK, times=1, wait=wait))
+        made.network.inject(Fault(FaultKind.DELAY, method=exchange.CHUNK.name, times=1, wait=wait))
         dialling = asyncio.create_task(left.exchanger.dial(peer_name(0, 1)))
         async with asyncio.timeout(60):
             await held.wait()
@@ -137,7 +137,7 @@ async def test_training_goes_on_during_an_exchange_and_is_kept() -> None:
 async def test_a_lost_answer_costs_one_more_request_and_adds_nothing_twice() -> None:
     """A chunk whose answer is lost is asked for again; the partner adds it once, both commit the same mean."""
     async with two_replicas() as (made, left, right):
-        made.network.inject(Fault(FaultKind.LOSE_ANSWER, method=exchange.CHUNK, times=1))
+        made.network.inject(Fault(FaultKind.LOSE_ANSWER, method=exchange.CHUNK.name, times=1))
         before = [await state_of(replica) for replica in (left, right)]
         assert await left.exchanger.dial(peer_name(0, 1))
         await both_committed(made)
@@ -256,13 +256,13 @@ async def test_a_fragment_alone_leaves_the_others() -> None:
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int4"])
-@pytest.mark.parametrize("method", [exchange.OPEN, exchange.CHUNK])
+@pytest.mark.parametrize("method", [exchange.OPEN.name, exchange.CHUNK.name])
 async def test_a_partner_that_vanishes_changes_nothing(method: str, codec: Literal["fp32", "int4"]) -> None:
     """The stream breaks for good: both sides give up, every weight is bitwise as before, and both can pair again."""
     async with two_replicas(RULE.model_copy(update={"codec": codec, "fragments": 2})) as (made, left, right):
         before = [await state_of(replica) for replica in (left, right)]
         fault = made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=method))
-        silent = made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=exchange.LEAVE))
+        silent = made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=exchange.LEAVE.name))
         assert not await left.exchanger.dial(peer_name(0, 1), 1)
         await eventually(lambda: not right.exchanger.engaged, what="the dialled side gives up")
         assert unchanged(before[0], await state_of(left))
@@ -398,7 +398,7 @@ async def test_proposals_that_do_not_fit_are_refused(changes: dict[str, object],
         message = Message({**proposal.model_dump(mode="json"), **changes})
         with pytest.raises(Refused) as refused:
             await left._transport.call(  # pyright: ignore[reportPrivateUsage]
-                peer_name(0, 1), exchange.PROPOSE, message, timeout=5, progress=5, max_answer_bytes=0
+                peer_name(0, 1), exchange.PROPOSE.name, message, timeout=5, progress=5, max_answer_bytes=0
             )
         assert refused.value.reason is reason
         assert not right.exchanger.engaged
@@ -412,7 +412,7 @@ async def test_chunks_without_an_exchange_are_refused() -> None:
         with pytest.raises(Refused) as refused:
             await left._transport.call(  # pyright: ignore[reportPrivateUsage]
                 peer_name(0, 1),
-                exchange.CHUNK,
+                exchange.CHUNK.name,
                 Message(header, (torch.zeros(1024),)),
                 timeout=5,
                 progress=5,

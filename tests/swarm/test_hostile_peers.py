@@ -13,11 +13,11 @@ from noloco_node.config.run_spec import PipelineSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
 from noloco_node.pipeline.limiter import Places
-from noloco_node.pipeline.messages import MicrobatchAnswer, read_answer
-from noloco_node.transport.calls import Answer, BadAnswer
+from noloco_node.pipeline.messages import MicrobatchAnswer, MicrobatchHeader, read_answer
+from noloco_node.transport.calls import Answer, BadAnswer, Reply
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Release
-from noloco_node.transport.messages import Message
+from noloco_node.transport.messages import Message, specs_of
 from tests.support import eventually, one_turn
 from tests.swarm.test_exchange import outer_steps, state_of, two_replicas, unchanged
 from tests.swarm.test_pipeline import ask, request, serving_world
@@ -34,20 +34,20 @@ async def propose(replica: Replica) -> None:
     proposal = exchange.Proposal(
         exchange=NAME, run=replica.spec.run_id, stage=0, contract=worker.contract, clock=progress.clock, tokens=64
     )
-    await replica.exchanger._handle_propose(STRANGER, Message(proposal.model_dump(mode="json")))
+    await replica.exchanger._handle_propose(STRANGER, proposal)
 
 
-def opening(replica: Replica) -> Message:
+def opening(replica: Replica) -> tuple[exchange.Opening, tuple[torch.Tensor, ...]]:
     """The stranger's header and gauge."""
-    header = exchange.Opening(exchange=NAME, clock=replica.worker.progress.clock).model_dump(mode="json")
+    header = exchange.Opening(exchange=NAME, clock=replica.worker.progress.clock)
     specs = replica.exchanger._opening_specs(replica.worker.outer.whole)
-    return Message(header, tuple(torch.zeros(spec.shape) for spec in specs))
+    return header, tuple(torch.zeros(spec.shape) for spec in specs)
 
 
-def chunk(replica: Replica, index: int) -> Message:
+def chunk(replica: Replica, index: int) -> tuple[exchange.ChunkHeader, tuple[torch.Tensor, ...]]:
     """One of the stranger's chunks."""
-    header = exchange.ChunkHeader(exchange=NAME, index=index).model_dump(mode="json")
-    return Message(header, (torch.zeros(replica.worker.outer.chunk_size(index)),))
+    header = exchange.ChunkHeader(exchange=NAME, index=index)
+    return header, (torch.zeros(replica.worker.outer.chunk_size(index)),)
 
 
 async def test_a_place_is_kept_before_the_body_comes() -> None:
@@ -59,7 +59,8 @@ async def test_a_place_is_kept_before_the_body_comes() -> None:
         requests = [request(made, id=f"{number:032x}", budget_ms=100) for number in range(9)]
 
         def admit(peer: PeerId, each: Message) -> Release:
-            return server.admit(peer, {**each.header, "origin": peer}, each.specs)
+            header = MicrobatchHeader.model_validate({**each.header, "origin": peer})
+            return server.admit(peer, header, each.specs)
 
         places = [admit(STRANGER, each) for each in requests[:3]]
         for each in requests[3:]:
@@ -127,10 +128,10 @@ async def test_chunks_admitted_for_one_exchange_do_not_count_for_its_namesake() 
     """The first exchange ends while its chunks are on their way; the same name is proposed again and not opened."""
     async with two_replicas() as (made, _, right):
         await propose(right)
-        await right.exchanger._handle_open(STRANGER, opening(right))
+        await right.exchanger._handle_open(STRANGER, *opening(right))
         chunks = [chunk(right, index) for index in range(right.worker.outer.chunks)]
-        for each in chunks:
-            right.exchanger._admit_chunk(STRANGER, each.header, each.specs)
+        for header, tensors in chunks:
+            right.exchanger._admit_chunk(STRANGER, header, specs_of(tensors))
         right.exchanger._give_up_if_stalled(-1.0)
         assert not right.exchanger.engaged
         before = await state_of(right)
@@ -138,7 +139,7 @@ async def test_chunks_admitted_for_one_exchange_do_not_count_for_its_namesake() 
         await propose(right)
         for each in chunks:
             with pytest.raises(Refused) as refused:
-                await right.exchanger._handle_chunk(STRANGER, each)
+                await right.exchanger._handle_chunk(STRANGER, *each)
             assert refused.value.reason is Refusal.MALFORMED
         await eventually(lambda: not right.exchanger.engaged, what="the second is given up too")
         assert unchanged(before, await state_of(right))
@@ -150,9 +151,9 @@ async def test_an_exchange_is_opened_once_however_often_it_is_asked() -> None:
     async with two_replicas() as (_, _, right):
         await propose(right)
         results = await asyncio.gather(
-            *(right.exchanger._handle_open(STRANGER, opening(right)) for _ in range(3)), return_exceptions=True
+            *(right.exchanger._handle_open(STRANGER, *opening(right)) for _ in range(3)), return_exceptions=True
         )
-        assert len([result for result in results if isinstance(result, Message)]) == 1
+        assert len([result for result in results if isinstance(result, Reply)]) == 1
         refused = [result for result in results if isinstance(result, Refused)]
         assert [each.reason for each in refused] == [Refusal.MALFORMED] * 2
 
@@ -164,23 +165,26 @@ async def test_nobody_else_can_speak_in_an_exchange() -> None:
         other = PeerId("another-stranger")
         first = chunk(right, 0)
         with pytest.raises(Refused) as refused:
-            await right.exchanger._handle_open(other, opening(right))
+            await right.exchanger._handle_open(other, *opening(right))
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
-        await right.exchanger._handle_open(STRANGER, opening(right))
-        for attempt in (right.exchanger._admit_chunk, right.exchanger._admit_open):
-            with pytest.raises(Refused) as refused:
-                attempt(other, first.header, first.specs)
+        await right.exchanger._handle_open(STRANGER, *opening(right))
         with pytest.raises(Refused) as refused:
-            await right.exchanger._handle_chunk(other, first)
+            right.exchanger._admit_chunk(other, first[0], specs_of(first[1]))
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
-        await right.exchanger._handle_chunk(STRANGER, first)
+        with pytest.raises(Refused) as refused:
+            right.exchanger._admit_open(other, opening(right)[0], specs_of(opening(right)[1]))
+        assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
+        with pytest.raises(Refused) as refused:
+            await right.exchanger._handle_chunk(other, *first)
+        assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
+        await right.exchanger._handle_chunk(STRANGER, *first)
 
 
 async def test_an_opening_that_was_given_up_meanwhile_touches_no_buffer() -> None:
     """The snapshot took longer than the exchange lived: the buffers may belong to another outer step by then."""
     async with two_replicas() as (_, _, right):
         await propose(right)
-        handling = asyncio.create_task(right.exchanger._handle_open(STRANGER, opening(right)))
+        handling = asyncio.create_task(right.exchanger._handle_open(STRANGER, *opening(right)))
         await one_turn()
         right.exchanger._give_up_if_stalled(-1.0)
         right.worker.outer._difference.fill_(7.0)
@@ -194,15 +198,15 @@ async def test_a_chunk_whose_caller_left_during_the_arithmetic_counts_when_it_co
     """Its work was done: the repeat adds nothing twice, and the exchange comes to its end."""
     async with two_replicas() as (made, _, right):
         await propose(right)
-        await right.exchanger._handle_open(STRANGER, opening(right))
+        await right.exchanger._handle_open(STRANGER, *opening(right))
         session = right.exchanger._session
         assert session is not None
-        abandoned = asyncio.create_task(right.exchanger._handle_chunk(STRANGER, chunk(right, 0)))
+        abandoned = asyncio.create_task(right.exchanger._handle_chunk(STRANGER, *chunk(right, 0)))
         await one_turn()
         right.exchanger._arithmetic._thread._pool.submit(int).result(5)
         abandoned.cancel()
         await asyncio.wait((abandoned,))
         assert abandoned.cancelled()
         for index in range(right.worker.outer.chunks):
-            await right.exchanger._handle_chunk(STRANGER, chunk(right, index))
+            await right.exchanger._handle_chunk(STRANGER, *chunk(right, index))
         await eventually(lambda: outer_steps(made, 1, "paired"), what="the step is committed")

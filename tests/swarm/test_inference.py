@@ -24,13 +24,13 @@ from noloco_node.exporting.generating import continue_text, drawn
 from noloco_node.exporting.speech import Wish
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.export import model_of
-from noloco_node.pipeline.inference import METHOD, SAVED_WINDOWS, ForwardHeader, Rations
+from noloco_node.pipeline.inference import FORWARD, SAVED_WINDOWS, ForwardHeader, Rations
 from noloco_node.pipeline.live_model import LiveModel
 from noloco_node.training.compute_thread import Priority
 from noloco_node.training.fair_queue import Turn
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryTransport
-from noloco_node.transport.messages import Message
+from noloco_node.transport.messages import Message, TensorSpec
 from tests.support import eventually
 from tests.worlds import LENGTH, VOCABULARY, World, micro_spec, world
 
@@ -137,7 +137,7 @@ async def test_a_peer_that_dies_or_answers_nonsense_is_replaced_and_the_text_is_
         async def short(_peer: PeerId, _message: Message) -> Message:
             return Message({}, (torch.zeros(1, VOCABULARY - 1),))
 
-        cast(MemoryTransport, liar._transport)._desk._methods[METHOD].handle = short
+        cast(MemoryTransport, liar._transport)._desk._methods[FORWARD.name].handle = short
         parts: list[str] = []
 
         def write(text: str) -> None:
@@ -173,8 +173,8 @@ async def test_who_was_silent_is_not_asked_again_while_others_are_only_full() ->
         for _ in range(8):
             await model.next_logits([1])
         assert model.replaced == 1
-        server, said = asked.made.replicas[1].inference, 0
-        admit = server.admit
+        method, said = cast(MemoryTransport, asked.made.replicas[1]._transport)._desk._methods[FORWARD.name], 0
+        admit = method.admit
 
         def busy(*request: Any) -> Any:
             nonlocal said
@@ -183,7 +183,7 @@ async def test_who_was_silent_is_not_asked_again_while_others_are_only_full() ->
                 raise Refused(Refusal.BUSY)
             return admit(*request)
 
-        cast(MemoryTransport, asked.made.replicas[1]._transport)._desk._methods[METHOD].admit = busy
+        method.admit = busy
         await model.next_logits([1])
         assert (said, model.replaced) == (6, 1)
         model._silent[full] = math.inf
@@ -264,11 +264,11 @@ async def test_a_node_holds_few_windows_of_askers_and_says_busy() -> None:
     """Whatever else it does: one a peer, two in all; places are free again when the answer is there."""
     async with answering(stages=2, replicas=1) as asked:
         server = asked.made.replicas[0].inference
-        header = ForwardHeader(run=asked.spec.run_id, stage=0).model_dump()
-        message = Message(header, (torch.zeros(1, 4, dtype=torch.int32),))
-        places = [server.admit(PeerId(f"asker-{number}"), header, message.specs) for number in range(2)]
+        header = ForwardHeader(run=asked.spec.run_id, stage=0)
+        specs = (TensorSpec("i32", (1, 4)),)
+        places = [server.admit(PeerId(f"asker-{number}"), header, specs) for number in range(2)]
         with pytest.raises(Refused) as refused:
-            server.admit(ASKER, header, message.specs)
+            server.admit(ASKER, header, specs)
         assert refused.value.reason is Refusal.BUSY
         for free in places:
             assert free is not None
@@ -305,7 +305,7 @@ async def test_what_is_no_window_is_refused_and_no_weight_moves(
         header = ForwardHeader(run=asked.spec.run_id, stage=stage).model_dump(mode="json")
         with pytest.raises(Refused) as refused:
             await asker.call(
-                replica._transport.peer_id, METHOD, Message(header, tensors),
+                replica._transport.peer_id, FORWARD.name, Message(header, tensors),
                 timeout=5, progress=5, max_answer_bytes=1 << 20,
             )  # fmt: skip
         await asker.close()
@@ -336,8 +336,8 @@ async def test_askers_take_turns_with_the_training_and_do_not_wait_for_its_end()
             asyncio.ensure_future(worker.evaluate_loss(inputs, labels, Turn((f"sender-{number % 3}",), 4 * LENGTH)))
             for number in range(30)
         ]
-        message = Message({}, (torch.randn(1, LENGTH, 32),))
-        waiting.append(asyncio.ensure_future(last.inference.handle(ASKER, message)))
+        header = ForwardHeader(run=asked.spec.run_id, stage=1)
+        waiting.append(asyncio.ensure_future(last.inference.handle(ASKER, header, (torch.randn(1, LENGTH, 32),))))
         await eventually(lambda: worker.queued == 31, what="all wait")
         begin.set()
         await asyncio.gather(held, *waiting)

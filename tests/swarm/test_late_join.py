@@ -87,8 +87,8 @@ async def is_copy_of(replica: Replica, donor: Replica) -> bool:
 
 def forge(replica: Replica, monkeypatch: pytest.MonkeyPatch, change: Callable[[JsonObject], JsonObject]) -> None:
     """This donor's manifests are changed after they were signed."""
-    method = replica._transport._desk._methods[state_messages.OPEN]  # type: ignore[attr-defined]
-    honest = replica.donor._handle_open
+    method = replica._transport._desk._methods[state_messages.OPEN.name]  # type: ignore[attr-defined]
+    honest = method.handle
 
     async def forged(peer: PeerId, message: Message) -> Message:
         answer = await honest(peer, message)
@@ -137,15 +137,16 @@ async def test_a_manifest_that_another_peer_signed_is_refused(monkeypatch: pytes
     """A peer cannot pass another one's state off as its own."""
     async with donors_and_joiner() as (made, joiner):
         first, second = made.replicas[:2]
-        stolen = await second.donor._handle_open(joiner._transport.peer_id, request_of(joiner))
-        forge(first, monkeypatch, lambda _: stolen.header)
+        asked = state_messages.StateRequest.model_validate(request_of(joiner).header)
+        stolen = await second.donor._handle_open(joiner._transport.peer_id, asked)
+        forge(first, monkeypatch, lambda _: stolen.header.model_dump())
         assert "not signed by the donor" in await join_until_the_first_has_failed(made, joiner)
 
 
 async def test_an_altered_chunk_is_refused_and_the_next_donor_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of one chunk; the donor is named with the reason."""
     async with donors_and_joiner() as (made, joiner):
-        method = made.replicas[0]._transport._desk._methods[state_messages.CHUNK]  # type: ignore[attr-defined]
+        method = made.replicas[0]._transport._desk._methods[state_messages.CHUNK.name]  # type: ignore[attr-defined]
         honest = method.handle
 
         async def altered(peer: PeerId, message: Message) -> Message:
@@ -161,7 +162,7 @@ async def test_an_altered_chunk_is_refused_and_the_next_donor_gives(monkeypatch:
 async def test_an_offer_that_is_none_is_an_offence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first donor claims to have fewer than no readers; the second one gives."""
     async with donors_and_joiner() as (made, joiner):
-        method = made.replicas[0]._transport._desk._methods[state_messages.OFFER]  # type: ignore[attr-defined]
+        method = made.replicas[0]._transport._desk._methods[state_messages.OFFER.name]  # type: ignore[attr-defined]
         honest = method.handle
 
         async def altered(peer: PeerId, message: Message) -> Message:
@@ -198,7 +199,7 @@ async def test_a_joiner_whose_download_outlasts_max_lag_is_drawn_in_and_does_not
             before = veterans[0].worker.progress.clock
             await eventually(lambda: veterans[0].worker.progress.clock > before, 30)
 
-        made.network.inject(Fault(FaultKind.DELAY, method=state_messages.CHUNK, wait=slow_link))
+        made.network.inject(Fault(FaultKind.DELAY, method=state_messages.CHUNK.name, wait=slow_link))
         for veteran in veterans:
             await make_veteran(veteran)
         async with running(*veterans):
@@ -242,8 +243,8 @@ def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_donor_is_asked_again_after_lost_requests_and_while_it_is_not_ready_and_not_for_ever() -> None:
     """A link that loses some requests, a donor that does not serve yet, a directory that shows none for a moment: none
     of them ends a joiner's life. Each failed donor is told once."""
-    lost = Fault(FaultKind.LOSE_REQUEST, method=state_messages.OFFER, times=2)
-    early = Fault(FaultKind.REFUSE, method=state_messages.OFFER, times=2, reason=Refusal.DRAINING)
+    lost = Fault(FaultKind.LOSE_REQUEST, method=state_messages.OFFER.name, times=2)
+    early = Fault(FaultKind.REFUSE, method=state_messages.OFFER.name, times=2, reason=Refusal.DRAINING)
     for fault in (lost, early):
         async with donors_and_joiner(1) as (made, joiner):
             made.network.inject(fault)
@@ -252,7 +253,7 @@ async def test_a_donor_is_asked_again_after_lost_requests_and_while_it_is_not_re
     async with donors_and_joiner(1) as (made, joiner):
         donors = [[], [FIRST]]
         assert (await joiner._copier.copy_best(lambda: asyncio.sleep(0, donors.pop(0))))[0] == FIRST
-        asked = made.network.inject(Fault(FaultKind.UNREACHABLE, method=state_messages.OFFER, times=99))
+        asked = made.network.inject(Fault(FaultKind.UNREACHABLE, method=state_messages.OFFER.name, times=99))
         with pytest.raises(UserError):
             await joiner.become_current()
         assert asked.times == 99 - late_join.AWAY_TRIES
@@ -262,12 +263,12 @@ async def test_a_donor_is_asked_again_after_lost_requests_and_while_it_is_not_re
 async def test_when_nobody_gives_its_state_each_donor_is_named_with_its_reason() -> None:
     """One is gone, one refuses, one answers for another contract."""
     async with donors_and_joiner(3) as (made, joiner):
-        made.network.inject(Fault(FaultKind.UNREACHABLE, target=FIRST, method=state_messages.OFFER))
+        made.network.inject(Fault(FaultKind.UNREACHABLE, target=FIRST, method=state_messages.OFFER.name))
         made.network.inject(
-            Fault(FaultKind.REFUSE, target=SECOND, method=state_messages.OFFER, reason=Refusal.DRAINING)
+            Fault(FaultKind.REFUSE, target=SECOND, method=state_messages.OFFER.name, reason=Refusal.DRAINING)
         )
         contract = Fault(
-            FaultKind.REFUSE, target=peer_name(0, 2), method=state_messages.OFFER, reason=Refusal.WRONG_CONTRACT
+            FaultKind.REFUSE, target=peer_name(0, 2), method=state_messages.OFFER.name, reason=Refusal.WRONG_CONTRACT
         )
         made.network.inject(contract)
         with pytest.raises(UserError) as error:
@@ -305,7 +306,7 @@ async def test_no_state_crosses_a_relay(monkeypatch: pytest.MonkeyPatch, relayed
         assert looks == late_join.RELAYED_TRIES
         with pytest.raises(Refused, match="through a relay"):
             await joiner._transport.call(
-                FIRST, state_messages.OPEN, request_of(joiner), timeout=5, progress=5, max_answer_bytes=1 << 20
+                FIRST, state_messages.OPEN.name, request_of(joiner), timeout=5, progress=5, max_answer_bytes=1 << 20
             )
 
 
@@ -355,7 +356,7 @@ def count_chunks(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> Count
 
     async def counted(peer: PeerId, method: str, request: Message, **limits: Any) -> Message:
         answer = await plain(peer, method, request, **limits)
-        if method == state_messages.CHUNK:
+        if method == state_messages.CHUNK.name:
             came[peer, request.header["index"]] += 1
         return answer
 
@@ -368,7 +369,7 @@ async def test_a_broken_transfer_goes_on_where_it_broke(monkeypatch: pytest.Monk
     monkeypatch.setattr(late_join, "RESUME_PAUSE_SECONDS", 0.01)
     async with donors_and_joiner(1) as (made, joiner):
         came = count_chunks(joiner._transport, monkeypatch)
-        fault = Fault(FaultKind.LOSE_ANSWER, target=FIRST, method=state_messages.CHUNK, times=0)
+        fault = Fault(FaultKind.LOSE_ANSWER, target=FIRST, method=state_messages.CHUNK.name, times=0)
         made.network.inject(fault)
         joining = asyncio.create_task(joiner.become_current())
         await eventually(lambda: len(came) >= 5, what="some chunks came")
@@ -389,7 +390,7 @@ async def test_a_donor_that_falls_silent_is_left_after_the_progress_deadline() -
     """It answered with a manifest and some chunks, then with nothing: the next donor gives."""
     async with donors_and_joiner() as (made, joiner):
         never = asyncio.Event()
-        made.network.inject(Fault(FaultKind.DELAY, target=FIRST, method=state_messages.CHUNK, wait=never.wait))
+        made.network.inject(Fault(FaultKind.DELAY, target=FIRST, method=state_messages.CHUNK.name, wait=never.wait))
         async with asyncio.timeout(30):
             reason = await join_until_the_first_has_failed(made, joiner, honest=True)
         assert "no part of its state came for 2 s" in reason
@@ -397,7 +398,7 @@ async def test_a_donor_that_falls_silent_is_left_after_the_progress_deadline() -
 
 def drip(replica: Replica, seconds: float) -> None:
     """From now on this donor gives one chunk in so many seconds."""
-    method = replica._transport._desk._methods[state_messages.CHUNK]  # type: ignore[attr-defined]
+    method = replica._transport._desk._methods[state_messages.CHUNK.name]  # type: ignore[attr-defined]
     honest, turn = method.handle, asyncio.Lock()
 
     async def slowly(peer: PeerId, message: Message) -> Message:
@@ -455,15 +456,15 @@ async def test_a_full_donor_says_busy_and_the_joiner_waits_for_a_place(monkeypat
         donor = made.replicas[0].donor
         stranger = MemoryTransport(made.network, PeerId("another-joiner"))
         request = {"timeout": 5.0, "progress": 5.0, "max_answer_bytes": 1 << 20}
-        await stranger.call(FIRST, state_messages.OPEN, request_of(joiner), **request)
+        await stranger.call(FIRST, state_messages.OPEN.name, request_of(joiner), **request)
         assert donor.readers == 1
         with pytest.raises(Refused, match="1 joiners read this node's state") as refused:
-            await joiner._transport.call(FIRST, state_messages.OPEN, request_of(joiner), **request)
+            await joiner._transport.call(FIRST, state_messages.OPEN.name, request_of(joiner), **request)
         assert refused.value.reason is Refusal.BUSY
         joining = asyncio.create_task(joiner.become_current())
         asked = made.replicas[0]._transport.traffic.received
-        before = asked.get(state_messages.OFFER, 0)
-        await eventually(lambda: asked.get(state_messages.OFFER, 0) > before, what="the joiner has asked")
+        before = asked.get(state_messages.OFFER.name, 0)
+        await eventually(lambda: asked.get(state_messages.OFFER.name, 0) > before, what="the joiner has asked")
         assert not joining.done()
         assert await joining == FIRST  # the stranger never came for its chunks: its place falls free
         assert failures(made) == {}
@@ -482,7 +483,7 @@ async def test_a_donor_without_memory_for_a_copy_says_busy_and_gives_when_there_
         monkeypatch.setattr(state_donor, "free_memory", lambda _: Memory(0, free.pop(0)))
         request = {"timeout": 5.0, "progress": 5.0, "max_answer_bytes": 1 << 20}
         with pytest.raises(Refused, match="no memory for a copy") as refused:
-            await joiner._transport.call(FIRST, state_messages.OPEN, request_of(joiner), **request)
+            await joiner._transport.call(FIRST, state_messages.OPEN.name, request_of(joiner), **request)
         assert refused.value.reason is Refusal.BUSY
         assert await joiner.become_current() == FIRST
         assert failures(made) == {}
@@ -493,7 +494,7 @@ async def test_busy_donors_are_named_when_the_joiners_patience_ends(monkeypatch:
     """The joiner does not wait for ever, and says whom it waited for."""
     monkeypatch.setattr(late_join, "BUSY_PAUSE_SECONDS", (0.05, 0.1))
     async with donors_and_joiner() as (made, joiner):
-        made.network.inject(Fault(FaultKind.REFUSE, method=state_messages.OPEN, reason=Refusal.BUSY))
+        made.network.inject(Fault(FaultKind.REFUSE, method=state_messages.OPEN.name, reason=Refusal.BUSY))
         with pytest.raises(late_join.NoDonor) as error:
             await joiner._copier.copy_best(joiner._first_state.possible_donors, patience=0.5)
         assert set(error.value.reasons) == {FIRST, SECOND}
@@ -696,10 +697,10 @@ async def test_who_keeps_asking_and_reads_nothing_new_keeps_no_joiner_out(
         request = {"timeout": 5.0, "progress": 5.0, "max_answer_bytes": 1 << 20}
         named, snapshot = request_of(joiner), ""
         for holder in holders:
-            answer = await holder.call(FIRST, state_messages.OPEN, named, **request)
+            answer = await holder.call(FIRST, state_messages.OPEN.name, named, **request)
             snapshot = json.loads(answer.header["manifest"])["snapshot"]
         named = Message({**named.header, "snapshot": snapshot, "index": again or 0})
-        method = state_messages.OPEN if again is None else state_messages.CHUNK
+        method = state_messages.OPEN.name if again is None else state_messages.CHUNK.name
         refused = 0
         for _ in range(8):
             clock.ahead += 19.0
@@ -707,7 +708,7 @@ async def test_who_keeps_asking_and_reads_nothing_new_keeps_no_joiner_out(
                 with contextlib.suppress(Refused):
                     await holder.call(FIRST, method, named, **request)
             with contextlib.suppress(Refused):
-                await joiner._transport.call(FIRST, state_messages.OPEN, request_of(joiner), **request)
+                await joiner._transport.call(FIRST, state_messages.OPEN.name, request_of(joiner), **request)
                 break
             refused += 1
         assert refused <= 3

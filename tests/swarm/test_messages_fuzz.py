@@ -99,7 +99,7 @@ class Target:
         outer, clock = self.replica.worker.outer, self.replica.worker.progress.clock
         index = recipe.number % outer.chunks
         match recipe.method:
-            case microbatch.METHOD:
+            case microbatch.MICROBATCH.name:
                 rows = 1 + recipe.number % WINDOWS
                 generator = torch.Generator().manual_seed(recipe.number)
                 activations = torch.randn(rows, LENGTH, HIDDEN, generator=generator)
@@ -107,25 +107,25 @@ class Target:
                 header = {"id": f"{recipe.number:032x}", "budget_ms": 3000, "mode": recipe.mode, "run": run}
                 drawn = {"origin": self.strangers[recipe.peer].peer_id, "origin_clock": clock}
                 return {**header, **drawn, "stage": stage}, (activations, labels)
-            case inference.METHOD:
+            case inference.FORWARD.name:
                 window = torch.randn(1, 1 + recipe.number % LENGTH, HIDDEN)
                 return {"run": run, "stage": stage}, (window,)
-            case exchange.PROPOSE:
+            case exchange.PROPOSE.name:
                 named = {"exchange": EXCHANGE, "run": run, "stage": stage, "contract": contract}
                 fragment = (None, *range(FRAGMENTS))[recipe.number % (FRAGMENTS + 1)]
                 return {**named, "clock": clock, "tokens": 64, "fragment": fragment}, ()
-            case exchange.OPEN:
+            case exchange.OPEN.name:
                 specs = self.replica.exchanger._opening_specs(self.proposed_part())
                 return {"exchange": EXCHANGE, "clock": clock}, tuple(torch.randn(spec.shape) for spec in specs)
-            case exchange.CHUNK:
+            case exchange.CHUNK.name:
                 size = outer.codec.wire_elements(outer.chunk_size(index))
                 chunk = torch.randint(256, (size,), dtype=torch.uint8) if outer.codec.modulo else torch.randn(size)
                 return {"exchange": EXCHANGE, "index": index}, (chunk,)
-            case exchange.LEAVE:
+            case exchange.LEAVE.name:
                 return {"exchange": EXCHANGE}, ()
-            case state_messages.OFFER | state_transfer.OPEN:
+            case state_messages.OFFER.name | state_transfer.OPEN.name:
                 return {"run": run, "stage": stage, "contract": contract}, ()
-            case state_transfer.CHUNK:
+            case state_transfer.CHUNK.name:
                 named = {"snapshot": self.snapshot, "index": recipe.number % 40}
                 return {"run": run, "stage": stage, "contract": contract, **named}, ()
             case _:
@@ -135,22 +135,22 @@ class Target:
         """The header of a method that has no tensors and is no part of training or averaging."""
         run, stage, stranger = self.spec.run_id, self.replica.stage, self.strangers[recipe.peer]
         match recipe.method:
-            case guard.OPEN:
+            case guard.OPEN.name:
                 return {"run": run, "stage": stage}
-            case guard.CHUNK:
+            case guard.CHUNK.name:
                 return {"run": run, "stage": stage, "root": self.copy_root, "index": recipe.number % 20}
-            case receipts.METHOD:
+            case receipts.RECEIPT.name:
                 statement = Receipt(
                     run=run, since=0.0, until=1.0, server=self.transport.peer_id, session=f"{recipe.number:016x}",
                     serial=recipe.number, microbatches=1, tokens=1,
                 )  # fmt: skip
                 text = statement_text(statement)
                 return {"statement": text, "seal": stranger.sign(text.encode()).hex()}
-            case access.METHOD:
+            case access.ACCESS.name:
                 return {"proof": INVITED.model_dump(mode="json", exclude_none=True)}
-            case dial_back.METHOD:
+            case dial_back.DIAL_BACK.name:
                 return {"ports": [1 + recipe.number]}
-            case records_call.METHOD:
+            case records_call.RECORDS.name:
                 told = {"stage": stage, "peer": f"somebody-{recipe.number}", "expires": 2e9, "signed": "AAAA"}
                 return {"run": run, "records": [told] * (recipe.number % 13)}
             case _:
@@ -187,11 +187,11 @@ class Target:
         assert all(bool(torch.isfinite(tensor).all()) for tensor in answer.tensors if tensor.is_floating_point()), (
             recipe
         )
-        if recipe.method == state_transfer.OPEN:
+        if recipe.method == state_transfer.OPEN.name:
             self.snapshot = json.loads(answer.header["manifest"])["snapshot"]
-        if recipe.method == guard.OPEN:
+        if recipe.method == guard.OPEN.name:
             self.copy_root = json.loads(answer.header["manifest"])["root"]
-        if recipe.method == microbatch.METHOD:
+        if recipe.method == microbatch.MICROBATCH.name:
             assert math.isfinite(answer.header["loss_sum"])
 
     def state(self) -> tuple[object, ...]:
@@ -267,7 +267,9 @@ class Target:
         before = self.replica.worker.progress
         weights = self.replica.worker._trainer.master.clone()
         for number in range(4):
-            fresh = Recipe(microbatch.METHOD, 3, changed=(("id", f"{1 << 100 | self.trained << 8 | number:032x}"),))
+            fresh = Recipe(
+                microbatch.MICROBATCH.name, 3, changed=(("id", f"{1 << 100 | self.trained << 8 | number:032x}"),)
+            )
             assert await self.send(fresh) == "answered"
         after = self.replica.worker.progress
         assert after.tokens > before.tokens
@@ -444,10 +446,10 @@ def test_each_mutated_request_is_answered_or_refused_and_a_refused_one_changes_n
 
     for number in range(SINGLE):
         rng = random.Random(number)
-        runner.run(one(recipe(rng, METHODS if rng.random() < 0.5 else (microbatch.METHOD,))))
+        runner.run(one(recipe(rng, METHODS if rng.random() < 0.5 else (microbatch.MICROBATCH.name,))))
     runner.run(target.still_trains())
     check_outcomes(target, SINGLE * 9 // 10, caplog)
-    assert set(target.handled) >= set(METHODS) - {"no.such.method", exchange.OPEN, exchange.CHUNK}
+    assert set(target.handled) >= set(METHODS) - {"no.such.method", exchange.OPEN.name, exchange.CHUNK.name}
     assert len(target.replica.server._repeats._trained) == IDS_KEPT, "the limit must have been reached"
     assert len(target.replica.server._repeats._answers) == ANSWERS_KEPT
     for reason in ("malformed", "unknown_exchange", "unknown_method", "not_finite", "too_large", "wrong_run"):
@@ -464,14 +466,17 @@ def test_exchanges_that_go_wrong_anywhere_end_in_a_finite_step_or_in_none(
         nonlocal committed
         await target.settled()
         before = target.replica.worker.progress
-        assert await target.try_one(Recipe(exchange.PROPOSE, fragment)) == "answered"
+        assert await target.try_one(Recipe(exchange.PROPOSE.name, fragment)) == "answered"
         if await target.try_one(opening) != "answered":
-            await target.try_one(Recipe(exchange.OPEN, 0))
+            await target.try_one(Recipe(exchange.OPEN.name, 0))
         for chunk in chunks:
             await target.try_one(chunk)
         if complete:
             await asyncio.gather(
-                *(target.send(Recipe(exchange.CHUNK, index)) for index in range(target.replica.worker.outer.chunks))
+                *(
+                    target.send(Recipe(exchange.CHUNK.name, index))
+                    for index in range(target.replica.worker.outer.chunks)
+                )
             )
         await target.settled()
         after = target.replica.worker.progress
@@ -483,12 +488,12 @@ def test_exchanges_that_go_wrong_anywhere_end_in_a_finite_step_or_in_none(
 
     for number in range(EXCHANGES // 4):
         rng = random.Random(number)
-        chunks = [recipe(rng, (exchange.CHUNK,)) for _ in range(rng.randint(2, 6))]
-        parts = one(rng.randint(0, FRAGMENTS), recipe(rng, (exchange.OPEN,)), chunks, rng.random() < 0.5)
+        chunks = [recipe(rng, (exchange.CHUNK.name,)) for _ in range(rng.randint(2, 6))]
+        parts = one(rng.randint(0, FRAGMENTS), recipe(rng, (exchange.OPEN.name,)), chunks, rng.random() < 0.5)
         runner.run(asyncio.wait_for(parts, 60))
     runner.run(target.still_trains())
     assert committed >= EXCHANGES // 40, "some must have come to their end"
-    assert set(target.handled) >= {exchange.PROPOSE, exchange.OPEN, exchange.CHUNK}
+    assert set(target.handled) >= {exchange.PROPOSE.name, exchange.OPEN.name, exchange.CHUNK.name}
     check_outcomes(target, EXCHANGES, caplog)
 
 
@@ -512,7 +517,7 @@ def test_bursts_of_requests_leave_nothing_behind(
 
     for number in range(BURSTS // 6):
         rng = random.Random(number)
-        some = (METHODS, (microbatch.METHOD, exchange.PROPOSE, exchange.OPEN))
+        some = (METHODS, (microbatch.MICROBATCH.name, exchange.PROPOSE.name, exchange.OPEN.name))
         batch = [recipe(rng, rng.choice(some)) for _ in range(rng.randint(7, 9))]
         runner.run(asyncio.wait_for(one(batch[1:], batch[0]), 60))
     check_outcomes(target, BURSTS * 9 // 10, caplog)
@@ -535,7 +540,7 @@ def test_the_same_over_p2pd(
 
             for number in range(OVER_P2PD):
                 rng = random.Random(number)
-                some = METHODS if rng.random() < 0.5 else (microbatch.METHOD, exchange.PROPOSE)
+                some = METHODS if rng.random() < 0.5 else (microbatch.MICROBATCH.name, exchange.PROPOSE.name)
                 runner.run(asyncio.wait_for(one(recipe(rng, some)), 60))
             runner.run(target.still_trains())
             check_outcomes(target, OVER_P2PD * 9 // 10, caplog)

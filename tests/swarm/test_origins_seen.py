@@ -114,7 +114,7 @@ async def test_every_later_stage_hears_which_origin_drew_a_microbatch_and_when(m
     call = MemoryTransport.call
 
     async def noted(self: MemoryTransport, peer: PeerId, method: str, request: Message, **limits: float) -> Message:
-        if method == microbatch.METHOD and request.header["mode"] == "train":
+        if method == microbatch.MICROBATCH.name and request.header["mode"] == "train":
             header = MicrobatchHeader.model_validate(request.header)
             told[header.stage].add((header.origin, header.origin_clock))
         return await call(self, peer, method, request, **limits)  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ def request(made: World, **changes: object) -> Message:
 async def ask(made: World, message: Message) -> Message:
     """Send from the stage-0 replica to the stage-1 replica."""
     return await made.replicas[0]._transport.call(  # pyright: ignore[reportPrivateUsage]
-        peer_name(1, 0), microbatch.METHOD, message, timeout=5, progress=5, max_answer_bytes=1 << 20
+        peer_name(1, 0), microbatch.MICROBATCH.name, message, timeout=5, progress=5, max_answer_bytes=1 << 20
     )
 
 
@@ -81,7 +81,7 @@ async def test_lost_requests_and_answers_cost_no_sample() -> None:
     spec = micro_spec(stages=3, steps=40, microbatches_a_step=2, pipeline=QUICK)
     async with world(spec, replicas=2, settings=NodeSettings(in_flight=3)) as made:
         kinds = (FaultKind.LOSE_REQUEST, FaultKind.LOSE_ANSWER, FaultKind.UNREACHABLE, FaultKind.REFUSE)
-        await run_with_faults(made, *(Fault(kind, method=microbatch.METHOD, times=4) for kind in kinds))
+        await run_with_faults(made, *(Fault(kind, method=microbatch.MICROBATCH.name, times=4) for kind in kinds))
         fired = made.network.fired
         accounts = last_accounts(made)
     assert all(fired[kind] == 4 for kind in (FaultKind.LOSE_REQUEST, FaultKind.LOSE_ANSWER, FaultKind.UNREACHABLE))
@@ -98,7 +98,7 @@ async def test_a_sample_is_put_back_and_drawn_again() -> None:
     """When a whole hop fails the sample returns to the queue and is trained later: put back is an event, not a loss."""
     pipeline = PipelineSpec(budget_seconds=2.0, progress_seconds=1.0, hop_attempts=1)
     async with world(micro_spec(steps=12, pipeline=pipeline)) as made:
-        await run_with_faults(made, Fault(FaultKind.LOSE_REQUEST, method=microbatch.METHOD, times=3))
+        await run_with_faults(made, Fault(FaultKind.LOSE_REQUEST, method=microbatch.MICROBATCH.name, times=3))
         account = closed_account(made)
         losses = [event for event in made.events[0] if isinstance(event, InnerStep)]
     assert made.network.fired[FaultKind.LOSE_REQUEST] == 3
@@ -111,7 +111,7 @@ async def test_a_sample_that_always_fails_is_dropped_with_the_account_closed() -
     """After put_backs returns a sample is given up; the run goes on with the next ones."""
     pipeline = PipelineSpec(budget_seconds=2.0, progress_seconds=1.0, hop_attempts=1, put_backs=2)
     async with world(micro_spec(steps=12, pipeline=pipeline)) as made:
-        await run_with_faults(made, Fault(FaultKind.LOSE_REQUEST, method=microbatch.METHOD, times=3))
+        await run_with_faults(made, Fault(FaultKind.LOSE_REQUEST, method=microbatch.MICROBATCH.name, times=3))
         account = closed_account(made)
     assert made.network.fired[FaultKind.LOSE_REQUEST] == 3
     assert (account.put_back, account.dropped, account.trained) == (2, 1, 12)
@@ -121,7 +121,7 @@ async def test_an_outage_drops_no_sample() -> None:
     """The only next-stage peer cannot be reached for a while: samples wait with growing pauses, none is dropped."""
     pipeline = PipelineSpec(budget_seconds=10.0, progress_seconds=5.0, put_backs=1)
     async with world(micro_spec(steps=12, pipeline=pipeline)) as made:
-        await run_with_faults(made, Fault(FaultKind.UNREACHABLE, method=microbatch.METHOD, times=12))
+        await run_with_faults(made, Fault(FaultKind.UNREACHABLE, method=microbatch.MICROBATCH.name, times=12))
         account = closed_account(made)
     assert made.network.fired[FaultKind.UNREACHABLE] == 12
     assert account.put_back >= 3
@@ -133,7 +133,7 @@ async def test_an_outage_two_stages_on_drops_no_sample() -> None:
     against the samples."""
     pipeline = PipelineSpec(budget_seconds=10.0, progress_seconds=5.0, put_backs=0, hop_attempts=2)
     async with world(micro_spec(stages=3, steps=12, pipeline=pipeline)) as made:
-        fault = Fault(FaultKind.UNREACHABLE, target=peer_name(2, 0), method=microbatch.METHOD, times=16)
+        fault = Fault(FaultKind.UNREACHABLE, target=peer_name(2, 0), method=microbatch.MICROBATCH.name, times=16)
         await run_with_faults(made, fault)
         account = closed_account(made)
     assert made.network.fired[FaultKind.UNREACHABLE] == 16
@@ -204,7 +204,7 @@ async def test_a_silent_peer_leaves_time_for_another() -> None:
             await replica.membership.announce(PeerState.TRAINING)
         await origin.membership.refresh()
         never = asyncio.Event()
-        made.network.inject(Fault(FaultKind.DELAY, method=microbatch.METHOD, times=1, wait=never.wait))
+        made.network.inject(Fault(FaultKind.DELAY, method=microbatch.MICROBATCH.name, times=1, wait=never.wait))
         assert origin.origin is not None
         assert await origin.origin.train_one()
         assert made.network.fired[FaultKind.DELAY] == 1
@@ -262,7 +262,9 @@ async def test_what_a_leaving_node_cannot_finish_goes_back_as_no_failure() -> No
     async with serving_world(stages=3) as made:
         middle = made.replicas[1]
         never = asyncio.Event()
-        fault = Fault(FaultKind.DELAY, target=peer_name(2, 0), method=microbatch.METHOD, times=1, wait=never.wait)
+        fault = Fault(
+            FaultKind.DELAY, target=peer_name(2, 0), method=microbatch.MICROBATCH.name, times=1, wait=never.wait
+        )
         made.network.inject(fault)
         await made.replicas[2].membership.announce(PeerState.TRAINING)
         await middle.membership.refresh()
@@ -285,7 +287,7 @@ async def test_what_a_leaving_node_cannot_finish_goes_back_as_no_failure() -> No
         last.server._mark_trained = mark_and_leave  # pyright: ignore[reportPrivateUsage]
         message = request(made, id="b" * 32, stage=2)
         answer = await made.replicas[1]._transport.call(  # pyright: ignore[reportPrivateUsage]
-            peer_name(2, 0), microbatch.METHOD, message, timeout=5, progress=5, max_answer_bytes=1 << 20
+            peer_name(2, 0), microbatch.MICROBATCH.name, message, timeout=5, progress=5, max_answer_bytes=1 << 20
         )
         assert answer.header["tokens"] == WINDOWS * LENGTH
 
@@ -393,7 +395,7 @@ async def test_narrow_activations_learn_the_same() -> None:
         async with world(spec) as made:
             await run_to_the_end(made)
             losses[wire] = next(e.loss for e in made.events[0] if isinstance(e, Evaluation) and e.final)
-            body = made.replicas[0]._transport.traffic.sent[microbatch.METHOD]
+            body = made.replicas[0]._transport.traffic.sent[microbatch.MICROBATCH.name]
             sent[wire] = body / made.replicas[0].ledger.drawn / WINDOWS / LENGTH
     assert losses["fp32"] < 3.7, "it must have learnt something"
     assert losses == pytest.approx(dict.fromkeys(losses, losses["fp32"]), rel=0.02)

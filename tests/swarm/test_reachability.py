@@ -33,9 +33,9 @@ from noloco_node.identity.addresses import PeerAddress, parse_address
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.relay.server import CircuitRelay
 from noloco_node.transport.errors import PeerUnreachable
-from noloco_node.transport.headers import no_tensors
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
+from tests.worlds import no_tensors
 
 BASE = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx"
 OWN, SEED, OTHER, LIAR = (PeerId(BASE + letter) for letter in "9ABC")
@@ -185,7 +185,7 @@ async def watching(world: World, monkeypatch: pytest.MonkeyPatch, policy: Policy
             results = {name: Reached.YES if ok else Reached.NO for name, ok in said.items()}
             return Message(Dialled(seen_at=(), results=results).model_dump(mode="json"))
 
-        transport.serve(dial_back.METHOD, no_tensors, dial, max_concurrent_per_peer=4)
+        transport.serve(dial_back.DIAL_BACK.name, no_tensors, dial, max_concurrent_per_peer=4)
     own = MemoryTransport(network, OWN)
     watch = ReachWatch(world, own, policy, world.readdress, random.Random(1))
     watch.tell(world.standings.append)

@@ -8,7 +8,7 @@ import pytest
 
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import SignedRecord
-from noloco_node.directory.records_call import METHOD, MOST_TOLD, serve_records, tell
+from noloco_node.directory.records_call import MOST_TOLD, RECORDS, serve_records, tell
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
@@ -59,7 +59,7 @@ async def test_a_refusal_is_an_answer_and_a_dead_link_is_none(run: str) -> None:
     if run != RUN:
         serve_records(server, run, Book(row(1)))
     assert (await tell(caller, TWO, RUN, book)).answered
-    network.inject(Fault(FaultKind.UNREACHABLE, method=METHOD))
+    network.inject(Fault(FaultKind.UNREACHABLE, method=RECORDS.name))
     assert not (await tell(caller, TWO, RUN, book)).answered
     assert book.heard == []
 
@@ -72,7 +72,7 @@ async def test_an_answer_that_breaks_the_protocol_is_an_offence_and_none_of_it_i
     async def handle(_peer: PeerId, _message: Message) -> Message:
         return Message({"run": RUN, "records": [{"stage": 0}]})
 
-    server.serve(METHOD, lambda *_: None, handle, max_concurrent_per_peer=1)
+    server.serve(RECORDS.name, lambda *_: None, handle, max_concurrent_per_peer=1)
     assert not (await tell(caller, TWO, RUN, book)).answered
     assert caller.conduct.offences.total() == 1
     assert book.heard == []
@@ -86,7 +86,7 @@ async def test_more_than_fit_are_refused() -> None:
     rows = [{"stage": 0, "peer": TWO, "expires": 1.0, "signed": ""}] * (MOST_TOLD + 1)
     with pytest.raises(Refused) as refused:
         await caller.call(
-            TWO, METHOD, Message({"run": RUN, "records": rows}), timeout=5, progress=5, max_answer_bytes=0
+            TWO, RECORDS.name, Message({"run": RUN, "records": rows}), timeout=5, progress=5, max_answer_bytes=0
         )
     assert refused.value.reason is Refusal.MALFORMED
     assert book.heard == []

@@ -41,10 +41,10 @@ from noloco_node.libp2p.relay.messages import (
 from noloco_node.libp2p.relay.places import RelayedHost, ask_for_place, connected_by_relay, only_relayed
 from noloco_node.libp2p.relay.server import CircuitRelay
 from noloco_node.libp2p.start import reached_by_a_stranger, running_p2p, start_p2p
-from noloco_node.transport.headers import no_tensors
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import Message
 from tests.support import eventually, nothing_left_behind, p2pd_children
+from tests.worlds import no_tensors
 
 ONE = PeerId("12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9")
 OTHER = PeerId("12D3KooWFWEkWNrcf5ddYVUkSwFZ244QyVXmGQx4dezxX5qXpKVh")

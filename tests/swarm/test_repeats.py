@@ -11,6 +11,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline import ledger as repeats
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline.ledger import MicrobatchName, Repeats
+from noloco_node.pipeline.messages import MicrobatchAnswer
+from noloco_node.transport.calls import Reply
 from noloco_node.transport.errors import Refused
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message
@@ -31,7 +33,7 @@ async def ask(made: World, sender: int, content: torch.Tensor, name: str = "a") 
     header = request(made, id=name * 32, stage=2).header
     labels = torch.zeros(content.shape[:2], dtype=torch.int32)
     return await made.of_stage(1)[sender]._transport.call(  # pyright: ignore[reportPrivateUsage]
-        peer_name(2, 0), microbatch.METHOD, Message(header, (content, labels)),
+        peer_name(2, 0), microbatch.MICROBATCH.name, Message(header, (content, labels)),
         timeout=5, progress=5, max_answer_bytes=1 << 20,
     )  # fmt: skip
 
@@ -78,7 +80,9 @@ async def test_a_retry_by_another_way_gets_the_gradient_of_its_own_activations()
         for middle, factor in zip(made.of_stage(1), (1.0, 1.5), strict=True):
             trainer = middle.worker._trainer  # pyright: ignore[reportPrivateUsage]
             trainer.add_to_weights((factor - 1.0) * trainer.master)
-        made.network.inject(Fault(FaultKind.LOSE_ANSWER, source=peer_name(0, 0), method=microbatch.METHOD, times=1))
+        made.network.inject(
+            Fault(FaultKind.LOSE_ANSWER, source=peer_name(0, 0), method=microbatch.MICROBATCH.name, times=1)
+        )
         origin = serving[0].origin
         assert origin is not None
         assert await origin.train_one()
@@ -97,7 +101,7 @@ def test_the_books_are_bounded_and_what_came_to_nothing_may_be_trained_again(mon
     books = Repeats()
     for number in range(200):
         books.mark_trained(name(number % 7, f"sender {number % 5}", number))
-        books.keep(name(number), Message({}, (torch.zeros(8),)))
+        books.keep(name(number), Reply(MicrobatchAnswer(loss_sum=0.0, tokens=1, load=0), (torch.zeros(8),)))
     assert (len(books._trained), len(books._answers)) == (50, repeats.ANSWERS_KEPT)  # pyright: ignore[reportPrivateUsage]
     assert books._ids.total() == 50  # pyright: ignore[reportPrivateUsage]
     last = name(199 % 7, "sender 4", 199)

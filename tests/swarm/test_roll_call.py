@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord, PeerState
-from noloco_node.directory.records_call import METHOD, serve_records
+from noloco_node.directory.records_call import RECORDS, serve_records
 from noloco_node.directory.roll_call import BURST, RollCall
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
@@ -155,7 +155,7 @@ async def test_who_falls_silent_is_asked_again_soon_and_no_longer_counts() -> No
         finally:
             running.cancel()
             await asyncio.wait((running,))
-    assert METHOD in made.transport.traffic.sent
+    assert RECORDS.name in made.transport.traffic.sent
 
 
 async def test_a_record_that_goes_between_the_choice_and_the_call_ends_no_node() -> None:

@@ -26,11 +26,11 @@ from noloco_node.config.load import OwnData, load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.headers import no_tensors
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
 from tests.config.test_tokenizer_files import made, with_tokenizer
 from tests.swarm.worlds import LIMITS
+from tests.worlds import no_tensors
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 SPEC = load_config(MICRO).run
@@ -101,7 +101,7 @@ def claim(transport: MemoryTransport, said: Hello) -> None:
     async def handle(_peer: PeerId, _message: Message) -> Message:
         return Message(header)
 
-    transport.serve(hello.METHOD, no_tensors, handle, max_concurrent_per_peer=4)
+    transport.serve(hello.HELLO.name, no_tensors, handle, max_concurrent_per_peer=4)
 
 
 def answer_with(transport: MemoryTransport, *tensors: torch.Tensor) -> None:
@@ -110,7 +110,7 @@ def answer_with(transport: MemoryTransport, *tensors: torch.Tensor) -> None:
     async def handle(_peer: PeerId, _message: Message) -> Message:
         return Message({}, tensors)
 
-    transport.serve(spec_fetch.METHOD, no_tensors, handle, max_concurrent_per_peer=4)
+    transport.serve(spec_fetch.SPEC.name, no_tensors, handle, max_concurrent_per_peer=4)
 
 
 @contextlib.asynccontextmanager
@@ -301,7 +301,7 @@ async def test_a_peer_that_dies_between_hello_and_spec_is_passed_over() -> None:
     async with swarm() as made:
         first = made.sound()
         made.sound()
-        made.network.inject(Fault(FaultKind.LOSE_ANSWER, target=first.peer_id, method=spec_fetch.METHOD))
+        made.network.inject(Fault(FaultKind.LOSE_ANSWER, target=first.peer_id, method=spec_fetch.SPEC.name))
         assert await made.fetch() == SPEC
         assert made.network.fired[FaultKind.LOSE_ANSWER] == 1
 
@@ -330,7 +330,7 @@ async def test_a_hello_with_control_characters_is_none() -> None:
         async def handle(_peer: PeerId, _message: Message) -> Message:
             return Message({"run": SPEC.run_id, "name": "\x1b[2J", "protocol": 1, "version": "1", "stage": 0})
 
-        transport.serve(hello.METHOD, no_tensors, handle, max_concurrent_per_peer=4)
+        transport.serve(hello.HELLO.name, no_tensors, handle, max_concurrent_per_peer=4)
         assert (await made.refusal()).exit_code is ExitCode.PEERS_UNREACHABLE
 
 

@@ -24,9 +24,8 @@ from noloco_node.state_transfer import messages as state_messages
 from noloco_node.state_transfer.donor import StateDonor
 from noloco_node.state_transfer.messages import PackedState, digest, packed_size, unpack
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
-from noloco_node.transport.calls import BadAnswer
+from noloco_node.transport.calls import BadAnswer, Nothing, Reply
 from noloco_node.transport.memory import Fault, FaultKind
-from noloco_node.transport.messages import Message
 from tests.support import eventually
 from tests.worlds import NAMED, World, micro_spec, peer_name, run_ahead, world
 
@@ -112,7 +111,7 @@ async def test_who_has_no_first_weights_and_finds_nobody_is_told_what_to_bring(m
 async def test_when_the_first_donor_dies_midway_the_next_one_gives_the_state() -> None:
     """Chunks of one donor are lost for good: the joiner ends as a copy of the other."""
     async with veteran_and_joiner(3) as (made, (_, second, joiner)):
-        made.network.inject(Fault(FaultKind.LOSE_REQUEST, target=peer_name(0, 0), method=state_messages.CHUNK))
+        made.network.inject(Fault(FaultKind.LOSE_REQUEST, target=peer_name(0, 0), method=state_messages.CHUNK.name))
         donors = {await joiner.become_current() for _ in range(4)}
         assert donors == {peer_name(0, 1)}
         assert made.network.fired[FaultKind.LOSE_REQUEST] >= 3
@@ -124,7 +123,7 @@ async def test_without_a_donor_the_node_says_so_and_keeps_its_weights() -> None:
     """Random weights must never be averaged into trained ones: exit NO_DONOR, with a remedy."""
     async with veteran_and_joiner() as (made, (_, joiner)):
         before = (await joiner.worker.full_state())[1]["fast"]
-        made.network.inject(Fault(FaultKind.UNREACHABLE, method=state_messages.OPEN))
+        made.network.inject(Fault(FaultKind.UNREACHABLE, method=state_messages.OPEN.name))
         with pytest.raises(UserError) as error:
             await joiner.become_current()
         assert error.value.exit_code is ExitCode.NO_DONOR
@@ -136,11 +135,11 @@ async def test_an_altered_chunk_is_never_loaded(monkeypatch: pytest.MonkeyPatch)
     """A donor whose chunks do not match its manifest is given up; the joiner keeps its weights."""
     honest = StateDonor._handle_chunk  # pyright: ignore[reportPrivateUsage]
 
-    async def forge(self: StateDonor, peer: PeerId, message: Message) -> Message:
-        answer = await honest(self, peer, message)
+    async def forge(self: StateDonor, peer: PeerId, request: state_messages.StateRequest) -> Reply[Nothing]:
+        answer = await honest(self, peer, request)
         forged = answer.tensors[0].clone()
         forged[0] ^= 1
-        return Message(answer.header, (forged,))
+        return Reply(answer.header, (forged,))
 
     monkeypatch.setattr(StateDonor, "_handle_chunk", forge)
     async with veteran_and_joiner() as (_, (_, joiner)):

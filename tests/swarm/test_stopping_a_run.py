@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hivemind.proto import dht_pb2
 
-from noloco_node.averaging.messages import LEAVE, PROPOSE, Acceptance, Leave, Proposal
+from noloco_node.averaging.messages import LEAVE, PROPOSE, Leave, Proposal
 from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.directory.dht_node import MOST_CALL_BACKS, node_id_of
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
@@ -23,7 +23,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.limiter import RELIABLE_SECONDS, Places
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.acquaintance import PEERS_REMEMBERED, Acquaintances
-from noloco_node.transport.calls import Nothing, ask
+from noloco_node.transport.calls import call
 from noloco_node.transport.errors import Refused
 from noloco_node.transport.frames import FrameKind, encode_envelope
 from noloco_node.transport.libp2p import Libp2pTransport
@@ -178,10 +178,10 @@ async def test_exchanges_that_come_to_nothing_cost_a_quarter_of_the_time_whoever
             )
             target = replica._transport.peer_id
             try:
-                await ask(caller, target, PROPOSE, proposal, Acceptance, timeout=5.0, progress=5.0)
+                await call(caller, target, PROPOSE, proposal, seconds=5.0)
                 assert exchanger._session is not None
                 exchanger._session.started -= seconds
-                await ask(caller, target, LEAVE, Leave(exchange=exchange), Nothing, timeout=5.0, progress=5.0)
+                await call(caller, target, LEAVE, Leave(exchange=exchange), seconds=5.0)
             finally:
                 await caller.close()
 

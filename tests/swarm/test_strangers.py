@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from noloco_node.averaging import exchange
+from noloco_node.averaging.messages import Leave
 from noloco_node.averaging.session import Session, overdue
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import ActivationCodec
@@ -49,7 +50,7 @@ from tests.worlds import LENGTH, WINDOWS, micro_spec, peer_name, world
 async def test_a_dialler_that_gives_up_frees_its_partner_at_once() -> None:
     """It says so, and the partner need not wait for its deadline."""
     async with two_replicas() as (made, left, right):
-        made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=exchange.CHUNK))
+        made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=exchange.CHUNK.name))
         assert not await left.exchanger.dial(peer_name(0, 1))
         assert not right.exchanger.engaged
         assert outer_steps(made, 1, "aborted")[0].reason == "left: the partner left"
@@ -60,7 +61,7 @@ async def test_only_the_dialler_itself_can_leave_an_exchange() -> None:
     """Nobody else can break it off, though he knows its name."""
     async with two_replicas() as (_, _, right):
         await propose(right)
-        goodbye = Message({"exchange": NAME})
+        goodbye = Leave(exchange=NAME)
         with pytest.raises(Refused) as refused:
             await right.exchanger._handle_leave(PeerId("another-stranger"), goodbye)
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
@@ -118,7 +119,7 @@ async def test_a_banned_peer_is_not_answered_routed_to_paired_with_or_counted() 
         caller = made.replicas[2]._transport
         with pytest.raises(Refused, match="for not_finite, 60 s more") as refused:
             await caller.call(
-                head._transport.peer_id, exchange.PROPOSE, Message(), timeout=5, progress=5, max_answer_bytes=0
+                head._transport.peer_id, exchange.PROPOSE.name, Message(), timeout=5, progress=5, max_answer_bytes=0
             )
         assert refused.value.reason is Refusal.BANNED
         clock[0] = FIRST_BAN_SECONDS
@@ -225,6 +226,29 @@ def test_bytes_under_way_are_limited_for_each_peer() -> None:
     with desk.admitted(STRANGER, large):
         pass
     assert not desk._bytes_under_way
+
+
+async def test_what_one_stage_admitted_is_not_answered_by_the_next() -> None:
+    """A node leaves its stage while a body is on its way, and serves a method of this name for another stage."""
+    desk, handled = RequestDesk(TransportLimits()), list[str]()
+
+    def serve(stage: str) -> None:
+        async def handle(_peer: PeerId, message: Message) -> Message:
+            handled.append(stage)
+            return message
+
+        desk.serve("work", lambda *_: None, handle, max_concurrent_per_peer=1)
+
+    serve("former")
+    with desk.admitted(STRANGER, Envelope("work", {}, ())) as place:
+        desk.withdraw("work")
+        serve("next")
+        with pytest.raises(Refused) as refused:
+            await desk.answer(STRANGER, "work", Message(), place)
+    assert refused.value.reason is Refusal.DRAINING
+    with desk.admitted(STRANGER, Envelope("work", {}, ())) as place:
+        await desk.answer(STRANGER, "work", Message(), place)
+    assert handled == ["next"]
 
 
 class Hostile:

@@ -26,10 +26,10 @@ from noloco_node.libp2p.start import running_p2p
 from noloco_node.libp2p.supervisor import MOST_DEATHS, WINDOW_SECONDS, Probes, Supervisor, restart_delay
 from noloco_node.storage.private_folder import sweep_dead_folders
 from noloco_node.transport.errors import PeerUnreachable
-from noloco_node.transport.headers import no_tensors
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import Message
 from tests.support import eventually, nothing_left_behind, one_turn
+from tests.worlds import no_tensors
 
 RUN = "ab" * 32
 

@@ -13,8 +13,7 @@ from typing import cast
 import pytest
 import torch
 
-from noloco_node.accounting.receipts import METHOD as RECEIPT
-from noloco_node.accounting.receipts import open_receipts
+from noloco_node.accounting.receipts import RECEIPT, open_receipts
 from noloco_node.accounting.statements import Receipt, statement_text
 from noloco_node.averaging import exchange
 from noloco_node.bootstrap import dial_back, hello, spec_fetch
@@ -24,7 +23,7 @@ from noloco_node.node.replica import Replica
 from noloco_node.outer.codec import CODECS
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.training.progress import Progress
-from noloco_node.transport.calls import BadAnswer, ask, judging
+from noloco_node.transport.calls import NOTHING, BadAnswer, Method, Nothing, ask, judging
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused
 from noloco_node.transport.headers import WireModel
 from noloco_node.transport.interface import Transport
@@ -34,8 +33,8 @@ from tests.worlds import World, micro_spec, peer_name, world
 
 HOSTILE = PeerId("a-hostile-fellow")
 PACKAGE = Path(__file__).parents[2] / "noloco_node"
-RAW_CALL = {"common_transport", "typed_calls"}
-MAY_VIOLATE = {"libp2p_transport", "memory_transport", "typed_calls"}
+RAW_CALL = {"transport/common", "transport/calls"}
+MAY_VIOLATE = {"transport/libp2p", "transport/memory", "transport/calls"}
 
 Turn = Callable[[Message], Awaitable[Message]]
 
@@ -97,10 +96,10 @@ async def poisoned(message: Message) -> Message:
 
 
 TURNS: dict[str, dict[str, Turn]] = {
-    "proposals": {exchange.PROPOSE: no_acceptance},
-    "openings": {exchange.PROPOSE: acceptance, exchange.OPEN: no_opening},
-    "gauges": {exchange.PROPOSE: acceptance, exchange.OPEN: poisoned},
-    "chunks": {exchange.PROPOSE: acceptance, exchange.OPEN: same_again, exchange.CHUNK: poisoned},
+    "proposals": {exchange.PROPOSE.name: no_acceptance},
+    "openings": {exchange.PROPOSE.name: acceptance, exchange.OPEN.name: no_opening},
+    "gauges": {exchange.PROPOSE.name: acceptance, exchange.OPEN.name: poisoned},
+    "chunks": {exchange.PROPOSE.name: acceptance, exchange.OPEN.name: same_again, exchange.CHUNK.name: poisoned},
 }
 
 
@@ -132,7 +131,7 @@ async def test_bytes_that_decode_to_nothing_finite_are_an_offence_or_harmless(co
 
 async def test_a_replica_whose_own_weights_are_not_finite_blames_nobody() -> None:
     """The exchange comes to nothing, and no honest partner is booked for it."""
-    turns = {exchange.PROPOSE: acceptance, exchange.OPEN: zeros, exchange.CHUNK: zeros}
+    turns = {exchange.PROPOSE.name: acceptance, exchange.OPEN.name: zeros, exchange.CHUNK.name: zeros}
     async with beside_a_hostile_fellow("fp32", turns) as (_, replica):
         replica.worker._trainer.master[:] = math.nan  # pyright: ignore[reportPrivateUsage]
         assert not await replica.exchanger.dial(HOSTILE)
@@ -159,7 +158,7 @@ async def test_an_honest_receipt_after_a_restart_is_no_offence(tmp_path: Path) -
     header = {"statement": text, "seal": served.sign(text.encode()).hex()}
     for _ in range(30):
         with pytest.raises(Refused) as refused:
-            await served.call(server.peer_id, RECEIPT, Message(header), timeout=5, progress=5, max_answer_bytes=0)
+            await served.call(server.peer_id, RECEIPT.name, Message(header), timeout=5, progress=5, max_answer_bytes=0)
         assert refused.value.reason is Refusal.NOT_COUNTED
     assert server.conduct.offences.total() == 0
     await server.close()
@@ -173,6 +172,9 @@ class Numbered(WireModel):
     """An answer of a test."""
 
     number: int
+
+
+NUMBERED = Method("method", Nothing, Numbered)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ async def test_an_answer_is_what_was_asked_for_or_an_offence(answer: Message, so
         return answer
 
     answering.serve("method", anything, handle, max_concurrent_per_peer=1)
-    asked = ask(asking, HOSTILE, "method", None, Numbered, specs=(TensorSpec("fp32", (2,)),), timeout=5, progress=5)
+    asked = ask(asking, HOSTILE, NUMBERED, NOTHING, specs=(TensorSpec("fp32", (2,)),), seconds=5)
     if sound:
         assert (await asked).header.number == 1
     else:
@@ -224,9 +226,9 @@ async def test_judging_books_once_and_only_bad_answers() -> None:
 
 
 METHODS: dict[str, Callable[[Transport], Awaitable[object]]] = {
-    hello.METHOD: lambda transport: hello.ask_hello(transport, HOSTILE),
-    dial_back.METHOD: lambda transport: dial_back.ask_dial_back(transport, HOSTILE, [1]),
-    spec_fetch.METHOD: lambda transport: spec_fetch._fetch(transport, HOSTILE, cast("hello.Hello", None)),
+    hello.HELLO.name: lambda transport: hello.ask_hello(transport, HOSTILE),
+    dial_back.DIAL_BACK.name: lambda transport: dial_back.ask_dial_back(transport, HOSTILE, [1]),
+    spec_fetch.SPEC.name: lambda transport: spec_fetch._fetch(transport, HOSTILE, cast("hello.Hello", None)),
 }
 
 
@@ -262,7 +264,7 @@ def _uses(path: Path) -> tuple[bool, bool]:
 
 def test_nobody_else_calls_a_transport_or_says_what_breaks_the_protocol() -> None:
     """So no caller can forget to judge: what it finds wrong itself is a `BadAnswer`, which fails loudly unbooked."""
-    uses = {path.stem: _uses(path) for path in PACKAGE.rglob("*.py")}
+    uses = {path.relative_to(PACKAGE).with_suffix("").as_posix(): _uses(path) for path in PACKAGE.rglob("*.py")}
     assert {name for name, (raw, _) in uses.items() if raw} <= RAW_CALL
     assert {name for name, (_, violates) in uses.items() if violates} <= MAY_VIOLATE
-    assert uses["typed_calls"] == (True, True), "the law sees what it looks for"
+    assert uses["transport/calls"] == (True, True), "the law sees what it looks for"

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.calls import ask
+from noloco_node.transport.calls import Reply, ask, on_tensors
 from noloco_node.transport.frames import FrameKind, decode_envelope
-from noloco_node.transport.headers import parse
+from noloco_node.transport.headers import WireModel, parse
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
-from noloco_node.transport.messages import JsonObject, Message, TensorSpec
+from noloco_node.transport.messages import Message, TensorSpec, specs_of
 from noloco_node.transport.streams import FramedStream
 from tests.swarm.wire_examples import Example, examples, on_the_wire, served_methods
 
@@ -31,51 +31,48 @@ def file_of(example: Example) -> Path:
     return FOLDER / f"{example.name.replace(' ', '-')}.json"
 
 
-async def sent(example: Example) -> tuple[Message, Message]:
-    """The request as it arrives at a peer that is asked by `ask`, and the answer that `ask` accepts."""
+async def sent(example: Example) -> dict[str, tuple[str, Message]]:
+    """What arrives at either side of the one typed call, with the method's name as it travels."""
     network = MemoryNetwork()
     asker, asked = (MemoryTransport(network, PeerId(f"peer-number-{number}")) for number in (1, 2))
-    arrived: list[Message] = []
+    seen: dict[str, tuple[str, Message]] = {}
 
-    def admit(_peer: PeerId, _header: JsonObject, _specs: tuple[TensorSpec, ...]) -> None:
-        """Everybody."""
+    def admit(_peer: PeerId, request: WireModel, _specs: tuple[TensorSpec, ...]) -> None:
+        assert request == example.request
 
-    async def handle(_peer: PeerId, message: Message) -> Message:
-        arrived.append(message)
-        return example.answered
+    async def handle(_peer: PeerId, request: WireModel, tensors: tuple[torch.Tensor, ...]) -> Reply[WireModel]:
+        assert request == example.request
+        assert all(map(torch.equal, tensors, example.request_tensors))
+        return Reply(example.answer, example.answer_tensors)
 
-    asked.serve(example.method, admit, handle, max_concurrent_per_peer=1)
-    text = example.method == "hello.spec"
-    got = await ask(
-        asker,
-        asked.peer_id,
-        example.method,
-        example.request,
-        type(example.answer),
-        tensors=example.request_tensors,
-        specs=() if text else example.answered.specs,
-        text_bytes=1024 if text else None,
-        timeout=5.0,
-        progress=5.0,
-    )
+    on_tensors(asked, example.method, handle, admit)
+    raw = asker.call
+
+    async def looked_at(peer: PeerId, method: str, request: Message, **limits: Any) -> Message:
+        answer = await raw(peer, method, request, **limits)
+        seen.update(request=(method, request), answer=("", answer))
+        return answer
+
+    asker.call = looked_at  # type: ignore[method-assign]
+    specs = () if example.method.text_bytes else specs_of(example.answer_tensors)
+    tensors = example.request_tensors
+    got = await ask(asker, asked.peer_id, example.method, example.request, tensors=tensors, specs=specs, seconds=5.0)
     assert got.header == example.answer
     assert all(map(torch.equal, got.tensors, example.answer_tensors))
     for transport in (asker, asked):
         await transport.close()
-    return arrived[0], example.answered
+    return seen
 
 
 async def frozen(example: Example) -> dict[str, Any]:
     """What the example's file holds: what a person reads, and the bytes."""
-    request, answer = await sent(example)
-    wire = {"request": (example.method, request), "answer": ("", answer)}
     return {
         which: {
             "header": dict(message.header),
             "tensors": [[spec.dtype, list(spec.shape)] for spec in message.specs],
             "bytes": (await on_the_wire(method, message)).hex(),
         }
-        for which, (method, message) in wire.items()
+        for which, (method, message) in (await sent(example)).items()
     }
 
 
@@ -100,11 +97,11 @@ async def test_a_message_is_these_bytes_and_these_bytes_are_the_message(name: st
     written = json.loads(file_of(example).read_text())
     assert await frozen(example) == written, __doc__
     method, request = await read_back(written["request"]["bytes"])
-    assert method == example.method
-    assert example.request is None or parse(type(example.request), request.header) == example.request
+    assert method == example.method.name
+    assert parse(example.method.request, request.header) == example.request
     none, answer = await read_back(written["answer"]["bytes"])
     assert none == ""
-    assert type(example.answer).model_validate(answer.header) == example.answer
+    assert example.method.answer.model_validate(answer.header) == example.answer
     for message, tensors in ((request, example.request_tensors), (answer, example.answer_tensors)):
         assert len(message.tensors) == len(tensors)
         assert all(map(torch.equal, message.tensors, tensors))
@@ -112,7 +109,7 @@ async def test_a_message_is_these_bytes_and_these_bytes_are_the_message(name: st
 
 def test_every_method_that_is_served_has_its_bytes() -> None:
     """Who adds a method adds an example of it; no file is left of one that went."""
-    assert {example.method for example in EXAMPLES.values()} == served_methods()
+    assert {example.method.name for example in EXAMPLES.values()} == served_methods()
     assert {path.name for path in FOLDER.iterdir()} == {file_of(example).name for example in EXAMPLES.values()}
 
 

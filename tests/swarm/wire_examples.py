@@ -27,14 +27,15 @@ from noloco_node.pipeline import messages as microbatch
 from noloco_node.state_transfer import backups as guard
 from noloco_node.state_transfer import messages as state_messages
 from noloco_node.state_transfer.copy_manifest import CopyManifest, CopyOffer
-from noloco_node.transport.calls import Nothing
+from noloco_node.transport.calls import NOTHING, Method, Nothing
 from noloco_node.transport.frames import encode_envelope
 from noloco_node.transport.headers import WireModel
 from noloco_node.transport.messages import Message
 from noloco_node.transport.streams import FramedStream
 from noloco_node.trust import admission as access
 
-SERVED = re.compile(r"\.serve\(\s*([\w.]+)\s*,")
+SERVED = re.compile(r"\bon(?:_tensors)?\([\w.]+,\s*([\w.]+)\s*,")
+UNTYPED = re.compile(r"\btransport\.serve\(\s*[\w.]+\s*,")
 
 RUN, OTHER_ID, ROOT, SEAL = "0123456789abcdef" * 2, "f" * 32, "ab" * 32, "5e" * 64
 PEER = "12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo"
@@ -44,26 +45,18 @@ PEER = "12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo"
 class Example:
     """A request and its answer as they are sent today."""
 
-    name: str
-    """The method, and after a blank what is special."""
-    request: WireModel | None
+    method: Method[Any, Any]
+    request: WireModel
     answer: WireModel
     request_tensors: tuple[Tensor, ...] = ()
     answer_tensors: tuple[Tensor, ...] = ()
-    answer_leaves_out: bool = False
-    """Whether the answer names no field that has its default."""
+    special: str = ""
+    """What it shows that the first example of its method does not."""
 
     @property
-    def method(self) -> str:
-        """The method asked."""
-        return self.name.partition(" ")[0]
-
-    @property
-    def answered(self) -> Message:
-        """The answer as a message."""
-        return Message(
-            self.answer.model_dump(mode="json", exclude_defaults=self.answer_leaves_out), self.answer_tensors
-        )
+    def name(self) -> str:
+        """The method, and what is special."""
+        return f"{self.method.name} {self.special}".strip()
 
 
 def numbers(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -119,30 +112,29 @@ def _pipeline() -> list[Example]:
     labels = numbers(torch.int32, 2, 3)
     return [
         Example(
-            microbatch.METHOD,
+            microbatch.MICROBATCH,
             _microbatch(),
             microbatch.MicrobatchAnswer(loss_sum=12.5, tokens=6, load=2, work_ms=41.5),
             (numbers(torch.float32, 2, 3, 4), labels),
             (numbers(torch.float32, 2, 3, 4),),
-            answer_leaves_out=True,
         ),
         Example(
-            f"{microbatch.METHOD} of experts",
+            microbatch.MICROBATCH,
             _microbatch(attempt=1, chosen=(4, 8), codec="bf16"),
             microbatch.MicrobatchAnswer(loss_sum=12.5, tokens=6, load=2, chosen=(9, 15), work_ms=41.5),
             (numbers(torch.bfloat16, 2, 3, 4), labels),
             (numbers(torch.bfloat16, 2, 3, 4),),
-            answer_leaves_out=True,
+            special="of experts",
         ),
         Example(
-            f"{microbatch.METHOD} to evaluate",
+            microbatch.MICROBATCH,
             _microbatch(mode="evaluate"),
             microbatch.MicrobatchAnswer(loss_sum=12.5, tokens=6, load=0, work_ms=41.5),
             (numbers(torch.float32, 2, 3, 4), labels),
-            answer_leaves_out=True,
+            special="to evaluate",
         ),
         Example(
-            inference.METHOD,
+            inference.FORWARD,
             inference.ForwardHeader(run=RUN, stage=0, protocol=3),
             Nothing(),
             (numbers(torch.int32, 1, 3),),
@@ -161,9 +153,10 @@ def _averaging() -> list[Example]:
             exchange_messages.PROPOSE, proposal, exchange_messages.Acceptance(tokens=640, weightless=False, loss=3.25)
         ),
         Example(
-            f"{exchange_messages.PROPOSE} by a newcomer",
+            exchange_messages.PROPOSE,
             proposal.model_copy(update={"fragment": None, "newcomer": True}),
             exchange_messages.Acceptance(tokens=640, weightless=True),
+            special="by a newcomer",
         ),
         Example(
             exchange_messages.OPEN,
@@ -203,7 +196,7 @@ def _transfers() -> list[Example]:
             answer_tensors=(numbers(torch.uint8, 7),),
         ),
         Example(guard.OPEN, _copy_request(), _copy_offer("fp16")),
-        Example(f"{guard.OPEN} in full precision", _copy_request(precision="fp32"), _copy_offer("fp32")),
+        Example(guard.OPEN, _copy_request(precision="fp32"), _copy_offer("fp32"), special="in full precision"),
         Example(
             guard.CHUNK,
             _copy_request(root=ROOT, index=1),
@@ -222,13 +215,13 @@ def _bootstrap() -> list[Example]:
     seed = hello.Hello(run="", name="", protocol=3, version="0.1.0", stage=None, time=1_700_000_000.5, over=True)
     seen = dial_back.Dialled(seen_at=("192.0.2.7",), results={"192.0.2.7 7000": dial_back.Reached.YES})
     return [
-        Example(hello.METHOD, None, node),
-        Example(f"{hello.METHOD} of a seed", None, seed),
-        Example(spec_fetch.METHOD, None, Nothing(), answer_tensors=(numbers(torch.uint8, 9),)),
-        Example(access.METHOD, access.ShownProof(proof=Proof(grant=grant, holder=SEAL)), Nothing()),
-        Example(dial_back.METHOD, dial_back.DialBack(ports=(7000, 7001)), seen),
-        Example(records_call.METHOD, _told(1), _told(None)),
-        Example(receipts.METHOD, _receipt(), Nothing()),
+        Example(hello.HELLO, NOTHING, node),
+        Example(hello.HELLO, NOTHING, seed, special="of a seed"),
+        Example(spec_fetch.SPEC, NOTHING, Nothing(), answer_tensors=(numbers(torch.uint8, 9),)),
+        Example(access.ACCESS, access.ShownProof(proof=Proof(grant=grant, holder=SEAL)), Nothing()),
+        Example(dial_back.DIAL_BACK, dial_back.DialBack(ports=(7000, 7001)), seen),
+        Example(records_call.RECORDS, _told(1), _told(None)),
+        Example(receipts.RECEIPT, _receipt(), Nothing()),
     ]
 
 
@@ -265,14 +258,16 @@ async def on_the_wire(method: str, message: Message) -> bytes:
 
 
 def served_methods() -> set[str]:
-    """Every name that is passed to `serve` anywhere in the package."""
+    """The name of every method that is passed to `on` or `on_tensors` anywhere in the package."""
     served: set[str] = set()
     package = Path(noloco_node.__file__).parent
     for path in package.rglob("*.py"):
-        for name in SERVED.findall(path.read_text()):
+        text = path.read_text()
+        assert not UNTYPED.search(text) or "the one way to ask a peer" in text.lower(), f"{path}: `serve` past `on`"
+        for name in SERVED.findall(text):
             parts = ("noloco_node", *path.relative_to(package).with_suffix("").parts)
             value: object = importlib.import_module(".".join(parts))
             for part in name.split("."):
                 value = getattr(value, part, None)
-            served |= {value} if isinstance(value, str) else set()
+            served |= {value.name} if isinstance(value, Method) else set()
     return served

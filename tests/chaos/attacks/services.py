@@ -19,9 +19,9 @@ from noloco_node.state_transfer.messages import (
     StateManifest,
     StateOffer,
     digest,
-    manifest_message,
     packed_size,
     root_of,
+    sign_manifest,
 )
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.messages import Message
@@ -74,19 +74,31 @@ async def garbled_copies(life: Life) -> None:
                     activations, labels = activations[:1], labels[:1]
                 group.create_task(
                     life.call(
-                        attack, victim.peer, microbatch.METHOD, made, activations, labels, answer=activations.nbytes
+                        attack,
+                        victim.peer,
+                        microbatch.MICROBATCH.name,
+                        made,
+                        activations,
+                        labels,
+                        answer=activations.nbytes,
                     )
                 )
         raise Refused(Refusal.INTERNAL, "out of order today")
 
-    life.serve(attack, microbatch.METHOD, handle)
+    life.serve(attack, microbatch.MICROBATCH.name, handle)
     guessed = 0
     while True:
         for victim in life.victims:
             if victim.stage > 0:
                 made, activations, labels = made_microbatch(life, victim.stage, f"{guessed:032x}")
                 await life.call(
-                    attack, victim.peer, microbatch.METHOD, made, activations, labels, answer=activations.nbytes
+                    attack,
+                    victim.peer,
+                    microbatch.MICROBATCH.name,
+                    made,
+                    activations,
+                    labels,
+                    answer=activations.nbytes,
                 )
         guessed += 1
         await asyncio.sleep(0.5)
@@ -109,8 +121,8 @@ async def bad_exchange_answers(life: Life) -> None:
             return Message({"exchange": message.header["exchange"], "clock": 1e18}, nan)
         return Message(life.rng.choice(JUNK), message.tensors)
 
-    life.serve(attack, exchange_messages.PROPOSE, propose)
-    life.serve(attack, exchange_messages.OPEN, opened)
+    life.serve(attack, exchange_messages.PROPOSE.name, propose)
+    life.serve(attack, exchange_messages.OPEN.name, opened)
     await asyncio.Event().wait()
 
 
@@ -143,9 +155,9 @@ async def dripping_donor(life: Life) -> None:
             size=sizes[stage],
             root=root_of(digests),
         )
-        answer = manifest_message(life.transport, manifest, digests)
+        signed = sign_manifest(life.transport, manifest, digests)
         life.tally.count(attack, "manifests given")
-        return answer
+        return Message(signed.header.model_dump(mode="json"), signed.tensors)
 
     async def piece(_peer: PeerId, message: Message) -> Message:
         async with one_at_a_time:
@@ -155,9 +167,9 @@ async def dripping_donor(life: Life) -> None:
         life.tally.count(attack, "chunks dripped")
         return Message({}, (torch.frombuffer(bytearray(data), dtype=torch.uint8),))
 
-    life.serve(attack, state_messages.OFFER, offer)
-    life.serve(attack, state_messages.OPEN, opened)
-    life.serve(attack, state_messages.CHUNK, piece)
+    life.serve(attack, state_messages.OFFER.name, offer)
+    life.serve(attack, state_messages.OPEN.name, opened)
+    life.serve(attack, state_messages.CHUNK.name, piece)
     async with asyncio.TaskGroup() as group:
         for victim in life.victims:
             group.create_task(_read_slowly(life, victim, -(-sizes[victim.stage] // chunk)))
@@ -172,13 +184,13 @@ async def _read_slowly(life: Life, victim: Victim, chunks: int) -> None:
     request = {"run": life.spec.run_id, "stage": victim.stage, "contract": contract}
     digests = chunks * state_messages.DIGEST_BYTES
     while True:
-        given = await life.call(READS, victim.peer, state_messages.OPEN, request, answer=digests)
+        given = await life.call(READS, victim.peer, state_messages.OPEN.name, request, answer=digests)
         if given is not None:
             named = request | {"snapshot": StateManifest.model_validate_json(given.header["manifest"]).snapshot}
             for index in range(chunks):
                 await asyncio.sleep(pause)
                 wanted = named | {"index": index}
-                if await life.call(READS, victim.peer, state_messages.CHUNK, wanted, answer=bytes_a_chunk) is None:
+                if await life.call(READS, victim.peer, state_messages.CHUNK.name, wanted, answer=bytes_a_chunk) is None:
                     break
                 life.tally.count(READS, "chunks read")
         await asyncio.sleep(pause)
@@ -219,6 +231,6 @@ async def hostile_copies(life: Life) -> None:
         life.tally.count(attack, "chunks given")
         return Message({}, (torch.full((max(0, min(step, left)),), 3e4, dtype=torch.float16),))
 
-    life.serve(attack, guard.OPEN, opened)
-    life.serve(attack, guard.CHUNK, piece)
+    life.serve(attack, guard.OPEN.name, opened)
+    life.serve(attack, guard.CHUNK.name, piece)
     await asyncio.Event().wait()

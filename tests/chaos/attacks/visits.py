@@ -37,13 +37,13 @@ async def nan_exchanges(life: Life) -> None:
         opening = {"exchange": name, "clock": life.clock}
         bad = life.rng.random() < 0.5
         tensors = [torch.full(shape, float("nan") if bad else 0.0) for shape in _opening_shapes(life, victim.stage)]
-        opened = await _call(life, "exchanges of NaN", victim, exchange_messages.OPEN, opening, *tensors)
+        opened = await _call(life, "exchanges of NaN", victim, exchange_messages.OPEN.name, opening, *tensors)
         if opened is not None:
             await _call(
                 life,
                 "exchanges of NaN",
                 victim,
-                exchange_messages.CHUNK,
+                exchange_messages.CHUNK.name,
                 {"exchange": name, "index": 0},
                 _chunk(life, victim.stage),
             )
@@ -64,11 +64,11 @@ async def lying_clocks(life: Life) -> None:
             return
         opening = {"exchange": name, "clock": 1e18}
         tensors = [1e-3 * torch.randn(shape) for shape in _opening_shapes(life, victim.stage)]
-        answer = await _call(life, attack, victim, exchange_messages.OPEN, opening, *tensors)
+        answer = await _call(life, attack, victim, exchange_messages.OPEN.name, opening, *tensors)
         chunks = _chunks(life, victim.stage) if answer is not None else []
         for index, chunk in enumerate(chunks):
             named = {"exchange": name, "index": index}
-            if await _call(life, attack, victim, exchange_messages.CHUNK, named, chunk) is None:
+            if await _call(life, attack, victim, exchange_messages.CHUNK.name, named, chunk) is None:
                 return
         life.tally.count(attack, "carried to the end", bool(chunks))
 
@@ -87,8 +87,13 @@ async def abandoned_proposals(life: Life) -> None:
 async def malformed_requests(life: Life) -> None:
     """Headers of the wrong type for every method that has one."""
     methods = (
-        *(microbatch.METHOD, exchange_messages.PROPOSE, exchange_messages.OPEN, exchange_messages.CHUNK),
-        *("copy.open", "copy.chunk", STATE_OPEN, "contribution.receipt", "hello.access", "hello.dial_back"),
+        *(
+            microbatch.MICROBATCH.name,
+            exchange_messages.PROPOSE.name,
+            exchange_messages.OPEN.name,
+            exchange_messages.CHUNK.name,
+        ),
+        *("copy.open", "copy.chunk", STATE_OPEN.name, "contribution.receipt", "hello.access", "hello.dial_back"),
     )
 
     async def once(victim: Victim) -> None:
@@ -129,12 +134,12 @@ async def told_ghosts(life: Life) -> None:
         return told
 
     victims = {victim.peer for victim in life.victims}
-    life.serve(attack, records_call.METHOD, handle)
+    life.serve(attack, records_call.RECORDS.name, handle)
 
     async def once(victim: Victim) -> None:
-        await life.call(attack, victim.peer, records_call.METHOD, header(victim.peer))
+        await life.call(attack, victim.peer, records_call.RECORDS.name, header(victim.peer))
         for peer in list(life.newcomers):
-            await life.call(attack, peer, records_call.METHOD, header(peer))
+            await life.call(attack, peer, records_call.RECORDS.name, header(peer))
 
     await repeat(attack, life, once, 0.5)
 
@@ -151,7 +156,13 @@ async def random_labels(life: Life) -> None:
             victim = life.rng.choice(later)
             header, activations, labels = made_microbatch(life, victim.stage)
             answer = await life.call(
-                "random labels", victim.peer, microbatch.METHOD, header, activations, labels, answer=activations.nbytes
+                "random labels",
+                victim.peer,
+                microbatch.MICROBATCH.name,
+                header,
+                activations,
+                labels,
+                answer=activations.nbytes,
             )
             if answer is None:
                 await asyncio.sleep(life.rng.uniform(0.02, 0.2))
@@ -192,7 +203,7 @@ async def _proposed(life: Life, attack: str, victim: Victim) -> str | None:
         clock=life.clock,
         tokens=1000,
     )
-    answer = await _call(life, attack, victim, exchange_messages.PROPOSE, proposal.model_dump(mode="json"))
+    answer = await _call(life, attack, victim, exchange_messages.PROPOSE.name, proposal.model_dump(mode="json"))
     return None if answer is None else name
 
 

@@ -46,9 +46,9 @@ LEAVE_SECONDS = 30.0
 NO_SIGN = frozenset({LOST, "rounds", BROKEN})
 """Outcomes that do not show that an attack arrived."""
 ANSWERS = {
-    "bad answers to exchanges": exchange_messages.PROPOSE,
-    "dripping donor": state_messages.OFFER,
-    "hostile copies of a stage": guard.OPEN,
+    "bad answers to exchanges": exchange_messages.PROPOSE.name,
+    "dripping donor": state_messages.OFFER.name,
+    "hostile copies of a stage": guard.OPEN.name,
 }
 """Attacks by answers alone, and what an honest node must ask for it; whom it asks is its own choice."""
 MICROBATCH_TOKENS = 128
