@@ -13,7 +13,7 @@ from noloco_node.pipeline.passing import Downstream, PipelineServer
 from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.pipeline.source import Origin
 from noloco_node.placement.start_barrier import MissingStages
-from noloco_node.telemetry.events import Account, Strangers, bytes_by_kind
+from noloco_node.telemetry.events import Account, Strangers, Warned, bytes_by_kind
 from noloco_node.telemetry.state import Surroundings
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.interface import Transport
@@ -35,7 +35,7 @@ class Books:
         book: RoutingBook,
         *,
         origin: Origin | None,
-        emit: Callable[[Account], None],
+        emit: Callable[[Account | Warned], None],
     ) -> None:
         self._target = spec.inner.target_tokens
         self._transport = transport
@@ -62,7 +62,10 @@ class Books:
         return surroundings(self._membership, known, self._book, clock, in_hand=in_hand, queued=queued)
 
     def write(self) -> None:
-        """The account of this moment, as an event."""
+        """The account of this moment, as an event, and a warning of each part of the text that could not be read since
+        the last one."""
+        for detail in self._origin.passed_over() if self._origin else ():
+            self._emit(Warned(what="text_damaged", detail=detail))
         progress, ledger, traffic = self._worker.progress, self._ledger, self._transport.traffic
         conduct = self._transport.conduct
         self._emit(

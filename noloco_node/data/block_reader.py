@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
@@ -20,8 +19,6 @@ from noloco_node.data.tokenizers import Tokens
 from noloco_node.data.turns import MOST_BEGUN, Turn, Turns
 from noloco_node.data.walk import BEGINNING
 from noloco_node.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 OPEN_TURNS = 2
 """Blocks that may have been taken and not drawn to their end: the present one and the next."""
@@ -62,6 +59,7 @@ class BlockReader:
         self._changed = threading.Condition()
         self._rows = [_RowReader(row, self._changed) for row in rows]
         self._begins = BEGINNING if order is None else order.position
+        self._passed_over = 0
 
     @property
     def position(self) -> Position:
@@ -86,6 +84,19 @@ class BlockReader:
             if len(made.windows) == self._size or made.held[number] == MOST_BEGUN:
                 yield self._portion(made)
                 made = _Made.of(len(steps))
+
+    def passed_over(self) -> list[str]:
+        """The files of which the rest could not be read, since they were asked for last, each once, and why."""
+        found: list[str] = []
+        for number, row in enumerate(self._rows):
+            source = "" if self._order is None else f" of run.data.mixture[{number}]"
+            for name, why in row.broken_off():
+                self._passed_over += 1
+                found.append(
+                    f"the rest of '{name}'{source} is passed over ({self._passed_over} so far), and training goes on "
+                    f"with other text: {why.message}; {why.remedy}"
+                )
+        return found
 
     def close(self) -> None:
         """End whatever `portions` waits for."""
@@ -149,7 +160,9 @@ class _RowReader:
         self._failed = self._empty = 0
         self.open = 0
         """Blocks that end in portions which are not drawn yet."""
+        self._broken: dict[str, UserError] = {}
         self._told: set[str] = set()
+        """Names of these that were asked for."""
         self.closed = False
 
     def steps(self) -> Generator[Step]:
@@ -171,6 +184,13 @@ class _RowReader:
             if last is not None:
                 yield last, passed
                 passed = []
+
+    def broken_off(self) -> list[tuple[str, UserError]]:
+        """Names of what broke off first since it was asked for last, and why."""
+        with self._changed:
+            found = [(name, why) for name, why in self._broken.items() if name not in self._told]
+            self._told.update(self._broken)
+        return found
 
     def drawn(self, marks: Sequence[_Mark]) -> None:
         """Windows were drawn with which turns came so far."""
@@ -202,13 +222,9 @@ class _RowReader:
             self._failed += 1
             if self._failed >= min(self._blocks.count, MOST_FAILED):
                 raise
-            self._say(self._blocks.name(turn.block), error)
+            with self._changed:
+                self._broken.setdefault(self._blocks.name(turn.block), error)
             self._pause()
-
-    def _say(self, name: str, error: UserError) -> None:
-        if name not in self._told:
-            self._told.add(name)
-            logger.warning("the rest of '%s' is passed over, and training goes on with other text: %s", name, error)
 
     def _pause(self) -> None:
         seconds = min(FIRST_PAUSE_SECONDS * 2 ** (self._failed - 1), LONGEST_PAUSE_SECONDS)

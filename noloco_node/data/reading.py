@@ -138,6 +138,7 @@ def _in_blocks(
         waited_seconds=lambda: prefetch.waited_seconds,
         blocks=min(each.count for each in blocks),
         shared=SharedRows(shared) if shared else None,
+        passed_over=source.passed_over,
         close=close,
     )
 

@@ -44,6 +44,8 @@ class Samples:
     """Of a text that is read in blocks: how many there are; of a mixture, in the source with the fewest."""
     shared: SharedRows | None = None
     """Where the replicas share the text: who reads what."""
+    passed_over: Callable[[], list[str]] = list
+    """What could not be read, and so is not trained on, since it was asked for last; for a person."""
     close: Callable[[], None] = lambda: None
     """Read no further; may take as long as the reading of one document."""
 

@@ -31,6 +31,7 @@ from noloco_node.telemetry.events import (
     P2pdRestarted,
     Reachability,
     StateDownload,
+    Warned,
     parse_event,
 )
 from noloco_node.telemetry.words import as_long, as_nodes, printable
@@ -40,6 +41,7 @@ SILENT_SECONDS = 15.0
 """A running node writes its account every two seconds; one that is silent for longer is stuck or frozen."""
 
 _KIND = re.compile(rb'"event":"([a-z0-9_]+)"')
+_WARNING = re.compile(rb'"what":"([a-z_]+)"')
 
 _CAUSES = {"died": "died", "frozen": "had frozen"}
 
@@ -47,7 +49,7 @@ E = TypeVar("E", bound=Event)
 
 
 class Events:
-    """The last event of each kind in an event file."""
+    """The last event of each kind in an event file, and the last warning of each."""
 
     def __init__(self, path: Path) -> None:
         lines: dict[bytes, bytes] = {}
@@ -55,17 +57,26 @@ class Events:
             while line := file.readline(MAX_LINE_BYTES):
                 kind = _KIND.search(line)
                 if kind and line.endswith(b"\n"):
-                    lines[kind.group(1)] = line
+                    lines[kind.group(1) + _warned_of(kind.group(1), line)] = line
         self._last = [event for line in lines.values() if (event := _parsed(line)) is not None]
 
     def last(self, kind: type[E]) -> E | None:
         """The last one of this kind; None where there is none."""
         return next((event for event in self._last if isinstance(event, kind)), None)
 
+    def warning(self, what: str) -> Warned | None:
+        """The last one of this."""
+        return next((event for event in self._last if isinstance(event, Warned) and event.what == what), None)
+
     @property
     def time(self) -> float:
         """Wall time of the very last."""
         return max((event.time for event in self._last), default=0.0)
+
+
+def _warned_of(kind: bytes, line: bytes) -> bytes:
+    what = _WARNING.search(line) if kind == b"warned" else None
+    return what.group(1) if what else b""
 
 
 def _parsed(line: bytes) -> AnyEvent | None:
@@ -87,6 +98,7 @@ def status_lines(path: Path, now: float | None = None) -> list[str]:
     lines = [
         *_node(path, folder, started),
         *_now(folder, events, started, now),
+        *_text(events, started, now),
         *_training(events, started),
         *_ledger(folder, started),
     ]
@@ -183,6 +195,13 @@ def _p2pd(events: Events, started: NodeStarted | None, now: float) -> Iterator[s
     if last is not None and (started is None or last.time >= started.time):
         often, ago = "once" if last.restarts == 1 else f"{last.restarts} times", _ago(now - last.time)
         yield f"  p2pd              started again {often}, last {ago} ago: it {_CAUSES[last.cause]}"
+
+
+def _text(events: Events, started: NodeStarted | None, now: float) -> Iterator[str]:
+    """What of it could not be read in this life of the node."""
+    last = events.warning("text_damaged")
+    if last is not None and (started is None or last.time >= started.time):
+        yield f"  text              {_ago(now - last.time)} ago: {last.detail}"
 
 
 def _activity(events: Events, doing: Doing | None, now: float) -> str:

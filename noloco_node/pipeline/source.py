@@ -60,6 +60,10 @@ class Origin:
         """Time that drawing has waited for the text."""
         return self._samples.waited_seconds()
 
+    def passed_over(self) -> list[str]:
+        """What of the text could not be read since it was asked for last, for a person."""
+        return self._samples.passed_over()
+
     @property
     def under_way(self) -> int:
         """Samples being carried through now."""

@@ -143,7 +143,7 @@ class Chronicle:
             case P2pdRestarted():
                 self._fault(event.time, "p2pd started again", f"p2pd was started again: it {event.cause}")
             case Warned():
-                self.counts["warnings"] += 1
+                self.counts["shards of the text passed over" if event.what == "text_damaged" else "warnings"] += 1
                 self._say(event.time, "warning", event.detail)
             case NodeStopped():
                 why = event.reason.replace("_", " ")

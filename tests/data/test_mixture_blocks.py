@@ -191,6 +191,8 @@ async def test_what_is_wrong_with_a_block_names_its_source(
     (tmp_path / "bad" / "0.jsonl").write_bytes(b'{"body": "none"}\n')
     with pytest.raises(UserError, match=r"run\.data\.mixture\[1\]: .*text_field") as caught:
         await draw_all(samples)
+    [told] = samples.passed_over()
+    assert told.startswith("the rest of '0.jsonl' of run.data.mixture[1] is passed over (1 so far)")
     samples.close()
     assert caught.value.exit_code is ExitCode.DATA
 
