@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 import urllib.request
@@ -22,19 +23,23 @@ from noloco_node.cli.small import ask_health
 from noloco_node.errors import ExitCode
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import Account, NodeStarted, NodeStopped, OuterStep, read_events
+from tests.chaos.paced_node import OPERATION_SECONDS
+from tests.chaos.swarm import PACED
 from tests.support import eventually, free_port, printed_file
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
+PLAIN = (sys.executable, "-m", "noloco_node")
 
 
 @contextlib.asynccontextmanager
 async def command(folder: Path, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`noloco-node` with these arguments, its words in `folder`/printed; killed at the end if it still runs."""
+    """`noloco-node` with these arguments, its words in `folder`/printed; killed at the end if it still runs. A device
+    of a set speed where OPERATION_SECONDS is in the environment."""
     with printed_file(folder) as printed:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "noloco_node", *arguments, "--run-folder", str(folder)),
+            *(*(PACED if OPERATION_SECONDS in os.environ else PLAIN), *arguments, "--run-folder", str(folder)),
             stdout=printed,
             stderr=printed,
         )
@@ -81,8 +86,8 @@ def trains(swarm: Mapping[str, Any]) -> list[int]:
 TOLD_SECONDS = 4.0
 """How old what a node's page or the seed's says may be: records are read every two seconds, and pages made anew every
 other one."""
-SEEN_TRAINING = ("--set", "run.inner.target_tokens=147456")
-"""Three times as long a run: two looks of the seed fall into it on any machine."""
+SEEN_TRAINING = "0.015"
+"""Seconds of an operation on the devices of those who are looked at: some looks of the seed fall into any run."""
 
 
 @dataclass
@@ -152,13 +157,15 @@ class Watched:
 
 @pytest.mark.parametrize("knows_the_run", [True, False])
 async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
-    tmp_path: Path, temporary: Path, knows_the_run: bool
+    tmp_path: Path, temporary: Path, knows_the_run: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two stages of which no node was told of another; the seed serves no stage, and is still there at the end. One
     that was given the run hands it to strangers, who join with its address alone, and says when it is over; what it
     shows of the swarm is what the nodes say of themselves, and what `watch` shows."""
     folders, watched = [tmp_path / f"node{number}" for number in range(3)], Watched(tmp_path / "watch")
-    given = [str(MICRO), *SEEN_TRAINING, "--metrics-port", str(watched.seed)] if knows_the_run else []
+    given = [str(MICRO), "--metrics-port", str(watched.seed)] if knows_the_run else []
+    if knows_the_run:
+        monkeypatch.setenv(OPERATION_SECONDS, SEEN_TRAINING)
     async with command(tmp_path / "seed", "seed", *given) as seed, contextlib.AsyncExitStack() as stack:
         address = await address_of(tmp_path / "seed")
         entering = ["join", address] if knows_the_run else ["run", str(MICRO), "--initial-peers", address]
