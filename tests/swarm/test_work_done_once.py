@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,17 @@ from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.keys import verify as identity_verify
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.outer_steps import OuterSteps
+from noloco_node.simulator.device import SimulatedDevice
+from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.training.compute_thread import Priority
 from noloco_node.transport import bans as conduct
 from noloco_node.transport.bans import FIRST_BAN_SECONDS, Conduct, Offence
 from noloco_node.trust.admission import Access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from tests.worlds import micro_spec, run_to_the_end, world
 
+SECONDS = {Priority.STEP: 0.002, Priority.BACKWARD: 0.02, Priority.FORWARD: 0.01, Priority.DRAW: 0.001}
+"""What a modelled device takes for each kind of work: how many views a run builds hangs on how long it is."""
 PEERS = tuple(PeerId(f"peer-of-a-stage-{number}") for number in range(3))
 
 
@@ -150,7 +156,7 @@ def test_fellows_are_asked_for_only_once_a_step_is_due() -> None:
     assert decide(early, Window(10, 5), now=1.0, rng=None) is WAIT  # pyright: ignore[reportArgumentType]
 
 
-async def test_a_whole_run_neither_looks_for_partners_too_early_nor_builds_views_by_the_microbatch(
+def test_a_whole_run_neither_looks_for_partners_too_early_nor_builds_views_by_the_microbatch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No outer step is due before the last round here; views are built at refreshes, however many microbatches pass."""
@@ -167,8 +173,14 @@ async def test_a_whole_run_neither_looks_for_partners_too_early_nor_builds_views
 
     monkeypatch.setattr(OuterSteps, "worth_dialling", looked)
     monkeypatch.setattr(Conduct, "deals", asked)
-    async with world(micro_spec(steps=100), replicas=1) as made:
-        await run_to_the_end(made)
-        assert made.replicas[0].ledger.trained >= 100
+
+    async def whole_run() -> None:
+        async with world(
+            micro_spec(steps=100), replicas=1, device=partial(SimulatedDevice, SECONDS.__getitem__)
+        ) as made:
+            await run_to_the_end(made)
+            assert made.replicas[0].ledger.trained >= 100
+
+    in_virtual_time(whole_run)
     assert done["looked for partners"] == 0
     assert done["asked the screen"] < 100
