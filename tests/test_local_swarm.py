@@ -371,6 +371,13 @@ async def test_a_run_folder_is_one_runs_and_must_be_writable(tmp_path: Path, tem
         assert caught.value.exit_code is ExitCode.RUN_FOLDER
 
 
+def test_daemons_that_compile_have_longer_to_come_up(tmp_path: Path) -> None:
+    """Each takes minutes on its own, and they share the machine: three for all would never do."""
+    plain, compiled = (LocalSwarm(micro(f"node.compile={on}"), tmp_path / on) for on in ("false", "true"))
+    assert plain.start_seconds == plain.config.local_swarm.start_seconds
+    assert compiled.start_seconds >= plain.start_seconds + 300.0 * len(compiled.nodes)
+
+
 async def test_a_swarm_that_does_not_come_up_in_time_is_given_up(tmp_path: Path, temporary: Path) -> None:
     """The setting and its value are named, and nothing is left running."""
     swarm = LocalSwarm(micro("local_swarm.start_seconds=0.3"), tmp_path / "run")

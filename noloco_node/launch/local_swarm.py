@@ -33,6 +33,8 @@ STOP_SECONDS = 6.0
 """From SIGTERM to SIGKILL; a daemon's own drain ends before."""
 POLL_SECONDS = 0.2
 """Interval at which event files, which cannot be awaited, are read."""
+COMPILING_SECONDS = 300.0
+"""More for the start of each daemon that compiles its stage (`node.compile`): they share the machine's cores."""
 LOG_LINES_SHOWN = 8
 ORDERLY_EXITS = (ExitCode.OK, ExitCode.INTERRUPTED)
 
@@ -180,6 +182,15 @@ class LocalSwarm:
         """The node `sS-rR`. KeyError where there is none."""
         return {node.name: node for node in self.nodes}[name]
 
+    @property
+    def start_seconds(self) -> float:
+        """For all daemons to be up."""
+        return self.config.local_swarm.start_seconds + self._compiling_seconds
+
+    @property
+    def _compiling_seconds(self) -> float:
+        return COMPILING_SECONDS * len(self.nodes) if self.config.node.compile else 0.0
+
     async def start(self) -> None:
         """Start the first daemon, and once it is up all others with its address; return when all are up.
 
@@ -187,7 +198,7 @@ class LocalSwarm:
         replica of every stage, nobody is started.
 
         Raises UserError: RUN_FOLDER where the folder holds another run or cannot be written, the exit code of a daemon
-        that ends during the start, NODE_DIED where they are not up within `local_swarm.start_seconds`.
+        that ends during the start, NODE_DIED where they are not up within `start_seconds`.
         """
         config_path = self._prepare_folder()
         for node in self.nodes:
@@ -196,9 +207,8 @@ class LocalSwarm:
             return
         self._pipe = os.pipe()
         self._temporary = Path(tempfile.mkdtemp(prefix=SHARED_PREFIX))
-        seconds = self.config.local_swarm.start_seconds
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(self.start_seconds):
                 first, *others = await ambient.elsewhere(self._in_order_of_start)
                 addresses = (await self._up(first, config_path, ())).addresses
                 for node in others:
@@ -207,9 +217,11 @@ class LocalSwarm:
                     await self._until_up(node)
         except TimeoutError:
             missing = [node for node in self.nodes if node.started is None]
+            within = f"local_swarm.start_seconds ({self.config.local_swarm.start_seconds:g})"
+            within += f" and {self._compiling_seconds:g} s for compiling" if self._compiling_seconds else ""
             raise UserError(
                 ExitCode.NODE_DIED,
-                f"{', '.join(node.name for node in missing)} not up within local_swarm.start_seconds ({seconds:g})",
+                f"{', '.join(node.name for node in missing)} not up within {within}",
                 f"raise it if this machine is slow; what they said is in {missing[0].log}",
             ) from None
         with contextlib.suppress(OSError):  # a full disk has the screen to name it, and ends no swarm that trains

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 from noloco_node import ambient
@@ -25,7 +24,9 @@ COMPILED = "compiled"
 UNFINISHED = "unfinished"
 """In that folder while a stage is being compiled: torch.compile trips over files that are half written."""
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""Where torch.compile keeps it. Left to itself that is a name in /tmp that others of the machine can take first."""
+"""Where torch.compile keeps it."""
+TORCHS_OWN = "torchinductor_"
+"""How the name of that folder begins, in /tmp, where nobody chooses: others of the machine can take it first."""
 
 
 async def on_its_device(spec: RunSpec, settings: NodeSettings, stage: Stage, thread: Compute) -> PlacedStage:
@@ -54,7 +55,7 @@ def _begin(folder: Path) -> None:
 
 
 def _keep_compiled_in(folder: Path) -> None:
-    """Unless the environment names another place. torch's own it has named itself as soon as transformers is loaded."""
-    torchs_own = os.path.join(tempfile.gettempdir(), "torchinductor_")
-    if os.environ.get(CACHE_VARIABLE, torchs_own).startswith(torchs_own):
+    """Unless the environment names another place. torch's own it has named itself as soon as transformers is loaded:
+    in this process, or in one that started it and has another folder for temporary files."""
+    if Path(os.environ.get(CACHE_VARIABLE, TORCHS_OWN)).name.startswith(TORCHS_OWN):
         os.environ[CACHE_VARIABLE] = str(folder.absolute())

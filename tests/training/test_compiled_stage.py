@@ -141,7 +141,8 @@ async def test_a_node_compiles_where_its_owner_says_so_and_one_without_a_compile
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At placement, into the run folder; not by default."""
-    monkeypatch.setenv(placing.CACHE_VARIABLE, f"{tempfile.gettempdir()}/torchinductor_name")  # as torch does
+    names_it = f"{tempfile.gettempdir()}/of-a-parent/torchinductor_name"  # as torch does, there with another TMPDIR
+    monkeypatch.setenv(placing.CACHE_VARIABLE, names_it)
     monkeypatch.setattr(placing, "INDUCTOR", broken)
     spec, settings = micro_spec(layers=2), NodeSettings(run_folder=tmp_path, compile=True)
     thread = ComputeThread()
