@@ -98,6 +98,8 @@ def test_validate_says_what_a_run_comes_to(capsys: pytest.CaptureFixture[str]) -
             "run.data.path is 'gone.txt', which does not",
         ),
         (["join", "/a", "--set", "run.data.path=/gone"], ExitCode.DATA, "nobody was asked for a run yet"),
+        (["join", "/a", "--set", "run.data.path=/gone/*.txt"], ExitCode.DATA, "a glob of files; nobody was asked"),
+        (["join", "/a", "--set", f"run.data.path={MICRO.parent}/*.yaml"], ExitCode.CONFIG, "/a"),
         (["join", "/a", "--set", "run.data.tokenizer=./gone"], ExitCode.DATA, "run.data.tokenizer is './gone'"),
         (["join", "/a", "--set", "run.data.path=owner/name"], ExitCode.CONFIG, "/a"),
         (["join", "/a", "--set", "run.seed=1"], ExitCode.CONFIG, "takes the run's settings from a peer"),

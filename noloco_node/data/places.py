@@ -68,6 +68,7 @@ def find_files(path: str, split: str) -> Found:
     splits. Raises UserError (DATA) where nothing is there, where it cannot be told what is there, and where a file of
     rows is empty.
     """
+    path = os.path.expanduser(path)
     place = Path(path)
     if place.is_file():
         return Found((_taken(look(place), ""),))

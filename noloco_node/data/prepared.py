@@ -78,7 +78,7 @@ def prepare_run(
     for number, part in enumerate(spec.model_copy(update={"prepared": str(folder)}).parts):
         with naming_part(spec, number):
             unprepared = part.model_copy(update={"prepared": None})
-            made.append(make(unprepared, tokenizer, Path(part.prepared or ""), partial(told, number)))
+            made.append(make(unprepared, tokenizer, _prepared_folder(part), partial(told, number)))
     if spec.mixture:
         check_fingerprint(spec, mixed_fingerprint([each.fingerprint for each in made]))
     return tuple(made)
@@ -221,7 +221,7 @@ def prepare_streamed(
 
 def open_shards(spec: DataSpec, vocab_size: int) -> PreparedShards:
     """Of a prepared streamed text, `vocab_size` being that of the run's tokenizer. Raises UserError (DATA)."""
-    folder, manifest = Path(spec.prepared or ""), read_manifest(spec)
+    folder, manifest = _prepared_folder(spec), read_manifest(spec)
     _check_vocabulary(manifest, folder, vocab_size)
     return PreparedShards(folder, manifest.shards, vocab_size)
 
@@ -231,7 +231,7 @@ def open_prepared(spec: DataSpec, vocab_size: int) -> tuple[TokenFile, TokenFile
 
     Raises UserError (DATA) where the folder does not hold the finished tokens of the run's text.
     """
-    folder = Path(spec.prepared or "")
+    folder = _prepared_folder(spec)
     manifest = read_manifest(spec)
     _check_vocabulary(manifest, folder, vocab_size)
     marked = spec.attention == "document"
@@ -244,7 +244,7 @@ def open_prepared(spec: DataSpec, vocab_size: int) -> tuple[TokenFile, TokenFile
 def read_manifest(spec: DataSpec) -> Manifest:
     """Of `run.data.prepared`. Raises UserError (DATA) where that is no finished preparation of the run's text, or not
     all of it is there."""
-    folder = Path(spec.prepared or "")
+    folder = _prepared_folder(spec)
     manifest = _read(folder / _DONE)
     if manifest is None:
         state = "an unfinished preparation" if (folder / _UNDER_WAY).exists() else "no prepared text"
@@ -339,9 +339,19 @@ def _check_vocabulary(manifest: Manifest, folder: Path, vocab_size: int) -> None
 def _check_same(spec: DataSpec, manifest: Manifest, folder: Path) -> None:
     wanted = _settings(spec)
     made = DataSpec().model_dump(mode="json") | manifest.text
-    other = [f"{name} {made[name]!r}" for name in wanted if made[name] != wanted[name]]
+    other = [name for name in wanted if made[name] != wanted[name]]
+    if made["tokenizer_fingerprint"] is None:  # then the name says which one it was
+        other = ["tokenizer" if name == "tokenizer_fingerprint" else name for name in other]
     if other:
-        raise _another(folder, "made with run.data." + ", run.data.".join(other))
+        said = [
+            f"run.data.{name} {'not set' if made[name] is None else repr(made[name])}" for name in dict.fromkeys(other)
+        ]
+        raise _another(folder, f"made with {', '.join(said)}")
+
+
+def _prepared_folder(spec: DataSpec) -> Path:
+    """Where the run's prepared tokens lie, or are to lie, on this machine."""
+    return Path(spec.prepared or "").expanduser()
 
 
 def _settings(spec: DataSpec) -> dict[str, JsonValue]:
@@ -378,7 +388,7 @@ def _tokens(folder: Path, held_out: bool) -> Path:
 
 
 def _another(folder: Path, what: str) -> UserError:
-    return data_error(f"'{folder}' holds the tokens of another text: {what}", "name another folder, or take it away")
+    return data_error(f"'{folder}' holds the tokens of another text: {what}", "name another folder, or remove this one")
 
 
 def _changed(folder: Path) -> UserError:

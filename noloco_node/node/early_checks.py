@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from pathlib import Path
 
 from noloco_node.collector import loading
@@ -28,10 +30,16 @@ def check_peers(settings: NodeSettings, *, joins: bool = False) -> None:
 def check_own_data(own: OwnData) -> None:
     """Raise UserError (DATA) where a joiner names a file or a folder of this machine that is not there. What may be a
     name of the Hugging Face hub is for the run to judge."""
-    for name, value in (("path", own.path), ("tokenizer", own.tokenizer)):
-        if value is not None and _is_of_this_machine(value) and not Path(value).exists():
+    text, folder = "an existing file or folder, or a glob of files", "an existing folder"
+    for name, value, what in (("path", own.path, text), ("tokenizer", own.tokenizer, folder)):
+        if value is not None and _is_of_this_machine(value) and not _is_there(value):
             message = f"run.data.{name} is '{value}', which does not exist"
-            raise UserError(ExitCode.DATA, message, "name an existing file or folder; nobody was asked for a run yet")
+            raise UserError(ExitCode.DATA, message, f"name {what}; nobody was asked for a run yet")
+
+
+def _is_there(value: str) -> bool:
+    place = os.path.expanduser(value)
+    return Path(place).exists() or (glob.has_magic(place) and any(glob.iglob(place, recursive=True)))
 
 
 def _is_of_this_machine(value: str) -> bool:

@@ -74,6 +74,14 @@ def test_c4_is_read_from_its_local_copy_by_folder_or_glob(tmp_path: Path) -> Non
     assert "splits train, validation" in refused(text_spec(tmp_path, split="test")).message
 
 
+def test_a_place_below_the_home_folder_is_named_as_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration passes no shell that would spell it out."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "a.txt").write_text("a tale")
+    assert texts(text_spec(Path("~/books"))) == texts(text_spec(Path("~/books/*.txt"))) == ["a tale"]
+
+
 def test_what_the_datasets_library_saved_is_read(tmp_path: Path) -> None:
     """`save_to_disk` of one split and of several."""
     table = datasets.Dataset.from_dict({"body": ["one", "two", None], "other": [1, 2, 3]})

@@ -155,6 +155,10 @@ def test_a_prepared_text_may_lie_beside_another_copy_of_the_tokenizer(tmp_path: 
     (tmp_path / "text").write_text("a tale and so on. " * 400)
     spec = with_tokenizer(made(tmp_path / "one"), "run.data.source=text", f"run.data.path={tmp_path / 'text'}").run.data
     done = prepare(spec, load_tokenizer(spec), tmp_path / "tokens")
+    plainly = spec.model_copy(update={"tokenizer": "bytes", "tokenizer_fingerprint": None})
+    prepare(plainly, ByteTokenizer(), tmp_path / "bytes")
+    with pytest.raises(UserError, match=r"another text: made with run\.data\.tokenizer 'bytes'\n"):
+        prepare(spec, load_tokenizer(spec), tmp_path / "bytes")
     (tmp_path / "one").rename(tmp_path / "two")
     held = {"prepared": str(tmp_path / "tokens"), "tokenizer": str(tmp_path / "two")}
     assert read_manifest(spec.model_copy(update=held)) == done
