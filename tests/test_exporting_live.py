@@ -29,6 +29,7 @@ from noloco_node.model.export import load_exported
 from noloco_node.node.replica import Replica
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.state_transfer.backups import StageCopies
+from noloco_node.state_transfer.given_copies import GivenCopies
 from noloco_node.state_transfer.slow_weights import of_one_mind
 from noloco_node.transport.memory import MemoryTransport
 from tests.support import files_up_to
@@ -221,6 +222,25 @@ def test_a_report_is_moved_by_no_minority() -> None:
     for lie in ((0.0, 1000.0), (99.0, 1000.0), (0.0, 1e18), (5.0, 0.0)):
         found = reported_by(says(*honest, lie), 100.0)
         assert found in (Reported(2.0, 950.0), Reported(2.1, 1000.0)), lie
+
+
+class KeptBusy(GivenCopies):
+    """Somebody who broke off has the only place until it was asked for this often."""
+
+    refusals = 10
+
+    def room(self, now: float) -> bool:
+        self.refusals -= 1
+        return self.refusals < 0 and super().room(now)
+
+
+async def test_a_stage_whose_only_donor_is_busy_is_waited_for(tmp_path: Path) -> None:
+    """Who broke an export off and begins it anew finds its former self in the donor's only place for a minute."""
+    async with trained(replicas=1) as swarm:
+        swarm.copies[0]._given["fp32"] = busy = KeptBusy(30.0, 5.0, most=1)
+        gathered = await swarm.gather(tmp_path / "spool")
+    assert {stage: len(found) for stage, found in gathered.replicas.items()} == {0: 1, 1: 1}
+    assert busy.refusals < 0
 
 
 async def test_a_stage_that_gives_nothing_is_named(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from noloco_node.node.observing import looking_on
 from noloco_node.state_transfer.slow_weights import fetch_slow, of_one_mind
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.training.layout import FlatLayout
-from noloco_node.transport.errors import Refused, TransportError
+from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.interface import Transport
 from noloco_node.trust.admission import Access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 MOST_REPLICAS = 8
 """Of each stage that are averaged: what more would add to the mean is small, and every one costs a download."""
 LOOKS = 4
+BUSY_LOOKS = 40
+"""Where those who could give one are busy: who broke off in the middle of a copy keeps its place for a minute."""
 LOOK_SECONDS = 3.0
 """Between two looks at who is there, where a stage has given nothing yet."""
 GIVING = (PeerState.TRAINING, PeerState.FINISHING)
@@ -115,20 +117,25 @@ class Gatherer:
         self._shapes = shapes
         self._came = self._wanted = self._files = 0
         self._asked: set[PeerId] = set()
+        self._busy = False
+        """Somebody who was asked in the last look could give later."""
+        self._warned: set[tuple[PeerId, str]] = set()
 
     async def gather(self) -> Gathered:
         """All stages at once, so that they are of about the same moment. Raises UserError as `gather_live`."""
         copies: list[_Copy] = []
-        for look in range(LOOKS):
+        for look in range(BUSY_LOOKS):
+            self._busy = False
             await self._directory.refresh()
             missing = set(range(self._run.stages)) - {copy.stage for copy in copies}
             found = await all_or_first_error([self._of_stage(stage) for stage in sorted(missing)])
             copies += [copy for of_stage in found for copy in of_stage]
             if {copy.stage for copy in copies} == set(range(self._run.stages)):
                 break
+            if look + 1 >= LOOKS and not self._busy:
+                break
             self._asked.clear()
-            if look + 1 < LOOKS:
-                await asyncio.sleep(self._pause)
+            await asyncio.sleep(self._pause)
         replicas = {stage: await self._sound(stage, copies) for stage in range(self._run.stages)}
         lost = [str(stage) for stage, found in replicas.items() if not found]
         if lost:
@@ -195,7 +202,10 @@ class Gatherer:
             manifest = await fetch_slow(self._run, stage, self._transport, peer, weights, told)
         except (Refused, TransportError) as error:
             why = (str(error).splitlines() or [repr(error)])[0]
-            logger.warning("stage %d of %s is not to be had: %s", stage, peer, why)
+            self._busy |= isinstance(error, Refused) and error.reason is Refusal.BUSY
+            if (peer, why) not in self._warned:
+                self._warned.add((peer, why))
+                logger.warning("stage %d of %s is not to be had: %s", stage, peer, why)
             self._came -= came
             self._wanted -= weights.nbytes
             file.unlink(missing_ok=True)

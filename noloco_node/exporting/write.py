@@ -67,7 +67,8 @@ def export(
     used = chosen(kept, "mean" if which == BEST else which)
     state: dict[str, Tensor] = {}
     for stage in sorted(used):
-        tell(f"stage {stage}: averaging {len(used[stage])} replicas" if len(used[stage]) > 1 else f"stage {stage}")
+        count = len(used[stage])
+        tell(f"stage {stage}: averaging {count} replicas" if count > 1 else f"stage {stage}: one replica")
         state |= mean_of(used[stage])
     if which == BEST:
         if bench is None:

@@ -217,11 +217,11 @@ class LocalSwarm:
                     await self._until_up(node)
         except TimeoutError:
             missing = [node for node in self.nodes if node.started is None]
-            within = f"local_swarm.start_seconds ({self.config.local_swarm.start_seconds:g})"
-            within += f" and {self._compiling_seconds:g} s for compiling" if self._compiling_seconds else ""
+            seconds, names = self.config.local_swarm.start_seconds, ", ".join(node.name for node in missing)
+            more = f" and {self._compiling_seconds:g} s for compiling" if self._compiling_seconds else ""
             raise UserError(
                 ExitCode.NODE_DIED,
-                f"{', '.join(node.name for node in missing)} not up within {within}",
+                f"{names} not up within local_swarm.start_seconds ({seconds:g}){more}",
                 f"raise it if this machine is slow; what they said is in {missing[0].log}",
             ) from None
         with contextlib.suppress(OSError):  # a full disk has the screen to name it, and ends no swarm that trains
