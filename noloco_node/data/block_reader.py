@@ -23,7 +23,7 @@ from noloco_node.errors import UserError
 OPEN_TURNS = 2
 """Blocks that may have been taken and not drawn to their end: the present one and the next."""
 MOST_FAILED = 10
-"""So many blocks in a row that broke off end the run of this node, or all there are, where they are fewer."""
+"""So many different blocks in a row that broke off end the run of this node, or all there are, where they are fewer."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 """After a block that broke off: the disk or the hub may be away for a while."""
 ASK_AGAIN_SECONDS = 1.0
@@ -158,6 +158,7 @@ class _RowReader:
     def __init__(self, row: Row, changed: threading.Condition) -> None:
         self._blocks, self.turns, self._changed = row.blocks, row.turns, changed
         self._failed = self._empty = 0
+        self._failed_blocks: set[int] = set()
         self.open = 0
         """Blocks that end in portions which are not drawn yet."""
         self._broken: dict[str, UserError] = {}
@@ -218,16 +219,18 @@ class _RowReader:
         try:
             yield from self._blocks.read(turn)
             self._failed = 0
+            self._failed_blocks.clear()
         except UserError as error:
             self._failed += 1
-            if self._failed >= min(self._blocks.count, MOST_FAILED):
+            self._failed_blocks.add(turn.block)
+            if len(self._failed_blocks) >= min(self._blocks.count, MOST_FAILED):
                 raise
             with self._changed:
                 self._broken.setdefault(self._blocks.name(turn.block), error)
             self._pause()
 
     def _pause(self) -> None:
-        seconds = min(FIRST_PAUSE_SECONDS * 2 ** (self._failed - 1), LONGEST_PAUSE_SECONDS)
+        seconds = min(FIRST_PAUSE_SECONDS * 2 ** min(self._failed - 1, MOST_FAILED), LONGEST_PAUSE_SECONDS)
         with self._changed:
             self._changed.wait_for(lambda: self.closed, seconds)
 

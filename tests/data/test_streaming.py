@@ -318,6 +318,16 @@ async def test_a_shared_text_that_is_gone_ends_the_reading(monkeypatch: pytest.M
         prefetch.close()
 
 
+def test_one_damaged_block_that_comes_again_and_again_does_not_end_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the others hold the sound ones, a replica may be left with it for some passes."""
+    monkeypatch.setattr(block_reader, "LONGEST_PAUSE_SECONDS", 0.0)
+    turns = Watching(12)
+    take = turns.take
+    turns.take = lambda: replace(take(), block=5)  # pyright: ignore
+    portion = next(BlockReader([Row(SmallBlocks([-1] * 11 + [8] * 20), turns)], 8).portions())
+    assert len(portion.windows) == 8
+
+
 def test_that_blocks_are_read_to_their_end_is_no_word_about_the_text() -> None:
     """A liar gives back slots as if it had drawn all of them: who takes them up goes on with others."""
     turns, given_back = Watching(12), 3 * SmallBlocks.count
