@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,17 +14,17 @@ from noloco_node.averaging import exchange
 from noloco_node.averaging.messages import Leave
 from noloco_node.averaging.session import Session, overdue
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.run_spec import ActivationCodec
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import running_p2p
-from noloco_node.pipeline import passing as pipeline
+from noloco_node.pipeline.messages import MicrobatchAnswer
 from noloco_node.telemetry.events import Account
 from noloco_node.telemetry.metrics import Metrics
 from noloco_node.transport import bans as conduct
 from noloco_node.transport.bans import FIRST_BAN_SECONDS, Offence
+from noloco_node.transport.calls import Reply
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.frames import (
     BODY_FRAME_BYTES,
@@ -169,11 +170,11 @@ async def test_a_next_stage_whose_answers_break_the_protocol_is_banned_and_the_s
         true = tail.server._answer
         poisoned = 0
 
-        async def poison(trained: pipeline.Trained, codec: ActivationCodec) -> Message:
+        async def poison(*given: Any) -> Reply[MicrobatchAnswer]:
             nonlocal poisoned
             poisoned += 1
-            answer = await true(trained, codec)
-            return Message(answer.header, tuple(torch.full_like(t, float("nan")) for t in answer.tensors))
+            answer = await true(*given)
+            return Reply(answer.header, tuple(torch.full_like(t, float("nan")) for t in answer.tensors))
 
         tail.server._answer = poison  # type: ignore[method-assign]
         await head.membership.refresh()
