@@ -223,7 +223,7 @@ def test_what_does_not_exist_is_found(span: str) -> None:
         "exchange.py",
         "tests/outer/*",
         "outer/",
-        "Exchanger._handle_propose",
+        "Exchanger.taking_state",
         "NodeStopped.time",
         "outer.inner_steps",
         "run.inner.learning_rate",

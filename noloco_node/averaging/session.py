@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.averaging.backoff import STRANGERS, Patience, Visits
-from noloco_node.averaging.messages import LEAVE, Leave, Opening
+from noloco_node.averaging.messages import LEAVE, Acceptance, Leave, Opening
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import Judgement
 from noloco_node.outer.codec import Codec
 from noloco_node.outer.gauge import gauge_coordinates, spread
 from noloco_node.outer.replica import NotFinite, OuterReplica, Part
+from noloco_node.outer.update import token_weights
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.progress import Progress
 from noloco_node.training.stage_worker import Commit, Snapshot
@@ -55,14 +56,9 @@ class Session:
     """n·w of this replica."""
     started: float = field(default_factory=ambient.monotonic)
     last_progress: float = field(default_factory=ambient.monotonic)
-    opening: bool = False
     snapshot: Snapshot | None = None
     partner_clock: float = 0.0
     spread: float | None = None
-    added: set[int] = field(default_factory=set[int])
-    """Chunks whose arithmetic is done (kept by the arithmetic's thread); the commit waits for all of them."""
-    committing: bool = False
-    """From here on it is carried to its end."""
     gives_only: bool = False
     """The dialled side of a weightless exchange: nothing changes here."""
     bound: float | None = None
@@ -71,11 +67,48 @@ class Session:
     """The partner's training loss, as it says."""
     sent: int = 0
     received: int = 0
+    _added: set[int] = field(default_factory=set[int])
 
-    def meet(self, partner_clock: float, own: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        """Both openings are known: the partner's clock as it is believed, the spread, and the bytes so far."""
+    @property
+    def added(self) -> int:
+        """Chunks whose arithmetic is done; the commit waits for all of them."""
+        return len(self._added)
+
+    def accepted(self, tokens: int, acceptance: Acceptance) -> None:
+        """The partner agrees; `tokens` are this replica's since its last step."""
+        self.fellow_loss = acceptance.loss
+        if not acceptance.weightless:
+            self.weight, _ = token_weights((tokens, acceptance.tokens))
+
+    def agreed(self, tokens: int, others: int, *, gives_only: bool) -> None:
+        """This replica agrees; tokens of both since their last steps."""
+        self.gives_only = gives_only
+        if not gives_only:
+            self.weight, _ = token_weights((tokens, others))
+
+    def took(self, snapshot: Snapshot) -> None:
+        """The state that it is about."""
+        self.snapshot = snapshot
+
+    def meet(self, partner_clock: float, own: Sequence[Tensor], others: Sequence[Tensor], bound: float | None) -> None:
+        """Both openings are known: the partner's clock as it is believed, the spread, the giving side's bound, and the
+        bytes so far."""
         self.partner_clock = partner_clock
         self.spread = spread(own[0], others[0])
+        self.bound = bound
+        self._moved(own, others)
+
+    def swapped(self, own: Tensor, other: Tensor) -> None:
+        """A chunk of each side has gone over."""
+        self._moved((own,), (other,))
+
+    def add_once(self, index: int, work: Callable[[], None]) -> None:
+        """On the arithmetic's thread: take in the partner's chunk, unless that was done."""
+        if index not in self._added:
+            work()
+            self._added.add(index)
+
+    def _moved(self, own: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         self.sent += sum(tensor.nbytes for tensor in own)
         self.received += sum(tensor.nbytes for tensor in others)
         self.last_progress = ambient.monotonic()
@@ -148,12 +181,14 @@ def account_of(dialler: PeerId, transport: Transport) -> PeerId:
     return dialler if transport.acquaintances.has_worked(dialler) else STRANGERS
 
 
-def remember(session: Session, transport: Transport, patience: Patience, visits: Visits, fellows: int) -> None:
+def remember(
+    session: Session, transport: Transport, patience: Patience, visits: Visits, fellows: int, *, committed: bool
+) -> None:
     """What the end of an exchange or of a step alone says of the partner; `fellows` live beside this replica."""
     now, dialled = ambient.monotonic(), session.role == "dialled"
     if not session.partner:
         visits.stepped()
-    elif session.committing:
+    elif committed:
         patience.committed(session.partner)
         transport.acquaintances.worked(session.partner)
         if not session.gives_only:

@@ -114,14 +114,12 @@ class OuterSteps:
         if partner not in self._membership.fellows(*SERVING):
             return
         started = ambient.monotonic()
-        self._exchanger.catching_up = True
         try:
-            manifest = await self._copier.copy_from(partner, self._membership.fellows(*SERVING))
+            with self._exchanger.taking_state():
+                manifest = await self._copier.copy_from(partner, self._membership.fellows(*SERVING))
         except (Refused, TransportError) as error:
             logger.debug("could not catch up with %s: %r", partner, error)
             return
-        finally:
-            self._exchanger.catching_up = False
         if self.behind is not None:
             self.behind.look()
         self.begin_on_probation()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from noloco_node.averaging import exchange
+from noloco_node.averaging import messages as exchange
 from noloco_node.averaging import session as exchange_session
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.node.replica import Replica
@@ -425,10 +425,9 @@ async def test_chunks_without_an_exchange_are_refused() -> None:
 async def test_no_exchange_opens_while_a_state_is_taken_over_and_none_is_disturbed_by_a_lag() -> None:
     """A replica that catches up answers `busy`; one in an exchange does too, even to a fellow far ahead."""
     async with two_replicas() as (_, left, right):
-        right.exchanger.catching_up = True
-        assert not await left.exchanger.dial(peer_name(0, 1))
-        assert right.exchanger.engaged
-        right.exchanger.catching_up = False
+        with right.exchanger.taking_state():
+            assert not await left.exchanger.dial(peer_name(0, 1))
+            assert right.exchanger.engaged
         assert await left.exchanger.dial(peer_name(0, 1))
 
 

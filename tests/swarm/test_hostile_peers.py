@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from noloco_node.averaging import exchange
+from noloco_node.averaging import messages as exchange
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PipelineSpec
 from noloco_node.identity.peer_id import PeerId
@@ -34,13 +34,13 @@ async def propose(replica: Replica) -> None:
     proposal = exchange.Proposal(
         exchange=NAME, run=replica.spec.run_id, stage=0, contract=worker.contract, clock=progress.clock, tokens=64
     )
-    await replica.exchanger._handle_propose(STRANGER, proposal)
+    await replica.exchanger.responder.handle_propose(STRANGER, proposal)
 
 
 def opening(replica: Replica) -> tuple[exchange.Opening, tuple[torch.Tensor, ...]]:
     """The stranger's header and gauge."""
     header = exchange.Opening(exchange=NAME, clock=replica.worker.progress.clock)
-    specs = replica.exchanger._opening_specs(replica.worker.outer.whole)
+    specs = replica.exchanger.opening_specs(replica.worker.outer.whole)
     return header, tuple(torch.zeros(spec.shape) for spec in specs)
 
 
@@ -128,18 +128,18 @@ async def test_chunks_admitted_for_one_exchange_do_not_count_for_its_namesake() 
     """The first exchange ends while its chunks are on their way; the same name is proposed again and not opened."""
     async with two_replicas() as (made, _, right):
         await propose(right)
-        await right.exchanger._handle_open(STRANGER, *opening(right))
+        await right.exchanger.responder.handle_open(STRANGER, *opening(right))
         chunks = [chunk(right, index) for index in range(right.worker.outer.chunks)]
         for header, tensors in chunks:
-            right.exchanger._admit_chunk(STRANGER, header, specs_of(tensors))
-        right.exchanger._give_up_if_stalled(-1.0)
+            right.exchanger.responder.admit_chunk(STRANGER, header, specs_of(tensors))
+        right.exchanger.responder.give_up_if_stalled(-1.0)
         assert not right.exchanger.engaged
         before = await state_of(right)
         right.exchanger.patience.committed(STRANGER)
         await propose(right)
         for each in chunks:
             with pytest.raises(Refused) as refused:
-                await right.exchanger._handle_chunk(STRANGER, *each)
+                await right.exchanger.responder.handle_chunk(STRANGER, *each)
             assert refused.value.reason is Refusal.MALFORMED
         await eventually(lambda: not right.exchanger.engaged, what="the second is given up too")
         assert unchanged(before, await state_of(right))
@@ -151,7 +151,8 @@ async def test_an_exchange_is_opened_once_however_often_it_is_asked() -> None:
     async with two_replicas() as (_, _, right):
         await propose(right)
         results = await asyncio.gather(
-            *(right.exchanger._handle_open(STRANGER, *opening(right)) for _ in range(3)), return_exceptions=True
+            *(right.exchanger.responder.handle_open(STRANGER, *opening(right)) for _ in range(3)),
+            return_exceptions=True,
         )
         assert len([result for result in results if isinstance(result, Reply)]) == 1
         refused = [result for result in results if isinstance(result, Refused)]
@@ -165,28 +166,28 @@ async def test_nobody_else_can_speak_in_an_exchange() -> None:
         other = PeerId("another-stranger")
         first = chunk(right, 0)
         with pytest.raises(Refused) as refused:
-            await right.exchanger._handle_open(other, *opening(right))
+            await right.exchanger.responder.handle_open(other, *opening(right))
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
-        await right.exchanger._handle_open(STRANGER, *opening(right))
+        await right.exchanger.responder.handle_open(STRANGER, *opening(right))
         with pytest.raises(Refused) as refused:
-            right.exchanger._admit_chunk(other, first[0], specs_of(first[1]))
-        assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
-        with pytest.raises(Refused) as refused:
-            right.exchanger._admit_open(other, opening(right)[0], specs_of(opening(right)[1]))
+            right.exchanger.responder.admit_chunk(other, first[0], specs_of(first[1]))
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
         with pytest.raises(Refused) as refused:
-            await right.exchanger._handle_chunk(other, *first)
+            right.exchanger.responder.admit_open(other, opening(right)[0], specs_of(opening(right)[1]))
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
-        await right.exchanger._handle_chunk(STRANGER, *first)
+        with pytest.raises(Refused) as refused:
+            await right.exchanger.responder.handle_chunk(other, *first)
+        assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
+        await right.exchanger.responder.handle_chunk(STRANGER, *first)
 
 
 async def test_an_opening_that_was_given_up_meanwhile_touches_no_buffer() -> None:
     """The snapshot took longer than the exchange lived: the buffers may belong to another outer step by then."""
     async with two_replicas() as (_, _, right):
         await propose(right)
-        handling = asyncio.create_task(right.exchanger._handle_open(STRANGER, *opening(right)))
+        handling = asyncio.create_task(right.exchanger.responder.handle_open(STRANGER, *opening(right)))
         await one_turn()
-        right.exchanger._give_up_if_stalled(-1.0)
+        right.exchanger.responder.give_up_if_stalled(-1.0)
         right.worker.outer._difference.fill_(7.0)
         with pytest.raises(Refused) as refused:
             await handling
@@ -198,15 +199,15 @@ async def test_a_chunk_whose_caller_left_during_the_arithmetic_counts_when_it_co
     """Its work was done: the repeat adds nothing twice, and the exchange comes to its end."""
     async with two_replicas() as (made, _, right):
         await propose(right)
-        await right.exchanger._handle_open(STRANGER, *opening(right))
-        session = right.exchanger._session
+        await right.exchanger.responder.handle_open(STRANGER, *opening(right))
+        session = right.exchanger.engagement.session
         assert session is not None
-        abandoned = asyncio.create_task(right.exchanger._handle_chunk(STRANGER, *chunk(right, 0)))
+        abandoned = asyncio.create_task(right.exchanger.responder.handle_chunk(STRANGER, *chunk(right, 0)))
         await one_turn()
-        right.exchanger._arithmetic._thread._pool.submit(int).result(5)
+        right.exchanger.arithmetic._thread._pool.submit(int).result(5)
         abandoned.cancel()
         await asyncio.wait((abandoned,))
         assert abandoned.cancelled()
         for index in range(right.worker.outer.chunks):
-            await right.exchanger._handle_chunk(STRANGER, *chunk(right, index))
+            await right.exchanger.responder.handle_chunk(STRANGER, *chunk(right, index))
         await eventually(lambda: outer_steps(made, 1, "paired"), what="the step is committed")

@@ -26,7 +26,8 @@ from torch import Tensor
 from noloco_node.accounting import receipts
 from noloco_node.accounting.statements import ContributionFile, Receipt, statement_text
 from noloco_node.averaging import backoff as patience
-from noloco_node.averaging import exchange
+from noloco_node.averaging import messages as exchange
+from noloco_node.averaging.engagement import Phase
 from noloco_node.bootstrap import dial_back, spec_fetch
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import AccessSpec, LimitsSpec, OuterSpec, PipelineSpec, RunSpec
@@ -115,7 +116,7 @@ class Target:
                 fragment = (None, *range(FRAGMENTS))[recipe.number % (FRAGMENTS + 1)]
                 return {**named, "clock": clock, "tokens": 64, "fragment": fragment}, ()
             case exchange.OPEN.name:
-                specs = self.replica.exchanger._opening_specs(self.proposed_part())
+                specs = self.replica.exchanger.opening_specs(self.proposed_part())
                 return {"exchange": EXCHANGE, "clock": clock}, tuple(torch.randn(spec.shape) for spec in specs)
             case exchange.CHUNK.name:
                 size = outer.codec.wire_elements(outer.chunk_size(index))
@@ -158,7 +159,7 @@ class Target:
 
     def proposed_part(self) -> Part:
         """What the open exchange covers, or the whole."""
-        session = self.replica.exchanger._session
+        session = self.replica.exchanger.engagement.session
         return session.part if session else self.replica.worker.outer.whole
 
     async def send(self, recipe: Recipe) -> str:
@@ -210,25 +211,24 @@ class Target:
     async def settled(self) -> None:
         """An exchange that was complete is committed; one that was abandoned is given up."""
         exchanger = self.replica.exchanger
-        while (session := exchanger._session) is not None:
-            exchanger._give_up_if_stalled(-1.0)
-            await eventually(lambda session=session: exchanger._session is not session, what="the commit is done")
+        while (session := exchanger.engagement.session) is not None:
+            exchanger.responder.give_up_if_stalled(-1.0)
+            await eventually(
+                lambda session=session: exchanger.engagement.session is not session, what="the commit is done"
+            )
         await eventually(lambda: not self.replica.worker._thread.waiting and not self.replica.server.pending)
 
     async def try_one(self, recipe: Recipe) -> str:
         """Send one request and hold the replica to its promises."""
-        session = self.replica.exchanger._session
-        if (
-            session is not None and session.committing
-        ):  # it is complete: its commit would look like this request's doing
+        if self.replica.exchanger.engagement.phase is Phase.COMMITTING:  # it would look like this request's doing
             await self.settled()
-        before, session = self.state(), self.replica.exchanger._session
+        before, session = self.state(), self.replica.exchanger.engagement.session
         outcome = await self.send(recipe)
         self.outcomes[outcome] += 1
         assert outcome != Refusal.INTERNAL, recipe
         if outcome != "answered":
             assert self.state() == before, (recipe, outcome)
-            assert self.replica.exchanger._session in (session, None)
+            assert self.replica.exchanger.engagement.session in (session, None)
         assert all(not task.done() for task in self.tasks), "a background task has died"
         return outcome
 
@@ -241,12 +241,12 @@ class Target:
         assert not server._under_way
         assert server.pending == 0
         assert self.replica.worker.live_versions == 1
-        assert len(exchanger._bounds) == FRAGMENTS + 1
-        for bound in exchanger._bounds.values():
+        assert len(exchanger.bounds) == FRAGMENTS + 1
+        for bound in exchanger.bounds.values():
             for remembered in (bound.difference._latest, bound._regress._latest):
                 assert len(remembered) <= 64
                 assert all(math.isfinite(norm) for norm in remembered.values())
-        assert exchanger._ready_to_commit.empty()
+        assert not exchanger.responder.waiting
         assert self.replica.worker._thread.waiting == 0
         assert set(self.transport.traffic.received) <= {*METHODS, "unknown"}
         for event in self.events:

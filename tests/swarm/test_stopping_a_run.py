@@ -179,8 +179,8 @@ async def test_exchanges_that_come_to_nothing_cost_a_quarter_of_the_time_whoever
             target = replica._transport.peer_id
             try:
                 await call(caller, target, PROPOSE, proposal, seconds=5.0)
-                assert exchanger._session is not None
-                exchanger._session.started -= seconds
+                assert exchanger.engagement.session is not None
+                exchanger.engagement.session.started -= seconds
                 await call(caller, target, LEAVE, Leave(exchange=exchange), seconds=5.0)
             finally:
                 await caller.close()

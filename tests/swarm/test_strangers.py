@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from noloco_node.averaging import exchange
+from noloco_node.averaging import messages as exchange
 from noloco_node.averaging.messages import Leave
 from noloco_node.averaging.session import Session, overdue
 from noloco_node.config.node_settings import NodeSettings
@@ -64,10 +64,10 @@ async def test_only_the_dialler_itself_can_leave_an_exchange() -> None:
         await propose(right)
         goodbye = Leave(exchange=NAME)
         with pytest.raises(Refused) as refused:
-            await right.exchanger._handle_leave(PeerId("another-stranger"), goodbye)
+            await right.exchanger.responder.handle_leave(PeerId("another-stranger"), goodbye)
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
         assert right.exchanger.engaged
-        await right.exchanger._handle_leave(STRANGER, goodbye)
+        await right.exchanger.responder.handle_leave(STRANGER, goodbye)
         assert not right.exchanger.engaged
 
 
@@ -77,7 +77,7 @@ async def test_a_stranger_that_proposes_and_abandons_again_and_again_is_left_alo
         right._transport.acquaintances.worked(peer_name(0, 0))
         for _ in range(2):
             await propose(right)
-            right.exchanger._give_up_if_stalled(-1.0)
+            right.exchanger.responder.give_up_if_stalled(-1.0)
         with pytest.raises(Refused) as refused:
             await propose(right)
         assert refused.value.reason is Refusal.BUSY

@@ -1,0 +1,168 @@
+"""What a replica brings to an exchange, whichever side dialled: how one begins, is committed, and comes to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+from torch import Tensor
+
+from noloco_node import ambient
+from noloco_node.aio import Pulse
+from noloco_node.averaging.arithmetic import Arithmetic
+from noloco_node.averaging.backoff import Patience, Visits
+from noloco_node.averaging.engagement import Change, Engagement, Phase
+from noloco_node.averaging.matchmaking import Window
+from noloco_node.averaging.probation import Meeting, Standing
+from noloco_node.averaging.session import (
+    Session,
+    abort_event,
+    begin,
+    commit_event,
+    opening_specs,
+    remember,
+)
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.peer_clocks import FellowClocks
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.outer.clipping import Judgement, PartnerBound
+from noloco_node.outer.replica import Part
+from noloco_node.telemetry.events import OuterStep
+from noloco_node.training.stage_worker import Commit, StageWorker
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import TensorSpec
+
+logger = logging.getLogger(__name__)
+
+
+class Side:
+    """One replica in its outer steps; see `Exchanger`, which is what others use."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        stage: int,
+        transport: Transport,
+        worker: StageWorker,
+        *,
+        clocks: FellowClocks,
+        standing: Standing,
+        on_outer_step: Callable[[OuterStep], None],
+        moved: Pulse,
+    ) -> None:
+        self.spec = spec
+        self.stage = stage
+        self.transport = transport
+        self.worker = worker
+        self.clocks = clocks
+        self.standing = standing
+        self._on_outer_step = on_outer_step
+        parts = (*worker.outer.fragments, worker.outer.whole)
+        self.bounds = {part: PartnerBound(spec.outer.clip_multiple) for part in parts}
+        self.contract = worker.contract
+        self.arithmetic = Arithmetic(transport, worker)
+        self.engagement = Engagement()
+        self._applying: asyncio.Task[Commit] | None = None
+        self.patience = Patience()
+        self.visits = Visits()
+        self.window = Window(spec.outer.inner_steps, spec.outer.effective_min_inner_steps)
+        self.accepting = False
+        self.last_round = False
+        self.catch_up_from: PeerId | None = None
+        self.free_since_step = 0
+        """Inner steps of this replica when its last exchange ended; a step alone is none."""
+        self._moved = moved
+
+    @property
+    def fellows(self) -> int:
+        """Replicas of this stage that live beside this one."""
+        return self.worker.live_replicas - 1
+
+    def new_session(
+        self, exchange: str, partner: PeerId, role: Literal["dialler", "dialled"], fragment: int | None
+    ) -> Session:
+        """Of a fragment, or of the whole stage."""
+        part = self.worker.part(fragment)
+        return Session(exchange, partner, role, None if part == self.worker.outer.whole else fragment, part)
+
+    def begin(self, session: Session) -> tuple[Tensor, ...]:
+        """On the arithmetic's thread: open the outer step; what travels at the opening."""
+        return begin(self.worker.outer, session, self.spec.outer.gauge_coordinates)
+
+    def opening_specs(self, part: Part) -> tuple[TensorSpec, ...]:
+        """Of what travels at the opening."""
+        return opening_specs(self.worker.outer.codec, part.size, self.spec.outer.gauge_coordinates)
+
+    def refuse_laggards(self, peer: PeerId, claimed: float, *, newcomer: bool = False) -> None:
+        """Refused where one of the two lags. A newcomer does not: what it has copied grew old on the way, another copy
+        would again, and it moves nobody while each exchange draws it nearer."""
+        if newcomer or self.standing.newcomer:
+            return
+        lagging = self.clocks.laggard(claimed)
+        if lagging == "own":
+            self.catch_up_from = peer
+            self._moved.fire()
+            raise Refused(Refusal.LAGGING, "mine")
+        if lagging == "other":
+            raise Refused(Refusal.LAGGING, "yours")
+
+    async def commit(self, session: Session) -> None:
+        """Clip, apply between two device operations, and report. Once begun it is carried to its end."""
+        snapshot = session.snapshot
+        assert snapshot is not None
+        outer, bound = self.worker.outer, self.bounds[session.part]
+        # Of itself a newcomer knows that it may be the one that is far; of two, nobody knows which one is.
+        fellows = 0 if self.standing.newcomer else self.fellows
+        judgement = Judgement(0.0, 0.0, 1.0)
+        if paired := bool(session.partner):
+            judgement = await self.arithmetic.do(lambda: bound.judge(outer, session.partner, fellows=fellows))
+        # A newcomer's clock is that of its copy, however long that was on its way; what time it is, the fellow knows.
+        share = 1.0 if self.standing.newcomer else 0.5
+        shift = share * (session.partner_clock - snapshot.progress.clock) if paired else 0.0
+        self._applying = asyncio.ensure_future(
+            self.worker.commit(snapshot, scale=judgement.scale, clock_shift=shift, on_host=self.arithmetic.do)
+        )
+        commit = await asyncio.shield(self._applying)
+        if paired:
+            bound.accept(session.partner, judgement)
+            if fellows > 1:
+                self.patience.met(
+                    session.partner, session.fragment, judgement.norm, judgement.bound, ambient.monotonic()
+                )
+            largest = judgement.bound if session.bound is None else min(judgement.bound, session.bound)
+            meeting = Meeting(judgement.norm, largest, self.standing.loss.mean, session.fellow_loss)
+            self.standing.met(meeting, commit.progress.steps)
+        self._on_outer_step(commit_event(session, snapshot, commit, judgement))
+
+    async def measure(self, session: Session) -> None:
+        """The end of a weightless exchange on the side that gave: it only looks how far the newcomer is away."""
+        norm, largest = await self.arithmetic.do(self.worker.outer.difference_norm), session.bound
+        assert largest is not None, "measured when the exchange was opened"
+        self.standing.measured(session.partner, Meeting(norm, largest))
+        self.patience.met(session.partner, session.fragment, norm, largest, ambient.monotonic())
+        logger.debug("newcomer %s is %.3g away, %.3g would be whole", session.partner, norm, largest)
+
+    def report_abort(self, session: Session, reason: str) -> None:
+        """Tell of an exchange that came to nothing."""
+        progress, rate = self.worker.progress, self.worker.current_learning_rate()
+        self._on_outer_step(abort_event(session, progress, rate, reason))
+
+    def close(self, session: Session) -> None:
+        """What `session` was is over; harmless when repeated."""
+        if not self.engagement.holds(session):
+            return
+        committed = self.engagement.phase is Phase.COMMITTING
+        self.engagement.go_on(session, Change.DONE if committed else Change.BREAK_OFF)
+        remember(session, self.transport, self.patience, self.visits, self.fellows, committed=committed)
+        if session.partner:
+            self.free_since_step = self.worker.progress.steps
+        self._moved.fire()
+
+    async def stop(self) -> None:
+        """Wait for a commit that is being applied, and end the thread of the arithmetic."""
+        if self._applying is not None:
+            await asyncio.wait((self._applying,))
+        self.arithmetic.stop()
