@@ -65,17 +65,17 @@ class Node:
 
     async def train(self, microbatches: int) -> None:
         """Carry so many microbatches through; every fifth is followed by an outer step alone."""
-        assert self.replica.origin is not None
+        assert self.replica.pipeline.origin is not None
         for _ in range(microbatches):
-            assert await self.replica.origin.train_one()
-            if self.replica.ledger.trained % 5 == 0:
-                await self.replica.exchanger.step_alone()
+            assert await self.replica.pipeline.origin.train_one()
+            if self.replica.pipeline.ledger.trained % 5 == 0:
+                await self.replica.averaging.exchanger.step_alone()
 
     async def whole(self) -> tuple[object, dict[str, torch.Tensor]]:
         """Everything, to compare."""
         state = await self.replica.worker.whole_state()
         books = (state.progress, state.credit, state.tokens_accumulated, state.loss_accumulated, self.walk.position)
-        return (*books, self.replica.ledger, self.replica.rng.getstate()), state.tensors
+        return (*books, self.replica.pipeline.ledger, self.replica.context.rng.getstate()), state.tensors
 
 
 @contextlib.asynccontextmanager
@@ -116,7 +116,7 @@ async def test_a_node_that_was_interrupted_goes_on_bitwise_as_one_that_was_not(
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
     async with lone_node(spec, folder) as steady:
         await steady.train(11)
-        steady.replica.rng.random()
+        steady.replica.context.rng.random()
         await steady.keeper.save()
         assert steady.replica.worker.progress.outer_rounds == 2
         until = len(steady.drawn)
@@ -238,18 +238,18 @@ async def test_samples_under_way_are_trained_first_in_the_next_life(tmp_path: Pa
     spec = micro_spec(stages=1, outer=OUTER)
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
     async with lone_node(spec, folder) as node:
-        assert node.replica.origin is not None
+        assert node.replica.pipeline.origin is not None
         await node.train(2)
-        node.replica.ledger.waiting.extend([await node.replica.origin._draw_new() for _ in range(2)])  # pyright: ignore[reportPrivateUsage]
+        node.replica.pipeline.ledger.waiting.extend([await node.replica.pipeline.origin._draw_new() for _ in range(2)])  # pyright: ignore[reportPrivateUsage]
         await node.keeper.save()
     saved = folder.newest(spec.run_id, 0)
     assert saved is not None
     async with lone_node(spec, folder, saved) as resumed:
-        assert resumed.replica.origin is not None
-        assert resumed.replica.origin.held == 2
+        assert resumed.replica.pipeline.origin is not None
+        assert resumed.replica.pipeline.origin.held == 2
         await resumed.train(3)
-        ledger = resumed.replica.ledger
-        assert (ledger.drawn, ledger.trained, resumed.replica.origin.held) == (5, 5, 0)
+        ledger = resumed.replica.pipeline.ledger
+        assert (ledger.drawn, ledger.trained, resumed.replica.pipeline.origin.held) == (5, 5, 0)
         assert len(resumed.drawn) == 1
     every = [window for batch in node.drawn + resumed.drawn for window in batch]
     assert sorted(every) == sorted(WindowWalk(COUNT, 7, "peer").take(5 * WINDOWS))
@@ -264,14 +264,14 @@ async def test_held_samples_keep_where_documents_begin(tmp_path: Path) -> None:
     for spec in (marked, plain):
         folder = CheckpointFolder(tmp_path / spec.run_id, keep=2)
         async with lone_node(spec, folder) as node:
-            node.replica.ledger.waiting.append(Sample(rows))
+            node.replica.pipeline.ledger.waiting.append(Sample(rows))
             await node.keeper.save()
         saved = folder.newest(spec.run_id, 0)
         assert saved is not None
         refused = contextlib.nullcontext() if spec is marked else pytest.raises(UserError, match="outside the vocab")
         with refused:
             async with lone_node(spec, folder, saved) as resumed:
-                (sample,) = resumed.replica.ledger.waiting
+                (sample,) = resumed.replica.pipeline.ledger.waiting
                 assert torch.equal(sample.windows, rows)
                 await resumed.train(1)
 
@@ -292,7 +292,7 @@ async def test_samples_that_no_text_could_have_given_are_not_taken_up(
     """Sealed by whoever wrote it, they would end the node on its first step."""
     spec, folder = micro_spec(stages=1, outer=OUTER), CheckpointFolder(tmp_path / "checkpoints", keep=2)
     async with lone_node(spec, folder) as node:
-        node.replica.ledger.waiting.append(Sample(rows))
+        node.replica.pipeline.ledger.waiting.append(Sample(rows))
         await node.keeper.save()
         saved = folder.newest(spec.run_id, 0)
         assert saved is not None
@@ -434,7 +434,7 @@ async def test_a_disk_that_refuses_is_named_once_and_training_goes_on(
         assert folder.newest(spec.run_id, 0) is None
         await node.keeper.save()
         assert folder.newest(spec.run_id, 0) is not None
-        assert node.replica.ledger.trained == 6
+        assert node.replica.pipeline.ledger.trained == 6
     lines = [record.getMessage() for record in caplog.records]
     warnings = [line for line in lines if "no checkpoint can be written" in line]
     assert len(warnings) == 1

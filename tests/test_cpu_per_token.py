@@ -172,11 +172,11 @@ async def test_a_token_takes_little_more_cpu_time_in_the_swarm_than_in_one_proce
     with one_thread():
         async with libp2p_world(spec, tmp_path) as made:
             for replica in made.replicas:
-                replica.server.accepting = True
+                replica.pipeline.server.accepting = True
                 await replica.membership.announce(PeerState.TRAINING)
             for replica in made.replicas:
                 await replica.membership.refresh()
-            origin, plain = made.replicas[0].origin, Plain(spec)
+            origin, plain = made.replicas[0].pipeline.origin, Plain(spec)
             assert origin is not None
             for _ in range(1 + ROUNDS):  # the first one warms up
                 before = await spent(made)

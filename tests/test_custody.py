@@ -108,9 +108,11 @@ async def test_who_leaves_a_stage_alone_is_told_as_far_as_answers_tell() -> None
 
 def stays_of(made: World, replica: Replica, warnings: list[Warned]) -> Stays:
     """The stays of a node with this replica."""
-    transport = replica._transport  # pyright: ignore[reportPrivateUsage]
+    transport = replica.context.transport
     transport.withdraw("copy")  # the copies of the world that this replica has trained in
-    stays = Stays(replica.spec, NodeSettings(), footprint_of(replica.spec), transport, MemoryDirectory(made.hub))
+    stays = Stays(
+        replica.context.spec, NodeSettings(), footprint_of(replica.context.spec), transport, MemoryDirectory(made.hub)
+    )
     stays.emit = warnings.append
     return stays
 
@@ -124,7 +126,7 @@ async def test_who_comes_without_a_state_waits_once_for_who_held_it(
     monkeypatch.setattr(custody, "LOOK_SECONDS", 0.05)
     warnings: list[Warned] = []
     async with trained_world(guards=0) as (made, (_, _, holder, newcomer), _copies):
-        holder.donor.accepting = True
+        holder.state_transfer.donor.accepting = True
         await lose(made, 2)
         held = Held(stage=1, clock=holder.worker.progress.clock, seen=time.time())
         stays = stays_of(made, newcomer, warnings)

@@ -161,13 +161,13 @@ async def test_any_beginnings_are_taken_where_the_run_has_them_and_nothing_else(
     spec = marked_spec() if attention == "document" else micro_spec()
     async with world(spec) as made:
         for replica in made.replicas:
-            replica.server.accepting = True
+            replica.pipeline.server.accepting = True
         origin = peer_name(0, 0)
         header = MicrobatchHeader(
             id="a" * 32, budget_ms=1500, run=spec.run_id, stage=1, origin=origin, origin_clock=0.0
         )
         message = replace(packed(labels), header=header.model_dump(mode="json"))
-        call = made.replicas[0]._transport.call(  # pyright: ignore[reportPrivateUsage]
+        call = made.replicas[0].context.transport.call(  # pyright: ignore[reportPrivateUsage]
             peer_name(1, 0), microbatch.MICROBATCH.name, message, timeout=5, progress=5, max_answer_bytes=1 << 20
         )
         if not refused:

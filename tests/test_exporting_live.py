@@ -65,7 +65,7 @@ class Trained:
         transport, told = MemoryTransport(self.made.network, OUTSIDER), list[tuple[int, int]]()
         directory = MemoryDirectory(self.made.hub)
         spool.mkdir()
-        rng, spec = random.Random(0), self.made.replicas[0].spec
+        rng, spec = random.Random(0), self.made.replicas[0].context.spec
         return (
             Gatherer(spec, Shapes(spec), transport, directory, spool, lambda *has: told.append(has), rng, pause=0.0),
             transport,
@@ -101,7 +101,7 @@ async def trained(replicas: int = 2) -> AsyncIterator[Trained]:
             for number, replica in enumerate(made.replicas):
                 await shifted(replica, 1.0 + 0.1 * (number % replicas))
                 await replica.membership.announce(PeerState.TRAINING)
-                copies.append(StageCopies(spec, sizes, replica._transport, random.Random(0)))
+                copies.append(StageCopies(spec, sizes, replica.context.transport, random.Random(0)))
                 copies[-1].serve()
                 keeping = copies[-1].keep(replica.membership, replica.worker, partial(swarm.pace, replica))
                 tasks.append(group.create_task(keeping))
@@ -150,7 +150,7 @@ async def test_a_donor_that_dies_is_left_out_or_replaced(tmp_path: Path) -> None
     """One of a stage does not answer any more: the others are the model."""
     async with trained(replicas=3) as swarm:
         dead = swarm.made.replicas[0]
-        await dead._transport.close()
+        await dead.context.transport.close()
         gathered = await swarm.gather(tmp_path / "spool")
         stage = dead.stage
         expected = await mean_slow(swarm.made, stage, leave_out=(0,))
@@ -167,14 +167,14 @@ async def test_a_donor_that_dies_within_its_copy_is_replaced(tmp_path: Path, mon
     async def dies(replica: Replica) -> None:
         if swarm.given.count(replica) == 3 and not dead:
             dead.append(replica)
-            await replica._transport.close()
+            await replica.context.transport.close()
 
     async with trained(replicas=3) as swarm:
         swarm.before_chunk = dies
         gathered = await swarm.gather(tmp_path / "spool")
         (died,) = dead
         (taken,) = gathered.replicas[died.stage]
-        (other,) = [r for r in swarm.made.replicas if r._transport.peer_id == taken.peer]
+        (other,) = [r for r in swarm.made.replicas if r.context.transport.peer_id == taken.peer]
         others = tuple(number for number, replica in enumerate(swarm.made.replicas) if replica is not other)
         expected = await mean_slow(swarm.made, died.stage, leave_out=others)
     assert other is not died
@@ -191,17 +191,17 @@ async def test_one_that_is_leaving_gives_where_its_stage_has_no_other(tmp_path: 
         await gone.membership.announce(PeerState.GONE)
         gathered = await swarm.gather(tmp_path / "spool")
         asked = {one.peer for found in gathered.replicas.values() for one in found}
-        assert asked == {swarm.made.replicas[1]._transport.peer_id, alone._transport.peer_id}
+        assert asked == {swarm.made.replicas[1].context.transport.peer_id, alone.context.transport.peer_id}
 
 
 async def test_what_the_swarm_has_measured_comes_with_the_weights(tmp_path: Path) -> None:
     """The median of what its nodes of stage 0 say; it stands in the card, beside what the model is worth."""
     async with trained(replicas=3) as swarm:
-        spec = swarm.made.replicas[0].spec
+        spec = swarm.made.replicas[0].context.spec
         for number, replica in enumerate(swarm.made.replicas[:3]):
             said = HeldOutLoss(loss=2.0 + number, clock=1000.0 + number)
-            replica._transport.withdraw("hello")
-            serve_hello(replica._transport, spec, lambda: 0, held_out=lambda said=said: said)
+            replica.context.transport.withdraw("hello")
+            serve_hello(replica.context.transport, spec, lambda: 0, held_out=lambda said=said: said)
         gathered = await swarm.gather(tmp_path / "spool")
     assert gathered.reported == Reported(3.0, 1001.0)
     export(gathered, tmp_path / "out", "mean", lambda _: None)

@@ -54,9 +54,9 @@ async def two_replicas(codec: str) -> AsyncIterator[World]:
         limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=60, record_seconds=3, grace_seconds=1),
     )
     async with world(spec, replicas=2) as made, asyncio.TaskGroup() as group:
-        running = [group.create_task(replica.exchanger.run()) for replica in made.replicas]
+        running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
         for replica in made.replicas:
-            replica.exchanger.accepting = True
+            replica.averaging.exchanger.accepting = True
         yield made
         for task in running:
             task.cancel()
@@ -80,11 +80,11 @@ async def state_of(replica: Replica) -> dict[str, Any]:
 async def one_round(made: World, number: int) -> dict[str, Any]:
     """Both train, one of them dials the other; all that is known of both afterwards."""
     for replica, steps in zip(made.replicas, STEPS_A_ROUND, strict=True):
-        assert replica.origin is not None
+        assert replica.pipeline.origin is not None
         for _ in range(steps):
-            await replica.origin.train_one()
+            await replica.pipeline.origin.train_one()
     dialler = number % 2
-    assert await made.replicas[dialler].exchanger.dial(peer_name(0, 1 - dialler), PARTS[number % len(PARTS)])
+    assert await made.replicas[dialler].averaging.exchanger.dial(peer_name(0, 1 - dialler), PARTS[number % len(PARTS)])
     await eventually(lambda: all(len(events_of(made, side, OuterStep)) == number + 1 for side in (0, 1)))
     averaged = [events_of(made, side, OuterStep)[-1] for side in (0, 1)]
     return {

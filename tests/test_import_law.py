@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "sizing",
         "identity",
         "transport",
+        "participant",
         "libp2p",
         "bootstrap",
         "directory",

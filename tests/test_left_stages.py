@@ -52,16 +52,16 @@ async def test_a_stage_that_was_left_is_freed_at_once_and_its_replica_is_held_by
     async with replicas(2) as made:
         leaver, fellow = made
         del made[:]
-        transport, ledger = leaver._transport, leaver.ledger
+        transport, ledger = leaver.context.transport, leaver.pipeline.ledger
         transport.conduct.offended(PeerId("somebody"), Offence.MALFORMED)
         await live(leaver, tmp_path)
-        leaver.donor.accepting = True
-        await fellow._copier.copy_from(peer_name(0, 0))
+        leaver.state_transfer.donor.accepting = True
+        await fellow.state_transfer.copier.copy_from(peer_name(0, 0))
         trainer, outer = leaver.worker._trainer, leaver.worker.outer
         vectors = [weakref.ref(tensor) for tensor in (trainer.master, trainer._gradient, outer.slow, outer.momentum)]
         vectors.append(weakref.ref(trainer))
-        assert leaver.donor._held is not None
-        vectors.append(weakref.ref(leaver.donor._held.digests))
+        assert leaver.state_transfer.donor._held is not None
+        vectors.append(weakref.ref(leaver.state_transfer.donor._held.digests))
         replica = weakref.ref(leaver)
         del trainer, outer
         leaver.close()
@@ -91,7 +91,7 @@ async def test_the_compute_thread_keeps_nothing_of_its_last_call(no_collector: N
 async def test_a_request_that_outlives_its_replica_is_told_that_it_has_left(caplog: pytest.LogCaptureFixture) -> None:
     """`draining`, which nobody holds against the node, and no failure in its log."""
     async with replicas(2) as made:
-        asking, leaver = (replica._transport for replica in made)
+        asking, leaver = (replica.context.transport for replica in made)
         began, left = asyncio.Event(), asyncio.Event()
 
         async def handle(_peer: PeerId, _message: Message) -> Message:

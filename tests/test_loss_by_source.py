@@ -36,15 +36,15 @@ async def test_each_sources_loss_is_measured_through_the_swarm_and_together_they
     rows, told = window_rows(range(7)), list[Told]()
     async with world(micro_spec()) as made:
         for replica in made.replicas:
-            replica.server.accepting = True
+            replica.pipeline.server.accepting = True
             await replica.membership.announce(PeerState.TRAINING)
         head = made.replicas[0]
         await head.membership.refresh()
-        assert head.origin is not None
+        assert head.pipeline.origin is not None
         samples = replace(samples_of(Drawn()), held_out=rows, held_out_of=SOURCES)
-        await Evaluations(head.origin, samples, head.worker, 1, told.append).last()
-        alone = [(await head.origin.evaluate(own))[0] for own in (rows[:5], rows[5:])]
-        [(whole, tokens)] = await head.origin.evaluate(rows)
+        await Evaluations(head.pipeline.origin, samples, head.worker, 1, told.append).last()
+        alone = [(await head.pipeline.origin.evaluate(own))[0] for own in (rows[:5], rows[5:])]
+        [(whole, tokens)] = await head.pipeline.origin.evaluate(rows)
     [evaluation] = told
     assert [(each.source, each.tokens) for each in evaluation.sources] == [
         ("web", 5 * LENGTH),

@@ -92,13 +92,13 @@ async def test_no_vector_of_the_stages_size_is_touched_on_the_event_loop(tmp_pat
     with Large(size) as large:
         async with replicas(2) as (left, right):
             for replica in (left, right):
-                assert replica.origin is not None
-                assert await replica.origin.train_one()
-            right.exchanger.accepting = left.donor.accepting = True
-            answering = asyncio.create_task(right.exchanger.run())
-            assert await left.exchanger.dial(peer_name(0, 1))
-            await right._copier.copy_from(peer_name(0, 0))
-            copies = StageCopies(SPEC, [size], left._transport, random.Random(0))
+                assert replica.pipeline.origin is not None
+                assert await replica.pipeline.origin.train_one()
+            right.averaging.exchanger.accepting = left.state_transfer.donor.accepting = True
+            answering = asyncio.create_task(right.averaging.exchanger.run())
+            assert await left.averaging.exchanger.dial(peer_name(0, 1))
+            await right.state_transfer.copier.copy_from(peer_name(0, 0))
+            copies = StageCopies(SPEC, [size], left.context.transport, random.Random(0))
             copies._own = 0, left.worker
             half = (await copies._copy_of(0, peer_name(0, 1), "fp16")).weights
             await right.worker.load_slow_weights(1.0, 1, half)

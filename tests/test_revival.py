@@ -40,8 +40,10 @@ LIMITS = LimitsSpec(record_seconds=1.0, grace_seconds=2, chunk_bytes=4096, guard
 
 def copies_of(made: World, replica: Replica) -> StageCopies:
     """What the node of this replica keeps and gives."""
-    transport = replica._transport  # pyright: ignore[reportPrivateUsage]
-    copies = StageCopies(replica.spec, footprint_of(replica.spec).parameters, transport, random.Random(0))
+    transport = replica.context.transport
+    copies = StageCopies(
+        replica.context.spec, footprint_of(replica.context.spec).parameters, transport, random.Random(0)
+    )
     copies.serve()
     return copies
 
@@ -52,16 +54,16 @@ async def trained_world(guards: int) -> AsyncIterator[tuple[World, list[Replica]
     spec = micro_spec(outer=OuterSpec(inner_steps=2, min_inner_steps=1), limits=LIMITS)
     async with world(spec.model_copy(update={"guard_copies": guards}), replicas=2) as made:
         for replica in made.replicas[:-1]:
-            replica.server.accepting = True
+            replica.pipeline.server.accepting = True
         for replica in made.replicas[:-1]:
             await replica.membership.announce(PeerState.TRAINING)
         for replica in made.replicas[:2]:
             await replica.membership.refresh()
-            assert replica.origin is not None
+            assert replica.pipeline.origin is not None
             for _ in range(4):
-                assert await replica.origin.train_one()
+                assert await replica.pipeline.origin.train_one()
         for replica in made.replicas[:-1]:
-            await replica.exchanger.step_alone()
+            await replica.averaging.exchanger.step_alone()
             await replica.membership.announce(PeerState.TRAINING)
         heartbeats = [asyncio.create_task(replica.membership.run()) for replica in made.replicas[:2]]
         try:
@@ -101,7 +103,7 @@ async def test_a_lost_stage_is_restored_from_the_copy_that_a_node_of_another_sta
         await head.membership.announce(PeerState.TRAINING)
         await lose(made, 2)
         origin = await revive_if_lost(
-            newcomer.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1), confirmed=False
+            newcomer.context.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1), confirmed=False
         )
         assert origin == "guard"
         progress, state = await newcomer.worker.full_state()
@@ -132,9 +134,9 @@ async def test_a_lost_stage_is_restored_from_the_newer_of_own_checkpoint_and_cop
                 await keeper.save()
 
         async def train() -> None:
-            assert head.origin is not None
+            assert head.pipeline.origin is not None
             for _ in range(4):
-                assert await head.origin.train_one()
+                assert await head.pipeline.origin.train_one()
 
         if copy_is_newer:
             await save()
@@ -146,18 +148,18 @@ async def test_a_lost_stage_is_restored_from_the_newer_of_own_checkpoint_and_cop
         head._guards = lambda: copies[0].guards  # pyright: ignore[reportPrivateUsage]
         await head.membership.announce(PeerState.TRAINING)
         await lose(made, 2)
-        sent = made.replicas[0]._transport.traffic.sent["copy.chunk"]  # pyright: ignore[reportPrivateUsage]
+        sent = made.replicas[0].context.transport.traffic.sent["copy.chunk"]  # pyright: ignore[reportPrivateUsage]
         origin = await revive_if_lost(
-            newcomer.spec,
+            newcomer.context.spec,
             newcomer.membership,
             newcomer.worker,
             copies[3],
             peer_name(1, 1),
             confirmed=True,
-            saved=lambda: folder.newest(newcomer.spec.run_id, 1),
+            saved=lambda: folder.newest(newcomer.context.spec.run_id, 1),
         )
         assert origin == ("guard" if copy_is_newer else "checkpoint")
-        again = made.replicas[0]._transport.traffic.sent["copy.chunk"]  # pyright: ignore[reportPrivateUsage]
+        again = made.replicas[0].context.transport.traffic.sent["copy.chunk"]  # pyright: ignore[reportPrivateUsage]
         assert (again > sent) == copy_is_newer
         if not copy_is_newer:
             before, after = await lost.worker.full_state(), await newcomer.worker.full_state()
@@ -174,11 +176,11 @@ async def test_a_checkpoint_of_other_sizes_is_no_copy_of_the_stage(
         folder = CheckpointFolder(tmp_path, keep=1)
         with CheckpointKeeper(lost, folder, lambda _: None, NodeSettings()) as keeper:
             await keeper.save()
-        found = folder.newest(lost.spec.run_id, 1)
+        found = folder.newest(lost.context.spec.run_id, 1)
         assert found is not None
         found.tensors["slow"] = found.tensors["slow"][:-1]
         await lose(made, 2)
-        arguments = (newcomer.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1))
+        arguments = (newcomer.context.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1))
         assert await revive_if_lost(*arguments, confirmed=True, saved=lambda: found) == "seed"
         assert "is not used: its tensors are not those of this stage" in caplog.text
 
@@ -189,7 +191,7 @@ async def test_without_a_copy_the_seed_stands() -> None:
         before = (await newcomer.worker.full_state())[1]
         await lose(made, 2)
         origin = await revive_if_lost(
-            newcomer.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1), confirmed=False
+            newcomer.context.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1), confirmed=False
         )
         assert origin == "seed"
         progress, after = await newcomer.worker.full_state()
@@ -200,8 +202,8 @@ async def test_without_a_copy_the_seed_stands() -> None:
 async def test_without_a_copy_and_without_the_first_weights_nothing_is_made_up() -> None:
     """Who has no folder of what the run began with leaves a lost stage to who has."""
     async with trained_world(guards=0) as (made, (_, _, _, newcomer), copies):
-        model = newcomer.spec.model.model_copy(update={"fingerprint": "weights-" + "0" * 32})
-        spec = newcomer.spec.model_copy(update={"model": model})
+        model = newcomer.context.spec.model.model_copy(update={"fingerprint": "weights-" + "0" * 32})
+        spec = newcomer.context.spec.model_copy(update={"model": model})
         await lose(made, 2)
         with pytest.raises(UserError, match="this node has no folder of those weights") as raised:
             await revive_if_lost(spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1), confirmed=True)
@@ -211,7 +213,7 @@ async def test_without_a_copy_and_without_the_first_weights_nothing_is_made_up()
 async def test_nothing_is_revived_where_a_fellow_serves_or_comes_into_sight_in_time() -> None:
     """One look that finds nobody is not enough."""
     async with trained_world(guards=0) as (made, (_, _, fellow, newcomer), copies):
-        arguments = (newcomer.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1))
+        arguments = (newcomer.context.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1))
         assert await revive_if_lost(*arguments, confirmed=False) is None
         assert await revive_if_lost(*arguments, confirmed=True) is None
         row = made.hub.rows[1].pop(peer_name(1, 0))
@@ -233,14 +235,16 @@ async def test_of_two_that_come_to_a_lost_stage_one_restores_and_the_other_waits
         for replica in (first, second):
             await replica.membership.announce(PeerState.JOINING)
         waiting = asyncio.create_task(
-            revive_if_lost(second.spec, second.membership, second.worker, copies[3], peer_name(1, 1), confirmed=True)
+            revive_if_lost(
+                second.context.spec, second.membership, second.worker, copies[3], peer_name(1, 1), confirmed=True
+            )
         )
         origin = await revive_if_lost(
-            first.spec, first.membership, first.worker, copies[2], peer_name(1, 0), confirmed=True
+            first.context.spec, first.membership, first.worker, copies[2], peer_name(1, 0), confirmed=True
         )
         assert origin == "seed"
         assert not waiting.done()
-        first.donor.accepting = True
+        first.state_transfer.donor.accepting = True
         await first.membership.announce(PeerState.TRAINING)
         heartbeat = asyncio.create_task(first.membership.run())
         assert await waiting is None
@@ -271,7 +275,9 @@ async def test_a_young_swarm_needs_no_revival() -> None:
         later = made.replicas[1]
         copies = copies_of(made, later)
         assert (
-            await revive_if_lost(later.spec, later.membership, later.worker, copies, peer_name(1, 0), confirmed=True)
+            await revive_if_lost(
+                later.context.spec, later.membership, later.worker, copies, peer_name(1, 0), confirmed=True
+            )
             is None
         )
 
@@ -281,7 +287,7 @@ def copy_of(made: World, signer: PeerId, weights: torch.Tensor, clock: float) ->
     transport = made.network.find(peer_name(0, 0), signer)
     manifest = CopyManifest(
         source=signer,
-        run=made.replicas[0].spec.run_id,
+        run=made.replicas[0].context.spec.run_id,
         stage=1,
         clock=clock,
         outer_rounds=int(clock),
@@ -308,8 +314,11 @@ def record_of(keeper: PeerId, *, guards: int, clock: float = 0.0) -> PeerRecord:
 
 
 @contextlib.asynccontextmanager
-async def keepers(held: Sequence[tuple[str, float, str]]) -> AsyncIterator[tuple[StageCopies, list[PeerRecord], World]]:
+async def keepers(
+    held: Sequence[tuple[str, float, str]], giving: list[StageCopies] | None = None
+) -> AsyncIterator[tuple[StageCopies, list[PeerRecord], World]]:
     """A rescuer's copies, and the records of keepers: each gives weights of a kind with a clock, signed by a source.
+    `giving` is filled with the keepers' own copies.
 
     `sound` and `sound too` are near each other, `hostile` is like neither."""
     spec = micro_spec(limits=LIMITS).model_copy(update={"guard_copies": 1})
@@ -328,6 +337,8 @@ async def keepers(held: Sequence[tuple[str, float, str]]) -> AsyncIterator[tuple
             copies.kept = copy_of(made, PeerId(source), first + kinds[kind], clock)
             copies.serve()
             records.append(record_of(keeper, guards=1, clock=clock))
+            if giving is not None:
+                giving.append(copies)
         try:
             yield copies_of(made, made.replicas[0]), records, made
         finally:
@@ -353,8 +364,8 @@ async def test_a_lost_stage_is_not_taken_from_the_stranger_that_claims_most(
     """Sources whose work was seen come first; strangers' copies must bear each other out; one alone is said loudly."""
     async with keepers([(kind, clock, SOURCES[source]) for kind, clock, source in held]) as (copies, records, made):
         for source in worked:
-            made.replicas[0]._transport.acquaintances.worked(PeerId(SOURCES[source]))  # pyright: ignore
-        first = torch.zeros(footprint_of(made.replicas[0].spec).parameters[1])
+            made.replicas[0].context.transport.acquaintances.worked(PeerId(SOURCES[source]))
+        first = torch.zeros(footprint_of(made.replicas[0].context.spec).parameters[1])
         copy = await copies.newest(1, records, first)
         assert copy is not None
         assert copy.clock == taken
@@ -364,7 +375,7 @@ async def test_a_lost_stage_is_not_taken_from_the_stranger_that_claims_most(
 async def test_a_strangers_copy_is_taken_only_where_it_is_like_what_this_node_has_itself() -> None:
     """An own copy or checkpoint is evidence: what has gone on from it is taken, anything else is not."""
     async with keepers([("hostile", 1e9, SOURCES[1]), ("sound too", 6, SOURCES[0])]) as (copies, records, made):
-        size = footprint_of(made.replicas[0].spec).parameters[1]
+        size = footprint_of(made.replicas[0].context.spec).parameters[1]
         sound = torch.randn(size, generator=torch.Generator().manual_seed(1))
         copy = await copies.newest(1, records, torch.zeros(size), beyond=2.0, own=0.5 * sound)
         assert copy is not None
@@ -374,14 +385,16 @@ async def test_a_strangers_copy_is_taken_only_where_it_is_like_what_this_node_ha
 
 async def test_a_copy_whose_weights_or_manifest_were_changed_is_an_offence() -> None:
     """Whoever hands a copy on can change nothing of it."""
-    async with keepers([("sound", 5, SOURCES[0]), ("sound", 5, SOURCES[0])]) as (copies, records, made):
-        held = [made.network._transports[PeerId(r.peer_id)]._desk._methods["copy.open"].handle for r in records]
-        kept = [handle.__self__.kept for handle in held]  # type: ignore[attr-defined]
+    giving: list[StageCopies] = []
+    async with keepers([("sound", 5, SOURCES[0]), ("sound", 5, SOURCES[0])], giving) as (copies, records, made):
+        kept = [each.kept for each in giving]
+        assert kept[0] is not None
+        assert kept[1] is not None
         kept[0].weights[3] += 1.0
         text = kept[1].offer.manifest
         kept[1].offer = kept[1].offer.model_copy(update={"manifest": text.replace('"clock":5', '"clock":9')})
         assert await copies.newest(1, records, torch.zeros(kept[0].weights.numel())) is None
-        conduct = made.replicas[0]._transport.conduct  # pyright: ignore[reportPrivateUsage]
+        conduct = made.replicas[0].context.transport.conduct
         assert conduct.offences == {"bad_answer": 2}
 
 
@@ -393,10 +406,10 @@ async def test_a_copy_is_found_by_its_content_and_not_by_what_its_source_named_i
         copies = copies_of(made, keeper)
         keeping = asyncio.create_task(copies.keep(keeper.membership, keeper.worker))
         await one_turn()
-        record = record_of(keeper._transport.peer_id, guards=0)  # pyright: ignore[reportPrivateUsage]
+        record = record_of(keeper.context.transport.peer_id, guards=0)  # pyright: ignore[reportPrivateUsage]
         own = await asking.newest(1, [record.model_copy(update={"guards": 1})], torch.zeros(1), own=None)
         assert own is not None
-        size = footprint_of(keeper.spec).parameters[0]
+        size = footprint_of(keeper.context.spec).parameters[0]
         weights = torch.randn(size).half()
         named = {"source": SOURCES[0], "stage": 0, "size": size, "root": root_of_weights(weights)}
         source = MemoryTransport(made.network, PeerId(SOURCES[0]))
@@ -405,7 +418,7 @@ async def test_a_copy_is_found_by_its_content_and_not_by_what_its_source_named_i
         await source.close()
         assert copy is not None
         assert torch.equal(copy.weights, weights)
-        assert not made.replicas[0]._transport.conduct.offences  # pyright: ignore[reportPrivateUsage]
+        assert not made.replicas[0].context.transport.conduct.offences  # pyright: ignore[reportPrivateUsage]
         keeping.cancel()
         await asyncio.wait((keeping,))
 
@@ -417,8 +430,8 @@ async def test_copies_are_given_to_the_run_only_and_a_poisoned_one_is_not_taken(
         await one_turn()
 
         async def ask(method: str, **header: object) -> Message:
-            request = {"run": head.spec.run_id, "stage": 1, **header}
-            return await head._transport.call(  # pyright: ignore[reportPrivateUsage]
+            request = {"run": head.context.spec.run_id, "stage": 1, **header}
+            return await head.context.transport.call(  # pyright: ignore[reportPrivateUsage]
                 peer_name(1, 0), method, Message(request), timeout=5, progress=5, max_answer_bytes=1 << 20
             )
 
@@ -441,7 +454,7 @@ async def test_copies_are_given_to_the_run_only_and_a_poisoned_one_is_not_taken(
         tasks = [
             asyncio.create_task(copies[n].keep(made.replicas[n].membership, made.replicas[n].worker)) for n in (0, 2)
         ]
-        conduct = head._transport.conduct  # pyright: ignore[reportPrivateUsage]
+        conduct = head.context.transport.conduct
         await eventually(lambda: conduct.offences["bad_answer"] > 0, what="who gave NaN has offended")
         for task in tasks:
             task.cancel()
@@ -459,7 +472,7 @@ async def test_who_says_that_it_comes_to_a_lost_stage_and_never_does_is_not_wait
             await replica.membership.announce(PeerState.JOINING)
         async with asyncio.timeout(60):
             origin = await revive_if_lost(
-                second.spec, second.membership, second.worker, copies[3], peer_name(1, 1), confirmed=True
+                second.context.spec, second.membership, second.worker, copies[3], peer_name(1, 1), confirmed=True
             )
         assert origin == "seed"
 
@@ -473,11 +486,11 @@ async def test_a_chunk_asked_for_each_minute_keeps_no_copy_young(monkeypatch: py
     clock = _Skewed()
     monkeypatch.setattr(ambient, "monotonic", clock.monotonic)
     async with trained_world(guards=1) as (made, (_, _, tail, _), _):
-        limits = tail.spec.limits.model_copy(update={"guard_seconds": 120.0})
-        spec = tail.spec.model_copy(update={"limits": limits})
+        limits = tail.context.spec.limits.model_copy(update={"guard_seconds": 120.0})
+        spec = tail.context.spec.model_copy(update={"limits": limits})
         giving = StageCopies(
             spec,
-            footprint_of(tail.spec).parameters,
+            footprint_of(tail.context.spec).parameters,
             MemoryTransport(made.network, GIVER),
             random.Random(0),
         )

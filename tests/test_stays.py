@@ -50,9 +50,11 @@ def checkpoints(tmp_path: Path) -> CheckpointFolder:
 def stays_in(made: World, settings: NodeSettings) -> Stays:
     """Those of the world's first replica."""
     replica = made.replicas[0]
-    transport = replica._transport  # pyright: ignore[reportPrivateUsage]
+    transport = replica.context.transport
     transport.withdraw("copy")  # those of the node's life before this one
-    return Stays(replica.spec, settings, footprint_of(replica.spec), transport, MemoryDirectory(made.hub))
+    return Stays(
+        replica.context.spec, settings, footprint_of(replica.context.spec), transport, MemoryDirectory(made.hub)
+    )
 
 
 async def test_who_is_alone_waits_for_others_once(

@@ -82,25 +82,25 @@ class CheckpointKeeper:
             ]
             await self._replica.worker.resume(state)
             if random_state is not None:
-                self._replica.rng.setstate((3, tuple(int(word) for word in random_state), None))
+                self._replica.context.rng.setstate((3, tuple(int(word) for word in random_state), None))
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # sealed by whoever wrote it, not sound
             raise UserError(
                 ExitCode.RUN_FOLDER,
                 f"the checkpoint {checkpoint.path} cannot be gone on from: {error}",
                 "use the version of noloco-node that wrote it, or remove it to start from a fellow's state",
             ) from None
-        ledger = self._replica.ledger
+        ledger = self._replica.pipeline.ledger
         ledger.resume(standing.ledger)
         ledger.waiting.extend(held)
-        if self._replica.origin is None:  # else its text goes on from there already
+        if self._replica.pipeline.origin is None:  # else its text goes on from there already
             ledger.walk = standing.walk
-        self._replica.exchanger.free_since_step = standing.progress.steps
+        self._replica.averaging.exchanger.free_since_step = standing.progress.steps
         self._round = standing.progress.outer_rounds
 
     async def run(self) -> None:
         """Take a checkpoint whenever one is due, until cancelled."""
         while True:
-            await self._replica.moved.wait()
+            await self._replica.context.moved.wait()
             if is_due(
                 rounds=self._replica.worker.progress.outer_rounds - self._round,
                 seconds=ambient.monotonic() - self._since,
@@ -124,7 +124,7 @@ class CheckpointKeeper:
         standing = self._standing(state)  # no await in between: see `StageWorker.whole_state`
         self._round = state.progress.outer_rounds
         self._held.append(state.held_seconds)
-        held = {held_name(number): each.windows for number, each in enumerate(self._replica.held_samples)}
+        held = {held_name(number): each.windows for number, each in enumerate(self._replica.pipeline.held_samples)}
         tensors = {**state.tensors, RANDOM: self._random_state(), **held}
         written, error = None, ""
         try:
@@ -154,20 +154,20 @@ class CheckpointKeeper:
 
     def _standing(self, state: WholeState) -> Standing:
         return Standing(
-            run_id=self._replica.spec.run_id,
+            run_id=self._replica.context.spec.run_id,
             stage=self._replica.stage,
             progress=state.progress,
             credit=state.credit,
             tokens_accumulated=state.tokens_accumulated,
             loss_accumulated=state.loss_accumulated,
-            walk=self._replica.walk_position(),
-            held=tuple(HeldSample(put_backs=sample.put_backs) for sample in self._replica.held_samples),
-            ledger=self._replica.ledger.counts,
+            walk=self._replica.pipeline.walk_position(),
+            held=tuple(HeldSample(put_backs=sample.put_backs) for sample in self._replica.pipeline.held_samples),
+            ledger=self._replica.pipeline.ledger.counts,
         )
 
     def _checked(self, windows: Tensor | None) -> Tensor:
         """A held sample's windows. ValueError where no such text could have given them."""
-        spec = self._replica.spec
+        spec = self._replica.context.spec
         most = (spec.inner.microbatch_windows, spec.data.sequence_length + 1)
         if windows is None or windows.dtype != torch.int32 or windows.dim() != 2:
             raise ValueError("a sample that it holds has no windows")
@@ -180,7 +180,7 @@ class CheckpointKeeper:
 
     def _random_state(self) -> Tensor:
         """Of the choices of routes and partners, so that a node that comes back does not choose as it did before."""
-        _, words, _ = self._replica.rng.getstate()
+        _, words, _ = self._replica.context.rng.getstate()
         return torch.tensor(words, dtype=torch.int64)
 
     def _report(self, error: str) -> None:

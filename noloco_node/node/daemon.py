@@ -245,7 +245,7 @@ async def _stay(place: _Place, stage_index: int) -> AsyncGenerator[_Stay | None]
                 spec.run_id,
                 stage_index,
                 net.transport,
-                replica.ledger,
+                replica.pipeline.ledger,
                 lambda: replica.worker.progress,
             )
             replica.serve()
@@ -261,7 +261,7 @@ async def _train(place: _Place, stay: _Stay, interrupts: Interrupts, started: fl
     replica, folder, spec = stay.replica, place.folder, place.net.spec
     interrupts.graceful(replica.stop)
     leaving = (PeerState.FINISHING, PeerState.DRAINING)
-    work = stay.receipts.beside(replica.run(), replica.moved, lambda: replica.membership.state in leaving)
+    work = stay.receipts.beside(replica.run(), replica.context.moved, lambda: replica.membership.state in leaving)
     farewell = _say_if_last(place, replica, interrupts)
     life = place.net.beside(work, stay.keeper.run(), place.stays.accompany(replica), farewell)
     await run_and_save(life, _saving(place, stay, interrupts))
@@ -391,7 +391,7 @@ async def _save_weights(place: _Place, replica: Replica) -> None:
         save_stage,
         place.folder.final,
         run_id=place.net.spec.run_id,
-        cut=replica.cut,
+        cut=replica.context.cut,
         clock=progress.clock,
         outer_rounds=progress.outer_rounds,
         slow=slow,

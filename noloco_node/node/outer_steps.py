@@ -5,27 +5,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable, Collection
 
 from noloco_node import ambient
-from noloco_node.aio import Pulse
-from noloco_node.averaging.exchange import Exchanger
 from noloco_node.averaging.matchmaking import Dial, PairingState, StepAlone, decide, retry_delay
-from noloco_node.averaging.probation import Ending, Standing
+from noloco_node.averaging.participant import Averaging
+from noloco_node.averaging.probation import Ending
 from noloco_node.directory.membership import SERVING, Membership
 from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.participant import ReplicaContext
 from noloco_node.pipeline.links import FellowWays
 from noloco_node.state_transfer.donor_choice import StateCopier
 from noloco_node.state_transfer.messages import StateManifest
-from noloco_node.telemetry.events import AnyEvent, OuterStep, ProbationEnded
+from noloco_node.telemetry.events import OuterStep, ProbationEnded
 from noloco_node.training.pace import Pace
 from noloco_node.training.progress import Progress
-from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.errors import Refused, TransportError
-from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -35,28 +32,25 @@ class OuterSteps:
 
     def __init__(
         self,
-        transport: Transport,
-        worker: StageWorker,
+        context: ReplicaContext,
         membership: Membership,
-        standing: Standing,
-        exchanger: Exchanger,
+        averaging: Averaging,
         copier: StateCopier,
         pace: Pace,
-        *,
-        rng: random.Random,
-        moved: Pulse,
-        emit: Callable[[AnyEvent], None],
+        behind: FarBehind,
     ) -> None:
-        self._transport = transport
-        self._worker = worker
+        """`behind`: whether this replica is far behind its fellows."""
+        self._transport = context.transport
+        self._worker = context.worker
+        self._rng = context.rng
+        self._moved = context.moved
+        self._emit = context.emit
         self._membership = membership
-        self._standing = standing
-        self._exchanger = exchanger
+        self._standing = averaging.standing
+        self._exchanger = averaging.exchanger
         self._copier = copier
         self._pace = pace
-        self._rng = rng
-        self._moved = moved
-        self._emit = emit
+        self._behind = behind
         self.partners: dict[str, int] = {}
         """Committed outer steps by partner."""
         self.last_taken = False
@@ -64,8 +58,6 @@ class OuterSteps:
         self.relayed: Callable[[], Collection[PeerId]] = frozenset
         """Peers that are connected through relays only, as of now."""
         self._ways = FellowWays()
-        self.behind: FarBehind | None = None
-        """Whether this replica is far behind; None: it never is."""
 
     async def run(self) -> None:
         """Decide after every pulse, until cancelled."""
@@ -103,7 +95,7 @@ class OuterSteps:
             engaged=self._exchanger.engaged or self._membership.state is PeerState.DRAINING,
             next_try=next_try,
             last_round=last_round,
-            behind=self.behind is not None and self.behind.stands_back,
+            behind=self._behind.stands_back,
             last_done=self.last_taken,
             weigh=lambda fellows: self._ways.weights(fellows, self.relayed(), ambient.monotonic()),
         )
@@ -120,8 +112,7 @@ class OuterSteps:
         except (Refused, TransportError) as error:
             logger.debug("could not catch up with %s: %r", partner, error)
             return
-        if self.behind is not None:
-            self.behind.look()
+        self._behind.look()
         self.begin_on_probation()
         logger.info("caught up with %s: clock %.0f", partner, manifest.clock)
         rate, seconds = self._worker.current_learning_rate(), ambient.monotonic() - started

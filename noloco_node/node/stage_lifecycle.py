@@ -229,7 +229,9 @@ class Stays:
     async def accompany(self, replica: Replica) -> None:
         """Beside the training: keep and give copies, and set `move` and the replica's `stop` when it is time to go."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.copies.keep(replica.membership, replica.worker, replica.donor.rate.take))
+            group.create_task(
+                self.copies.keep(replica.membership, replica.worker, replica.state_transfer.donor.rate.take)
+            )
             if self.may_move:
                 group.create_task(self._watch(replica))
 
@@ -251,7 +253,7 @@ class Stays:
         relocation = Relocation(standing, self._rng)
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if replica.stop.is_set() or not replica.run_goes_on():
+            if replica.stop.is_set() or not replica.course.run_goes_on():
                 continue
             now = self._directory.now()
             seen, shut = (
@@ -274,7 +276,7 @@ class Stays:
     def _shut(self, replica: Replica) -> list[PeerId]:
         """Peers that answer at the next stage, where nothing gets through to it and a fellow that works stays here."""
         members = replica.membership
-        if not replica.next_stage_shut or not any(map(self._known.has_worked, members.counted_fellows())):
+        if not replica.pipeline.next_stage_shut or not any(map(self._known.has_worked, members.counted_fellows())):
             return []
         return [PeerId(record.peer_id) for record in members.there(replica.stage + 1, *SERVING)]
 

@@ -77,8 +77,16 @@ class InferenceServer:
     """Answers for this node's stage. `share`: `node.generate_share`; with 0 the method is not served."""
 
     def __init__(
-        self, spec: RunSpec, cut: StageCut, hidden: int, vocabulary: int, worker: StageWorker, share: float
+        self,
+        spec: RunSpec,
+        cut: StageCut,
+        hidden: int,
+        vocabulary: int,
+        worker: StageWorker,
+        share: float,
+        behind: FarBehind | None = None,
     ) -> None:
+        """`behind`: whether this replica is far behind its fellows; None: it never is."""
         self._spec = spec
         self._cut = cut
         self._hidden = hidden
@@ -88,8 +96,7 @@ class InferenceServer:
         self._rations = Rations(share, spec.data.sequence_length, lambda: worker.last_trained.tokens)
         self._held = 0
         self.accepting = False
-        self.behind: FarBehind | None = None
-        """Whether this replica is far behind its fellows; None: it never is."""
+        self._behind = behind
 
     def serve(self, transport: Transport) -> None:
         """Register with the transport, where the node gives anything."""
@@ -108,7 +115,7 @@ class InferenceServer:
             protocol=request.protocol,
         )
         tokens = self._tokens_of(specs)
-        if self._held >= AT_ONCE or (self.behind is not None and self.behind.stands_back):
+        if self._held >= AT_ONCE or (self._behind is not None and self._behind.stands_back):
             raise Refused(Refusal.BUSY, f"{self._held} windows of who generates are held here")
         self._rations.take(peer, tokens)
         self._held += 1

@@ -280,7 +280,9 @@ class PipelineServer:
         ledger: Ledger,
         max_pending: int,
         acquaintances: Acquaintances,
+        behind: FarBehind | None = None,
     ) -> None:
+        """`behind`: whether this replica is far behind its fellows; None: it never is."""
         self._spec = spec
         self._stage = stage
         self._hidden = hidden
@@ -299,8 +301,7 @@ class PipelineServer:
         self.out_of_scale = 0
         """Microbatches refused so far because their activations were much too large."""
         self.accepting = False
-        self.behind: FarBehind | None = None
-        """Whether this replica is far behind its fellows; None: it never is."""
+        self._behind = behind
 
     @property
     def pending(self) -> int:
@@ -316,7 +317,7 @@ class PipelineServer:
         before its body arrives."""
         if not self.accepting:
             raise Refused(Refusal.DRAINING)
-        if self.behind is not None and self.behind.stands_back:
+        if self._behind is not None and self._behind.stands_back:
             raise Refused(Refusal.BUSY, "this replica is far behind and takes a fellow's state first")
         check_addressed(
             run=header.run,

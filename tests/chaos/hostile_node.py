@@ -103,7 +103,7 @@ class Attacker:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._transport: Any = replica._transport
+        self._transport: Any = replica.context.transport
         attacks = {
             "garbage": self._garbage,
             "wrong checksum": self._wrong_checksum,
@@ -123,7 +123,7 @@ class Attacker:
         """Until cancelled."""
         while self._attacks:
             await asyncio.sleep(ROUND_SECONDS)
-            for stage in range(self._replica.spec.stages):
+            for stage in range(self._replica.context.spec.stages):
                 for record in self._replica.membership.live(stage):
                     if record.peer_id != self._transport.peer_id:
                         await self._attack(PeerId(record.peer_id), stage)
@@ -226,7 +226,7 @@ class Attacker:
         directory: Any = self._replica.membership._directory
         while not hasattr(directory, "_node"):  # what screens the records wraps what fetches them
             directory = directory._directory
-        key, expires = stage_key(self._replica.spec.run_id, stage), directory.now() + 300
+        key, expires = stage_key(self._replica.context.spec.run_id, stage), directory.now() + 300
         record = PeerRecord(
             peer_id=self._transport.peer_id,
             stage=stage,
@@ -249,7 +249,7 @@ class Attacker:
                     await directory._node.store(near, [row])
 
     def _header(self, stage: int) -> dict[str, Any]:
-        spec = self._replica.spec
+        spec = self._replica.context.spec
         own, clock = self._transport.peer_id, self._replica.worker.progress.clock
         header = MicrobatchHeader(
             id=secrets.token_hex(16),
@@ -263,7 +263,7 @@ class Attacker:
         return header.model_dump(mode="json")
 
     def _tensors(self) -> tuple[Tensor, Tensor]:
-        spec = self._replica.spec
+        spec = self._replica.context.spec
         shape = (spec.inner.microbatch_windows, spec.data.sequence_length)
         hidden = int(spec.model.config["hidden_size"])
         return torch.randn(*shape, hidden), torch.zeros(shape, dtype=torch.int32)

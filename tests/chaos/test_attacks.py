@@ -62,10 +62,13 @@ async def alive(
 async def test_a_dial_of_the_stranger_is_answered_badly_each_time() -> None:
     """Proposals and openings, each an offence to who dialled."""
     attack = "bad answers to exchanges"
-    async with world(micro_spec(stages=1)) as made, alive(made.replicas[0].spec, made.network, ATTACKS[attack]) as life:
+    async with (
+        world(micro_spec(stages=1)) as made,
+        alive(made.replicas[0].context.spec, made.network, ATTACKS[attack]) as life,
+    ):
         [honest] = made.replicas
         for dials in range(1, 9):
-            assert not await honest.exchanger.dial(life.transport.peer_id)
+            assert not await honest.averaging.exchanger.dial(life.transport.peer_id)
             assert cast("Any", honest)._transport.conduct.offences == {"bad_answer": dials}
         counts = life.tally.counts[attack]
         assert counts["proposals answered"] == 8
@@ -102,9 +105,9 @@ async def test_the_dripping_donor_reads_the_honest_ones_so_that_it_is_the_least_
     victim = Victim(peer_name(0, 0), 0, "")
     async with world(spec) as made:
         [honest] = made.replicas
-        honest.donor.accepting = True
+        honest.state_transfer.donor.accepting = True
         async with alive(spec, made.network, ATTACKS["dripping donor"], [victim]):
-            await eventually(lambda: honest.donor.readers == 1)
+            await eventually(lambda: honest.state_transfer.donor.readers == 1)
 
 
 async def test_a_hostile_copy_is_taken_by_a_guard_that_asks_for_it() -> None:

@@ -27,7 +27,7 @@ async def test_two_stages_over_p2pd_equal_single_process_training(traceless: Pat
     async with libp2p_world(spec, traceless) as made:
         assert len(p2pd_children()) >= 2
         await run_and_compare(made, spec)
-        transport = made.replicas[1]._transport  # pyright: ignore[reportPrivateUsage]
+        transport = made.replicas[1].context.transport
         assert isinstance(transport, Libp2pTransport)
         activations = STEPS * 4 * 16 * 32 * 4
         assert transport.traffic.received["microbatch"] > activations, "it must have come over the streams"

@@ -84,11 +84,11 @@ async def test_a_request_with_counts_that_cannot_be_is_refused() -> None:
         )
         tensors = torch.zeros(4, 16, 32), torch.zeros(4, 16, dtype=torch.int32)
         with pytest.raises(Refused, match="counts of chosen experts"):
-            await last.server.handle(peer_name(0, 0), header, tensors)
+            await last.pipeline.server.handle(peer_name(0, 0), header, tensors)
         assert last.worker.trained_tokens == 0
-        last.server.accepting = True
+        last.pipeline.server.accepting = True
         await last.membership.announce(PeerState.TRAINING)
         await first.membership.refresh()
-        assert first.origin is not None
-        assert await first.origin.train_one()
+        assert first.pipeline.origin is not None
+        assert await first.pipeline.origin.train_one()
         assert last.worker.trained_tokens == 64

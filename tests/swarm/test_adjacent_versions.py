@@ -170,7 +170,7 @@ async def test_two_releases_of_one_protocol_version_train_in_one_swarm(monkeypat
         finally:
             await cancel_and_wait(running)
         for replica in made.replicas:
-            assert replica._transport.conduct.offences.total() == 0
+            assert replica.context.transport.conduct.offences.total() == 0
 
 
 def test_one_protocol_version_makes_one_run_of_one_file() -> None:

@@ -23,7 +23,6 @@ from noloco_node.telemetry.events import Account, OuterStep
 from noloco_node.training.stage_trainer import LossResult
 from noloco_node.transport import bans as conduct
 from noloco_node.transport.memory import Fault, FaultKind
-from noloco_node.transport.messages import Message
 from noloco_node.trust.reputation import SET_ASIDE_AT, Trust
 from tests.support import eventually
 from tests.worlds import World, last_accounts, micro_spec, peer_name, run_to_the_end, run_with_faults, world
@@ -79,7 +78,7 @@ async def test_a_liar_among_three_is_set_aside_by_every_origin_and_nobody_else(l
     async with world(near_spec(steps=60), replicas=3) as made:
         lying(made.of_stage(1)[0], LIES[lie])
         await run_to_the_end(made)
-        books = [replica._book for replica in made.of_stage(0)]
+        books = [replica.pipeline.book for replica in made.of_stage(0)]
         accounts = last_accounts(made)
     heads, tails = accounts[:3], accounts[3:]
     check_books(made, heads, tails)
@@ -111,22 +110,22 @@ async def test_links_of_different_codecs_give_no_false_finding() -> None:
     links: set[tuple[PeerId, str]] = set()
     async with world(spec.model_copy(update={"pipeline": pipeline}), replicas=3) as made:
         for head in made.of_stage(0):
-            assert head._downstream is not None
-            head._downstream._codecs.choose = lambda peer: pipeline.activations[int(peer[-1])]  # type: ignore[method-assign]
+            assert head.pipeline.downstream is not None
+            head.pipeline.downstream._codecs.choose = lambda peer: pipeline.activations[int(peer[-1])]  # type: ignore[method-assign]
         for tail in made.of_stage(1):
-            admitted = tail.server.handle
+            admitted = tail.pipeline.server.handle
 
             async def seen(
                 peer: PeerId, header: MicrobatchHeader, tensors: Any, handle: Any = admitted, own: Replica = tail
             ) -> Any:
                 if header.mode == "train":
                     codecs.setdefault(tensors[1].numpy().tobytes(), set()).add(header.codec)
-                    links.add((own._transport.peer_id, header.codec))
+                    links.add((own.context.transport.peer_id, header.codec))
                 return await handle(peer, header, tensors)
 
-            tail.server.handle = seen  # type: ignore[method-assign]
-            tail._transport.withdraw(MICROBATCH.name)
-            tail.server.serve(tail._transport)
+            tail.pipeline.server.handle = seen  # type: ignore[method-assign]
+            tail.context.transport.withdraw(MICROBATCH.name)
+            tail.pipeline.server.serve(tail.context.transport)
         await run_to_the_end(made)
         accounts = last_accounts(made)
     findings = Counter[str]()
@@ -185,11 +184,11 @@ async def test_a_replica_that_has_lost_its_weights_is_set_aside_copies_a_fellow_
             return len(outer_steps(made, 3))
 
         async def is_cleared(before: int) -> None:
-            books = [replica._book for replica in made.of_stage(0)]
+            books = [replica.pipeline.book for replica in made.of_stage(0)]
             await eventually(lambda: any(book.trust(peer_name(1, 0)) is Trust.SET_ASIDE for book in books), 60)
             await eventually(lambda: any(e.kind == "caught_up" for e in outer_steps(made, 3)[before:]), 60)
-            served = lost.ledger.served
-            await eventually(lambda: lost.ledger.served > served + 20, 60, "it works again")
+            served = lost.pipeline.ledger.served
+            await eventually(lambda: lost.pipeline.ledger.served > served + 20, 60, "it works again")
             apart = float((master(lost) - master(fellow)).norm())
             assert apart < 0.3 * float(master(fellow).norm()), (
                 "fellows drift by a tenth at most, the noise was far larger"
@@ -212,10 +211,10 @@ async def test_what_an_audited_peer_gets_is_a_microbatch_like_the_first(monkeypa
     seen: list[dict[str, object]] = []
     handle = PipelineServer.handle
 
-    async def noted(server: PipelineServer, peer: PeerId, message: Message) -> Message:
-        if message.header["mode"] == "train":
-            seen.append({**message.header, "sum": float(message.tensors[0].double().sum())})
-        return await handle(server, peer, message)
+    async def noted(server: PipelineServer, peer: PeerId, header: MicrobatchHeader, tensors: Any) -> Any:
+        if header.mode == "train":
+            seen.append({**header.model_dump(mode="json"), "sum": float(tensors[0].double().sum())})
+        return await handle(server, peer, header, tensors)
 
     monkeypatch.setattr(PipelineServer, "handle", noted)
     async with world(near_spec(steps=30), replicas=3) as made:

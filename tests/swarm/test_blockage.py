@@ -99,7 +99,7 @@ async def fill(made: World, stage: int, many: int) -> list[MemoryTransport]:
         peer = PeerId(f"crowd-{number:08d}")
         transport = MemoryTransport(made.network, peer)
         directory = MemoryDirectory(made.hub)
-        serve_records(transport, made.replicas[0].spec.run_id, directory, lambda: stage)
+        serve_records(transport, made.replicas[0].context.spec.run_id, directory, lambda: stage)
 
         async def busy(_peer: PeerId, _message: Message) -> Message:
             raise Refused(Refusal.BUSY, "always")
@@ -120,7 +120,7 @@ async def test_a_stage_that_only_a_crowd_of_keys_fills_is_rescued_by_a_neighbour
     there, and finds nobody worth its trust there."""
     monkeypatch.setattr(stays_module, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr("noloco_node.placement.balancing.RESCUE_SLOT_SECONDS", 0.2)
-    monkeypatch.setattr("noloco_node.node.replica.patience", lambda *_: 0.3)
+    monkeypatch.setattr("noloco_node.pipeline.participant.patience", lambda *_: 0.3)
     spec = micro_spec(limits=LimitsSpec(record_seconds=1.0, grace_seconds=2, chunk_bytes=4096))
     settings = NodeSettings(in_flight=1, drain_seconds=1, moves="always")
     async with world(spec, replicas=2, settings=settings) as made:
@@ -129,8 +129,8 @@ async def test_a_stage_that_only_a_crowd_of_keys_fills_is_rescued_by_a_neighbour
         crowd = await fill(made, 1, 6)
         origins, stays = made.replicas[:2], list[Stays]()
         for own, other in (origins, origins[::-1]):
-            transport = own._transport  # pyright: ignore[reportPrivateUsage]
-            transport.acquaintances.worked(other._transport.peer_id)  # pyright: ignore[reportPrivateUsage]
+            transport = own.context.transport
+            transport.acquaintances.worked(other.context.transport.peer_id)  # pyright: ignore[reportPrivateUsage]
             directory = own.membership._directory  # pyright: ignore[reportPrivateUsage]
             stays.append(Stays(spec, settings, footprint_of(spec), transport, directory))
         async with asyncio.TaskGroup() as group:
@@ -147,7 +147,7 @@ async def test_a_stage_that_only_a_crowd_of_keys_fills_is_rescued_by_a_neighbour
                 replica.stop.set()
         (mover,) = (n for n, each in enumerate(stays) if each.move is not None)
         assert stays[mover].move == Move(1, "lost")
-        known = origins[mover]._transport.acquaintances  # pyright: ignore[reportPrivateUsage]
+        known = origins[mover].context.transport.acquaintances  # pyright: ignore[reportPrivateUsage]
         assert all(known.failed(each.peer_id) for each in crowd)
         for each in crowd:
             await each.close()

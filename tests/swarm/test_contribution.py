@@ -397,14 +397,18 @@ async def test_a_training_swarm_counts_the_same_on_both_sides() -> None:
         await run_to_the_end(made, within=120)
         await one_turn()
         by_server = {
-            (server._transport.peer_id, peer): (done.microbatches, done.tokens)
+            (server.context.transport.peer_id, peer): (done.microbatches, done.tokens)
             for server in made.of_stage(1)
-            for peer, done in server.ledger.done_for.items()
+            for peer, done in server.pipeline.ledger.done_for.items()
         }
         by_served = {
-            (peer, served._transport.peer_id): (done.microbatches, done.tokens)
+            (peer, served.context.transport.peer_id): (done.microbatches, done.tokens)
             for served in made.of_stage(0)
-            for peer, done in served.ledger.done_by.items()
+            for peer, done in served.pipeline.ledger.done_by.items()
         }
         assert by_server == by_served
-        assert sum(count for count, _ in by_server.values()) == sum(r.ledger.trained for r in made.of_stage(0)) > 10
+        assert (
+            sum(count for count, _ in by_server.values())
+            == sum(r.pipeline.ledger.trained for r in made.of_stage(0))
+            > 10
+        )

@@ -40,12 +40,12 @@ async def trained_replicas(outer: OuterSpec, microbatches: Sequence[int]) -> Asy
         limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=0.4, record_seconds=3, grace_seconds=1),
     )
     async with world(spec, replicas=len(microbatches)) as made, asyncio.TaskGroup() as group:
-        running = [group.create_task(replica.exchanger.run()) for replica in made.replicas]
+        running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
         for replica, count in zip(made.replicas, microbatches, strict=True):
-            replica.exchanger.accepting = True
-            assert replica.origin is not None
+            replica.averaging.exchanger.accepting = True
+            assert replica.pipeline.origin is not None
             for _ in range(count):
-                await replica.origin.train_one()
+                await replica.pipeline.origin.train_one()
         yield made
         for task in running:
             task.cancel()
@@ -83,7 +83,7 @@ async def test_an_exchange_is_the_textbook_step_on_both_sides() -> None:
     async with two_replicas() as (made, left, right):
         before = [await state_of(replica) for replica in (left, right)]
         clocks = [replica.worker.progress.clock for replica in (left, right)]
-        assert await left.exchanger.dial(peer_name(0, 1))
+        assert await left.averaging.exchanger.dial(peer_name(0, 1))
         await both_committed(made)
         after = [await state_of(replica) for replica in (left, right)]
         rule = OuterRule(0.5, 0.5, 0.5, "averaged")
@@ -117,12 +117,12 @@ async def test_training_goes_on_during_an_exchange_and_is_kept() -> None:
             await release.wait()
 
         made.network.inject(Fault(FaultKind.DELAY, method=exchange.CHUNK.name, times=1, wait=wait))
-        dialling = asyncio.create_task(left.exchanger.dial(peer_name(0, 1)))
+        dialling = asyncio.create_task(left.averaging.exchanger.dial(peer_name(0, 1)))
         async with asyncio.timeout(60):
             await held.wait()
         snapshot = left.worker.outer.snapshot.clone()
-        assert left.origin is not None
-        await left.origin.train_one()
+        assert left.pipeline.origin is not None
+        await left.pipeline.origin.train_one()
         trained = (await state_of(left))["fast"]
         release.set()
         assert await dialling
@@ -139,7 +139,7 @@ async def test_a_lost_answer_costs_one_more_request_and_adds_nothing_twice() -> 
     async with two_replicas() as (made, left, right):
         made.network.inject(Fault(FaultKind.LOSE_ANSWER, method=exchange.CHUNK.name, times=1))
         before = [await state_of(replica) for replica in (left, right)]
-        assert await left.exchanger.dial(peer_name(0, 1))
+        assert await left.averaging.exchanger.dial(peer_name(0, 1))
         await both_committed(made)
         after = [await state_of(replica) for replica in (left, right)]
         assert made.network.fired[FaultKind.LOSE_ANSWER] == 1
@@ -161,7 +161,7 @@ async def test_an_exchange_by_any_codec_is_the_textbook_step_and_keeps_the_mean(
         left, right = made.replicas
         before = [await state_of(replica) for replica in (left, right)]
         part = left.worker.part(fragments - 1).slice
-        assert await left.exchanger.dial(peer_name(0, 1), fragments - 1)
+        assert await left.averaging.exchanger.dial(peer_name(0, 1), fragments - 1)
         await both_committed(made)
         after = [await state_of(replica) for replica in (left, right)]
         events = [outer_steps(made, index, "paired")[0] for index in (0, 1)]
@@ -199,14 +199,14 @@ async def test_a_fragment_by_four_bits_over_p2pd(tmp_path: Path) -> None:
     spec = micro_spec(stages=1, outer=RULE.model_copy(update={"codec": "int4", "fragments": 2}))
     with nothing_left_behind():
         async with libp2p_world(spec, tmp_path, replicas=2) as made, asyncio.TaskGroup() as group:
-            running = [group.create_task(replica.exchanger.run()) for replica in made.replicas]
+            running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
             for replica in made.replicas:
-                replica.exchanger.accepting = True
-                assert replica.origin is not None
-                await replica.origin.train_one()
+                replica.averaging.exchanger.accepting = True
+                assert replica.pipeline.origin is not None
+                await replica.pipeline.origin.train_one()
             left, right = made.replicas
             before = [await state_of(replica) for replica in made.replicas]
-            assert await left.exchanger.dial(right._transport.peer_id, 1)  # pyright: ignore[reportPrivateUsage]
+            assert await left.averaging.exchanger.dial(right.context.transport.peer_id, 1)  # pyright: ignore[reportPrivateUsage]
             await both_committed(made)
             after = [await state_of(replica) for replica in made.replicas]
             start = left.worker.part(1).start
@@ -224,17 +224,17 @@ async def test_fragments_find_partners_of_their_own() -> None:
     async with trained_replicas(outer, (4, 4, 4)) as made:
         first = made.replicas[0]
         for fragment, fellow in ((0, 1), (1, 2)):
-            assert await first.exchanger.dial(peer_name(0, fellow), fragment)
-            await eventually(lambda: not any(replica.exchanger.engaged for replica in made.replicas))
+            assert await first.averaging.exchanger.dial(peer_name(0, fellow), fragment)
+            await eventually(lambda: not any(replica.averaging.exchanger.engaged for replica in made.replicas))
         since = [replica.worker.progress.steps_since_outer for replica in made.replicas]
         assert since == [(0, 0), (0, 5), (4, 0)], "the second fragment starts one step ahead"
-        assert not await first.exchanger.dial(peer_name(0, 1), 0), "too early for this fragment"
-        assert not await first.exchanger.dial(peer_name(0, 1), None), "and so for the whole"
+        assert not await first.averaging.exchanger.dial(peer_name(0, 1), 0), "too early for this fragment"
+        assert not await first.averaging.exchanger.dial(peer_name(0, 1), None), "and so for the whole"
         ending = made.replicas[1]
-        ending.exchanger.last_round = True
+        ending.averaging.exchanger.last_round = True
         for fragment, is_the_last in ((0, False), (None, True)):
-            assert await first.exchanger.dial(peer_name(0, 1), fragment)
-            await eventually(lambda: not any(replica.exchanger.engaged for replica in made.replicas))
+            assert await first.averaging.exchanger.dial(peer_name(0, 1), fragment)
+            await eventually(lambda: not any(replica.averaging.exchanger.engaged for replica in made.replicas))
             assert ending.outer_steps.last_taken is is_the_last, "only the whole is a last outer step"
         assert ending.worker.progress.steps_since_outer == (0, 0)
         assert [event.fragment for event in outer_steps(made, 0, "paired")] == [0, 1, 0, None]
@@ -245,14 +245,14 @@ async def test_a_fragment_alone_leaves_the_others() -> None:
     async with trained_replicas(RULE.model_copy(update={"fragments": 2}), (4,)) as made:
         (replica,) = made.replicas
         before = await state_of(replica)
-        await replica.exchanger.step_alone(1)
+        await replica.averaging.exchanger.step_alone(1)
         after = await state_of(replica)
         start = replica.worker.part(1).start
         for name in ("slow", "momentum"):
             assert torch.equal(before[name][:start], after[name][:start])
             assert float((before[name][start:] - after[name][start:]).abs().max()) > 1e-4
         assert replica.worker.progress.steps_since_outer == (4, 0)
-        assert replica.exchanger.free_since_step == 0, "the search for the other fragment's partner goes on"
+        assert replica.averaging.exchanger.free_since_step == 0, "the search for the other fragment's partner goes on"
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int4"])
@@ -263,8 +263,8 @@ async def test_a_partner_that_vanishes_changes_nothing(method: str, codec: Liter
         before = [await state_of(replica) for replica in (left, right)]
         fault = made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=method))
         silent = made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=exchange.LEAVE.name))
-        assert not await left.exchanger.dial(peer_name(0, 1), 1)
-        await eventually(lambda: not right.exchanger.engaged, what="the dialled side gives up")
+        assert not await left.averaging.exchanger.dial(peer_name(0, 1), 1)
+        await eventually(lambda: not right.averaging.exchanger.engaged, what="the dialled side gives up")
         assert unchanged(before[0], await state_of(left))
         assert unchanged(before[1], await state_of(right))
         assert outer_steps(made, 0, "aborted")
@@ -272,7 +272,7 @@ async def test_a_partner_that_vanishes_changes_nothing(method: str, codec: Liter
         assert made.network.fired[FaultKind.LOSE_REQUEST] > 0
         made.network.lift(fault)
         made.network.lift(silent)
-        assert await left.exchanger.dial(peer_name(0, 1), 1)
+        assert await left.averaging.exchanger.dial(peer_name(0, 1), 1)
 
 
 @pytest.mark.parametrize("hostile", ["dialler", "dialled"])
@@ -298,9 +298,9 @@ async def test_a_hostile_sketch_is_refused_or_its_step_is_bounded(
             monkeypatch.setattr(liar.worker.outer, "agree", lambda _others: None)
         before = await state_of(honest)
         own_motion = float((0.5 * (before["fast"] - before["slow"])).norm())
-        await left.exchanger.dial(peer_name(0, 1))
+        await left.averaging.exchanger.dial(peer_name(0, 1))
         await eventually(lambda: outer_steps(made, index, "paired") or outer_steps(made, index, "aborted"))
-        await eventually(lambda: not honest.exchanger.engaged)
+        await eventually(lambda: not honest.averaging.exchanger.engaged)
         after = await state_of(honest)
         aborted = outer_steps(made, index, "aborted")
     assert bool(torch.isfinite(torch.stack([after[name] for name in ("slow", "momentum", "fast")])).all())
@@ -323,17 +323,17 @@ async def test_who_dials_without_end_is_told_that_others_have_their_part_too() -
 
         async def visit(dialler: Replica, target: int) -> bool:
             for replica in made.replicas:
-                assert replica.origin is not None
-                await replica.origin.train_one()
-            done = await dialler.exchanger.dial(peer_name(0, target))
-            await eventually(lambda: not any(replica.exchanger.engaged for replica in made.replicas))
+                assert replica.pipeline.origin is not None
+                await replica.pipeline.origin.train_one()
+            done = await dialler.averaging.exchanger.dial(peer_name(0, target))
+            await eventually(lambda: not any(replica.averaging.exchanger.engaged for replica in made.replicas))
             return done
 
         assert [await visit(eager, 1) for _ in range(4)] == [True, True, False, False]
         assert await visit(other, 1)
         assert await visit(dialled, 0)
         assert not await visit(eager, 1)
-        dialled.exchanger.last_round = True
+        dialled.averaging.exchanger.last_round = True
         assert await visit(eager, 1)
 
 
@@ -342,8 +342,8 @@ async def test_poison_is_refused_and_changes_nothing() -> None:
     async with two_replicas() as (made, left, right):
         before = await state_of(right)
         left.worker.outer.slow.fill_(float("nan"))
-        assert not await left.exchanger.dial(peer_name(0, 1))
-        await eventually(lambda: not right.exchanger.engaged, what="the dialled side gives up")
+        assert not await left.averaging.exchanger.dial(peer_name(0, 1))
+        await eventually(lambda: not right.averaging.exchanger.engaged, what="the dialled side gives up")
         assert unchanged(before, await state_of(right))
         assert "NaN" in outer_steps(made, 1, "aborted")[0].reason
 
@@ -354,7 +354,7 @@ async def test_one_partner_moves_a_replica_by_at_most_the_bound() -> None:
         before = await state_of(right)
         own_motion = float((0.5 * (before["fast"] - before["slow"])).norm())
         left.worker._trainer.master.add_(1000.0)  # pyright: ignore[reportPrivateUsage]
-        assert await left.exchanger.dial(peer_name(0, 1))
+        assert await left.averaging.exchanger.dial(peer_name(0, 1))
         await both_committed(made)
         after = await state_of(right)
         moved = float((after["slow"] - before["slow"]).norm())
@@ -368,7 +368,9 @@ async def test_one_partner_moves_a_replica_by_at_most_the_bound() -> None:
 async def test_both_dial_and_one_exchange_comes_of_it() -> None:
     """Two proposals that cross end in one committed step on each side."""
     async with two_replicas() as (made, left, right):
-        results = await asyncio.gather(left.exchanger.dial(peer_name(0, 1)), right.exchanger.dial(peer_name(0, 0)))
+        results = await asyncio.gather(
+            left.averaging.exchanger.dial(peer_name(0, 1)), right.averaging.exchanger.dial(peer_name(0, 0))
+        )
         await both_committed(made)
         assert sorted(results) == [False, True]
         assert [len(outer_steps(made, index, "paired")) for index in (0, 1)] == [1, 1]
@@ -393,15 +395,20 @@ async def test_proposals_that_do_not_fit_are_refused(changes: dict[str, object],
     """Run, stage, protocol and tensor contract are compared before a byte of weights moves."""
     async with two_replicas() as (_, left, right):
         proposal = exchange.Proposal(
-            exchange="a" * 32, run=left.spec.run_id, stage=0, contract=left.worker.contract, clock=1.0, tokens=64
+            exchange="a" * 32,
+            run=left.context.spec.run_id,
+            stage=0,
+            contract=left.worker.contract,
+            clock=1.0,
+            tokens=64,
         )
         message = Message({**proposal.model_dump(mode="json"), **changes})
         with pytest.raises(Refused) as refused:
-            await left._transport.call(  # pyright: ignore[reportPrivateUsage]
+            await left.context.transport.call(  # pyright: ignore[reportPrivateUsage]
                 peer_name(0, 1), exchange.PROPOSE.name, message, timeout=5, progress=5, max_answer_bytes=0
             )
         assert refused.value.reason is reason
-        assert not right.exchanger.engaged
+        assert not right.averaging.exchanger.engaged
 
 
 async def test_chunks_without_an_exchange_are_refused() -> None:
@@ -410,7 +417,7 @@ async def test_chunks_without_an_exchange_are_refused() -> None:
         before = await state_of(right)
         header = exchange.ChunkHeader(exchange="a" * 32, index=0).model_dump(mode="json")
         with pytest.raises(Refused) as refused:
-            await left._transport.call(  # pyright: ignore[reportPrivateUsage]
+            await left.context.transport.call(  # pyright: ignore[reportPrivateUsage]
                 peer_name(0, 1),
                 exchange.CHUNK.name,
                 Message(header, (torch.zeros(1024),)),
@@ -425,10 +432,10 @@ async def test_chunks_without_an_exchange_are_refused() -> None:
 async def test_no_exchange_opens_while_a_state_is_taken_over_and_none_is_disturbed_by_a_lag() -> None:
     """A replica that catches up answers `busy`; one in an exchange does too, even to a fellow far ahead."""
     async with two_replicas() as (_, left, right):
-        with right.exchanger.taking_state():
-            assert not await left.exchanger.dial(peer_name(0, 1))
-            assert right.exchanger.engaged
-        assert await left.exchanger.dial(peer_name(0, 1))
+        with right.averaging.exchanger.taking_state():
+            assert not await left.averaging.exchanger.dial(peer_name(0, 1))
+            assert right.averaging.exchanger.engaged
+        assert await left.averaging.exchanger.dial(peer_name(0, 1))
 
 
 def test_on_a_slow_link_chunks_go_one_by_one() -> None:

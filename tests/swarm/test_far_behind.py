@@ -28,7 +28,8 @@ async def test_who_wakes_far_behind_refuses_work_until_it_has_a_fellows_state_wh
     async with world(micro_spec(outer=OuterSpec(max_lag_tokens=LAG)), replicas=3) as made:
         sleeper, *fellows = made.of_stage(1)
         for replica in made.replicas:
-            replica.server.accepting = replica.exchanger.accepting = replica.donor.accepting = True
+            for participant in replica.participants:
+                participant.open()
         for fellow in fellows:
             await run_ahead(fellow, 5 * LAG)
         for replica in made.replicas:
@@ -46,7 +47,7 @@ async def test_who_wakes_far_behind_refuses_work_until_it_has_a_fellows_state_wh
         assert sleeper.worker.progress.clock == fellows[0].worker.progress.clock
         assert (await ask(made, request(made))).header["tokens"] > 0
         await cancel_and_wait([steps])
-        assert made.replicas[3]._transport.peer_id == peer_name(1, 0)
+        assert made.replicas[3].context.transport.peer_id == peer_name(1, 0)
 
 
 def test_who_is_given_no_state_works_again_after_a_while_and_stands_back_once_only() -> None:

@@ -60,7 +60,7 @@ def claim(spec: RunSpec, ghost: Identity, stage: int, sequence: int) -> PeerReco
 @contextlib.asynccontextmanager
 async def haunted(made: Swarm, folder: Path) -> AsyncIterator[None]:
     """One stranger with a p2pd of its own stores and renews the ghosts' records while the block runs."""
-    spec, host = made.replicas[0].spec, made.replicas[0]._transport._host  # type: ignore[attr-defined]
+    spec, host = made.replicas[0].context.spec, made.replicas[0].context.transport._host  # type: ignore[attr-defined]
     ghosts = [
         (load_or_create_identity(folder / f"ghost-{stage}-{number}.key"), stage)
         for stage in range(spec.stages)
@@ -108,7 +108,7 @@ async def test_ghosts_in_a_real_directory_change_no_count_move_nobody_and_put_no
     spec = micro_spec(steps=STEPS, microbatches_a_step=2, outer=OuterSpec(inner_steps=4), limits=LIMITS)
     async with libp2p_world(spec, tmp_path, replicas=2, settings=SETTINGS) as made:
         stays = [
-            Stays(spec, SETTINGS, footprint_of(spec), each._transport, each.membership._directory)  # pyright: ignore[reportPrivateUsage]
+            Stays(spec, SETTINGS, footprint_of(spec), each.context.transport, each.membership._directory)  # pyright: ignore[reportPrivateUsage]
             for each in made.replicas
         ]
         running = [asyncio.create_task(replica.run()) for replica in made.replicas]

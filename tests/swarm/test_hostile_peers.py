@@ -29,18 +29,23 @@ NAME = "a" * 32
 
 async def propose(replica: Replica) -> None:
     """A stranger's proposal, accepted."""
-    replica.exchanger.last_round = True
+    replica.averaging.exchanger.last_round = True
     progress, worker = replica.worker.progress, replica.worker
     proposal = exchange.Proposal(
-        exchange=NAME, run=replica.spec.run_id, stage=0, contract=worker.contract, clock=progress.clock, tokens=64
+        exchange=NAME,
+        run=replica.context.spec.run_id,
+        stage=0,
+        contract=worker.contract,
+        clock=progress.clock,
+        tokens=64,
     )
-    await replica.exchanger.responder.handle_propose(STRANGER, proposal)
+    await replica.averaging.exchanger.responder.handle_propose(STRANGER, proposal)
 
 
 def opening(replica: Replica) -> tuple[exchange.Opening, tuple[torch.Tensor, ...]]:
     """The stranger's header and gauge."""
     header = exchange.Opening(exchange=NAME, clock=replica.worker.progress.clock)
-    specs = replica.exchanger.opening_specs(replica.worker.outer.whole)
+    specs = replica.averaging.exchanger.opening_specs(replica.worker.outer.whole)
     return header, tuple(torch.zeros(spec.shape) for spec in specs)
 
 
@@ -54,7 +59,7 @@ async def test_a_place_is_kept_before_the_body_comes() -> None:
     """Of bodies that are announced together only max_pending are let in at all; what comes to nothing frees its place.
     One peer leaves a quarter of the places to others."""
     async with world(micro_spec(stages=3), settings=NodeSettings(max_pending=4)) as made:
-        server = made.replicas[1].server
+        server = made.replicas[1].pipeline.server
         server.accepting = True
         requests = [request(made, id=f"{number:032x}", budget_ms=100) for number in range(9)]
 
@@ -108,7 +113,7 @@ async def test_a_budget_of_a_day_holds_a_place_no_longer_than_the_runs_own() -> 
             with pytest.raises(Refused) as refused:
                 await ask(made, request(made, budget_ms=86_400_000))
         assert refused.value.reason is Refusal.OUT_OF_REACH
-        assert made.replicas[1].server.pending == 0
+        assert made.replicas[1].pipeline.server.pending == 0
 
 
 @pytest.mark.parametrize("mode", ["train", "evaluate"])
@@ -128,20 +133,20 @@ async def test_chunks_admitted_for_one_exchange_do_not_count_for_its_namesake() 
     """The first exchange ends while its chunks are on their way; the same name is proposed again and not opened."""
     async with two_replicas() as (made, _, right):
         await propose(right)
-        await right.exchanger.responder.handle_open(STRANGER, *opening(right))
+        await right.averaging.exchanger.responder.handle_open(STRANGER, *opening(right))
         chunks = [chunk(right, index) for index in range(right.worker.outer.chunks)]
         for header, tensors in chunks:
-            right.exchanger.responder.admit_chunk(STRANGER, header, specs_of(tensors))
-        right.exchanger.responder.give_up_if_stalled(-1.0)
-        assert not right.exchanger.engaged
+            right.averaging.exchanger.responder.admit_chunk(STRANGER, header, specs_of(tensors))
+        right.averaging.exchanger.responder.give_up_if_stalled(-1.0)
+        assert not right.averaging.exchanger.engaged
         before = await state_of(right)
-        right.exchanger.patience.committed(STRANGER)
+        right.averaging.exchanger.patience.committed(STRANGER)
         await propose(right)
         for each in chunks:
             with pytest.raises(Refused) as refused:
-                await right.exchanger.responder.handle_chunk(STRANGER, *each)
+                await right.averaging.exchanger.responder.handle_chunk(STRANGER, *each)
             assert refused.value.reason is Refusal.MALFORMED
-        await eventually(lambda: not right.exchanger.engaged, what="the second is given up too")
+        await eventually(lambda: not right.averaging.exchanger.engaged, what="the second is given up too")
         assert unchanged(before, await state_of(right))
         assert not outer_steps(made, 1, "paired")
 
@@ -151,7 +156,7 @@ async def test_an_exchange_is_opened_once_however_often_it_is_asked() -> None:
     async with two_replicas() as (_, _, right):
         await propose(right)
         results = await asyncio.gather(
-            *(right.exchanger.responder.handle_open(STRANGER, *opening(right)) for _ in range(3)),
+            *(right.averaging.exchanger.responder.handle_open(STRANGER, *opening(right)) for _ in range(3)),
             return_exceptions=True,
         )
         assert len([result for result in results if isinstance(result, Reply)]) == 1
@@ -166,28 +171,28 @@ async def test_nobody_else_can_speak_in_an_exchange() -> None:
         other = PeerId("another-stranger")
         first = chunk(right, 0)
         with pytest.raises(Refused) as refused:
-            await right.exchanger.responder.handle_open(other, *opening(right))
+            await right.averaging.exchanger.responder.handle_open(other, *opening(right))
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
-        await right.exchanger.responder.handle_open(STRANGER, *opening(right))
+        await right.averaging.exchanger.responder.handle_open(STRANGER, *opening(right))
         with pytest.raises(Refused) as refused:
-            right.exchanger.responder.admit_chunk(other, first[0], specs_of(first[1]))
-        assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
-        with pytest.raises(Refused) as refused:
-            right.exchanger.responder.admit_open(other, opening(right)[0], specs_of(opening(right)[1]))
+            right.averaging.exchanger.responder.admit_chunk(other, first[0], specs_of(first[1]))
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
         with pytest.raises(Refused) as refused:
-            await right.exchanger.responder.handle_chunk(other, *first)
+            right.averaging.exchanger.responder.admit_open(other, opening(right)[0], specs_of(opening(right)[1]))
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
-        await right.exchanger.responder.handle_chunk(STRANGER, *first)
+        with pytest.raises(Refused) as refused:
+            await right.averaging.exchanger.responder.handle_chunk(other, *first)
+        assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
+        await right.averaging.exchanger.responder.handle_chunk(STRANGER, *first)
 
 
 async def test_an_opening_that_was_given_up_meanwhile_touches_no_buffer() -> None:
     """The snapshot took longer than the exchange lived: the buffers may belong to another outer step by then."""
     async with two_replicas() as (_, _, right):
         await propose(right)
-        handling = asyncio.create_task(right.exchanger.responder.handle_open(STRANGER, *opening(right)))
+        handling = asyncio.create_task(right.averaging.exchanger.responder.handle_open(STRANGER, *opening(right)))
         await one_turn()
-        right.exchanger.responder.give_up_if_stalled(-1.0)
+        right.averaging.exchanger.responder.give_up_if_stalled(-1.0)
         right.worker.outer._difference.fill_(7.0)
         with pytest.raises(Refused) as refused:
             await handling
@@ -199,15 +204,15 @@ async def test_a_chunk_whose_caller_left_during_the_arithmetic_counts_when_it_co
     """Its work was done: the repeat adds nothing twice, and the exchange comes to its end."""
     async with two_replicas() as (made, _, right):
         await propose(right)
-        await right.exchanger.responder.handle_open(STRANGER, *opening(right))
-        session = right.exchanger.engagement.session
+        await right.averaging.exchanger.responder.handle_open(STRANGER, *opening(right))
+        session = right.averaging.exchanger.engagement.session
         assert session is not None
-        abandoned = asyncio.create_task(right.exchanger.responder.handle_chunk(STRANGER, *chunk(right, 0)))
+        abandoned = asyncio.create_task(right.averaging.exchanger.responder.handle_chunk(STRANGER, *chunk(right, 0)))
         await one_turn()
-        right.exchanger.arithmetic._thread._pool.submit(int).result(5)
+        right.averaging.exchanger.arithmetic._thread._pool.submit(int).result(5)
         abandoned.cancel()
         await asyncio.wait((abandoned,))
         assert abandoned.cancelled()
         for index in range(right.worker.outer.chunks):
-            await right.exchanger.responder.handle_chunk(STRANGER, *chunk(right, index))
+            await right.averaging.exchanger.responder.handle_chunk(STRANGER, *chunk(right, index))
         await eventually(lambda: outer_steps(made, 1, "paired"), what="the step is committed")

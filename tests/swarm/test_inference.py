@@ -57,7 +57,7 @@ class Asked:
 
     def __init__(self, made: World) -> None:
         self.made = made
-        self.spec = made.replicas[0].spec
+        self.spec = made.replicas[0].context.spec
         self.said: list[str] = []
 
     @contextlib.asynccontextmanager
@@ -88,7 +88,7 @@ async def answering(stages: int = 3, replicas: int = 2, share: float = 0.03) -> 
     settings = NodeSettings(in_flight=1, drain_seconds=1, generate_share=share)
     async with world(micro_spec(stages=stages), replicas=replicas, settings=settings) as made:
         for replica in made.replicas:
-            replica.inference.accepting = True
+            replica.pipeline.inference.accepting = True
             await replica.membership.announce(PeerState.TRAINING)
         yield Asked(made)
 
@@ -124,7 +124,7 @@ async def test_the_stages_of_a_swarm_say_what_the_whole_model_says(stages: int) 
         await records.refresh()
         shown = {record.peer_id for stage in range(stages) for record in records.view.live(stage, records.now())}
         assert ASKER not in shown
-        assert all(replica.ledger.served == 0 for replica in asked.made.replicas)
+        assert all(replica.pipeline.ledger.served == 0 for replica in asked.made.replicas)
 
 
 async def test_a_peer_that_dies_or_answers_nonsense_is_replaced_and_the_text_is_the_same() -> None:
@@ -137,13 +137,13 @@ async def test_a_peer_that_dies_or_answers_nonsense_is_replaced_and_the_text_is_
         async def short(_peer: PeerId, _message: Message) -> Message:
             return Message({}, (torch.zeros(1, VOCABULARY - 1),))
 
-        cast(MemoryTransport, liar._transport)._desk._methods[FORWARD.name].handle = short
+        cast(MemoryTransport, liar.context.transport)._desk._methods[FORWARD.name].handle = short
         parts: list[str] = []
 
         def write(text: str) -> None:
             parts.append(text)
             if len(parts) == 3:
-                asked.made.network.kill(dead._transport.peer_id)
+                asked.made.network.kill(dead.context.transport.peer_id)
 
         async with asked.model() as model:
             await continue_text(model.next_logits, model.longest, Numbers(), wish, write)
@@ -168,12 +168,12 @@ def test_what_a_swarm_says_does_not_speak_to_the_terminal(capsys: pytest.Capture
 async def test_who_was_silent_is_not_asked_again_while_others_are_only_full() -> None:
     """Each time would cost a whole deadline; where all have been silent they are asked all the same."""
     async with answering(stages=1) as asked, asked.model(patience=1e9) as model:
-        dead, full = (replica._transport.peer_id for replica in asked.made.replicas)
+        dead, full = (replica.context.transport.peer_id for replica in asked.made.replicas)
         asked.made.network.kill(dead)
         for _ in range(8):
             await model.next_logits([1])
         assert model.replaced == 1
-        method, said = cast(MemoryTransport, asked.made.replicas[1]._transport)._desk._methods[FORWARD.name], 0
+        method, said = cast(MemoryTransport, asked.made.replicas[1].context.transport)._desk._methods[FORWARD.name], 0
         admit = method.admit
 
         def busy(*request: Any) -> Any:
@@ -193,7 +193,7 @@ async def test_who_was_silent_is_not_asked_again_while_others_are_only_full() ->
 async def test_a_stage_that_answers_nothing_ends_the_text_with_a_reason() -> None:
     """Nobody there, and nobody who gives any: by setting, or while it leaves."""
     async with answering(replicas=1) as asked:
-        asked.made.replicas[1].inference.accepting = False
+        asked.made.replicas[1].pipeline.inference.accepting = False
         with pytest.raises(UserError, match=r"stage 1 .* draining") as caught:
             await told(asked, Wish("A", 1, 0.0, 0))
         assert caught.value.exit_code is ExitCode.NO_DONOR
@@ -263,7 +263,7 @@ async def test_who_asks_for_much_gets_what_was_saved_and_then_a_share_of_what_is
 async def test_a_node_holds_few_windows_of_askers_and_says_busy() -> None:
     """Whatever else it does: one a peer, two in all; places are free again when the answer is there."""
     async with answering(stages=2, replicas=1) as asked:
-        server = asked.made.replicas[0].inference
+        server = asked.made.replicas[0].pipeline.inference
         header = ForwardHeader(run=asked.spec.run_id, stage=0)
         specs = (TensorSpec("i32", (1, 4)),)
         places = [server.admit(PeerId(f"asker-{number}"), header, specs) for number in range(2)]
@@ -305,7 +305,7 @@ async def test_what_is_no_window_is_refused_and_no_weight_moves(
         header = ForwardHeader(run=asked.spec.run_id, stage=stage).model_dump(mode="json")
         with pytest.raises(Refused) as refused:
             await asker.call(
-                replica._transport.peer_id, FORWARD.name, Message(header, tensors),
+                replica.context.transport.peer_id, FORWARD.name, Message(header, tensors),
                 timeout=5, progress=5, max_answer_bytes=1 << 20,
             )  # fmt: skip
         await asker.close()
@@ -337,7 +337,9 @@ async def test_askers_take_turns_with_the_training_and_do_not_wait_for_its_end()
             for number in range(30)
         ]
         header = ForwardHeader(run=asked.spec.run_id, stage=1)
-        waiting.append(asyncio.ensure_future(last.inference.handle(ASKER, header, (torch.randn(1, LENGTH, 32),))))
+        waiting.append(
+            asyncio.ensure_future(last.pipeline.inference.handle(ASKER, header, (torch.randn(1, LENGTH, 32),)))
+        )
         await eventually(lambda: worker.queued == 31, what="all wait")
         begin.set()
         await asyncio.gather(held, *waiting)

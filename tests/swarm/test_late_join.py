@@ -54,11 +54,11 @@ FIRST, SECOND = peer_name(0, 0), peer_name(0, 1)
 
 async def make_veteran(replica: Replica) -> None:
     """Past its first outer round, advertised, and ready to give."""
-    assert replica.origin is not None
+    assert replica.pipeline.origin is not None
     for _ in range(3):
-        await replica.origin.train_one()
-    await replica.exchanger.step_alone()
-    replica.donor.accepting = True
+        await replica.pipeline.origin.train_one()
+    await replica.averaging.exchanger.step_alone()
+    replica.state_transfer.donor.accepting = True
     await replica.membership.announce(PeerState.TRAINING)
 
 
@@ -87,7 +87,7 @@ async def is_copy_of(replica: Replica, donor: Replica) -> bool:
 
 def forge(replica: Replica, monkeypatch: pytest.MonkeyPatch, change: Callable[[JsonObject], JsonObject]) -> None:
     """This donor's manifests are changed after they were signed."""
-    method = replica._transport._desk._methods[state_messages.OPEN.name]  # type: ignore[attr-defined]
+    method = replica.context.transport._desk._methods[state_messages.OPEN.name]  # type: ignore[attr-defined]
     honest = method.handle
 
     async def forged(peer: PeerId, message: Message) -> Message:
@@ -104,7 +104,7 @@ async def join_until_the_first_has_failed(made: World, joiner: Replica, *, hones
     while FIRST not in failures(made):
         assert await joiner.become_current() == SECOND
     assert await is_copy_of(joiner, made.replicas[1])
-    assert joiner._transport.conduct.offences == ({} if honest else {"bad_answer": 1})
+    assert joiner.context.transport.conduct.offences == ({} if honest else {"bad_answer": 1})
     return failures(made)[FIRST]
 
 
@@ -129,7 +129,7 @@ async def test_a_manifest_that_its_donor_did_not_sign_is_refused_and_the_next_do
 
 def request_of(joiner: Replica) -> Message:
     """What this joiner asks a donor."""
-    request = state_messages.StateRequest(run=joiner.spec.run_id, stage=0, contract=joiner.worker.contract)
+    request = state_messages.StateRequest(run=joiner.context.spec.run_id, stage=0, contract=joiner.worker.contract)
     return Message(request.model_dump(mode="json"))
 
 
@@ -138,7 +138,7 @@ async def test_a_manifest_that_another_peer_signed_is_refused(monkeypatch: pytes
     async with donors_and_joiner() as (made, joiner):
         first, second = made.replicas[:2]
         asked = state_messages.StateRequest.model_validate(request_of(joiner).header)
-        stolen = await second.donor._handle_open(joiner._transport.peer_id, asked)
+        stolen = await second.state_transfer.donor._handle_open(joiner.context.transport.peer_id, asked)
         forge(first, monkeypatch, lambda _: stolen.header.model_dump())
         assert "not signed by the donor" in await join_until_the_first_has_failed(made, joiner)
 
@@ -146,7 +146,7 @@ async def test_a_manifest_that_another_peer_signed_is_refused(monkeypatch: pytes
 async def test_an_altered_chunk_is_refused_and_the_next_donor_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of one chunk; the donor is named with the reason."""
     async with donors_and_joiner() as (made, joiner):
-        method = made.replicas[0]._transport._desk._methods[state_messages.CHUNK.name]  # type: ignore[attr-defined]
+        method = made.replicas[0].context.transport._desk._methods[state_messages.CHUNK.name]  # type: ignore[attr-defined]
         honest = method.handle
 
         async def altered(peer: PeerId, message: Message) -> Message:
@@ -162,7 +162,7 @@ async def test_an_altered_chunk_is_refused_and_the_next_donor_gives(monkeypatch:
 async def test_an_offer_that_is_none_is_an_offence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first donor claims to have fewer than no readers; the second one gives."""
     async with donors_and_joiner() as (made, joiner):
-        method = made.replicas[0]._transport._desk._methods[state_messages.OFFER.name]  # type: ignore[attr-defined]
+        method = made.replicas[0].context.transport._desk._methods[state_messages.OFFER.name]  # type: ignore[attr-defined]
         honest = method.handle
 
         async def altered(peer: PeerId, message: Message) -> Message:
@@ -179,7 +179,7 @@ async def test_a_donor_that_is_slow_full_or_away_offends_nobody() -> None:
         made.network.inject(Fault(FaultKind.UNREACHABLE, target=FIRST))
         made.network.inject(Fault(FaultKind.REFUSE, target=SECOND, reason=Refusal.DRAINING))
         assert await joiner.become_current() == peer_name(0, 2)
-        assert not joiner._transport.conduct.offences
+        assert not joiner.context.transport.conduct.offences
 
 
 @pytest.mark.timeout(120)
@@ -207,13 +207,13 @@ async def test_a_joiner_whose_download_outlasts_max_lag_is_drawn_in_and_does_not
             behind = min(v.worker.progress.clock for v in veterans) - joiner.worker.progress.clock
             assert behind > 2 * spec.max_lag_tokens, "or this proves nothing"
             async with running(joiner):
-                await eventually(lambda: not joiner.standing.newcomer, 60, "its probation ends")
+                await eventually(lambda: not joiner.averaging.standing.newcomer, 60, "its probation ends")
                 rounds = joiner.worker.progress.outer_rounds
                 await eventually(lambda: joiner.worker.progress.outer_rounds > rounds + 3, 60, "it averages on")
                 apart = veterans[0].worker.progress.clock - joiner.worker.progress.clock
         assert not caught_up(made)
         assert abs(apart) < spec.max_lag_tokens
-        assert not any(replica._transport.refusals_given[Refusal.LAGGING] for replica in made.replicas)
+        assert not any(replica.context.transport.refusals_given[Refusal.LAGGING] for replica in made.replicas)
 
 
 @asynccontextmanager
@@ -252,7 +252,7 @@ async def test_a_donor_is_asked_again_after_lost_requests_and_while_it_is_not_re
             assert len([event for event in made.events[-1] if isinstance(event, DonorFailed)]) == 1
     async with donors_and_joiner(1) as (made, joiner):
         donors = [[], [FIRST]]
-        assert (await joiner._copier.copy_best(lambda: asyncio.sleep(0, donors.pop(0))))[0] == FIRST
+        assert (await joiner.state_transfer.copier.copy_best(lambda: asyncio.sleep(0, donors.pop(0))))[0] == FIRST
         asked = made.network.inject(Fault(FaultKind.UNREACHABLE, method=state_messages.OFFER.name, times=99))
         with pytest.raises(UserError):
             await joiner.become_current()
@@ -290,12 +290,12 @@ async def test_no_state_crosses_a_relay(monkeypatch: pytest.MonkeyPatch, relayed
 
     async def relayed(peer: PeerId) -> bool:
         nonlocal looks
-        assert peer == joiner._transport.peer_id
+        assert peer == joiner.context.transport.peer_id
         looks += 1
         return looks <= relayed_looks
 
     async with donors_and_joiner(1) as (made, joiner):
-        made.replicas[0].donor._relayed = relayed
+        made.replicas[0].state_transfer.donor._relayed = relayed
         if relayed_looks < late_join.RELAYED_TRIES:
             assert await joiner.become_current() == FIRST
             return
@@ -305,7 +305,7 @@ async def test_no_state_crosses_a_relay(monkeypatch: pytest.MonkeyPatch, relayed
         assert "a state is not sent through a relay" in error.value.message
         assert looks == late_join.RELAYED_TRIES
         with pytest.raises(Refused, match="through a relay"):
-            await joiner._transport.call(
+            await joiner.context.transport.call(
                 FIRST, state_messages.OPEN.name, request_of(joiner), timeout=5, progress=5, max_answer_bytes=1 << 20
             )
 
@@ -330,13 +330,13 @@ async def test_a_laggard_that_only_relays_connect_says_so_once_and_rests(
 
     monkeypatch.setattr(late_join, "new_download", counted)
     async with donors_and_joiner(1) as (made, laggard):
-        made.replicas[0].donor._relayed = relayed
+        made.replicas[0].state_transfer.donor._relayed = relayed
         await laggard.membership.refresh()
         for _ in range(5):
             await laggard.outer_steps.catch_up(FIRST)
         assert (looks, rooms) == (1, 0)
         monkeypatch.setattr(late_join, "RELAYED_REST_SECONDS", 0.0)
-        laggard._copier._resting.clear()
+        laggard.state_transfer.copier._resting.clear()
         for _ in range(2):
             await laggard.outer_steps.catch_up(FIRST)
         assert (looks, rooms) == (3, 0)
@@ -368,7 +368,7 @@ async def test_a_broken_transfer_goes_on_where_it_broke(monkeypatch: pytest.Monk
     """The donor still holds the snapshot: what has come need not come again, and the copy is of that one moment."""
     monkeypatch.setattr(late_join, "RESUME_PAUSE_SECONDS", 0.01)
     async with donors_and_joiner(1) as (made, joiner):
-        came = count_chunks(joiner._transport, monkeypatch)
+        came = count_chunks(joiner.context.transport, monkeypatch)
         fault = Fault(FaultKind.LOSE_ANSWER, target=FIRST, method=state_messages.CHUNK.name, times=0)
         made.network.inject(fault)
         joining = asyncio.create_task(joiner.become_current())
@@ -377,8 +377,8 @@ async def test_a_broken_transfer_goes_on_where_it_broke(monkeypatch: pytest.Monk
         veteran = made.replicas[0]
         frozen = await fast_weights(veteran)
         await eventually(lambda: made.network.fired[FaultKind.LOSE_ANSWER] >= 3, what="the transfer broke")
-        assert veteran.origin is not None
-        await veteran.origin.train_one()
+        assert veteran.pipeline.origin is not None
+        await veteran.pipeline.origin.train_one()
         assert await joining == FIRST
         assert max(came.values()) == 1, "no chunk came twice"
         assert torch.equal(await fast_weights(joiner), frozen)
@@ -398,7 +398,7 @@ async def test_a_donor_that_falls_silent_is_left_after_the_progress_deadline() -
 
 def drip(replica: Replica, seconds: float) -> None:
     """From now on this donor gives one chunk in so many seconds."""
-    method = replica._transport._desk._methods[state_messages.CHUNK.name]  # type: ignore[attr-defined]
+    method = replica.context.transport._desk._methods[state_messages.CHUNK.name]  # type: ignore[attr-defined]
     honest, turn = method.handle, asyncio.Lock()
 
     async def slowly(peer: PeerId, message: Message) -> Message:
@@ -422,7 +422,7 @@ async def test_a_donor_that_drips_is_left_for_an_idle_one() -> None:
                 assert await joiner.become_current() == SECOND
         assert "another may be faster" in failures(made)[FIRST]
         assert await is_copy_of(joiner, made.replicas[1])
-        assert joiner._transport.conduct.offences.total() == 0
+        assert joiner.context.transport.conduct.offences.total() == 0
 
 
 def test_the_only_donor_is_kept_however_slow() -> None:
@@ -453,16 +453,16 @@ async def test_a_full_donor_says_busy_and_the_joiner_waits_for_a_place(monkeypat
     """Busy is no failure of the donor: nobody is named, and as soon as a place is free the joiner gets the state."""
     monkeypatch.setattr(late_join, "BUSY_PAUSE_SECONDS", (0.05, 0.1))
     async with donors_and_joiner(1, places=1) as (made, joiner):
-        donor = made.replicas[0].donor
+        donor = made.replicas[0].state_transfer.donor
         stranger = MemoryTransport(made.network, PeerId("another-joiner"))
         request = {"timeout": 5.0, "progress": 5.0, "max_answer_bytes": 1 << 20}
         await stranger.call(FIRST, state_messages.OPEN.name, request_of(joiner), **request)
         assert donor.readers == 1
         with pytest.raises(Refused, match="1 joiners read this node's state") as refused:
-            await joiner._transport.call(FIRST, state_messages.OPEN.name, request_of(joiner), **request)
+            await joiner.context.transport.call(FIRST, state_messages.OPEN.name, request_of(joiner), **request)
         assert refused.value.reason is Refusal.BUSY
         joining = asyncio.create_task(joiner.become_current())
-        asked = made.replicas[0]._transport.traffic.received
+        asked = made.replicas[0].context.transport.traffic.received
         before = asked.get(state_messages.OFFER.name, 0)
         await eventually(lambda: asked.get(state_messages.OFFER.name, 0) > before, what="the joiner has asked")
         assert not joining.done()
@@ -483,7 +483,7 @@ async def test_a_donor_without_memory_for_a_copy_says_busy_and_gives_when_there_
         monkeypatch.setattr(state_donor, "free_memory", lambda _: Memory(0, free.pop(0)))
         request = {"timeout": 5.0, "progress": 5.0, "max_answer_bytes": 1 << 20}
         with pytest.raises(Refused, match="no memory for a copy") as refused:
-            await joiner._transport.call(FIRST, state_messages.OPEN.name, request_of(joiner), **request)
+            await joiner.context.transport.call(FIRST, state_messages.OPEN.name, request_of(joiner), **request)
         assert refused.value.reason is Refusal.BUSY
         assert await joiner.become_current() == FIRST
         assert failures(made) == {}
@@ -496,7 +496,7 @@ async def test_busy_donors_are_named_when_the_joiners_patience_ends(monkeypatch:
     async with donors_and_joiner() as (made, joiner):
         made.network.inject(Fault(FaultKind.REFUSE, method=state_messages.OPEN.name, reason=Refusal.BUSY))
         with pytest.raises(late_join.NoDonor) as error:
-            await joiner._copier.copy_best(joiner._first_state.possible_donors, patience=0.5)
+            await joiner.state_transfer.copier.copy_best(joiner.first_state.possible_donors, patience=0.5)
         assert set(error.value.reasons) == {FIRST, SECOND}
         assert all("busy" in reason for reason in error.value.reasons.values())
 
@@ -656,11 +656,11 @@ async def test_a_donor_whose_p2pd_is_killed_midway_is_replaced_by_the_next(
         *veterans, joiner = made.replicas
         for veteran in veterans:
             await make_veteran(veteran)
-        by_id = {veteran._transport.peer_id: veteran for veteran in veterans}
-        came = count_chunks(joiner._transport, monkeypatch)
+        by_id = {veteran.context.transport.peer_id: veteran for veteran in veterans}
+        came = count_chunks(joiner.context.transport, monkeypatch)
         joining = asyncio.create_task(joiner.become_current())
         first = (await eventually(lambda: [peer for peer, _ in came], 60, "the first chunk"))[0]
-        os.kill(by_id[first]._transport._host.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        os.kill(by_id[first].context.transport._host.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         donor = await asyncio.wait_for(joining, 90)
         assert donor in by_id
         assert donor != first
@@ -708,11 +708,11 @@ async def test_who_keeps_asking_and_reads_nothing_new_keeps_no_joiner_out(
                 with contextlib.suppress(Refused):
                     await holder.call(FIRST, method, named, **request)
             with contextlib.suppress(Refused):
-                await joiner._transport.call(FIRST, state_messages.OPEN.name, request_of(joiner), **request)
+                await joiner.context.transport.call(FIRST, state_messages.OPEN.name, request_of(joiner), **request)
                 break
             refused += 1
         assert refused <= 3
-        assert set(veteran._transport.refusals_given) <= {Refusal.BUSY, Refusal.UNKNOWN_SNAPSHOT}
+        assert set(veteran.context.transport.refusals_given) <= {Refusal.BUSY, Refusal.UNKNOWN_SNAPSHOT}
         for holder in holders:
             await holder.close()
 

@@ -116,7 +116,7 @@ class Target:
                 fragment = (None, *range(FRAGMENTS))[recipe.number % (FRAGMENTS + 1)]
                 return {**named, "clock": clock, "tokens": 64, "fragment": fragment}, ()
             case exchange.OPEN.name:
-                specs = self.replica.exchanger.opening_specs(self.proposed_part())
+                specs = self.replica.averaging.exchanger.opening_specs(self.proposed_part())
                 return {"exchange": EXCHANGE, "clock": clock}, tuple(torch.randn(spec.shape) for spec in specs)
             case exchange.CHUNK.name:
                 size = outer.codec.wire_elements(outer.chunk_size(index))
@@ -159,7 +159,7 @@ class Target:
 
     def proposed_part(self) -> Part:
         """What the open exchange covers, or the whole."""
-        session = self.replica.exchanger.engagement.session
+        session = self.replica.averaging.exchanger.engagement.session
         return session.part if session else self.replica.worker.outer.whole
 
     async def send(self, recipe: Recipe) -> str:
@@ -202,39 +202,41 @@ class Target:
         digest = hashlib.blake2b(digest_size=16)
         for vector in (trainer.master, trainer._gradient, worker.outer.slow, worker.outer.momentum):
             digest.update(vector.numpy().data)
-        exchanger = self.replica.exchanger
+        exchanger = self.replica.averaging.exchanger
         return (
             digest.hexdigest(), worker.progress, trainer.tokens_accumulated, worker.live_versions,
-            self.replica.server.pending, exchanger.catch_up_from,
+            self.replica.pipeline.server.pending, exchanger.catch_up_from,
         )  # fmt: skip
 
     async def settled(self) -> None:
         """An exchange that was complete is committed; one that was abandoned is given up."""
-        exchanger = self.replica.exchanger
+        exchanger = self.replica.averaging.exchanger
         while (session := exchanger.engagement.session) is not None:
             exchanger.responder.give_up_if_stalled(-1.0)
             await eventually(
                 lambda session=session: exchanger.engagement.session is not session, what="the commit is done"
             )
-        await eventually(lambda: not self.replica.worker._thread.waiting and not self.replica.server.pending)
+        await eventually(lambda: not self.replica.worker._thread.waiting and not self.replica.pipeline.server.pending)
 
     async def try_one(self, recipe: Recipe) -> str:
         """Send one request and hold the replica to its promises."""
-        if self.replica.exchanger.engagement.phase is Phase.COMMITTING:  # it would look like this request's doing
+        if (
+            self.replica.averaging.exchanger.engagement.phase is Phase.COMMITTING
+        ):  # it would look like this request's doing
             await self.settled()
-        before, session = self.state(), self.replica.exchanger.engagement.session
+        before, session = self.state(), self.replica.averaging.exchanger.engagement.session
         outcome = await self.send(recipe)
         self.outcomes[outcome] += 1
         assert outcome != Refusal.INTERNAL, recipe
         if outcome != "answered":
             assert self.state() == before, (recipe, outcome)
-            assert self.replica.exchanger.engagement.session in (session, None)
+            assert self.replica.averaging.exchanger.engagement.session in (session, None)
         assert all(not task.done() for task in self.tasks), "a background task has died"
         return outcome
 
     def check_books(self) -> None:
         """Nothing has grown beyond its limit, and nothing is left under way."""
-        server, exchanger = self.replica.server, self.replica.exchanger
+        server, exchanger = self.replica.pipeline.server, self.replica.averaging.exchanger
         assert len(server._repeats._trained) <= IDS_KEPT
         assert len(server._repeats._answers) <= ANSWERS_KEPT
         assert len(server._repeats._ids) <= IDS_KEPT
@@ -309,7 +311,7 @@ async def serve_the_rest(target: Target, file: ContributionFile) -> None:
 
     dial_back.serve_dial_back(transport, nowhere)
     progress = lambda: replica.worker.progress  # noqa: E731 - as the daemon passes it
-    receipts.Receipts(spec.run_id, replica.stage, transport, replica.ledger, progress, file).start()
+    receipts.Receipts(spec.run_id, replica.stage, transport, replica.pipeline.ledger, progress, file).start()
     copies = guard.StageCopies(spec, [0] * spec.stages, transport, random.Random(0))
     copies.serve()
     target.tasks.append(asyncio.create_task(copies.keep(replica.membership, replica.worker)))
@@ -330,16 +332,17 @@ def count_handled(target: Target, desk: RequestDesk) -> None:
 async def start(made: Swarm, spec: RunSpec, stage: int, strangers: list[Transport]) -> Target:
     """Let all replicas accept; the one of `stage` is the target."""
     replica = made.of_stage(stage)[0]
-    transport = replica._transport
+    transport = replica.context.transport
     assert isinstance(transport, MemoryTransport | Libp2pTransport)
     target = Target(spec, replica, transport, strangers, events=made.events[made.replicas.index(replica)])
     file = ContributionFile(Path(target.folder.name) / "contribution.jsonl")
     await serve_the_rest(target, file)
     count_handled(target, transport._desk)
     for each in made.replicas:
-        each.server.accepting = each.exchanger.accepting = each.donor.accepting = each.inference.accepting = True
+        for participant in each.participants:
+            participant.open()
         await each.membership.announce(PeerState.TRAINING)
-    target.tasks.append(asyncio.create_task(replica.exchanger.run()))
+    target.tasks.append(asyncio.create_task(replica.averaging.exchanger.run()))
     if spec.stages != stage + 1:
         await replica.membership.refresh()
     return target
@@ -371,7 +374,7 @@ async def real_target(folder: Path) -> AsyncIterator[Target]:
     """The last of two stages on real p2pd, with one stranger on a p2pd of its own."""
     spec = fuzz_spec(2)
     async with libp2p_world(spec, folder) as made:
-        server = made.replicas[1]._transport
+        server = made.replicas[1].context.transport
         assert isinstance(server, Libp2pTransport)
         peers = tuple(server._host.visible_addresses())  # type: ignore[attr-defined]
         key = load_or_create_identity(folder / "stranger.key")
@@ -450,8 +453,8 @@ def test_each_mutated_request_is_answered_or_refused_and_a_refused_one_changes_n
     runner.run(target.still_trains())
     check_outcomes(target, SINGLE * 9 // 10, caplog)
     assert set(target.handled) >= set(METHODS) - {"no.such.method", exchange.OPEN.name, exchange.CHUNK.name}
-    assert len(target.replica.server._repeats._trained) == IDS_KEPT, "the limit must have been reached"
-    assert len(target.replica.server._repeats._answers) == ANSWERS_KEPT
+    assert len(target.replica.pipeline.server._repeats._trained) == IDS_KEPT, "the limit must have been reached"
+    assert len(target.replica.pipeline.server._repeats._answers) == ANSWERS_KEPT
     for reason in ("malformed", "unknown_exchange", "unknown_method", "not_finite", "too_large", "wrong_run"):
         assert target.outcomes[reason] > 0, target.outcomes
 

@@ -133,9 +133,9 @@ async def test_every_later_stage_hears_which_origin_drew_a_microbatch_and_when(m
     assert min(clock for _, clock in told[1]) >= MICROBATCH
     assert {origin for origin, _ in told[1]} == names[0]
     for replica in made.of_stage(1):
-        assert {(seen.sender, seen.origin) for seen in replica.server.origins_seen.latest()} <= {
+        assert {(seen.sender, seen.origin) for seen in replica.pipeline.server.origins_seen.latest()} <= {
             (peer, peer) for peer in names[0]
         }
     for replica in made.of_stage(2):
-        assert {seen.sender for seen in replica.server.origins_seen.latest()} <= names[1]
-        assert replica.server.origins_seen.median_clock() in {clock for _, clock in told[2]}
+        assert {seen.sender for seen in replica.pipeline.server.origins_seen.latest()} <= names[1]
+        assert replica.pipeline.server.origins_seen.median_clock() in {clock for _, clock in told[2]}

@@ -22,7 +22,7 @@ async def half_precision() -> AsyncIterator[World]:
     """Three stages, one replica each, that send fp16 and see each other."""
     async with world(micro_spec(stages=3, layers=3, pipeline=HALF)) as made:
         for replica in made.replicas:
-            replica.server.accepting = True
+            replica.pipeline.server.accepting = True
             await replica.membership.announce(PeerState.TRAINING)
         for replica in made.replicas:
             await replica.membership.refresh()
@@ -41,7 +41,7 @@ def grow(replica: Replica, factor: float, *names: str) -> None:
 
 def offences(made: World) -> int:
     """That anybody holds against anybody."""
-    return sum(replica._transport.conduct.offences.total() for replica in made.replicas)
+    return sum(replica.context.transport.conduct.offences.total() for replica in made.replicas)
 
 
 @pytest.mark.parametrize("stage", [0, 1], ids=["origin", "relay"])
@@ -49,15 +49,15 @@ async def test_activations_that_overflow_are_not_sent_and_nobody_is_blamed(stage
     """Finite in fp32 and infinite in fp16: an honest node would be banned for its own weights."""
     async with half_precision() as made:
         head = made.replicas[0]
-        assert head.origin is not None
+        assert head.pipeline.origin is not None
         grow(made.replicas[stage], 1e9, "embed_tokens" if stage == 0 else "_proj")
         for _ in range(12):
-            assert not await head.origin.train_one()
+            assert not await head.pipeline.origin.train_one()
         with pytest.raises(HopFailed):
-            await head.origin.evaluate(window_rows([1, 2, 3, 4]))
+            await head.pipeline.origin.evaluate(window_rows([1, 2, 3, 4]))
         assert offences(made) == 0
         assert made.replicas[stage].worker.live_versions == 1
-        sent = {refusal for replica in made.replicas for refusal in replica._transport.refusals_given}
+        sent = {refusal for replica in made.replicas for refusal in replica.context.transport.refusals_given}
         assert Refusal.NOT_FINITE not in sent
 
 
@@ -65,10 +65,10 @@ async def test_a_gradient_that_overflows_is_neither_sent_nor_kept() -> None:
     """The last stage says that its weights are at fault; its sender holds nothing against it."""
     async with half_precision() as made:
         head, tail = made.replicas[0], made.replicas[2]
-        assert head.origin is not None
+        assert head.pipeline.origin is not None
         grow(tail, 1e7, "head")
         for _ in range(12):
-            assert not await head.origin.train_one()
+            assert not await head.pipeline.origin.train_one()
         assert offences(made) == 0
         assert tail.worker._trainer.tokens_accumulated == 0
-        assert Refusal.DIVERGED in tail._transport.refusals_given
+        assert Refusal.DIVERGED in tail.context.transport.refusals_given

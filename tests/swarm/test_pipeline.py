@@ -56,13 +56,13 @@ async def serving_world(stages: int = 2, pipeline: PipelineSpec = QUICK) -> Asyn
     """Replicas whose servers accept, without their loops: for requests made by hand."""
     async with world(micro_spec(stages=stages, pipeline=pipeline)) as made:
         for replica in made.replicas:
-            replica.server.accepting = True
+            replica.pipeline.server.accepting = True
         yield made
 
 
 def request(made: World, **changes: object) -> Message:
     """A valid microbatch for stage 1, with changed header fields."""
-    run, origin = made.replicas[0].spec.run_id, peer_name(0, 0)
+    run, origin = made.replicas[0].context.spec.run_id, peer_name(0, 0)
     header = MicrobatchHeader(id="a" * 32, budget_ms=1500, run=run, stage=1, origin=origin, origin_clock=0.0)
     activations = torch.zeros(WINDOWS, LENGTH, 32)
     labels = torch.zeros(WINDOWS, LENGTH, dtype=torch.int32)
@@ -71,7 +71,7 @@ def request(made: World, **changes: object) -> Message:
 
 async def ask(made: World, message: Message) -> Message:
     """Send from the stage-0 replica to the stage-1 replica."""
-    return await made.replicas[0]._transport.call(  # pyright: ignore[reportPrivateUsage]
+    return await made.replicas[0].context.transport.call(  # pyright: ignore[reportPrivateUsage]
         peer_name(1, 0), microbatch.MICROBATCH.name, message, timeout=5, progress=5, max_answer_bytes=1 << 20
     )
 
@@ -168,7 +168,7 @@ async def test_a_node_that_leaves_stage_0_keeps_its_books_and_what_was_put_back(
     stage 0 begins with the samples that waited."""
     async with world(micro_spec(stages=2)) as made:
         later = made.replicas[1]
-        ledger = later.ledger
+        ledger = later.pipeline.ledger
         ledger.drawn, ledger.trained = 5, 3
         ledger.waiting.extend((Sample(window_rows([1, 2, 3, 4])), Sample(window_rows([5, 6, 7, 8]))))
         later.books.write()
@@ -176,7 +176,7 @@ async def test_a_node_that_leaves_stage_0_keeps_its_books_and_what_was_put_back(
         assert (account.drawn, account.trained, account.held_at_end) == (5, 3, 2)
     async with world(micro_spec(stages=1)) as made:
         drawn, replica = Drawn(start=100), made.replicas[0]
-        origin = Origin(replica.spec, replica.worker, None, ledger, samples_of(drawn), random.Random(0))
+        origin = Origin(replica.context.spec, replica.worker, None, ledger, samples_of(drawn), random.Random(0))
         assert await origin.train_one()
         assert (ledger.drawn, ledger.trained, origin.held) == (5, 4, 1)
         assert drawn.batches == []
@@ -187,7 +187,7 @@ async def test_fewer_blocks_than_replicas_are_warned_of_once(caplog: pytest.LogC
     async with world(micro_spec(stages=1)) as made:
         replica = made.replicas[0]
         samples = dataclasses.replace(samples_of(Drawn()), blocks=2)
-        origin = Origin(replica.spec, replica.worker, None, replica.ledger, samples, random.Random(0))
+        origin = Origin(replica.context.spec, replica.worker, None, replica.pipeline.ledger, samples, random.Random(0))
         for live in (2, 3, 4):
             replica.worker.live_replicas = live
             assert await origin.train_one()
@@ -200,16 +200,16 @@ async def test_a_silent_peer_leaves_time_for_another() -> None:
     async with world(micro_spec(pipeline=pipeline), replicas=2) as made:
         origin = made.replicas[0]
         for replica in made.replicas:
-            replica.server.accepting = True
+            replica.pipeline.server.accepting = True
             await replica.membership.announce(PeerState.TRAINING)
         await origin.membership.refresh()
         never = asyncio.Event()
         made.network.inject(Fault(FaultKind.DELAY, method=microbatch.MICROBATCH.name, times=1, wait=never.wait))
-        assert origin.origin is not None
-        assert await origin.origin.train_one()
+        assert origin.pipeline.origin is not None
+        assert await origin.pipeline.origin.train_one()
         assert made.network.fired[FaultKind.DELAY] == 1
-        assert origin.ledger.retried == 1
-        assert origin.ledger.put_back == 0
+        assert origin.pipeline.ledger.retried == 1
+        assert origin.pipeline.ledger.put_back == 0
 
 
 async def test_an_origin_that_leaves_does_not_end_the_run() -> None:
@@ -235,7 +235,7 @@ async def test_a_killed_replica_is_routed_around() -> None:
         victim = made.replicas[3]
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             tasks = [group.create_task(replica.run()) for replica in made.replicas]
-            await eventually(lambda: victim.ledger.served >= 5, what="the victim has served")
+            await eventually(lambda: victim.pipeline.ledger.served >= 5, what="the victim has served")
             made.network.kill(peer_name(1, 1))
             tasks[3].cancel()
             await asyncio.wait(tasks[:3])
@@ -270,23 +270,23 @@ async def test_what_a_leaving_node_cannot_finish_goes_back_as_no_failure() -> No
         await middle.membership.refresh()
         asked = asyncio.create_task(ask(made, request(made)))
         await eventually(lambda: made.network.fired[FaultKind.DELAY], what="it waits for the last stage")
-        assert middle.server.pending == 1
-        middle.server.hand_back()
+        assert middle.pipeline.server.pending == 1
+        middle.pipeline.server.hand_back()
         with pytest.raises(Refused) as refused:
             await asked
         assert refused.value.reason is Refusal.DRAINING
-        assert middle.server.pending == 0
+        assert middle.pipeline.server.pending == 0
         assert middle.worker.live_versions == 1
         last = made.replicas[2]
-        marked = last.server._mark_trained  # pyright: ignore[reportPrivateUsage]
+        marked = last.pipeline.server._mark_trained  # pyright: ignore[reportPrivateUsage]
 
         def mark_and_leave(name: MicrobatchName) -> None:
             marked(name)
-            last.server.hand_back()
+            last.pipeline.server.hand_back()
 
-        last.server._mark_trained = mark_and_leave  # pyright: ignore[reportPrivateUsage]
+        last.pipeline.server._mark_trained = mark_and_leave  # pyright: ignore[reportPrivateUsage]
         message = request(made, id="b" * 32, stage=2)
-        answer = await made.replicas[1]._transport.call(  # pyright: ignore[reportPrivateUsage]
+        answer = await made.replicas[1].context.transport.call(  # pyright: ignore[reportPrivateUsage]
             peer_name(2, 0), microbatch.MICROBATCH.name, message, timeout=5, progress=5, max_answer_bytes=1 << 20
         )
         assert answer.header["tokens"] == WINDOWS * LENGTH
@@ -296,16 +296,16 @@ async def test_a_full_node_is_busy_at_once() -> None:
     """With max_pending microbatches held, the next is refused without waiting, and served again afterwards."""
     async with world(micro_spec(stages=3, pipeline=QUICK), settings=NodeSettings(max_pending=1)) as made:
         middle = made.replicas[1]
-        middle.server.accepting = True  # nobody serves stage 2, so the first microbatch stays pending here
+        middle.pipeline.server.accepting = True  # nobody serves stage 2, so the first microbatch stays pending here
         waiting = asyncio.create_task(ask(made, request(made)))
-        await eventually(lambda: middle.server.pending == 1, what="the first is pending")
+        await eventually(lambda: middle.pipeline.server.pending == 1, what="the first is pending")
         with pytest.raises(Refused) as refused:
             await ask(made, request(made, id="b" * 32))
         assert refused.value.reason is Refusal.BUSY
         with pytest.raises(Refused) as upward:
             await waiting
         assert upward.value.reason is Refusal.OUT_OF_REACH
-        assert middle.server.pending == 0
+        assert middle.pipeline.server.pending == 0
         assert middle.worker.live_versions == 1, "the graph of the failed microbatch is gone"
 
 
@@ -395,8 +395,8 @@ async def test_narrow_activations_learn_the_same() -> None:
         async with world(spec) as made:
             await run_to_the_end(made)
             losses[wire] = next(e.loss for e in made.events[0] if isinstance(e, Evaluation) and e.final)
-            body = made.replicas[0]._transport.traffic.sent[microbatch.MICROBATCH.name]
-            sent[wire] = body / made.replicas[0].ledger.drawn / WINDOWS / LENGTH
+            body = made.replicas[0].context.transport.traffic.sent[microbatch.MICROBATCH.name]
+            sent[wire] = body / made.replicas[0].pipeline.ledger.drawn / WINDOWS / LENGTH
     assert losses["fp32"] < 3.7, "it must have learnt something"
     assert losses == pytest.approx(dict.fromkeys(losses, losses["fp32"]), rel=0.02)
     assert sent["fp32"] - sent["fp16"] == pytest.approx(32 * 2, rel=0.1)

@@ -193,16 +193,18 @@ async def veterans_and_newcomer(veterans: int = 1) -> AsyncIterator[tuple[World,
     limits = LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=2, record_seconds=20, grace_seconds=1)
     spec = micro_spec(stages=1, outer=OUTER, limits=limits)
     async with world(spec, replicas=veterans + 1) as made, asyncio.TaskGroup() as group:
-        running = [group.create_task(replica.exchanger.run()) for replica in made.replicas]
+        running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
         for replica in made.replicas:
-            replica.exchanger.accepting = True
-            assert replica.origin is not None
+            replica.averaging.exchanger.accepting = True
+            assert replica.pipeline.origin is not None
             for _ in range(4):
-                await replica.origin.train_one()
+                await replica.pipeline.origin.train_one()
         await one_turn()  # inner steps are reported to the loop from another thread
         for replica in made.replicas[:-1]:
-            replica.standing.look([r._transport.peer_id for r in made.replicas[:-1]], 4, outer_rounds=1)
-        made.replicas[-1].standing.begin(4)
+            replica.averaging.standing.look(
+                [r.context.transport.peer_id for r in made.replicas[:-1]], 4, outer_rounds=1
+            )
+        made.replicas[-1].averaging.standing.begin(4)
         yield made, made.replicas
         for task in running:
             task.cancel()
@@ -219,7 +221,7 @@ def same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> boo
 
 async def weighed(veteran: Replica, newcomer: PeerId) -> None:
     """Wait until the veteran has closed the exchange."""
-    await eventually(lambda: not veteran.exchanger.engaged, what="the exchange is closed")
+    await eventually(lambda: not veteran.averaging.exchanger.engaged, what="the exchange is closed")
 
 
 async def test_a_newcomer_is_pulled_half_way_and_the_veteran_stays_as_it_is() -> None:
@@ -227,7 +229,7 @@ async def test_a_newcomer_is_pulled_half_way_and_the_veteran_stays_as_it_is() ->
     commits the textbook step of a pair with equal token weights."""
     async with veterans_and_newcomer() as (_, (veteran, newcomer)):
         (progress, before), (_, own) = [await whole_state(r) for r in (veteran, newcomer)]
-        assert await newcomer.exchanger.dial(peer_name(0, 0))
+        assert await newcomer.averaging.exchanger.dial(peer_name(0, 0))
         await weighed(veteran, peer_name(0, 1))
         after_progress, after = await whole_state(veteran)
         assert same(before, after)
@@ -243,34 +245,34 @@ async def test_a_newcomer_is_told_the_time_where_another_is_told_that_it_lags(on
     """What it copied was long on its way: ten times max_lag. The exchange is weightless, so this harms nobody, and it
     takes over the veteran's clock whole. Who is no newcomer is sent to copy a state."""
     async with veterans_and_newcomer() as (_, (veteran, other)):
-        shift = 10.0 * veteran.spec.max_lag_tokens
+        shift = 10.0 * veteran.context.spec.max_lag_tokens
         await run_ahead(veteran, shift)
         for replica in (veteran, other):
             await replica.membership.announce(PeerState.TRAINING)
         for replica in (veteran, other):
             await replica.membership.refresh()
         if not on_probation:
-            other.standing.met(NEAR, 4)
-        taken = await other.exchanger.dial(peer_name(0, 0))
+            other.averaging.standing.met(NEAR, 4)
+        taken = await other.averaging.exchanger.dial(peer_name(0, 0))
         assert taken == on_probation
         own, ahead = other.worker.progress.clock, veteran.worker.progress.clock
         assert own == ahead if on_probation else own == ahead - shift
-        assert other.exchanger.catch_up_from == (None if on_probation else peer_name(0, 0))
+        assert other.averaging.exchanger.catch_up_from == (None if on_probation else peer_name(0, 0))
 
 
 async def test_a_newcomer_in_line_counts_in_the_next_exchange() -> None:
     """Its own probation ends, which it says in an event; the veteran has measured it too, and now both move."""
     async with veterans_and_newcomer() as (made, (veteran, newcomer)):
-        assert await newcomer.exchanger.dial(peer_name(0, 0))
+        assert await newcomer.averaging.exchanger.dial(peer_name(0, 0))
         await weighed(veteran, peer_name(0, 1))
         ended = [e for e in made.events[1] if isinstance(e, ProbationEnded)]
         assert [(e.reason, e.steps) for e in ended] == [("in_line", 0)]
-        assert veteran.standing.counts(peer_name(0, 1), 5)
-        assert newcomer.origin is not None
+        assert veteran.averaging.standing.counts(peer_name(0, 1), 5)
+        assert newcomer.pipeline.origin is not None
         for _ in range(2):
-            await newcomer.origin.train_one()
+            await newcomer.pipeline.origin.train_one()
         states = [(await whole_state(r))[1] for r in (veteran, newcomer)]
-        assert await newcomer.exchanger.dial(peer_name(0, 0))
+        assert await newcomer.averaging.exchanger.dial(peer_name(0, 0))
         await eventually(
             lambda: [e for e in made.events[0] if isinstance(e, OuterStep) and e.kind == "paired"], what="both move"
         )
@@ -282,10 +284,10 @@ async def test_a_newcomer_in_line_counts_in_the_next_exchange() -> None:
 async def test_a_peer_that_does_not_say_it_is_new_moves_nobody_either() -> None:
     """The veteran has never seen it before: what it claims does not matter."""
     async with veterans_and_newcomer() as (_, (veteran, liar)):
-        liar.standing.met(None, 1 << 30)
-        assert not liar.standing.newcomer
+        liar.averaging.standing.met(None, 1 << 30)
+        assert not liar.averaging.standing.newcomer
         _, before = await whole_state(veteran)
-        assert await liar.exchanger.dial(peer_name(0, 0))
+        assert await liar.averaging.exchanger.dial(peer_name(0, 0))
         await weighed(veteran, peer_name(0, 1))
         assert same(before, (await whole_state(veteran))[1])
 
@@ -298,26 +300,26 @@ async def test_a_newcomer_that_is_far_away_stays_on_probation() -> None:
         state["fast"] = state["fast"] + torch.randn(state["fast"].shape, generator=generator)
         await newcomer.worker.load_full_state(newcomer.worker.progress.clock, 1, state)
         _, before = await whole_state(veteran)
-        assert await newcomer.exchanger.dial(peer_name(0, 0))
+        assert await newcomer.averaging.exchanger.dial(peer_name(0, 0))
         await weighed(veteran, peer_name(0, 1))
         assert same(before, (await whole_state(veteran))[1])
-        assert newcomer.standing.newcomer
-        assert not veteran.standing.counts(peer_name(0, 1), 5)
+        assert newcomer.averaging.standing.newcomer
+        assert not veteran.averaging.standing.counts(peer_name(0, 1), 5)
 
 
 async def test_a_newcomer_is_not_dialled_and_a_veteran_is_not_dialled_by_newcomers_without_end() -> None:
     """`on_probation` to whom dials it; `too_early` to the second newcomer within H_min inner steps."""
     async with veterans_and_newcomer() as (_, (veteran, newcomer)):
-        assert not await veteran.exchanger.dial(peer_name(0, 1))
-        assert newcomer._transport.refusals_given[Refusal.ON_PROBATION] == 1
-        assert await newcomer.exchanger.dial(peer_name(0, 0))
+        assert not await veteran.averaging.exchanger.dial(peer_name(0, 1))
+        assert newcomer.context.transport.refusals_given[Refusal.ON_PROBATION] == 1
+        assert await newcomer.averaging.exchanger.dial(peer_name(0, 0))
         await weighed(veteran, peer_name(0, 1))
-        newcomer.standing.begin(4)
-        assert not await newcomer.exchanger.dial(peer_name(0, 0))
-        assert veteran._transport.refusals_given[Refusal.TOO_EARLY] == 1
-        assert veteran.origin is not None
-        await veteran.origin.train_one()
-        assert await newcomer.exchanger.dial(peer_name(0, 0))
+        newcomer.averaging.standing.begin(4)
+        assert not await newcomer.averaging.exchanger.dial(peer_name(0, 0))
+        assert veteran.context.transport.refusals_given[Refusal.TOO_EARLY] == 1
+        assert veteran.pipeline.origin is not None
+        await veteran.pipeline.origin.train_one()
+        assert await newcomer.averaging.exchanger.dial(peer_name(0, 0))
 
 
 async def test_a_joiner_of_a_running_swarm_ends_its_probation_by_itself() -> None:
@@ -333,7 +335,7 @@ async def test_a_joiner_of_a_running_swarm_ends_its_probation_by_itself() -> Non
             await veteran.membership.announce(PeerState.TRAINING)
         joiner = made.replicas[2]
         assert await joiner.become_current() in (peer_name(0, 0), peer_name(0, 1))
-        assert joiner.standing.newcomer
+        assert joiner.averaging.standing.newcomer
         await joiner.membership.announce(PeerState.TRAINING)
         await made.replicas[0].membership.refresh()
         assert made.replicas[0].membership.newcomers() == {peer_name(0, 2)}
@@ -341,7 +343,7 @@ async def test_a_joiner_of_a_running_swarm_ends_its_probation_by_itself() -> Non
         assert len(told_by.recorded_clocks()) == len(told_by.fellow_clocks()) == 1, "a newcomer tells nobody the time"
         tasks.append(group.create_task(joiner.run()))
         ended = await eventually(lambda: [e for e in made.events[2] if isinstance(e, ProbationEnded)], 60, "it counts")
-        assert ended[0].steps <= UNMET_FACTOR * joiner.standing.limit
+        assert ended[0].steps <= UNMET_FACTOR * joiner.averaging.standing.limit
 
         def met_by_veterans() -> bool:
             steps = [e for events in made.events[:2] for e in events if isinstance(e, OuterStep)]

@@ -32,7 +32,7 @@ async def ask(made: World, sender: int, content: torch.Tensor, name: str = "a") 
     """One replica of stage 1 has the last stage train a microbatch of that name."""
     header = request(made, id=name * 32, stage=2).header
     labels = torch.zeros(content.shape[:2], dtype=torch.int32)
-    return await made.of_stage(1)[sender]._transport.call(  # pyright: ignore[reportPrivateUsage]
+    return await made.of_stage(1)[sender].context.transport.call(  # pyright: ignore[reportPrivateUsage]
         peer_name(2, 0), microbatch.MICROBATCH.name, Message(header, (content, labels)),
         timeout=5, progress=5, max_answer_bytes=1 << 20,
     )  # fmt: skip
@@ -44,13 +44,13 @@ async def test_a_garbled_copy_sent_first_does_not_become_the_answer_to_the_hones
     bit for bit, and the replica counts that it trained the id twice."""
     async with world(SPEC, replicas=2) as made:
         last = made.of_stage(2)[0]
-        last.server.accepting = True
+        last.pipeline.server.accepting = True
         hostile = await ask(made, 1, 3.0 * activations(1, rows))
         honest = await ask(made, 0, activations(2))
         alone = await ask(made, 0, activations(2), name="b")
         assert torch.equal(honest.tensors[0], alone.tensors[0])
         assert not torch.equal(honest.tensors[0][:rows], hostile.tensors[0])
-        assert (last.ledger.served, last.ledger.repeated) == (3, 1)
+        assert (last.pipeline.ledger.served, last.pipeline.ledger.repeated) == (3, 1)
 
 
 async def test_the_same_id_from_other_weights_is_another_microbatch() -> None:
@@ -58,12 +58,12 @@ async def test_the_same_id_from_other_weights_is_another_microbatch() -> None:
     the last bit is trained once."""
     async with world(SPEC, replicas=2) as made:
         last = made.of_stage(2)[0]
-        last.server.accepting = True
+        last.pipeline.server.accepting = True
         first, again, other = [await ask(made, 0, activations(seed)) for seed in (1, 1, 2)]
         alone = await ask(made, 0, activations(2), name="b")
         assert torch.equal(first.tensors[0], again.tensors[0])
         assert torch.equal(other.tensors[0], alone.tensors[0])
-        assert (last.ledger.served, last.ledger.repeated) == (3, 1)
+        assert (last.pipeline.ledger.served, last.pipeline.ledger.repeated) == (3, 1)
 
 
 async def test_a_retry_by_another_way_gets_the_gradient_of_its_own_activations() -> None:
@@ -73,7 +73,7 @@ async def test_a_retry_by_another_way_gets_the_gradient_of_its_own_activations()
         last = made.of_stage(2)[0]
         serving = [*made.of_stage(0)[:1], *made.of_stage(1), last]
         for replica in serving:
-            replica.server.accepting = True
+            replica.pipeline.server.accepting = True
             await replica.membership.announce(PeerState.TRAINING)
         for replica in serving:
             await replica.membership.refresh()
@@ -83,11 +83,11 @@ async def test_a_retry_by_another_way_gets_the_gradient_of_its_own_activations()
         made.network.inject(
             Fault(FaultKind.LOSE_ANSWER, source=peer_name(0, 0), method=microbatch.MICROBATCH.name, times=1)
         )
-        origin = serving[0].origin
+        origin = serving[0].pipeline.origin
         assert origin is not None
         assert await origin.train_one()
-        assert [middle.ledger.served for middle in made.of_stage(1)] == [1, 1]
-        assert (last.ledger.served, last.ledger.repeated) == (2, 1)
+        assert [middle.pipeline.ledger.served for middle in made.of_stage(1)] == [1, 1]
+        assert (last.pipeline.ledger.served, last.pipeline.ledger.repeated) == (2, 1)
 
 
 def name(number: int, sender: str = "sender", content: int = 0) -> MicrobatchName:

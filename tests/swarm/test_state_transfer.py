@@ -40,11 +40,11 @@ async def veteran_and_joiner(replicas: int = 2, outer: OuterSpec = OUTER) -> Asy
     )
     async with world(spec, replicas, NodeSettings(in_flight=1, drain_seconds=1, initial_peers=(NAMED,))) as made:
         for veteran in made.replicas[:-1]:
-            assert veteran.origin is not None
+            assert veteran.pipeline.origin is not None
             for _ in range(5):
-                await veteran.origin.train_one()
-            await veteran.exchanger.step_alone()
-            veteran.donor.accepting = veteran.exchanger.accepting = True
+                await veteran.pipeline.origin.train_one()
+            await veteran.averaging.exchanger.step_alone()
+            veteran.state_transfer.donor.accepting = veteran.averaging.exchanger.accepting = True
             await veteran.membership.announce(PeerState.TRAINING)
         yield made, made.replicas
 
@@ -65,9 +65,9 @@ async def test_a_joiner_becomes_a_copy(codec: CodecName) -> None:
         made.drawn[1].start, made.drawn[1].batches = 10**5, []
         made.drawn[0].start, made.drawn[0].batches = 10**5, []
         for replica in (veteran, joiner):
-            assert replica.origin is not None
+            assert replica.pipeline.origin is not None
             replica.worker.live_replicas = 1
-            await replica.origin.train_one()
+            await replica.pipeline.origin.train_one()
         after = [(await replica.worker.full_state())[1]["fast"] for replica in (veteran, joiner)]
         assert torch.equal(*after)
         assert not torch.equal(after[0], state["fast"])
@@ -90,7 +90,7 @@ async def test_who_has_no_first_weights_copies_a_fellow_before_any_outer_round()
     """A seed would not give what the run began with."""
     async with world(begun_with_weights(), replicas=2) as made:
         first, second = made.replicas
-        first.donor.accepting = True
+        first.state_transfer.donor.accepting = True
         await first.membership.announce(PeerState.TRAINING)
         shift = torch.full_like((await first.worker.slow_weights())[1], 0.5)
         await first.worker.load_slow_weights(0.0, 0, shift)
@@ -165,7 +165,7 @@ async def test_a_laggard_takes_its_partners_state() -> None:
             await asyncio.wait((running,))
         assert caught[0].partner == peer_name(0, 0)
         assert caught[0].clock >= 50_000
-        assert laggard.standing.newcomer or any(isinstance(e, ProbationEnded) for e in made.events[1])
+        assert laggard.averaging.standing.newcomer or any(isinstance(e, ProbationEnded) for e in made.events[1])
 
 
 async def test_a_busy_donor_serves_one_snapshot_to_many() -> None:

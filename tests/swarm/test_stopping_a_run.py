@@ -162,7 +162,7 @@ async def test_exchanges_that_come_to_nothing_cost_a_quarter_of_the_time_whoever
     averaged with nobody, and could not even step alone."""
     async with world(micro_spec()) as made:
         replica = made.of_stage(0)[0]
-        exchanger = replica.exchanger
+        exchanger = replica.averaging.exchanger
         exchanger.accepting = exchanger.last_round = True
 
         async def abandon(name: str) -> None:
@@ -170,13 +170,13 @@ async def test_exchanges_that_come_to_nothing_cost_a_quarter_of_the_time_whoever
             exchange, seconds = secrets.token_hex(16), 20.0
             proposal = Proposal(
                 exchange=exchange,
-                run=replica.spec.run_id,
+                run=replica.context.spec.run_id,
                 stage=0,
                 contract=replica.worker.contract,
                 clock=0.0,
                 tokens=1,
             )
-            target = replica._transport.peer_id
+            target = replica.context.transport.peer_id
             try:
                 await call(caller, target, PROPOSE, proposal, seconds=5.0)
                 assert exchanger.engagement.session is not None
@@ -185,7 +185,7 @@ async def test_exchanges_that_come_to_nothing_cost_a_quarter_of_the_time_whoever
             finally:
                 await caller.close()
 
-        known = replica._transport.acquaintances
+        known = replica.context.transport.acquaintances
         for name in ("fellow-at-work", "another-at-work"):
             known.worked(PeerId(name))
         for number in range(2):  # the first brings no rest: a fellow that died and came back must not wait

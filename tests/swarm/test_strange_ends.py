@@ -66,11 +66,11 @@ async def haunt(made: World, state: PeerState, *, stage: int = 0, name: str = "g
 
 async def past_the_first_round(origin: Replica) -> None:
     """It has trained, has taken an outer step and gives its state to who comes."""
-    assert origin.origin is not None
+    assert origin.pipeline.origin is not None
     for _ in range(3):
-        await origin.origin.train_one()
-    await origin.exchanger.step_alone()
-    origin.donor.accepting = True
+        await origin.pipeline.origin.train_one()
+    await origin.averaging.exchanger.step_alone()
+    origin.state_transfer.donor.accepting = True
 
 
 @asynccontextmanager
@@ -116,7 +116,7 @@ async def test_a_ghost_that_says_finished_ends_nobody_while_the_origin_is_away()
             assert not waiting.done()
             async with lives(origin) as (training,):
                 await ended([training, waiting], 30)
-        assert last.worker.progress.clock >= 0.9 * last.spec.inner.target_tokens
+        assert last.worker.progress.clock >= 0.9 * last.context.spec.inner.target_tokens
 
 
 @pytest.mark.parametrize("origins", [1, 2, 3])
@@ -129,7 +129,7 @@ def test_an_origin_whose_device_hangs_does_not_keep_the_others(origins: int) -> 
 async def _beside_a_device_that_hangs(origins: int) -> None:
     device = partial(SimulatedDevice, DEVICE_SECONDS.__getitem__)
     async with world(short_run(steps=60), origins, device=device, link=lambda *_: 0.005) as made:
-        hung, target = made.replicas[0], made.replicas[0].spec.inner.target_tokens
+        hung, target = made.replicas[0], made.replicas[0].context.spec.inner.target_tokens
         async with lives(*made.replicas) as tasks:
             await eventually(lambda: hung.worker.progress.clock > 0.8 * target, what="it is near the end")
             hung.worker.forward = never  # type: ignore[method-assign,assignment]
@@ -156,7 +156,7 @@ async def test_an_origin_that_is_cut_off_near_the_end_learns_that_the_run_is_ove
     """From all peers, but not from the directory. The others end, and so does it."""
     async with world(short_run(steps=60), replicas=2) as made:
         lost, own = made.replicas[0], peer_name(0, 0)
-        target = lost.spec.inner.target_tokens
+        target = lost.context.spec.inner.target_tokens
         async with lives(*made.replicas) as tasks:
             await eventually(lambda: lost.worker.progress.clock > 0.92 * target, what="it is near the end")
             for side in (Fault(FaultKind.UNREACHABLE, source=own), Fault(FaultKind.UNREACHABLE, target=own)):
@@ -245,7 +245,7 @@ async def test_a_stranger_that_answers_and_claims_to_be_ahead_keeps_no_run_from_
     async with world(short_run(), replicas=2, settings=JOINS) as made:
         stranger, joiner, other = made.replicas[0], made.replicas[1], made.replicas[2]
         await haunt(made, PeerState.FINISHING, name=peer_name(0, 0), finished=True)
-        assert not stranger.donor.accepting
+        assert not stranger.state_transfer.donor.accepting
         await other.membership.announce(PeerState.TRAINING)
         assert await joiner.become_current() is None
 
@@ -262,11 +262,11 @@ async def test_most_of_those_that_answer_may_claim_to_be_ahead_and_keep_no_run_f
     async with world(short_run(), replicas=3, settings=JOINS) as made:
         joiner, other = made.replicas[0], made.replicas[3]
         for stranger in made.replicas[1:3]:
-            await haunt(made, PeerState.TRAINING, name=stranger._transport.peer_id)
-            stranger.donor.accepting = busy
-            stranger.donor._refuse_relayed = refuses  # type: ignore[method-assign]
+            await haunt(made, PeerState.TRAINING, name=stranger.context.transport.peer_id)
+            stranger.state_transfer.donor.accepting = busy
+            stranger.state_transfer.donor._refuse_relayed = refuses  # type: ignore[method-assign]
         await other.membership.announce(PeerState.TRAINING)
-        joiner._first_state._entrances = [other._transport.peer_id]
+        joiner.first_state._entrances = [other.context.transport.peer_id]
         assert await asyncio.wait_for(joiner.become_current(), 60) is None
 
 
@@ -285,7 +285,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 async def publish_ghosts(made: Swarm, folder: Path) -> None:
     """From a node with throw-away keys, which is gone when this returns: one that trains, one that has finished."""
-    spec, host = made.replicas[0].spec, made.replicas[0]._transport._host  # type: ignore[attr-defined]
+    spec, host = made.replicas[0].context.spec, made.replicas[0].context.transport._host  # type: ignore[attr-defined]
     for name, state in (("one", PeerState.TRAINING), ("two", PeerState.FINISHING)):
         identity = load_or_create_identity(folder / f"{name}.key")
         settings = NodeSettings(initial_peers=tuple(host.visible_addresses()[:1]))

@@ -52,8 +52,8 @@ async def test_a_dialler_that_gives_up_frees_its_partner_at_once() -> None:
     """It says so, and the partner need not wait for its deadline."""
     async with two_replicas() as (made, left, right):
         made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=exchange.CHUNK.name))
-        assert not await left.exchanger.dial(peer_name(0, 1))
-        assert not right.exchanger.engaged
+        assert not await left.averaging.exchanger.dial(peer_name(0, 1))
+        assert not right.averaging.exchanger.engaged
         assert outer_steps(made, 1, "aborted")[0].reason == "left: the partner left"
         assert made.network.fired[FaultKind.LOSE_REQUEST] > 0
 
@@ -64,26 +64,26 @@ async def test_only_the_dialler_itself_can_leave_an_exchange() -> None:
         await propose(right)
         goodbye = Leave(exchange=NAME)
         with pytest.raises(Refused) as refused:
-            await right.exchanger.responder.handle_leave(PeerId("another-stranger"), goodbye)
+            await right.averaging.exchanger.responder.handle_leave(PeerId("another-stranger"), goodbye)
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
-        assert right.exchanger.engaged
-        await right.exchanger.responder.handle_leave(STRANGER, goodbye)
-        assert not right.exchanger.engaged
+        assert right.averaging.exchanger.engaged
+        await right.averaging.exchanger.responder.handle_leave(STRANGER, goodbye)
+        assert not right.averaging.exchanger.engaged
 
 
 async def test_a_stranger_that_proposes_and_abandons_again_and_again_is_left_alone() -> None:
     """The second time in a row brings a rest; fellows of seen work are served meanwhile, and it is no offence."""
     async with two_replicas() as (made, left, right):
-        right._transport.acquaintances.worked(peer_name(0, 0))
+        right.context.transport.acquaintances.worked(peer_name(0, 0))
         for _ in range(2):
             await propose(right)
-            right.exchanger.responder.give_up_if_stalled(-1.0)
+            right.averaging.exchanger.responder.give_up_if_stalled(-1.0)
         with pytest.raises(Refused) as refused:
             await propose(right)
         assert refused.value.reason is Refusal.BUSY
-        assert await left.exchanger.dial(peer_name(0, 1))
+        assert await left.averaging.exchanger.dial(peer_name(0, 1))
         await eventually(lambda: outer_steps(made, 1, "paired"), what="the fellow is averaged with")
-        assert right._transport.conduct.offences.total() == 0
+        assert right.context.transport.conduct.offences.total() == 0
 
 
 def test_a_dialler_that_sends_each_chunk_at_the_last_moment_is_given_up() -> None:
@@ -102,25 +102,30 @@ async def test_a_banned_peer_is_not_answered_routed_to_paired_with_or_counted() 
     """From the moment of the ban, and until its end."""
     async with world(micro_spec(), replicas=2) as made:
         for replica in made.replicas:
-            replica.server.accepting = True
+            replica.pipeline.server.accepting = True
             await replica.membership.announce(PeerState.TRAINING)
         for replica in made.replicas:
             await replica.membership.refresh()
         head, fellow, tail = made.replicas[0], peer_name(0, 1), peer_name(1, 0)
         clock = [0.0]
-        book = head._transport.conduct
+        book = head.context.transport.conduct
         book._clock = lambda: clock[0]
         for peer in (fellow, tail):
             for _ in range(int(conduct.TOLERATED) + 1):
                 book.offended(peer, Offence.NOT_FINITE)
         assert head.membership.fellows() == []
         assert head.membership.nodes_per_stage() == [1, 1]
-        assert {head._book.choose() for _ in range(20)} == {peer_name(1, 1)}
+        assert {head.pipeline.book.choose() for _ in range(20)} == {peer_name(1, 1)}
         assert head.outer_steps.pairing_state(0.0).fellows() == []
-        caller = made.replicas[2]._transport
+        caller = made.replicas[2].context.transport
         with pytest.raises(Refused, match="for not_finite, 60 s more") as refused:
             await caller.call(
-                head._transport.peer_id, exchange.PROPOSE.name, Message(), timeout=5, progress=5, max_answer_bytes=0
+                head.context.transport.peer_id,
+                exchange.PROPOSE.name,
+                Message(),
+                timeout=5,
+                progress=5,
+                max_answer_bytes=0,
             )
         assert refused.value.reason is Refusal.BANNED
         clock[0] = FIRST_BAN_SECONDS
@@ -143,7 +148,7 @@ async def test_activations_out_of_all_scale_are_refused_before_the_model_and_are
         assert tail.worker._trainer.tokens_accumulated == gathered
         after = await tail.worker.full_state()
         assert all(torch.equal(before[1][name], after[1][name]) for name in before[1])
-        assert tail._transport.conduct.offences.total() == 0
+        assert tail.context.transport.conduct.offences.total() == 0
         tail.books.write()
         account = [e for e in made.events[1] if isinstance(e, Account)][-1]
         assert account.strangers.bounded["activations"] == 1
@@ -160,14 +165,14 @@ async def test_first_activations_beyond_all_scale_are_refused_and_set_no_measure
         assert refused.value.reason is Refusal.OUT_OF_SCALE
         usual = torch.randn(WINDOWS, LENGTH, 32)
         await ask(made, Message(request(made, id="b" * 32).header, (usual, labels)))
-        assert tail.server._scales.usual < 2.0
+        assert tail.pipeline.server._scales.usual < 2.0
 
 
 async def test_a_next_stage_whose_answers_break_the_protocol_is_banned_and_the_samples_go_elsewhere() -> None:
     """Poisoned gradients at every answer: after a few it is asked no more; no sample is lost."""
     async with serving_world() as made:
         head, tail = made.replicas
-        true = tail.server._answer
+        true = tail.pipeline.server._answer
         poisoned = 0
 
         async def poison(*given: Any) -> Reply[MicrobatchAnswer]:
@@ -176,18 +181,18 @@ async def test_a_next_stage_whose_answers_break_the_protocol_is_banned_and_the_s
             answer = await true(*given)
             return Reply(answer.header, tuple(torch.full_like(t, float("nan")) for t in answer.tensors))
 
-        tail.server._answer = poison  # type: ignore[method-assign]
+        tail.pipeline.server._answer = poison  # type: ignore[method-assign]
         await head.membership.refresh()
-        head._book.update([tail._transport.peer_id], 0)
-        assert head.origin is not None
+        head.pipeline.book.update([tail.context.transport.peer_id], 0)
+        assert head.pipeline.origin is not None
         async with asyncio.timeout(60):
-            while not head._transport.conduct.banned(tail._transport.peer_id):
-                head._book._suspended.clear()
-                assert not await head.origin.train_one()
+            while not head.context.transport.conduct.banned(tail.context.transport.peer_id):
+                head.pipeline.book._suspended.clear()
+                assert not await head.pipeline.origin.train_one()
         assert 0 < poisoned <= int(conduct.TOLERATED) + 1
-        assert head._transport.conduct.bans == {"bad_answer": 1}
+        assert head.context.transport.conduct.bans == {"bad_answer": 1}
         assert head.worker._trainer.tokens_accumulated == 0
-        assert head.ledger.drawn == head.ledger.dropped + head.origin.held
+        assert head.pipeline.ledger.drawn == head.pipeline.ledger.dropped + head.pipeline.origin.held
 
 
 def test_bans_and_bounds_are_in_the_metrics_by_reason() -> None:

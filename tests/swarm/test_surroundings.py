@@ -13,14 +13,14 @@ async def test_a_node_sees_its_peers_by_stage_with_load_lag_and_work() -> None:
     """Stage 0 of a swarm of 2 + 2, after microbatches to one replica of stage 1."""
     async with world(micro_spec(), replicas=2) as made:
         for replica in made.replicas:
-            replica.server.accepting = True
+            replica.pipeline.server.accepting = True
             await replica.membership.announce(PeerState.TRAINING)
         for replica in made.replicas:
             await replica.membership.refresh()
         viewer = made.replicas[0]
-        assert viewer.origin is not None
+        assert viewer.pipeline.origin is not None
         for _ in range(4):
-            assert await viewer.origin.train_one()
+            assert await viewer.pipeline.origin.train_one()
         around = viewer.books.surroundings()
     assert (around.introduced, around.in_hand, around.queued) == (3, 0, 0)
     assert [(peer.stage, peer.peer_id) for peer in around.peers] == [
@@ -47,7 +47,7 @@ async def test_of_a_large_swarm_those_are_shown_that_answer() -> None:
         real = row.introduced()[0]
         ghosts = [real.model_copy(update={"peer_id": f"a-ghost-{n:04}"}) for n in range(2 * MOST_PEERS)]
         row.introduced = lambda: [*ghosts, real]
-        known, book = viewer._transport.acquaintances, viewer._book
+        known, book = viewer.context.transport.acquaintances, viewer.pipeline.book
         assert isinstance(book, RoutingBook)
         around = surroundings(row, known, book, 0.0, in_hand=0, queued=0)
     assert (len(around.peers), around.introduced) == (MOST_PEERS, 2 * MOST_PEERS + 1)

@@ -159,11 +159,11 @@ async def test_who_looks_on_sees_a_swarm_that_trains_and_nobody_counts_it() -> N
     spec = micro_spec(limits=LimitsSpec(record_seconds=60, chunk_bytes=4096))
     async with world(spec, replicas=2) as made:
         for replica in made.replicas:
-            replica.server.accepting = True
+            replica.pipeline.server.accepting = True
             await replica.membership.announce(PeerState.TRAINING)
         for replica in made.replicas:
             await replica.membership.refresh()
-        origin = made.replicas[0].origin
+        origin = made.replicas[0].pipeline.origin
         assert origin is not None
         for _ in range(4):
             assert await origin.train_one()
@@ -183,7 +183,7 @@ async def test_who_looks_on_sees_a_swarm_that_trains_and_nobody_counts_it() -> N
         for replica in made.replicas:
             await replica.membership.refresh()
             assert replica.membership.nodes_per_stage() == [2, 2]
-            assert replica._transport.acquaintances.of(eye.peer_id).stage is None
+            assert replica.context.transport.acquaintances.of(eye.peer_id).stage is None
     assert [dict(stage.nodes)["training"] for stage in view.stages] == [2, 2]
     assert view.versions[__version__] == 4
     assert max(node.clock for node in view.nodes) >= 4 * MICROBATCH

@@ -56,8 +56,8 @@ async def beside_a_hostile_fellow(codec: str, turns: dict[str, Turn]) -> AsyncIt
 
             hostile.serve(method, anything, handle, max_concurrent_per_peer=64)
         (replica,) = made.replicas
-        assert replica.origin is not None
-        await replica.origin.train_one()
+        assert replica.pipeline.origin is not None
+        await replica.pipeline.origin.train_one()
         try:
             yield made, replica
         finally:
@@ -107,23 +107,23 @@ TURNS: dict[str, dict[str, Turn]] = {
 async def test_thirty_answers_that_break_the_protocol_of_an_exchange_are_a_ban(what: str) -> None:
     """Each is an offence, the eleventh brings the ban, and this replica's weights stay as they are."""
     async with beside_a_hostile_fellow("fp32", TURNS[what]) as (made, replica):
-        conduct = replica._transport.conduct  # pyright: ignore[reportPrivateUsage]
+        conduct = replica.context.transport.conduct  # pyright: ignore[reportPrivateUsage]
         _, before = await replica.worker.full_state()
         for _ in range(30):
-            assert not await replica.exchanger.dial(HOSTILE)
+            assert not await replica.averaging.exchanger.dial(HOSTILE)
         assert conduct.offences["bad_answer"] == 30
         assert conduct.banned(HOSTILE)
         _, after = await replica.worker.full_state()
         assert all(torch.equal(after[name], before[name]) for name in before)
-        assert made.replicas[0].exchanger.engaged is False
+        assert made.replicas[0].averaging.exchanger.engaged is False
 
 
 @pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if codec.wire_dtype is torch.uint8])
 async def test_bytes_that_decode_to_nothing_finite_are_an_offence_or_harmless(codec: str) -> None:
     """Codes have no NaN to look at: what comes of them is looked at where they are decoded."""
     async with beside_a_hostile_fellow(codec, TURNS["chunks"]) as (_, replica):
-        committed = await replica.exchanger.dial(HOSTILE)
-        offences = replica._transport.conduct.offences.total()  # pyright: ignore[reportPrivateUsage]
+        committed = await replica.averaging.exchanger.dial(HOSTILE)
+        offences = replica.context.transport.conduct.offences.total()  # pyright: ignore[reportPrivateUsage]
         assert offences == (0 if committed else 1)
         _, state = await replica.worker.full_state()
         assert bool(torch.isfinite(state["fast"]).all())
@@ -134,8 +134,8 @@ async def test_a_replica_whose_own_weights_are_not_finite_blames_nobody() -> Non
     turns = {exchange.PROPOSE.name: acceptance, exchange.OPEN.name: zeros, exchange.CHUNK.name: zeros}
     async with beside_a_hostile_fellow("fp32", turns) as (_, replica):
         replica.worker._trainer.master[:] = math.nan  # pyright: ignore[reportPrivateUsage]
-        assert not await replica.exchanger.dial(HOSTILE)
-        assert replica._transport.conduct.offences.total() == 0  # pyright: ignore[reportPrivateUsage]
+        assert not await replica.averaging.exchanger.dial(HOSTILE)
+        assert replica.context.transport.conduct.offences.total() == 0  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_an_honest_receipt_after_a_restart_is_no_offence(tmp_path: Path) -> None:

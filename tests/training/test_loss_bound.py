@@ -95,10 +95,10 @@ async def test_nonsense_shows_no_work_of_its_sender() -> None:
             bound.takes_in(0.1, 1)
         await ask(made, Message(request(made).header, (torch.randn(WINDOWS, LENGTH, 32), labels)))
         assert bound.left_out == 1
-        assert tail.ledger.served == 1
+        assert tail.pipeline.ledger.served == 1
         assert tail.worker.trained_tokens == 0
-        assert tail.server.origins_seen.median_clock() is None
-        assert tail._transport.acquaintances.of(peer_name(0, 0)).tokens == 0
+        assert tail.pipeline.server.origins_seen.median_clock() is None
+        assert tail.context.transport.acquaintances.of(peer_name(0, 0)).tokens == 0
         tail.books.write()
         assert tail.worker.bounded["losses"] == 1
 

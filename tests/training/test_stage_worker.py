@@ -95,20 +95,20 @@ async def test_a_run_of_one_stage_survives_a_loss_that_is_not_finite() -> None:
     """The sample is put back, in the end dropped, and the account closes; the node does not fall."""
     async with world(micro_spec(stages=1)) as made:
         (replica,) = made.replicas
-        assert replica.origin is not None
+        assert replica.pipeline.origin is not None
         trainer = replica.worker._trainer
         sound = trainer.master.clone()
         trainer.add_to_weights(torch.full_like(sound, math.nan))
-        attempts = 1 + replica.spec.pipeline.put_backs
+        attempts = 1 + replica.context.spec.pipeline.put_backs
         for _ in range(attempts):
-            await replica.origin.train_one()
-        ledger = replica.ledger
+            await replica.pipeline.origin.train_one()
+        ledger = replica.pipeline.ledger
         assert (ledger.drawn, ledger.put_back, ledger.dropped, ledger.trained) == (1, attempts - 1, 1, 0)
-        assert replica.origin.held == replica.worker.progress.tokens == 0
+        assert replica.pipeline.origin.held == replica.worker.progress.tokens == 0
         with pytest.raises(HopFailed):
-            await replica.origin.evaluate(window_rows(range(4)))
+            await replica.pipeline.origin.evaluate(window_rows(range(4)))
         trainer.load(sound, trainer.optimizer_state())
-        await replica.origin.train_one()
+        await replica.pipeline.origin.train_one()
         assert ledger.trained == 1
 
 
@@ -132,19 +132,19 @@ async def test_the_clock_is_own_tokens_times_live_replicas_and_exchanges_keep_it
     spec = micro_spec(stages=1, microbatches_a_step=3, outer=outer, limits=LimitsSpec(chunk_bytes=4096))
     trained = (9, 3, 6)
     async with world(spec, replicas=3) as made, asyncio.TaskGroup() as group:
-        running = [group.create_task(replica.exchanger.run()) for replica in made.replicas]
+        running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
         for replica, microbatches in zip(made.replicas, trained, strict=True):
-            replica.exchanger.accepting = True
+            replica.averaging.exchanger.accepting = True
             replica.worker.live_replicas = 3
-            assert replica.origin is not None
+            assert replica.pipeline.origin is not None
             for _ in range(microbatches):
-                await replica.origin.train_one()
+                await replica.pipeline.origin.train_one()
         workers = [replica.worker for replica in made.replicas]
         clocks = [worker.progress.clock for worker in workers]
         assert clocks == [3 * MICROBATCH * microbatches for microbatches in trained]
         for dialler, partner in ((0, 1), (1, 2), (2, 0), (0, 1)):
-            assert await made.replicas[dialler].exchanger.dial(peer_name(0, partner))
-            await eventually(lambda: not any(replica.exchanger.engaged for replica in made.replicas))
+            assert await made.replicas[dialler].averaging.exchanger.dial(peer_name(0, partner))
+            await eventually(lambda: not any(replica.averaging.exchanger.engaged for replica in made.replicas))
         met = [worker.progress.clock for worker in workers]
         rounds = [worker.progress.outer_rounds for worker in workers]
         for task in running:

@@ -1,0 +1,62 @@
+"""Averaging in the life of one replica: its exchanger, and who counts in an average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from noloco_node.averaging.exchange import Exchanger
+from noloco_node.averaging.probation import Ending, Standing
+from noloco_node.directory.peer_clocks import FellowClocks
+from noloco_node.participant import Participant, ReplicaContext
+from noloco_node.telemetry.events import OuterStep
+
+
+class Averaging(Participant):
+    """Takes outer steps when told to, and answers fellows that ask for one. `on_outer_step` receives each that was
+    committed or came to nothing; `on_probation_end` why, and after how many inner steps, this replica counts itself."""
+
+    def __init__(
+        self,
+        context: ReplicaContext,
+        clocks: FellowClocks,
+        on_outer_step: Callable[[OuterStep], None],
+        on_probation_end: Callable[[Ending, int], None],
+    ) -> None:
+        self._transport = context.transport
+        self.standing = Standing(context.spec.outer.inner_steps, on_probation_end)
+        self.exchanger = Exchanger(
+            context.spec,
+            context.stage,
+            context.transport,
+            context.worker,
+            streams=context.settings.exchange_streams,
+            clocks=clocks,
+            standing=self.standing,
+            on_outer_step=on_outer_step,
+            moved=context.moved,
+        )
+
+    def serve(self) -> None:
+        """Register the methods of an exchange."""
+        self.exchanger.serve()
+
+    def open(self) -> None:
+        """Accept proposals."""
+        self.exchanger.accepting = True
+
+    def shut(self) -> None:
+        """Accept no further proposal; an open exchange goes on."""
+        self.exchanger.accepting = False
+
+    async def run(self) -> None:
+        """Commit what others dialled."""
+        await self.exchanger.run()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an exchange is open."""
+        return self.exchanger.engaged
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._transport.withdraw("outer")

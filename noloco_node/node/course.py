@@ -1,0 +1,125 @@
+"""A replica's way through the run, once it has its state: train, wait for the others at the end, average once more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from noloco_node.averaging.exchange import Exchanger
+from noloco_node.data.samples import Samples
+from noloco_node.directory.membership import Membership
+from noloco_node.directory.records import PeerState
+from noloco_node.node.outer_steps import OuterSteps
+from noloco_node.participant import ReplicaContext
+from noloco_node.pipeline.evaluation import Evaluations
+from noloco_node.pipeline.source import Origin
+from noloco_node.placement.run_end import EndOfRun
+from noloco_node.placement.start_barrier import CommonStart, MissingStages
+
+logger = logging.getLogger(__name__)
+
+LAST_LOOK_SECONDS = 0.3
+
+
+class ReplicaCourse:
+    """Goes through the run once (`go`), cut short by `stop`. `origin` and `samples` are those of stage 0."""
+
+    def __init__(
+        self,
+        context: ReplicaContext,
+        membership: Membership,
+        exchanger: Exchanger,
+        outer_steps: OuterSteps,
+        end: EndOfRun,
+        missing: MissingStages,
+        *,
+        origin: Origin | None,
+        samples: Samples | None,
+    ) -> None:
+        self._context = context
+        self._membership = membership
+        self._exchanger = exchanger
+        self._outer_steps = outer_steps
+        self._end = end
+        self._missing = missing
+        self._origin = origin
+        self._samples = samples
+        self._start = CommonStart(context.settings.start_replicas)
+        membership.eager = origin is not None and context.settings.start_replicas > 1
+        self.stop = asyncio.Event()
+        self._over = False
+        """An origin has found the run to be over before its own clock was at the target."""
+
+    async def go(self) -> None:
+        """To the run's end. Told to stop, it ends without a word: who only leaves must not tell the others that the run
+        is over."""
+        if self._origin is not None and self._samples is not None:
+            context, every = self._context, self._context.spec.evaluation.every_tokens
+            evaluations = Evaluations(self._origin, self._samples, context.worker, every, context.emit)
+            await self._train(self._origin, evaluations)
+            if self.stop.is_set():
+                return
+            if not self._over:
+                await evaluations.last()
+                await self._membership.announce(PeerState.FINISHING)
+        if not self._over:
+            await self._end.wait(self.stop, self._context.moved)
+        if not self.stop.is_set():
+            await self._last_outer_step()
+
+    def run_goes_on(self) -> bool:
+        """False once this replica leaves or the origins do: stages that empty at the run's end are not lost."""
+        return self._membership.state is PeerState.TRAINING and not self._end.in_sight()
+
+    async def _train(self, origin: Origin, evaluations: Evaluations) -> None:
+        """Until the clock is at the target, or the run turns out to be over without this node."""
+        async with asyncio.TaskGroup() as group:
+            evaluating = group.create_task(evaluations.now_and_then(self._context.moved, self._way_is_open))
+            watching = group.create_task(self._until_over())
+            await origin.run(self._context.settings.in_flight, self._training_goes_on, self._way_is_open)
+            evaluating.cancel()
+            watching.cancel()
+
+    async def _until_over(self) -> None:
+        await self._end.wait(self.stop, self._context.moved)
+        if not self.stop.is_set():
+            logger.warning("the run is over: nothing was trained here any more while others came to its end")
+            self._over = True
+            self._context.moved.fire()
+
+    async def _way_is_open(self) -> None:
+        """Return once every other stage has a replica and the run has begun, or the training is over."""
+        while not self._may_draw() and self._training_goes_on():
+            await self._context.moved.wait()
+
+    def _may_draw(self) -> bool:
+        if self._missing.stages or not self._missing.looked:
+            return False
+        if self._membership.eager:  # asked before every sample: the records are looked at only until the run has begun
+            up, furthest = self._membership.replicas_per_stage(), self._membership.furthest_clock()
+            furthest = max(self._context.worker.progress.clock, furthest)
+            self._membership.eager = not self._start.over(up, furthest, asyncio.get_running_loop().time())
+        return not self._membership.eager
+
+    def _training_goes_on(self) -> bool:
+        reached = self._context.worker.progress.clock >= self._context.spec.inner.target_tokens
+        return not (reached or self._over or self.stop.is_set())
+
+    async def _last_outer_step(self) -> None:
+        """Average once more with whoever is still there, and stay for fellows that have not had theirs."""
+        membership, moved = self._membership, self._context.moved
+        self._exchanger.last_round = True
+        await membership.announce(PeerState.FINISHING)
+        moved.fire()
+        try:
+            async with asyncio.timeout(self._context.spec.limits.grace_seconds):
+                while not self._outer_steps.last_taken:
+                    await moved.wait()
+                await membership.announce(PeerState.DRAINING)
+                while membership.fellows(PeerState.TRAINING, PeerState.FINISHING) or self._exchanger.engaged:
+                    await membership.refresh()
+                    await moved.wait(LAST_LOOK_SECONDS)
+        except TimeoutError:
+            logger.info("the grace time is over: leaving with %d fellows still there", len(membership.fellows()))
+        if not self._outer_steps.last_taken and not self._exchanger.engaged:
+            await self._exchanger.step_alone()

@@ -1,0 +1,76 @@
+"""Whom one replica sees: the directory as this node trusts it, who answers the roll, and the text they share out."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+from noloco_node.data.samples import Samples
+from noloco_node.directory.membership import Membership, OwnFigures
+from noloco_node.directory.records import Directory
+from noloco_node.directory.records_call import serve_records
+from noloco_node.directory.roll_call import SWEEP_SECONDS, RollCall
+from noloco_node.directory.shared_text import SharedText
+from noloco_node.identity.addresses import peers_at
+from noloco_node.participant import Participant, ReplicaContext
+from noloco_node.trust.filtered_directory import ScreenedDirectory
+
+
+class Neighbourhood(Participant):
+    """`describe` gives the figures for this replica's record; `on_change` is called after every look."""
+
+    def __init__(
+        self,
+        context: ReplicaContext,
+        directory: Directory,
+        samples: Samples | None,
+        describe: Callable[[], OwnFigures],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._directory = directory
+        spec, transport, life = context.spec, context.transport, context.spec.limits.record_seconds
+        self.membership = Membership(
+            ScreenedDirectory(directory, transport.conduct),
+            transport.acquaintances,
+            transport.peer_id,
+            context.stage,
+            spec.stages,
+            life,
+            describe,
+            on_change,
+            self._ask_all,
+        )
+        if samples is not None and samples.shared is not None:
+            self.membership.text = SharedText(samples.shared, directory, transport.peer_id, life, context.emit)
+        self.roll = RollCall(
+            transport,
+            directory,
+            spec.run_id,
+            lambda: context.stage,
+            life,
+            self.membership.introduced,
+            on_change,
+            random.Random(f"roll/{context.settings.seed}/{transport.peer_id}"),
+            entrances=peers_at(context.settings.initial_peers),
+        )
+
+    async def _ask_all(self) -> None:
+        """Before it serves; from then on the roll call asks by itself."""
+        await self.roll.sweep(SWEEP_SECONDS)
+
+    def serve(self) -> None:
+        """Tell records to who asks, at once: a joiner asks before anybody trains."""
+        context = self._context
+        serve_records(context.transport, context.spec.run_id, self._directory, lambda: context.stage)
+
+    async def run(self) -> None:
+        """Announce this replica, read the directory, call the roll."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.membership.run())
+            group.create_task(self.roll.run())
+
+    def close(self) -> None:
+        """Tell no more."""
+        self._context.transport.withdraw("records")

@@ -1,0 +1,121 @@
+"""The pipeline in the life of one replica: it draws microbatches or answers them, and sends them on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from noloco_node import ambient
+from noloco_node.data.samples import Position, Samples
+from noloco_node.directory.peer_clocks import FarBehind
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.model.stage import Stage
+from noloco_node.participant import Participant, ReplicaContext
+from noloco_node.pipeline.blockage import patience
+from noloco_node.pipeline.inference import InferenceServer
+from noloco_node.pipeline.messages import Ledger, Sample
+from noloco_node.pipeline.passing import Downstream, PipelineServer
+from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.pipeline.source import Origin
+
+
+class Pipeline(Participant):
+    """What one replica of `stage` has to do with microbatches. `samples` is the text of stage 0; `ledger` that of the
+    node, which outlives its replicas."""
+
+    def __init__(
+        self, context: ReplicaContext, stage: Stage, samples: Samples | None, ledger: Ledger, behind: FarBehind
+    ) -> None:
+        assert (samples is not None) == context.cut.is_first, "stage 0, and only it, has the text"
+        spec, settings, worker = context.spec, context.settings, context.worker
+        self._context = context
+        self._samples = samples
+        self.ledger = ledger
+        self.book = RoutingBook(spec.pipeline.routing, context.rng, ambient.monotonic)
+        self.downstream = (
+            None
+            if context.cut.is_last
+            else Downstream(spec, context.stage, context.transport, self.book, ledger, context.rng, router=stage.router)
+        )
+        self.server = PipelineServer(
+            spec,
+            context.stage,
+            stage.hidden_size,
+            stage.vocab_size,
+            worker,
+            self.downstream,
+            ledger,
+            settings.max_pending,
+            context.transport.acquaintances,
+            behind,
+        )
+        self.inference = InferenceServer(
+            spec, context.cut, stage.hidden_size, stage.vocab_size, worker, settings.generate_share, behind
+        )
+        self.origin = Origin(spec, worker, self.downstream, ledger, samples, context.rng) if samples else None
+
+    def serve(self) -> None:
+        """Register the methods; stage 0 answers no microbatch."""
+        if self.origin is None:
+            self.server.serve(self._context.transport)
+        self.inference.serve(self._context.transport)
+
+    def open(self) -> None:
+        """Accept microbatches and windows."""
+        self.server.accepting = self.inference.accepting = True
+
+    def shut(self) -> None:
+        """Accept neither."""
+        self.server.accepting = self.inference.accepting = False
+
+    async def run(self) -> None:
+        """Audit what the next stage answers."""
+        if self.downstream is not None:
+            await self.downstream.auditor.run()
+
+    @property
+    def in_hand(self) -> int:
+        """Microbatches that this node holds: its own under way on stage 0, else those of others."""
+        return self.server.pending if self.origin is None else self.origin.under_way
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a microbatch is on its way through this replica."""
+        return self.in_hand > 0
+
+    def hand_back(self) -> None:
+        """Microbatches of others go back to their senders."""
+        self.server.hand_back()
+
+    def close(self) -> None:
+        """Keep in the ledger where the text goes on."""
+        self.ledger.walk = self.walk_position()
+        self._context.transport.withdraw("microbatch", "inference")
+
+    def walk_position(self) -> Position:
+        """Where the next sample comes from, also on a later stage: this node may return to stage 0."""
+        return self._samples.position() if self._samples else self.ledger.walk
+
+    @property
+    def held_samples(self) -> list[Sample]:
+        """Samples drawn and neither trained nor dropped; on a later stage those from this node's time at stage 0."""
+        return self.origin.held_samples if self.origin else list(self.ledger.waiting)
+
+    @property
+    def held(self) -> int:
+        """How many these are."""
+        return self.origin.held if self.origin else len(self.ledger.waiting)
+
+    @property
+    def next_stage_shut(self) -> bool:
+        """Whether nothing that this replica sends gets through to its next stage, for long enough to call it lost."""
+        if self.downstream is None:
+            return False
+        spec = self._context.spec
+        behind = spec.stages - self._context.stage - 2
+        return self.downstream.blockage.lasts(
+            patience(spec.limits.record_seconds, spec.pipeline.budget_seconds, behind)
+        )
+
+    def heed_relays(self, relayed: Callable[[], Collection[PeerId]]) -> None:
+        """Peers that are connected through relays only, as of now: others are preferred."""
+        self.book.relayed = relayed

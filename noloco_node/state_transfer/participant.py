@@ -1,0 +1,57 @@
+"""State transfer in the life of one replica: it takes a fellow's state, and gives its own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.participant import Participant, ReplicaContext
+from noloco_node.state_transfer.donor import StateDonor
+from noloco_node.state_transfer.donor_choice import StateCopier
+
+
+class StateTransfer(Participant):
+    """`believe` turns a donor's claimed clock into the one to take over; peers that `relayed` says are connected
+    through a relay only are given nothing."""
+
+    def __init__(
+        self,
+        context: ReplicaContext,
+        believe: Callable[[float], float],
+        relayed: Callable[[PeerId], Awaitable[bool]],
+    ) -> None:
+        spec, settings, worker = context.spec, context.settings, context.worker
+        self._transport = context.transport
+        self.donor = StateDonor(
+            spec, context.stage, context.transport, worker, places=settings.donor_places, relayed=relayed
+        )
+        self.copier = StateCopier(
+            spec,
+            context.stage,
+            context.transport,
+            worker,
+            streams=settings.exchange_streams,
+            believe=believe,
+            emit=context.emit,
+            rng=context.rng,
+        )
+
+    def serve(self) -> None:
+        """Register the donor's methods."""
+        self.donor.serve()
+
+    def open(self) -> None:
+        """Give the state to who asks."""
+        self.donor.accepting = True
+
+    def shut(self) -> None:
+        """Give no more."""
+        self.donor.accepting = False
+
+    def drain(self) -> None:
+        """Who leaves gives its state as long as it is there: it may be the last of its stage."""
+
+    def close(self) -> None:
+        """Free the snapshot."""
+        self._transport.withdraw("state")
+        self.donor.let_go()
