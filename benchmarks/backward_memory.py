@@ -21,7 +21,7 @@ import torch
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import build_stage
-from noloco_node.training.stage_trainer import Passage, StageTrainer
+from noloco_node.training.stage_trainer import ForwardContext, StageTrainer
 
 WAYS = ("keep", "recompute", "checkpoint")
 WINDOWS, TOKENS, VOCABULARY = 4, 512, 256
@@ -53,13 +53,13 @@ def measure(run: RunSpec) -> dict[str, float]:
     torch.set_num_threads(1)
     trainer = StageTrainer(build_stage(run.model, 0), run.inner, device="cpu", wire_dtype=torch.float32)
     ids = torch.randint(0, VOCABULARY, (WINDOWS, TOKENS), generator=torch.Generator().manual_seed(1))
-    first = Passage()
+    first = ForwardContext()
     outputs = trainer.forward(ids[:1, :8], first)
     trainer.backward(first, torch.zeros_like(outputs), 1.0, 8)
     trainer.step(1e-3)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
     base = resident("VmRSS")
-    passages = [Passage() for _ in range(UNDER_WAY)]
+    passages = [ForwardContext() for _ in range(UNDER_WAY)]
     gone = [trainer.forward(ids, passage) for passage in passages]
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     held = resident("VmRSS") - base

@@ -24,7 +24,7 @@ from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import build_stage
 from noloco_node.training.compiled_stage import INDUCTOR
-from noloco_node.training.stage_trainer import Passage, StageTrainer
+from noloco_node.training.stage_trainer import ForwardContext, StageTrainer
 
 MOST_APART = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "bf16-pure": 0.05}
 """Largest difference of a vector to that of the plain form, in norms, by precision."""
@@ -41,7 +41,7 @@ class Pipeline:
 
     def microbatch(self, windows: Tensor) -> list[Tensor]:
         """There and back: the activations, and the gradient that came back."""
-        passage = Passage()
+        passage = ForwardContext()
         outputs = self.head.forward(windows[:, :-1], passage)
         result = self.tail.loss(outputs, windows[:, 1:])
         assert result.input_gradient is not None

@@ -84,7 +84,7 @@ def shares(before: dict[str, float], after: dict[str, float]) -> CpuShare:
     return share
 
 
-class Watch(Observer):
+class Activity(Observer):
     """Takes the CPU times at the start and at the end of the window in which the swarm's rate is measured."""
 
     def __init__(self, heads: int) -> None:
@@ -125,7 +125,7 @@ class Watch(Observer):
 
 async def run_swarm(config: Config) -> dict[str, object]:
     """One whole run of a local swarm, measured."""
-    watch = Watch(config.local_swarm.replicas)
+    watch = Activity(config.local_swarm.replicas)
     with tempfile.TemporaryDirectory() as folder:
         swarm = LocalSwarm(config, Path(folder) / "run", observer=watch)
         try:

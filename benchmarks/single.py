@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from noloco_node.config.load import load_config
-from noloco_node.data.walk import WindowWalk
+from noloco_node.data.sampler import WindowSampler
 from noloco_node.data.windows import load_windows
 from noloco_node.model.cut import build_config
 
@@ -37,7 +37,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(build_config(spec.model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=inner.learning_rate, fused=True)
     text = load_windows(spec.data, model.config.vocab_size)
-    walk = WindowWalk(text.train_count, spec.data.seed, "single")
+    walk = WindowSampler(text.train_count, spec.data.seed, "single")
     tokens_a_microbatch = options.windows * spec.data.sequence_length
     microbatches = max(1, inner.global_batch_tokens // tokens_a_microbatch)
 

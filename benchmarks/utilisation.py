@@ -24,7 +24,7 @@ from noloco_node.config.load import load_config
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import microbatches_a_step
 from noloco_node.sizing.traffic import traffic_of
-from noloco_node.sizing.utilisation import Link, Outlook, StageLoad, outlook_of
+from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
 from noloco_node.telemetry.events import Account
 from tests.chaos.swarm import CONFIG, Swarm, behind
 from tests.support import free_port
@@ -65,7 +65,7 @@ POINTS = (
 )
 
 
-def planned(point: Point, overrides: list[str]) -> Outlook:
+def planned(point: Point, overrides: list[str]) -> UtilisationOutlook:
     """What the model says. The first stage's device works twice on a microbatch, the last one's once."""
     run = load_config(CONFIG, overrides).run
     footprint = footprint_of(run)

@@ -20,8 +20,8 @@ import torch
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec, RunSpec
+from noloco_node.data.sampler import SamplerPosition, WindowSampler
 from noloco_node.data.samples import Samples
-from noloco_node.data.walk import WalkPosition, WindowWalk
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.marks import BEGINS
@@ -30,7 +30,14 @@ from noloco_node.node.checkpointing import HELD_SHARE, CheckpointKeeper, is_due
 from noloco_node.node.replica import Replica
 from noloco_node.outer.names import CodecName
 from noloco_node.pipeline.messages import Ledger, Sample
-from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder, Standing, Written, held_name, read_checkpoint
+from noloco_node.storage.checkpoint import (
+    Checkpoint,
+    CheckpointFolder,
+    KeptStanding,
+    Written,
+    held_name,
+    read_checkpoint,
+)
 from noloco_node.telemetry.events import Account, AnyEvent, CheckpointTaken, EventFile, InnerStep, read_events
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.placing import on_its_device
@@ -59,7 +66,7 @@ class Node:
 
     replica: Replica
     keeper: CheckpointKeeper
-    walk: WindowWalk
+    walk: WindowSampler
     drawn: list[list[int]] = field(default_factory=list[list[int]])
     events: list[AnyEvent] = field(default_factory=list[AnyEvent])
 
@@ -82,7 +89,7 @@ class Node:
 async def lone_node(spec: RunSpec, folder: CheckpointFolder, saved: Checkpoint | None = None) -> AsyncIterator[Node]:
     """A node in memory on its own compute thread, from the seed or from a checkpoint; its text has COUNT windows."""
     drawn, events = list[list[int]](), list[AnyEvent]()
-    walk = WindowWalk.at(COUNT, 7, "peer", saved.standing.walk) if saved else WindowWalk(COUNT, 7, "peer")
+    walk = WindowSampler.at(COUNT, 7, "peer", saved.standing.walk) if saved else WindowSampler(COUNT, 7, "peer")
 
     async def draw() -> torch.Tensor:
         drawn.append(walk.take(WINDOWS))
@@ -205,7 +212,7 @@ async def test_a_checkpoint_of_a_later_stage_keeps_what_is_left_from_stage_0(tmp
     spec, settings = micro_spec(stages=2, outer=OUTER), NodeSettings()
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
     windows = window_rows((3, 1))
-    left = Ledger(drawn=5, trained=4, waiting=deque([Sample(windows, 2)]), walk=WalkPosition(epoch=1, offset=2))
+    left = Ledger(drawn=5, trained=4, waiting=deque([Sample(windows, 2)]), walk=SamplerPosition(epoch=1, offset=2))
     ledger = Ledger()
     thread, transport = ComputeThread(), MemoryTransport(MemoryNetwork(), peer_name(1, 0))
     try:
@@ -252,7 +259,7 @@ async def test_samples_under_way_are_trained_first_in_the_next_life(tmp_path: Pa
         assert (ledger.drawn, ledger.trained, resumed.replica.pipeline.origin.held) == (5, 5, 0)
         assert len(resumed.drawn) == 1
     every = [window for batch in node.drawn + resumed.drawn for window in batch]
-    assert sorted(every) == sorted(WindowWalk(COUNT, 7, "peer").take(5 * WINDOWS))
+    assert sorted(every) == sorted(WindowSampler(COUNT, 7, "peer").take(5 * WINDOWS))
 
 
 async def test_held_samples_keep_where_documents_begin(tmp_path: Path) -> None:
@@ -513,7 +520,7 @@ async def test_a_second_signal_does_not_wait_for_the_disk(tmp_path: Path) -> Non
     loop = asyncio.get_running_loop()
 
     class Slow(CheckpointFolder):
-        def write(self, standing: Standing, tensors: Mapping[str, torch.Tensor]) -> Written:
+        def write(self, standing: KeptStanding, tensors: Mapping[str, torch.Tensor]) -> Written:
             loop.call_soon_threadsafe(begun.set)
             asyncio.run_coroutine_threadsafe(release.wait(), loop).result(20)
             return super().write(standing, tensors)

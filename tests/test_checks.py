@@ -21,7 +21,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import checks as machine_checks
 from noloco_node.node.checks import (
     Check,
-    Outcome,
+    CheckOutcome,
     check_clock,
     check_disk,
     check_files,
@@ -46,34 +46,34 @@ MILLION = 10**6
 @pytest.mark.parametrize(
     ("check", "outcome", "words"),
     [
-        (check_disk(100 * GB, 100 * MILLION, "here"), Outcome.PASS, "100.0 GB free in here, up to 8.1 GB wanted"),
-        (check_disk(7 * GB, 100 * MILLION, "here"), Outcome.WARN, "7.0 GB free"),
-        (check_disk(9 * GB, 100 * MILLION, "here", 100 * MILLION), Outcome.WARN, "up to 10.5 GB wanted"),
-        (check_disk(GB // 2, 100 * MILLION, "here"), Outcome.FAIL, "500.0 MB free"),
-        (check_memory(8 * GB, 16 * GB, 4 * GB), Outcome.PASS, "8.0 GB of 16.0 GB free, about 4.0 GB needed"),
-        (check_memory(3 * GB, 16 * GB, 4 * GB), Outcome.WARN, "3.0 GB of 16.0 GB"),
-        (check_memory(16 * GB, 16 * GB, 40 * GB, 20 * GB), Outcome.FAIL, "about 40.0 GB needed"),
-        (check_memory(16 * GB, 16 * GB, 20 * GB, 16 * GB), Outcome.WARN, "about 20.0 GB needed"),
-        (check_files(8192), Outcome.PASS, "8,192"),
-        (check_files(256), Outcome.WARN, "256"),
-        (check_clock([]), Outcome.PASS, "not compared"),
-        (check_clock([(0.2, 0.1)]), Outcome.PASS, "0.20 s behind 1 peer (± 0.10 s)"),
-        (check_clock([(-2.0, 0.1)]), Outcome.WARN, "2.00 s ahead of 1 peer"),
-        (check_clock([(4.0, 0.1)]), Outcome.FAIL, "4.00 s behind"),
-        (check_clock([(4.0, 2.0)]), Outcome.WARN, "± 2.00 s"),
-        (check_clock([(0.1, 0.1), (500.0, 0.1), (0.0, 0.1)]), Outcome.PASS, "3 peers"),
-        (check_versions((1, "0.2"), {}), Outcome.PASS, "noloco-node 0.2, protocol 1"),
-        (check_versions((1, "0.2"), {"a": (1, "0.2")}), Outcome.PASS, "0.2"),
-        (check_versions((1, "0.2"), {"a": (1, "0.3")}), Outcome.WARN, "0.2 here, 0.3 elsewhere"),
-        (check_versions((1, "0.2"), {"a": (2, "0.3"), "b": (1, "0.2")}), Outcome.WARN, "0.3 elsewhere"),
-        (check_versions((1, "0.2"), {"a": (2, "0.3")}), Outcome.FAIL, "protocol 2 (noloco-node 0.3)"),
+        (check_disk(100 * GB, 100 * MILLION, "here"), CheckOutcome.PASS, "100.0 GB free in here, up to 8.1 GB wanted"),
+        (check_disk(7 * GB, 100 * MILLION, "here"), CheckOutcome.WARN, "7.0 GB free"),
+        (check_disk(9 * GB, 100 * MILLION, "here", 100 * MILLION), CheckOutcome.WARN, "up to 10.5 GB wanted"),
+        (check_disk(GB // 2, 100 * MILLION, "here"), CheckOutcome.FAIL, "500.0 MB free"),
+        (check_memory(8 * GB, 16 * GB, 4 * GB), CheckOutcome.PASS, "8.0 GB of 16.0 GB free, about 4.0 GB needed"),
+        (check_memory(3 * GB, 16 * GB, 4 * GB), CheckOutcome.WARN, "3.0 GB of 16.0 GB"),
+        (check_memory(16 * GB, 16 * GB, 40 * GB, 20 * GB), CheckOutcome.FAIL, "about 40.0 GB needed"),
+        (check_memory(16 * GB, 16 * GB, 20 * GB, 16 * GB), CheckOutcome.WARN, "about 20.0 GB needed"),
+        (check_files(8192), CheckOutcome.PASS, "8,192"),
+        (check_files(256), CheckOutcome.WARN, "256"),
+        (check_clock([]), CheckOutcome.PASS, "not compared"),
+        (check_clock([(0.2, 0.1)]), CheckOutcome.PASS, "0.20 s behind 1 peer (± 0.10 s)"),
+        (check_clock([(-2.0, 0.1)]), CheckOutcome.WARN, "2.00 s ahead of 1 peer"),
+        (check_clock([(4.0, 0.1)]), CheckOutcome.FAIL, "4.00 s behind"),
+        (check_clock([(4.0, 2.0)]), CheckOutcome.WARN, "± 2.00 s"),
+        (check_clock([(0.1, 0.1), (500.0, 0.1), (0.0, 0.1)]), CheckOutcome.PASS, "3 peers"),
+        (check_versions((1, "0.2"), {}), CheckOutcome.PASS, "noloco-node 0.2, protocol 1"),
+        (check_versions((1, "0.2"), {"a": (1, "0.2")}), CheckOutcome.PASS, "0.2"),
+        (check_versions((1, "0.2"), {"a": (1, "0.3")}), CheckOutcome.WARN, "0.2 here, 0.3 elsewhere"),
+        (check_versions((1, "0.2"), {"a": (2, "0.3"), "b": (1, "0.2")}), CheckOutcome.WARN, "0.3 elsewhere"),
+        (check_versions((1, "0.2"), {"a": (2, "0.3")}), CheckOutcome.FAIL, "protocol 2 (noloco-node 0.3)"),
     ],
 )
-def test_what_was_measured_is_judged_and_said(check: Check, outcome: Outcome, words: str) -> None:
+def test_what_was_measured_is_judged_and_said(check: Check, outcome: CheckOutcome, words: str) -> None:
     """In figures; and whatever does not pass has a remedy."""
     assert check.outcome is outcome
     assert words in check.found
-    assert bool(check.remedy) == (outcome is not Outcome.PASS)
+    assert bool(check.remedy) == (outcome is not CheckOutcome.PASS)
 
 
 def test_the_first_failure_ends_the_start_and_a_warning_does_not(caplog: pytest.LogCaptureFixture) -> None:
@@ -144,9 +144,11 @@ def test_what_a_process_may_not_take_is_no_free_memory() -> None:
     assert refused_memory(RuntimeError("something else")) is None
 
 
-@pytest.mark.parametrize(("ahead", "outcome"), [(0.0, Outcome.PASS), (10.0, Outcome.FAIL), (-10.0, Outcome.FAIL)])
+@pytest.mark.parametrize(
+    ("ahead", "outcome"), [(0.0, CheckOutcome.PASS), (10.0, CheckOutcome.FAIL), (-10.0, CheckOutcome.FAIL)]
+)
 async def test_a_clock_is_compared_over_the_wire(
-    ahead: float, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+    ahead: float, outcome: CheckOutcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a peer that answers hello by a clock of its own; one that does not answer does not count."""
     real = ambient.wall
@@ -170,7 +172,9 @@ async def test_a_clock_is_compared_over_the_wire(
         assert (await asyncio.create_task(ask(ids[1]), name="asking")).outcome is outcome
         assert "not compared" in (await asyncio.create_task(ask(PeerId("nobody")), name="asking")).found
         versions = (await among_peers(one, [f"/ip4/127.0.0.1/tcp/1/p2p/{ids[1]}"]))[1]
-        assert versions == Check("versions", Outcome.PASS, f"noloco-node {__version__}, protocol {PROTOCOL_VERSION}")
+        assert versions == Check(
+            "versions", CheckOutcome.PASS, f"noloco-node {__version__}, protocol {PROTOCOL_VERSION}"
+        )
     finally:
         for transport in (one, two):
             await transport.close()

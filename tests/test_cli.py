@@ -182,9 +182,9 @@ def test_a_joiner_sees_what_it_joins(
 ) -> None:
     """Model, data, tokens, stages, H, bytes of an outer step, progress and hours to go."""
     from noloco_node.config.load import load_config
-    from noloco_node.directory.summary import Outlook
+    from noloco_node.directory.summary import SwarmSummary
 
-    print_run(load_config(MICRO).run, Outlook(clock, 49_152, replicas, speed))
+    print_run(load_config(MICRO).run, SwarmSummary(clock, 49_152, replicas, speed))
     output = capsys.readouterr().out
     usual = [
         "run micro",

@@ -26,7 +26,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.records import PeerState
 from noloco_node.model.stage import build_stage
 from noloco_node.training.compute_thread import Priority
-from noloco_node.training.stage_trainer import Passage, StageTrainer
+from noloco_node.training.stage_trainer import ForwardContext, StageTrainer
 from tests.worlds import Swarm, libp2p_world, micro_spec, window_batch
 
 MOST_OPERATIONS = 1.0
@@ -116,7 +116,7 @@ def test_a_stage_does_hardly_more_for_a_microbatch_than_plain_training(
     )
 
     def there_and_back() -> None:
-        passage = Passage()
+        passage = ForwardContext()
         outputs = head.forward(inputs, passage)
         result = tail.loss(outputs, labels, source="head")
         assert result.input_gradient is not None

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.directory.known_peers import Held, KnownPeers
+from noloco_node.directory.known_peers import HeldState, KnownPeers
 from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
@@ -21,10 +21,10 @@ from noloco_node.launch.local_swarm import LocalSwarm
 from noloco_node.node import custody
 from noloco_node.node.custody import last_of_stage, unusable_checkpoints
 from noloco_node.node.replica import Replica
-from noloco_node.node.stage_lifecycle import Stays
+from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.storage.checkpoint import STATE, CheckpointFolder
-from noloco_node.telemetry.display import SwarmView, plain_line, screen
+from noloco_node.telemetry.display import LocalSwarmView, plain_line, screen
 from noloco_node.telemetry.events import Warned
 from tests.storage.test_checkpoint import RUN, standing, tensors
 from tests.support import eventually
@@ -61,7 +61,7 @@ def test_damaged_checkpoints_are_told_from_none_and_the_remedy_is_named(tmp_path
 
 def test_the_screen_shows_it_until_the_end() -> None:
     """On a terminal above the figures; elsewhere as a line."""
-    view = SwarmView(run_name="r", stages=1, target=10, nodes=["s0-r0"])
+    view = LocalSwarmView(run_name="r", stages=1, target=10, nodes=["s0-r0"])
     view.observe("s0-r0", Warned(what="checkpoints_unusable", detail="ALL 2 CHECKPOINTS ARE DAMAGED"))
     for number in range(50):
         view.note(f"other news {number}")
@@ -88,29 +88,29 @@ def test_a_local_swarm_begins_with_a_node_whose_checkpoint_is_whole(tmp_path: Pa
 
 
 async def test_who_leaves_a_stage_alone_is_told_as_far_as_answers_tell() -> None:
-    """Not while a fellow answers, nor where nobody else trains; a fellow that is only a record is none."""
+    """Not while a stage peer answers, nor where nobody else trains; a stage peer that is only a record is none."""
     async with world(micro_spec(stages=2), replicas=2) as made:
         for replica in made.replicas:
             await replica.membership.announce(PeerState.TRAINING)
         leaver = next(replica for replica in made.replicas if replica.stage == 1)
         await leaver.membership.refresh()
-        fellows = set(leaver.membership.fellows())
+        stage_peers = set(leaver.membership.stage_peers())
         assert last_of_stage(leaver.membership, lambda _: True, 0) is None
         assert last_of_stage(leaver.membership, lambda _: False, 0) is None
-        warning = last_of_stage(leaver.membership, lambda peer: peer not in fellows, 0)
+        warning = last_of_stage(leaver.membership, lambda peer: peer not in stage_peers, 0)
         assert warning is not None
         assert "THE LAST REPLICA OF STAGE 1 LEAVES" in warning.detail
         assert "run.guard_copies is 0" in warning.detail
-        kept = last_of_stage(leaver.membership, lambda peer: peer not in fellows, 1)
+        kept = last_of_stage(leaver.membership, lambda peer: peer not in stage_peers, 1)
         assert kept is not None
         assert "copies that nodes of other stages keep" in kept.detail
 
 
-def stays_of(made: World, replica: Replica, warnings: list[Warned]) -> Stays:
+def stays_of(made: World, replica: Replica, warnings: list[Warned]) -> StageLifecycle:
     """The stays of a node with this replica."""
     transport = replica.context.transport
     transport.withdraw("copy")  # the copies of the world that this replica has trained in
-    stays = Stays(
+    stays = StageLifecycle(
         replica.context.spec, NodeSettings(), footprint_of(replica.context.spec), transport, MemoryDirectory(made.hub)
     )
     stays.emit = warnings.append
@@ -128,7 +128,7 @@ async def test_who_comes_without_a_state_waits_once_for_who_held_it(
     async with trained_world(guards=0) as (made, (_, _, holder, newcomer), _copies):
         holder.state_transfer.donor.accepting = True
         await lose(made, 2)
-        held = Held(stage=1, clock=holder.worker.progress.clock, seen=time.time())
+        held = HeldState(stage=1, clock=holder.worker.progress.clock, seen=time.time())
         stays = stays_of(made, newcomer, warnings)
         beginning = asyncio.create_task(
             stays.begin(newcomer, None, CheckpointFolder(tmp_path, 1), [(peer_name(1, 0), held)])
@@ -147,7 +147,7 @@ def test_what_peers_held_is_kept_with_their_addresses(tmp_path: Path) -> None:
     path = tmp_path / "peers.json"
     known = KnownPeers(path)
     known.save("run")
-    held = {PeerId(f"p{n}"): Held(stage=n % 2, clock=float(n), seen=float(n)) for n in range(50)}
+    held = {PeerId(f"p{n}"): HeldState(stage=n % 2, clock=float(n), seen=float(n)) for n in range(50)}
     known.worked_with(held)
     known.save("run")
     again = KnownPeers(path)

@@ -25,7 +25,7 @@ from noloco_node.exporting.read import continued
 from noloco_node.exporting.speech import Wish
 from noloco_node.model.export import generate_sample, load_exported
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.storage.weights import SLOW, Manifest
+from noloco_node.storage.weights import SLOW, WeightsManifest
 from tests.config.test_tokenizer_files import made, with_tokenizer
 from tests.made_runs import MICRO, OWN_TEXT, RUN, TEXT, finished, under_way, weights
 from tests.support import files_up_to
@@ -283,7 +283,7 @@ def test_weights_of_another_shape_are_named(tmp_path: Path, capsys: pytest.Captu
     finished(tmp_path / "b", 1, run=RUN.model_copy(update={"model": small}))
     manifest = tmp_path / "b" / "final" / "manifest.json"
     text = json.loads(manifest.read_text())
-    forged = Manifest.model_validate({**text, "run_id": RUN.run_id})
+    forged = WeightsManifest.model_validate({**text, "run_id": RUN.run_id})
     manifest.write_text(forged.sealed().model_dump_json())
     out = tmp_path / "out"
     assert main(["export", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out)]) == ExitCode.RUN_FOLDER

@@ -50,13 +50,13 @@ async def test_a_stage_that_was_left_is_freed_at_once_and_its_replica_is_held_by
     """The vectors go with the stay, without any collector; transport, directory, thread and ledger live on and refer to
     nothing of it."""
     async with replicas(2) as made:
-        leaver, fellow = made
+        leaver, stage_peer = made
         del made[:]
         transport, ledger = leaver.context.transport, leaver.pipeline.ledger
         transport.conduct.offended(PeerId("somebody"), Offence.MALFORMED)
         await live(leaver, tmp_path)
         leaver.state_transfer.donor.accepting = True
-        await fellow.state_transfer.copier.copy_from(peer_name(0, 0))
+        await stage_peer.state_transfer.copier.copy_from(peer_name(0, 0))
         trainer, outer = leaver.worker._trainer, leaver.worker.outer
         vectors = [weakref.ref(tensor) for tensor in (trainer.master, trainer._gradient, outer.slow, outer.momentum)]
         vectors.append(weakref.ref(trainer))

@@ -21,7 +21,7 @@ def saved(folder: Path, clock: float) -> SavedReplica:
 
 
 def test_a_replica_that_left_early_or_came_too_late_is_no_part_of_the_model(tmp_path: Path) -> None:
-    """Fellows further apart than max_lag do not average either; the furthest is always there."""
+    """Stage peers further apart than max_lag do not average either; the furthest is always there."""
     clocks = (1000.0, 901.0, 899.0, 0.0)
     replicas = [saved(tmp_path / str(clock), clock) for clock in clocks]
     assert [replica.clock for replica in in_time(replicas, 100)] == [1000.0, 901.0]

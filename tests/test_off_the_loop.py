@@ -58,7 +58,7 @@ class Large(TorchDispatchMode):
 
 @asynccontextmanager
 async def replicas(count: int) -> AsyncIterator[list[Replica]]:
-    """Fellows of the only stage, put on their device as a node does it."""
+    """Stage peers of the only stage, put on their device as a node does it."""
     network, hub, thread = MemoryNetwork(), MemoryDirectoryHub(1), ComputeThread()
     transports = [MemoryTransport(network, peer_name(0, index)) for index in range(count)]
     try:
@@ -87,7 +87,7 @@ async def replicas(count: int) -> AsyncIterator[list[Replica]]:
 
 
 async def test_no_vector_of_the_stages_size_is_touched_on_the_event_loop(tmp_path: Path) -> None:
-    """Building a replica, training, an exchange, a fellow's state, a guard's copy, a lost stage, a checkpoint."""
+    """Building a replica, training, an exchange, a stage peer's state, a guard's copy, a lost stage, a checkpoint."""
     size = footprint_of(SPEC).parameters[0]
     with Large(size) as large:
         async with replicas(2) as (left, right):

@@ -186,7 +186,7 @@ async def test_a_checkpoint_of_other_sizes_is_no_copy_of_the_stage(
 
 
 async def test_without_a_copy_the_seed_stands() -> None:
-    """Clock 0: should a fellow appear after all, the seeded replica lags and takes the other's state."""
+    """Clock 0: should a stage peer appear after all, the seeded replica lags and takes the other's state."""
     async with trained_world(guards=0) as (made, (_, _, _, newcomer), copies):
         before = (await newcomer.worker.full_state())[1]
         await lose(made, 2)
@@ -210,21 +210,21 @@ async def test_without_a_copy_and_without_the_first_weights_nothing_is_made_up()
         assert raised.value.exit_code is ExitCode.NO_DONOR
 
 
-async def test_nothing_is_revived_where_a_fellow_serves_or_comes_into_sight_in_time() -> None:
+async def test_nothing_is_revived_where_a_stage_peer_serves_or_comes_into_sight_in_time() -> None:
     """One look that finds nobody is not enough."""
-    async with trained_world(guards=0) as (made, (_, _, fellow, newcomer), copies):
+    async with trained_world(guards=0) as (made, (_, _, stage_peer, newcomer), copies):
         arguments = (newcomer.context.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1))
         assert await revive_if_lost(*arguments, confirmed=False) is None
         assert await revive_if_lost(*arguments, confirmed=True) is None
         row = made.hub.rows[1].pop(peer_name(1, 0))
         await newcomer.membership.refresh()
-        assert newcomer.membership.fellows() == []
+        assert newcomer.membership.stage_peers() == []
         reviving = asyncio.create_task(revive_if_lost(*arguments, confirmed=False))
         await one_turn()
         assert not reviving.done()
         made.hub.rows[1][peer_name(1, 0)] = row
-        fellow.membership.state = PeerState.TRAINING
-        heartbeat = asyncio.create_task(fellow.membership.run())
+        stage_peer.membership.state = PeerState.TRAINING
+        heartbeat = asyncio.create_task(stage_peer.membership.run())
         assert await reviving is None
         heartbeat.cancel()
 

@@ -16,7 +16,7 @@ from noloco_node.directory.records import Directory, DirectoryView, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import stage_lifecycle as stays_module
 from noloco_node.node.first_state import STARTS_ALONE
-from noloco_node.node.stage_lifecycle import Stays
+from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.placement.migration import Move
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.storage.checkpoint import CheckpointFolder
@@ -47,12 +47,12 @@ def checkpoints(tmp_path: Path) -> CheckpointFolder:
     return CheckpointFolder(tmp_path / "checkpoints", keep=1)
 
 
-def stays_in(made: World, settings: NodeSettings) -> Stays:
+def stays_in(made: World, settings: NodeSettings) -> StageLifecycle:
     """Those of the world's first replica."""
     replica = made.replicas[0]
     transport = replica.context.transport
     transport.withdraw("copy")  # those of the node's life before this one
-    return Stays(
+    return StageLifecycle(
         replica.context.spec, settings, footprint_of(replica.context.spec), transport, MemoryDirectory(made.hub)
     )
 

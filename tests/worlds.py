@@ -268,7 +268,8 @@ async def libp2p_world(
 
 
 async def run_ahead(replica: Replica, tokens: float) -> None:
-    """Move a replica's clock by `tokens` in an outer step alone that moves nothing else of what its fellows weigh."""
+    """Move a replica's clock by `tokens` in an outer step alone that moves nothing else of what its stage peers
+    weigh."""
     snapshot = await replica.worker.snapshot()
     replica.worker.outer.open(replica.worker.outer.whole, members=1, weight=1.0)
     await replica.worker.commit(snapshot, scale=0.0, clock_shift=tokens)

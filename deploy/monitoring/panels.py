@@ -164,7 +164,7 @@ NODES = Dashboard(
                 ),
                 _panel("Does", "short", ("doing", "{{what}} " + NODE), kind="stat"),
                 _panel("Has waited", "s", ("waiting", NODE), kind="stat"),
-                _panel("Of a fellow's state", "percentunit", ("download", NODE), kind="stat"),
+                _panel("Of a stage peer's state", "percentunit", ("download", NODE), kind="stat"),
             ),
         ),
         (

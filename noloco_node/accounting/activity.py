@@ -77,7 +77,7 @@ def doing(facts: Facts) -> tuple[What, str]:
     return "waiting_for_work", f"microbatches from stage {facts.stage - 1}, which has {facts.before} replicas"
 
 
-class Watch:
+class Activity:
     """Follows what a node does and emits it when it changes."""
 
     def __init__(self, emit: Callable[[Doing], None]) -> None:

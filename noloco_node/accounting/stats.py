@@ -12,7 +12,7 @@ from noloco_node.telemetry.events import Account, Strangers, Warned, bytes_by_ki
 from noloco_node.telemetry.state import Surroundings
 
 
-class Books:
+class NodeStats:
     """What a replica's participants have counted, brought together."""
 
     def __init__(

@@ -1,5 +1,5 @@
-"""How long a fellow is left alone: one whose exchanges come to nothing must not keep a replica engaged for ever, one
-whose weights stay far away must not pull at it for ever, and one that dials without end must not keep others away.
+"""How long a stage peer is left alone: one whose exchanges come to nothing must not keep a replica engaged for ever,
+one whose weights stay far away must not pull at it for ever, and one that dials without end must not keep others away.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from noloco_node.transport.bans import ban_seconds
 logger = logging.getLogger(__name__)
 
 REST_PER_SECOND_LOST = 3.0
-"""Rest for each second that an exchange took in vain: one fellow costs another a quarter of its time at most."""
+"""Rest for each second that an exchange took in vain: one stage peer costs another a quarter of its time at most."""
 SHORTEST_REST_SECONDS = 1.0
 LONGEST_REST_SECONDS = 120.0
 """Of the doubled shortest ones."""
 FAR = 2.0
-"""Times the bound on differences from which a fellow's weights are far away."""
-FELLOWS_REMEMBERED = 1024
+"""Times the bound on differences from which a stage peer's weights are far away."""
+STAGE_PEERS_REMEMBERED = 1024
 VISITS_SAVED = 2.0
-"""Visits that a fellow may make one after the other: who meets whom is chance."""
+"""Visits that a stage peer may make one after the other: who meets whom is chance."""
 STRANGERS = PeerId("")
 """The account of all that this replica has seen no work of: their keys cost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """One fellow's exchanges that came to nothing since the last that did not, and when it may be met again."""
+    """One stage peer's exchanges that came to nothing since the last that did not, and when it may be met again."""
 
     in_vain: int = 0
     until: float = 0.0
 
 
 def after_lost_exchange(rest: Rest, seconds: float, now: float) -> Rest:
-    """The rest after an exchange that took `seconds` and came to nothing. The first in a row brings none: a fellow that
-    died and came back must not wait. Each further one doubles the shortest rest."""
+    """The rest after an exchange that took `seconds` and came to nothing. The first in a row brings none: a stage peer
+    that died and came back must not wait. Each further one doubles the shortest rest."""
     if rest.in_vain == 0:
         return Rest(1, now)
     shortest = min(LONGEST_REST_SECONDS, SHORTEST_REST_SECONDS * 2.0 ** min(rest.in_vain, 16))
@@ -48,7 +48,7 @@ def after_lost_exchange(rest: Rest, seconds: float, now: float) -> Rest:
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far away one fellow's weights were when they were last averaged, and when they may be again."""
+    """How far away one stage peer's weights were when they were last averaged, and when they may be again."""
 
     norm: float = 0.0
     """Of the difference, where it was far; else 0."""
@@ -73,37 +73,37 @@ def after_meeting(distance: Distance, norm: float, bound: float, now: float) -> 
 
 
 class Visits:
-    """How often each fellow may dial: in the long run no more often than its part of this replica's outer steps, one of
-    as many as there are fellows. Honest ones come half as often, for they are dialled as often as they dial. Whom this
-    replica dials is its own affair and does not count."""
+    """How often each stage peer may dial: in the long run no more often than its part of this replica's outer steps,
+    one of as many as there are stage peers. Honest ones come half as often, for they are dialled as often as they dial.
+    Whom this replica dials is its own affair and does not count."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._saved: OrderedDict[PeerId, tuple[float, int]] = OrderedDict()
-        """Visits that a fellow might still make, after that many outer steps."""
+        """Visits that a stage peer might still make, after that many outer steps."""
 
     def stepped(self) -> None:
         """This replica has taken an outer step, with whomever or alone."""
         self._steps += 1
 
-    def made(self, dialler: PeerId, fellows: int) -> None:
-        """An exchange that `dialler` had dialled was committed; `fellows` live beside this replica."""
-        self._saved[dialler] = self._left(dialler, fellows) - 1.0, self._steps
+    def made(self, dialler: PeerId, stage_peers: int) -> None:
+        """An exchange that `dialler` had dialled was committed; `stage_peers` live beside this replica."""
+        self._saved[dialler] = self._left(dialler, stage_peers) - 1.0, self._steps
         self._saved.move_to_end(dialler)
-        if len(self._saved) > FELLOWS_REMEMBERED:
+        if len(self._saved) > STAGE_PEERS_REMEMBERED:
             self._saved.popitem(last=False)
 
-    def too_many(self, dialler: PeerId, fellows: int) -> bool:
+    def too_many(self, dialler: PeerId, stage_peers: int) -> bool:
         """Whether `dialler` has had its part for now."""
-        return self._left(dialler, fellows) < 1.0
+        return self._left(dialler, stage_peers) < 1.0
 
-    def _left(self, dialler: PeerId, fellows: int) -> float:
+    def _left(self, dialler: PeerId, stage_peers: int) -> float:
         left, since = self._saved.get(dialler, (VISITS_SAVED, self._steps))
-        return min(VISITS_SAVED, left + (self._steps - since) / max(1, fellows))
+        return min(VISITS_SAVED, left + (self._steps - since) / max(1, stage_peers))
 
 
-class Patience:
-    """The rests of all fellows. A bad network and a state that was lost bring them as well as malice: they are no
+class BackOff:
+    """The rests of all stage peers. A bad network and a state that was lost bring them as well as malice: they are no
     offence and lead to no ban."""
 
     def __init__(self) -> None:
@@ -114,17 +114,17 @@ class Patience:
     def lost(self, peer: PeerId, seconds: float, now: float) -> None:
         """An exchange with `peer` came to nothing after so many seconds."""
         self._rests[peer] = after_lost_exchange(self._rests.pop(peer, Rest()), seconds, now)
-        if len(self._rests) > FELLOWS_REMEMBERED:
+        if len(self._rests) > STAGE_PEERS_REMEMBERED:
             self._rests.popitem(last=False)
 
     def abandoned(self, account: PeerId, seconds: float, now: float) -> None:
         """An exchange that `account` had dialled came to nothing after so many seconds. It is left alone for three
-        times as long, whatever it brought to an end in between; but not for the first in a while, since a fellow that
-        died and came back must not wait."""
+        times as long, whatever it brought to an end in between; but not for the first in a while, since a stage peer
+        that died and came back must not wait."""
         first = self._abandoned.get(account, -math.inf) < now - LONGEST_REST_SECONDS
         self._abandoned[account] = now if first else now + REST_PER_SECOND_LOST * seconds
         self._abandoned.move_to_end(account)
-        if len(self._abandoned) > FELLOWS_REMEMBERED:
+        if len(self._abandoned) > STAGE_PEERS_REMEMBERED:
             self._abandoned.popitem(last=False)
 
     def dials_too_soon(self, account: PeerId, now: float) -> bool:
@@ -141,7 +141,7 @@ class Patience:
         before = distances.get(fragment, Distance())
         after = distances[fragment] = after_meeting(before, norm, bound, now)
         self._distances[peer] = distances
-        if len(self._distances) > FELLOWS_REMEMBERED:
+        if len(self._distances) > STAGE_PEERS_REMEMBERED:
             self._distances.popitem(last=False)
         if after.rests != before.rests:
             what = "its weights stay %.1f times as far away as is taken whole: it is left alone for %.0f s"

@@ -1,6 +1,6 @@
 """What a replica's outer steps are engaged in: one phase, the changes that it allows as a pure function, one writer.
 
-At most one thing at a time: an exchange on either side of it, a step alone, or a fellow's state that is taken over.
+At most one thing at a time: an exchange on either side of it, a step alone, or a stage peer's state that is taken over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Phase(StrEnum):
     COMMITTING = "committing"
     """All is there. From here on it is carried to its end."""
     TAKING_STATE = "taking_state"
-    """A fellow's state is fetched and loaded: an exchange would mix the two."""
+    """A stage peer's state is fetched and loaded: an exchange would mix the two."""
 
 
 class Change(StrEnum):

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from noloco_node.aio import Pulse
 from noloco_node.averaging.dialler import Dialler
 from noloco_node.averaging.engagement import Change, Phase
-from noloco_node.averaging.probation import Standing
+from noloco_node.averaging.probation import ProbationStanding
 from noloco_node.averaging.responder import Responder
 from noloco_node.averaging.side import Side
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.peer_clocks import FellowClocks
+from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.stage_worker import StageWorker
@@ -41,8 +41,8 @@ class Exchanger(Side):
         worker: StageWorker,
         *,
         streams: int,
-        clocks: FellowClocks,
-        standing: Standing,
+        clocks: PeerClocks,
+        standing: ProbationStanding,
         on_outer_step: Callable[[OuterStep], None],
         moved: Pulse,
     ) -> None:
@@ -61,7 +61,7 @@ class Exchanger(Side):
 
     @property
     def engaged(self) -> bool:
-        """True while an exchange is open or proposed, or a fellow's state is being taken over."""
+        """True while an exchange is open or proposed, or a stage peer's state is being taken over."""
         return self.engagement.phase is not Phase.FREE
 
     def serve(self) -> None:
@@ -86,8 +86,8 @@ class Exchanger(Side):
 
     @contextmanager
     def taking_state(self) -> Generator[None]:
-        """While a fellow's state is fetched and loaded in this block no exchange may open. Raises NotAllowed where this
-        replica is engaged."""
+        """While a stage peer's state is fetched and loaded in this block no exchange may open. Raises NotAllowed where
+        this replica is engaged."""
         self.engagement.begin(Change.TAKE_STATE)
         try:
             yield

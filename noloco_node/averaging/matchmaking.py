@@ -41,26 +41,26 @@ class PairingState:
     """Inner steps of each fragment since its last committed snapshot."""
     steps_free: int
     """Inner steps since this replica was last engaged: a long exchange must not use up the time to find the next."""
-    fellows: Callable[[], Sequence[PeerId]]
-    """Live fellows that may be averaged with. Asked only once a step is due: it takes all records to say, and the
+    stage_peers: Callable[[], Sequence[PeerId]]
+    """Live stage peers that may be averaged with. Asked only once a step is due: it takes all records to say, and the
     decision is taken at every pulse."""
     engaged: bool
     """An exchange is open, here or dialled from elsewhere."""
     next_try: float
     """Time before which no new dial is made, after a refusal."""
     last_round: bool = False
-    """Training is over: dial for the whole whatever the counts, and never step alone while fellows live."""
+    """Training is over: dial for the whole whatever the counts, and never step alone while stage peers live."""
     behind: bool = False
-    """Far behind its fellows: it dials whatever the counts, since whoever answers gives it its state."""
+    """Far behind its stage peers: it dials whatever the counts, since whoever answers gives it its state."""
     last_done: bool = False
     """The last outer step has been taken: others may still dial, this replica does not."""
     weigh: Callable[[Sequence[PeerId]], Sequence[float]] | None = None
-    """How often to dial each of the fellows, in their order; None: all alike."""
+    """How often to dial each of the stage peers, in their order; None: all alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Propose an exchange of a fragment (None: of the whole stage) to this fellow."""
+    """Propose an exchange of a fragment (None: of the whole stage) to this stage peer."""
 
     partner: PeerId
     fragment: int | None
@@ -81,31 +81,31 @@ WAIT = Wait()
 
 
 def decide(state: PairingState, window: Window, *, now: float, rng: random.Random) -> Dial | StepAlone | Wait:
-    """Dial a random fellow, step alone, or wait: for the fragment that has waited longest, or in the last round for the
-    whole."""
+    """Dial a random stage peer, step alone, or wait: for the fragment that has waited longest, or in the last round for
+    the whole."""
     longest = max(state.steps_since_outer)
     due = longest >= window.inner_steps or state.last_round
     if state.engaged or state.last_done or not (due or state.behind):
         return WAIT
     fragment = None if state.last_round else state.steps_since_outer.index(longest)
-    fellows = state.fellows()
-    if not fellows:
+    stage_peers = state.stage_peers()
+    if not stage_peers:
         return StepAlone(fragment) if due else WAIT
     searched_enough = state.steps_free >= window.search_steps
     if longest >= window.alone_after and searched_enough and not state.last_round:
         return StepAlone(fragment)
     if now < state.next_try:
         return WAIT
-    return Dial(_draw(fellows, state.weigh, rng), fragment)
+    return Dial(_draw(stage_peers, state.weigh, rng), fragment)
 
 
 def _draw(
-    fellows: Sequence[PeerId], weigh: Callable[[Sequence[PeerId]], Sequence[float]] | None, rng: random.Random
+    stage_peers: Sequence[PeerId], weigh: Callable[[Sequence[PeerId]], Sequence[float]] | None, rng: random.Random
 ) -> PeerId:
-    weights = weigh(fellows) if weigh is not None else ()
+    weights = weigh(stage_peers) if weigh is not None else ()
     if len(set(weights)) <= 1:
-        return rng.choice(list(fellows))
-    return rng.choices(list(fellows), weights)[0]
+        return rng.choice(list(stage_peers))
+    return rng.choices(list(stage_peers), weights)[0]
 
 
 def retry_delay(step_seconds: float, rng: random.Random) -> float:
@@ -125,8 +125,8 @@ def answer_proposal(
 ) -> Refusal | None:
     """None to accept a proposal of `dialler`, else the reason to refuse it.
 
-    `steps_since_outer` is the count of what is proposed: of the fragment, or of the whole. `dialling` is the fellow to
-    whom an own proposal is under way. Where two dial each other, the proposal of the peer with the smaller id stands
+    `steps_since_outer` is the count of what is proposed: of the fragment, or of the whole. `dialling` is the stage peer
+    to whom an own proposal is under way. Where two dial each other, the proposal of the peer with the smaller id stands
     and the other is refused as crossed.
     """
     if exchange_open:

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from noloco_node.averaging.exchange import Exchanger
-from noloco_node.averaging.probation import Ending, Standing
-from noloco_node.directory.peer_clocks import FellowClocks
+from noloco_node.averaging.probation import Ending, ProbationStanding
+from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.participant import Participant, ReplicaContext
 from noloco_node.telemetry.events import OuterStep
 
 
 class Averaging(Participant):
-    """Takes outer steps when told to, and answers fellows that ask for one. `on_outer_step` receives each that was
+    """Takes outer steps when told to, and answers stage peers that ask for one. `on_outer_step` receives each that was
     committed or came to nothing; `on_probation_end` why, and after how many inner steps, this replica counts itself."""
 
     def __init__(
         self,
         context: ReplicaContext,
-        clocks: FellowClocks,
+        clocks: PeerClocks,
         on_outer_step: Callable[[OuterStep], None],
         on_probation_end: Callable[[Ending, int], None],
     ) -> None:
         self._transport = context.transport
-        self.standing = Standing(context.spec.outer.inner_steps, on_probation_end)
+        self.standing = ProbationStanding(context.spec.outer.inner_steps, on_probation_end)
         self.exchanger = Exchanger(
             context.spec,
             context.stage,

@@ -1,4 +1,4 @@
-"""Who counts in an average: newcomers are pulled towards their fellows before they pull anybody themselves.
+"""Who counts in an average: newcomers are pulled towards their stage peers before they pull anybody themselves.
 
 An exchange in which the dialled side does not count the dialler is *weightless*: the dialler commits as ever, the
 dialled side gives its half and changes nothing. Two kinds of newcomers are not counted: those that say so (a late
@@ -20,7 +20,8 @@ from noloco_node.identity.peer_id import PeerId
 PROBATION_ROUNDS = 4
 """The bound, in outer rounds: so many times H inner steps."""
 UNMET_FACTOR = 4
-"""The bound of a newcomer that no fellow has had time for, in times the other: its copy is as old as when it came."""
+"""The bound of a newcomer that no stage peer has had time for, in times the other: its copy is as old as when it
+came."""
 LOSS_TOLERANCE = 1.1
 LOSS_STEPS = 16
 """Inner steps behind the loss that a replica says of itself."""
@@ -37,21 +38,21 @@ class Meeting:
     """Norm of the difference between the two, before clipping."""
     bound: float
     """Largest difference that the one who decides accepts whole (`DifferenceBound.bound`); for a newcomer itself the
-    smaller of its own and the fellow's, since its own motion, were it wild, would excuse every distance."""
+    smaller of its own and the stage peer's, since its own motion, were it wild, would excuse every distance."""
     own_loss: float | None = None
     """Recent training loss of the newcomer; None where it is not known or does not matter."""
-    fellow_loss: float | None = None
+    stage_peer_loss: float | None = None
     """Recent training loss of the other, as that one says."""
 
 
 def in_line(meeting: Meeting) -> bool:
-    """Whether the newcomer is where its fellows are: so near that nothing would be clipped, and where both losses are
-    known, its own at most a tenth above the other's."""
+    """Whether the newcomer is where its stage peers are: so near that nothing would be clipped, and where both losses
+    are known, its own at most a tenth above the other's."""
     if not meeting.difference <= meeting.bound:  # not `>`: NaN is in line with nothing
         return False
-    if meeting.own_loss is None or meeting.fellow_loss is None:
+    if meeting.own_loss is None or meeting.stage_peer_loss is None:
         return True
-    return meeting.own_loss <= LOSS_TOLERANCE * meeting.fellow_loss
+    return meeting.own_loss <= LOSS_TOLERANCE * meeting.stage_peer_loss
 
 
 class RecentLoss:
@@ -72,8 +73,8 @@ class RecentLoss:
         return sum(loss * count for loss, count in self._steps) / tokens if tokens else None
 
 
-class Standing:
-    """Who counts, in the view of one replica: itself and its fellows. `limit` is the bound in inner steps.
+class ProbationStanding:
+    """Who counts, in the view of one replica: itself and its stage peers. `limit` is the bound in inner steps.
 
     Methods take this replica's own inner steps so far where time matters. `on_end` is told why and after how many inner
     steps its own probation ended.
@@ -90,7 +91,7 @@ class Standing:
         self._last_given = -(1 << 62)
 
     def begin(self, steps: int) -> None:
-        """This replica has just become a copy of a fellow: it does not count for now."""
+        """This replica has just become a copy of a stage peer: it does not count for now."""
         self._joined_at, self._drawn = steps, False
 
     @property
@@ -110,10 +111,10 @@ class Standing:
             self._joined_at = None
             self._on_end("in_line" if aligned else "time", lasted)
 
-    def look(self, fellows: Iterable[PeerId], steps: int, *, outer_rounds: int) -> None:
+    def look(self, stage_peers: Iterable[PeerId], steps: int, *, outer_rounds: int) -> None:
         """The directory was read. Who is there before this replica's own first outer round, or at its first look after
         it, was there before or with it."""
-        for peer in fellows:
+        for peer in stage_peers:
             self._know(peer, steps)
             self._since.move_to_end(peer)  # who has long been gone is forgotten first
         self._settled = self._settled or outer_rounds > 0
@@ -137,10 +138,10 @@ class Standing:
         """A weightless exchange was accepted."""
         self._last_given = steps
 
-    def partners(self, fellows: Sequence[PeerId], declared: Collection[PeerId], steps: int) -> list[PeerId]:
-        """Those of `fellows` that are worth dialling: they do not say that they are newcomers, and would move this
+    def partners(self, stage_peers: Sequence[PeerId], declared: Collection[PeerId], steps: int) -> list[PeerId]:
+        """Those of `stage_peers` that are worth dialling: they do not say that they are newcomers, and would move this
         replica. A newcomer is moved by everybody that counts itself."""
-        return [peer for peer in fellows if peer not in declared and (self.newcomer or self.counts(peer, steps))]
+        return [peer for peer in stage_peers if peer not in declared and (self.newcomer or self.counts(peer, steps))]
 
     def _know(self, peer: PeerId, steps: int) -> int | None:
         """The step at which this peer came to be known as a newcomer; None for one that was there before."""

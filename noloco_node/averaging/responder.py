@@ -100,7 +100,7 @@ class Responder:
         weightless = self._weightless(peer, proposal, progress.steps)
         if not weightless and side.patience.stays_far(peer, ambient.monotonic()):
             raise Refused(Refusal.BUSY, "your weights stay far from mine")
-        if not (weightless or side.last_round) and side.visits.too_many(peer, side.fellows):
+        if not (weightless or side.last_round) and side.visits.too_many(peer, side.stage_peers):
             raise Refused(Refusal.TOO_EARLY, "others have their part too")
         refusal = answer_proposal(
             own=side.transport.peer_id,

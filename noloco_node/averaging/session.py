@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.averaging.backoff import STRANGERS, Patience, Visits
+from noloco_node.averaging.backoff import STRANGERS, BackOff, Visits
 from noloco_node.averaging.messages import LEAVE, Acceptance, Leave, Opening
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import Judgement
@@ -63,7 +63,7 @@ class Session:
     """The dialled side of a weightless exchange: nothing changes here."""
     bound: float | None = None
     """The largest difference that the giving side would accept whole: measured there, told here."""
-    fellow_loss: float | None = None
+    stage_peer_loss: float | None = None
     """The partner's training loss, as it says."""
     sent: int = 0
     received: int = 0
@@ -76,7 +76,7 @@ class Session:
 
     def accepted(self, tokens: int, acceptance: Acceptance) -> None:
         """The partner agrees; `tokens` are this replica's since its last step."""
-        self.fellow_loss = acceptance.loss
+        self.stage_peer_loss = acceptance.loss
         if not acceptance.weightless:
             self.weight, _ = token_weights((tokens, acceptance.tokens))
 
@@ -182,9 +182,9 @@ def account_of(dialler: PeerId, transport: Transport) -> PeerId:
 
 
 def remember(
-    session: Session, transport: Transport, patience: Patience, visits: Visits, fellows: int, *, committed: bool
+    session: Session, transport: Transport, patience: BackOff, visits: Visits, stage_peers: int, *, committed: bool
 ) -> None:
-    """What the end of an exchange or of a step alone says of the partner; `fellows` live beside this replica."""
+    """What the end of an exchange or of a step alone says of the partner; `stage_peers` live beside this replica."""
     now, dialled = ambient.monotonic(), session.role == "dialled"
     if not session.partner:
         visits.stepped()
@@ -193,7 +193,7 @@ def remember(
         transport.acquaintances.worked(session.partner)
         if not session.gives_only:
             if dialled:
-                visits.made(session.partner, fellows)
+                visits.made(session.partner, stage_peers)
             visits.stepped()
     else:
         if dialled:

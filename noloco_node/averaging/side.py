@@ -12,10 +12,10 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.aio import Pulse
 from noloco_node.averaging.arithmetic import Arithmetic
-from noloco_node.averaging.backoff import Patience, Visits
+from noloco_node.averaging.backoff import BackOff, Visits
 from noloco_node.averaging.engagement import Change, Engagement, Phase
 from noloco_node.averaging.matchmaking import Window
-from noloco_node.averaging.probation import Meeting, Standing
+from noloco_node.averaging.probation import Meeting, ProbationStanding
 from noloco_node.averaging.session import (
     Session,
     abort_event,
@@ -25,7 +25,7 @@ from noloco_node.averaging.session import (
     remember,
 )
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.peer_clocks import FellowClocks
+from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import Judgement, PartnerBound
 from noloco_node.outer.replica import Part
@@ -48,8 +48,8 @@ class Side:
         transport: Transport,
         worker: StageWorker,
         *,
-        clocks: FellowClocks,
-        standing: Standing,
+        clocks: PeerClocks,
+        standing: ProbationStanding,
         on_outer_step: Callable[[OuterStep], None],
         moved: Pulse,
     ) -> None:
@@ -66,7 +66,7 @@ class Side:
         self.arithmetic = Arithmetic(transport, worker)
         self.engagement = Engagement()
         self._applying: asyncio.Task[Commit] | None = None
-        self.patience = Patience()
+        self.patience = BackOff()
         self.visits = Visits()
         self.window = Window(spec.outer.inner_steps, spec.outer.effective_min_inner_steps)
         self.accepting = False
@@ -77,7 +77,7 @@ class Side:
         self._moved = moved
 
     @property
-    def fellows(self) -> int:
+    def stage_peers(self) -> int:
         """Replicas of this stage that live beside this one."""
         return self.worker.live_replicas - 1
 
@@ -115,11 +115,12 @@ class Side:
         assert snapshot is not None
         outer, bound = self.worker.outer, self.bounds[session.part]
         # Of itself a newcomer knows that it may be the one that is far; of two, nobody knows which one is.
-        fellows = 0 if self.standing.newcomer else self.fellows
+        stage_peers = 0 if self.standing.newcomer else self.stage_peers
         judgement = Judgement(0.0, 0.0, 1.0)
         if paired := bool(session.partner):
-            judgement = await self.arithmetic.do(lambda: bound.judge(outer, session.partner, fellows=fellows))
-        # A newcomer's clock is that of its copy, however long that was on its way; what time it is, the fellow knows.
+            judgement = await self.arithmetic.do(lambda: bound.judge(outer, session.partner, stage_peers=stage_peers))
+        # A newcomer's clock is that of its copy, however long that was on its way; what time it is, the stage peer
+        # knows.
         share = 1.0 if self.standing.newcomer else 0.5
         shift = share * (session.partner_clock - snapshot.progress.clock) if paired else 0.0
         self._applying = asyncio.ensure_future(
@@ -128,12 +129,12 @@ class Side:
         commit = await asyncio.shield(self._applying)
         if paired:
             bound.accept(session.partner, judgement)
-            if fellows > 1:
+            if stage_peers > 1:
                 self.patience.met(
                     session.partner, session.fragment, judgement.norm, judgement.bound, ambient.monotonic()
                 )
             largest = judgement.bound if session.bound is None else min(judgement.bound, session.bound)
-            meeting = Meeting(judgement.norm, largest, self.standing.loss.mean, session.fellow_loss)
+            meeting = Meeting(judgement.norm, largest, self.standing.loss.mean, session.stage_peer_loss)
             self.standing.met(meeting, commit.progress.steps)
         self._on_outer_step(commit_event(session, snapshot, commit, judgement))
 
@@ -156,7 +157,7 @@ class Side:
             return
         committed = self.engagement.phase is Phase.COMMITTING
         self.engagement.go_on(session, Change.DONE if committed else Change.BREAK_OFF)
-        remember(session, self.transport, self.patience, self.visits, self.fellows, committed=committed)
+        remember(session, self.transport, self.patience, self.visits, self.stage_peers, committed=committed)
         if session.partner:
             self.free_since_step = self.worker.progress.steps
         self._moved.fire()

@@ -67,7 +67,7 @@ class Dialled(WireModel):
 DIAL_BACK = Method("hello.dial_back", DialBack, Dialled)
 
 
-class Turns:
+class DialBackTurns:
     """Who may ask now: each peer once in a while, few at the same time."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ def hosts_of(ends: Sequence[str]) -> tuple[str, ...]:
 
 def serve_dial_back(transport: Transport, connections: Connections) -> None:
     """Answer `hello.dial_back` from now on."""
-    turns = Turns()
+    turns = DialBackTurns()
 
     async def handle(peer: PeerId, asked: DialBack) -> Dialled:
         if not turns.begin(peer, ambient.monotonic()):

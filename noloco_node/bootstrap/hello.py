@@ -102,7 +102,7 @@ async def ask_hello(transport: Transport, peer: PeerId, limit: float = TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredClock:
     """A peer's hello, and its clock against ours."""
 
     hello: Hello
@@ -112,9 +112,9 @@ class Measured:
     """How far off that may be: half of the time that the answer took."""
 
 
-async def measure_hello(transport: Transport, peer: PeerId) -> Measured | None:
+async def measure_hello(transport: Transport, peer: PeerId) -> MeasuredClock | None:
     """What a peer says of itself, and its clock by the quickest of a few answers; None where it says nothing of use."""
-    best: Measured | None = None
+    best: MeasuredClock | None = None
     for _ in range(CLOCK_TRIES):
         asked = ambient.wall()
         hello = await _ask(transport, peer)
@@ -123,7 +123,7 @@ async def measure_hello(transport: Transport, peer: PeerId) -> Measured | None:
         answered = ambient.wall()
         middle, doubt = (asked + answered) / 2, (answered - asked) / 2
         if best is None or doubt < best.doubt:
-            best = Measured(hello, None if hello.time is None else hello.time - middle, doubt)
+            best = MeasuredClock(hello, None if hello.time is None else hello.time - middle, doubt)
     return best
 
 

@@ -16,10 +16,10 @@ from typing import NoReturn, Protocol
 from noloco_node.bootstrap.dial_back import MAX_PORTS, PEER_SECONDS, Dialled, Reached, ask_dial_back, hosts_of
 from noloco_node.bootstrap.reachability import (
     MISSES,
-    Finding,
     Place,
+    ReachFinding,
+    ReachStanding,
     Seen,
-    Standing,
     Step,
     Way,
     is_elsewhere,
@@ -114,12 +114,12 @@ class ReachWatch:
         self._lost: bool = False
         self._unsettled = 0
         self._due = 0.0
-        self._told: Callable[[Standing], None] | None = None
-        self.standing = Standing()
+        self._told: Callable[[ReachStanding], None] | None = None
+        self.standing = ReachStanding()
         self.relayed: frozenset[PeerId] = frozenset()
         """Peers that are connected through relays only, as of the last look at the connections."""
 
-    def tell(self, told: Callable[[Standing], None]) -> None:
+    def tell(self, told: Callable[[ReachStanding], None]) -> None:
         """From now on tell of each standing; of the present one at once, where anything is known."""
         self._told = told
         if self.standing.way is not Way.UNKNOWN:
@@ -170,7 +170,7 @@ class ReachWatch:
         pause = LOOK_SECONDS if settled else soon
         self._due = asyncio.get_running_loop().time() + pause * self._rng.uniform(1.0, 1.3)
 
-    async def _follow(self, step: Step, finding: Finding | None) -> bool:
+    async def _follow(self, step: Step, finding: ReachFinding | None) -> bool:
         """Whether it is known how others reach this node."""
         place = finding and finding.place
         match step:
@@ -178,20 +178,20 @@ class ReachWatch:
                 if self._may_change():
                     self._announced = place
                     await self._change((*self._host.listening(), _as_address(place)), ())
-                    self._now(Standing(Way.DIRECT, place))
+                    self._now(ReachStanding(Way.DIRECT, place))
                 return not self._host.relays
             case Step.DIRECT | Step.ANNOUNCE:
-                self._now(Standing(Way.DIRECT, place))
+                self._now(ReachStanding(Way.DIRECT, place))
                 return True
             case Step.RELAYED:
-                self._now(Standing(Way.RELAYED, relays=self._working()))
+                self._now(ReachStanding(Way.RELAYED, relays=self._working()))
                 return True
             case Step.SEEK_RELAY:
                 return await self._seek_relay(finding)
             case Step.LOOK_AGAIN:
                 return False
 
-    async def _seek_relay(self, finding: Finding | None) -> bool:
+    async def _seek_relay(self, finding: ReachFinding | None) -> bool:
         why = _why(finding)
         if self._policy.may_relay and self._may_change():
             relays = await self._willing()
@@ -199,13 +199,13 @@ class ReachWatch:
                 self._announced = None
                 own = self._host.listening() if self._policy.tells_own else ()
                 await self._change((*own, *map(circuit_address, relays)), relays)
-                self._now(Standing(Way.RELAYED, relays=self._working()))
+                self._now(ReachStanding(Way.RELAYED, relays=self._working()))
                 return True
             why += ", and no peer that could be asked relays for it"
             if self._announced is not None:
                 self._announced = None
                 await self._change((), ())
-        self._now(Standing(Way.UNREACHED, why=why))
+        self._now(ReachStanding(Way.UNREACHED, why=why))
         return False
 
     async def _change(self, addresses: Sequence[str], relays: tuple[PeerAddress, ...]) -> None:
@@ -216,7 +216,7 @@ class ReachWatch:
     def _may_change(self) -> bool:
         return may_change(self._changes, asyncio.get_running_loop().time())
 
-    def _now(self, standing: Standing) -> None:
+    def _now(self, standing: ReachStanding) -> None:
         if standing == self.standing:
             return
         self.standing = standing
@@ -255,7 +255,7 @@ class ReachWatch:
                 return
             await asyncio.sleep(MAP_LOOK_SECONDS)  # p2pd gives no sign of it
 
-    async def _finding(self, addresses: Sequence[PeerAddress]) -> Finding | None:
+    async def _finding(self, addresses: Sequence[PeerAddress]) -> ReachFinding | None:
         """What the peers find that are asked now; None where nobody says anything of use."""
         try:
             connected = await self._host.connections()
@@ -265,7 +265,7 @@ class ReachWatch:
         places = [Place(address.host, address.port) for address in addresses]
         loopback = places and all(reach_of(place.host) is Reach.LOOPBACK for place in places)
         if loopback and any(map(is_elsewhere, hosts.values())):
-            return Finding(None, ())
+            return ReachFinding(None, ())
         ports = list(dict.fromkeys(place.port for place in places))[:MAX_PORTS]
         asked = self._to_ask(hosts) if ports else []
         answers = await asyncio.gather(*(self._dialled_back(peer, ports) for peer in asked))
@@ -328,7 +328,7 @@ def _found(answer: Dialled | None) -> list[tuple[Place, bool]]:
     return found
 
 
-def _why(finding: Finding | None) -> str:
+def _why(finding: ReachFinding | None) -> str:
     if finding is None:
         return "its relays are gone"
     if not finding.tried:

@@ -48,7 +48,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ReachFinding:
     """What the peers found together."""
 
     place: Place | None
@@ -72,7 +72,7 @@ class Step(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ReachStanding:
     """How a node is reached now."""
 
     way: Way = Way.UNKNOWN
@@ -101,7 +101,7 @@ def network_of(host: str) -> str:
     return str(ipaddress.ip_network(f"{host}/{24 if version == 4 else 48}", strict=False))
 
 
-def judge(seen: Sequence[Seen], own: Collection[Place], named: Collection[PeerId]) -> Finding | None:
+def judge(seen: Sequence[Seen], own: Collection[Place], named: Collection[PeerId]) -> ReachFinding | None:
     """Where this node is reached, by what peers found, each once a place; None where nobody dialled it.
 
     Only the widest hosts count: that a neighbour reaches it says nothing of the world. An address that this node knows
@@ -125,11 +125,11 @@ def judge(seen: Sequence[Seen], own: Collection[Place], named: Collection[PeerId
         if place in own or len(yes) >= NETWORKS_AGREED or (len(networks) == 1 and vouched):
             found.append((len(yes), place))
     best = max(found, default=None)
-    return Finding(None if best is None else best[1], tried)
+    return ReachFinding(None if best is None else best[1], tried)
 
 
 def next_step(
-    finding: Finding | None, told: Collection[Place], *, relayed: bool, relays_work: bool, misses: int
+    finding: ReachFinding | None, told: Collection[Place], *, relayed: bool, relays_work: bool, misses: int
 ) -> Step:
     """What to do: `told` are the places that others are told now, `relayed` whether they are told relays. `misses`
     counts looks in a row, this one included, that found a node out of reach; one that was reached has two."""

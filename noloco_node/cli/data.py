@@ -14,8 +14,8 @@ from noloco_node.errors import ExitCode
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from noloco_node.data.prepared import Manifest
-    from noloco_node.data.prepared_shards import Reached
+    from noloco_node.data.prepared import TextManifest
+    from noloco_node.data.prepared_shards import PreparedSoFar
 
 
 def prepare_arguments(command: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _bar(names: Sequence[str]) -> Generator[Callable[[int, Reached], None]]:
+def _bar(names: Sequence[str]) -> Generator[Callable[[int, PreparedSoFar], None]]:
     """A progress bar on the terminal for each source, and what moves them."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -58,7 +58,7 @@ def _bar(names: Sequence[str]) -> Generator[Callable[[int, Reached], None]]:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bars: dict[int, TaskID] = {}
 
-        def told(number: int, reached: Reached) -> None:
+        def told(number: int, reached: PreparedSoFar) -> None:
             if number not in bars:
                 bars[number] = progress.add_task("reading the text", total=None)
             words = f"{reached.tokens:,} tokens" + (f" of {names[number]}" if names else "")
@@ -68,7 +68,7 @@ def _bar(names: Sequence[str]) -> Generator[Callable[[int, Reached], None]]:
         yield told
 
 
-def _words(*manifests: Manifest) -> str:
+def _words(*manifests: TextManifest) -> str:
     documents, training, held_out = (
         sum(getattr(each, name) for each in manifests) for name in ("documents", "training", "validation")
     )

@@ -27,9 +27,9 @@ example:
 
 JOIN_HELP = """\
 Join a run with nothing but the address of one of its nodes. The run's settings come from that node and are shown; then
-this node takes a stage, copies a fellow's weights if the run is under way, and trains as with `run`. Several addresses
-are tried together. Without any, or when none answers, the peers seen before are tried: they are kept in the run folder.
-Ctrl-C leaves in order; the same command goes on from this node's last checkpoint.
+this node takes a stage, copies a stage peer's weights if the run is under way, and trains as with `run`. Several
+addresses are tried together. Without any, or when none answers, the peers seen before are tried: they are kept in the
+run folder. Ctrl-C leaves in order; the same command goes on from this node's last checkpoint.
 
 example:
   noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm...

@@ -368,11 +368,11 @@ def _doctor(options: argparse.Namespace) -> int:
         import uvloop
 
         from noloco_node.diagnostics.doctor import as_json, examine, lines
-        from noloco_node.node.checks import Outcome
+        from noloco_node.node.checks import CheckOutcome
 
     checks = uvloop.run(examine(settings))
     print(json.dumps(as_json(checks), indent=2) if options.json else "\n".join(lines(checks)))
-    return int(ExitCode.CHECK_FAILED if any(c.outcome is Outcome.FAIL for c in checks) else ExitCode.OK)
+    return int(ExitCode.CHECK_FAILED if any(c.outcome is CheckOutcome.FAIL for c in checks) else ExitCode.OK)
 
 
 def _exit_code(stopped: NodeStopped) -> int:

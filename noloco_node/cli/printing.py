@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from noloco_node.config.data_spec import DataSpec
     from noloco_node.config.load import Config
     from noloco_node.config.run_spec import RunSpec
-    from noloco_node.directory.summary import Outlook
+    from noloco_node.directory.summary import SwarmSummary
     from noloco_node.laboratory.experiment import Finished
     from noloco_node.launch.local_run import SwarmResult
 
@@ -92,7 +92,7 @@ def print_fingerprint(run: RunSpec) -> None:
     sys.stdout.flush()
 
 
-def print_run(run: RunSpec, outlook: Outlook) -> None:
+def print_run(run: RunSpec, outlook: SwarmSummary) -> None:
     """What a joiner is about to take part in."""
     from noloco_node.sizing.preflight import plan_lines, plan_run
     from noloco_node.telemetry.words import as_long, as_nodes

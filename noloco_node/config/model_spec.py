@@ -23,8 +23,8 @@ class ModelSpec(Settings):
     """Weights to start from: a folder of this machine with config.json and safetensors, or a name of the Hugging Face
     hub. Each stage reads its own tensors. Where a volunteer keeps them is no part of the run."""
     fingerprint: Annotated[str, Field(pattern=r"^weights-[0-9a-f]{32}$")] | None = None
-    """What those weights are; taken from `from_pretrained` where it is not set. Who has a fellow's state, or joins one,
-    needs no files; who must begin from the first weights is refused others."""
+    """What those weights are; taken from `from_pretrained` where it is not set. Who has a stage peer's state, or joins
+    one, needs no files; who must begin from the first weights is refused others."""
     seed: int = 0
     """Seed of the first weights: each module is initialised from (seed, its full name)."""
     stages: Annotated[int, Field(gt=0, le=256)] = 1

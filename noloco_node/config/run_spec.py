@@ -86,7 +86,7 @@ class OuterSpec(Settings):
     """The outer step: NoLoCo's pair averaging with momentum (arXiv 2506.10911, one-tensor form)."""
 
     inner_steps: Positive = 10
-    """H: inner steps after which a replica dials a fellow."""
+    """H: inner steps after which a replica dials a stage peer."""
     min_inner_steps: Annotated[int, Field(ge=0)] | None = None
     """H_min: inner steps from which a replica may be dialled; H/2 where not set."""
     alpha: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -220,7 +220,7 @@ class LimitsSpec(Settings):
     record_seconds: PositiveFloat = 20.0
     """Life of a directory record; it is renewed three times within it."""
     grace_seconds: PositiveFloat = 20.0
-    """At the end of the run: how long a node waits for fellows and orphans before it leaves."""
+    """At the end of the run: how long a node waits for stage peers and orphans before it leaves."""
     exchange_progress_seconds: PositiveFloat = 20.0
     """A weight exchange that moves no chunk for this long is aborted on both sides."""
     guard_seconds: PositiveFloat = 120.0

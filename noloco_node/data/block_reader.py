@@ -14,10 +14,10 @@ from noloco_node.data.blocks import Blocks
 from noloco_node.data.documents import data_error
 from noloco_node.data.mixture import MixedPosition, SourceOrder, naming_source
 from noloco_node.data.prefetch import Portion, Portions
+from noloco_node.data.sampler import BEGINNING
 from noloco_node.data.samples import Position
 from noloco_node.data.tokenizers import Tokens
 from noloco_node.data.turns import MOST_BEGUN, Turn, Turns
-from noloco_node.data.walk import BEGINNING
 from noloco_node.errors import UserError
 
 OPEN_TURNS = 2

@@ -23,13 +23,14 @@ from pydantic import BaseModel, ConfigDict, Field
 MOST_CLAIMS = 4
 """Slots that one replica may claim at a time: what it reads, what its reader holds already, and the next."""
 CREDIBLE_PACE = 8.0
-"""Slots of one peer count for at most so many times the median of its fellows', and a few at once."""
+"""Slots of one peer count for at most so many times the median of its stage peers', and a few at once."""
 ALLOWED_AT_ONCE = 4
 REACH = 16
 """Slots a replica beyond the median claim that are believed: a far claim must not draw the others after it."""
 REACH_AT_LEAST = 64
 FURTHEST = 1 << 40
-"""No run comes so far: whoever says so, be they most of the fellows, draws nobody to where a slot cannot be told."""
+"""No run comes so far: whoever says so, be they most of the stage peers, draws nobody to where a slot cannot be
+told."""
 HORIZON = 32
 """Slots a replica behind the others' claims in which a slot that nobody took is still waited for."""
 FIRST_SPREAD = 4
@@ -37,7 +38,7 @@ FIRST_SPREAD = 4
 LEAST_SPREAD = 8
 LEAST_SHARE = 0.125
 WHOLE_VIEW = 0.75
-"""Share of its fellows from which on a replica sees all that they say, in their order."""
+"""Share of its stage peers from which on a replica sees all that they say, in their order."""
 SHARE_STEP = 0.25
 JUDGED_IN_PATIENCE = 12
 """How often, while it waits for one of whom nothing is heard, a replica looks at all of them."""
@@ -89,7 +90,7 @@ class Said:
 
 
 @dataclass(slots=True)
-class _Fellow:
+class _StagePeer:
     """What was seen of one peer. Times are seconds on the clock of whoever looks."""
 
     since: float
@@ -126,18 +127,18 @@ class SlotBook:
     """Slots from `base` on that were claimed, by whomever, and not given back."""
     holes: dict[int, int] = field(default_factory=dict[int, int])
     """Slots that were given up by who had begun them, and where to go on in each."""
-    fellows: dict[str, _Fellow] = field(default_factory=dict[str, _Fellow])
+    stage_peers: dict[str, _StagePeer] = field(default_factory=dict[str, _StagePeer])
     closed: set[int] = field(default_factory=set[int])
-    """Slots that this replica holds or has finished, and those of which fellows have ceased to speak without leaving
-    them to another."""
+    """Slots that this replica holds or has finished, and those of which stage peers have ceased to speak without
+    leaving them to another."""
     holders: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
-    """Which fellows claim a slot."""
+    """Which stage peers claim a slot."""
     frontier: int = -1
-    """The highest slot that fellows claim, an eighth of them left aside."""
+    """The highest slot that stage peers claim, an eighth of them left aside."""
     reach: int = 0
-    """The highest slot that is believed of a fellow."""
+    """The highest slot that is believed of a stage peer."""
     pace: float = 0.0
-    """Slots a second that the median fellow claims."""
+    """Slots a second that the median stage peer claims."""
     since: float = math.inf
     """When this replica looked first."""
     own_taken: int = 0
@@ -146,12 +147,13 @@ class SlotBook:
     """When these were last looked at, and who has vanished."""
     live: int = 1
     share: float = 1.0
-    """Of its fellows, those that a look shows, smoothed."""
+    """Of its stage peers, those that a look shows, smoothed."""
     started: bool = False
     """It has claimed a slot of its own."""
 
     def look(self, said: Iterable[Said], now: float, live: int) -> None:
-        """Take in the newest word of each fellow that counts, of which `live` replicas train in all, own included."""
+        """Take in the newest word of each stage peer that counts, of which `live` replicas train in all, own
+        included."""
         self.live, words = max(1, live), [word for word in said if word.peer != self.own]
         self._note_share(len(words))
         news = [word for word in words if self._is_news(word, now)]
@@ -187,8 +189,8 @@ class SlotBook:
         if settled and (claim.begun or self.share >= WHOLE_VIEW):
             return True
         for peer in self.holders.get(claim.slot, ()):
-            other = next(other for other in self.fellows[peer].claims if other.slot == claim.slot)
-            known = replace(other, begun=other.begun and other.slot in self.fellows[peer].earlier)
+            other = next(other for other in self.stage_peers[peer].claims if other.slot == claim.slot)
+            known = replace(other, begun=other.begun and other.slot in self.stage_peers[peer].earlier)
             if not _first(claim, self.own, known, peer):
                 return False
         return True
@@ -215,7 +217,7 @@ class SlotBook:
             self._give_back([Claim(slot, position)])
 
     def _note_share(self, words: int) -> None:
-        """A look shows so many fellows: fewer than there are where this replica sees the swarm in part."""
+        """A look shows so many stage peers: fewer than there are where this replica sees the swarm in part."""
         if self.live > 1:
             share = min(1.0, max(LEAST_SHARE, words / (self.live - 1)))
             self.share += (share - self.share) * SHARE_STEP
@@ -223,8 +225,8 @@ class SlotBook:
     def _forget_vanished(self, now: float) -> None:
         """Who is not heard of any more has vanished. Its slots are open from where its last word says, if that word
         was seen to be its last: who has only seen earlier ones leaves them to who has seen more."""
-        for peer in [peer for peer, seen in self.fellows.items() if now - seen.heard > self.patience]:
-            seen = self.fellows.pop(peer)
+        for peer in [peer for peer, seen in self.stage_peers.items() if now - seen.heard > self.patience]:
+            seen = self.stage_peers.pop(peer)
             self._hold(peer, seen.claims, ())
             if seen.overdue:
                 self._give_back(seen.claims)
@@ -232,7 +234,7 @@ class SlotBook:
                 self.closed.update(claim.slot for claim in seen.claims)
 
     def _is_news(self, word: Said, now: float) -> bool:
-        seen = self.fellows.get(word.peer)
+        seen = self.stage_peers.get(word.peer)
         if seen is None:
             return bool(word.claims)
         seen.heard, seen.overdue = now, word.overdue
@@ -248,27 +250,27 @@ class SlotBook:
         return not same
 
     def _reach(self, news: list[Said]) -> int:
-        highest = [seen.highest for seen in self.fellows.values() if seen.claims]
-        highest += [max(c.slot for c in w.claims) for w in news if w.claims and w.peer not in self.fellows]
+        highest = [seen.highest for seen in self.stage_peers.values() if seen.claims]
+        highest += [max(c.slot for c in w.claims) for w in news if w.claims and w.peer not in self.stage_peers]
         beyond = REACH * self.live + REACH_AT_LEAST
         median = median_low(highest) if highest else self.base
         return max(min(median, FURTHEST), self.base) + beyond
 
     def _usual_pace(self, now: float) -> float:
-        """Slots a second that fellows claim, and this replica, at the median."""
-        paces = [seen.taken / (now - seen.since + PACE_SECONDS) for seen in self.fellows.values() if not seen.left]
+        """Slots a second that stage peers claim, and this replica, at the median."""
+        paces = [seen.taken / (now - seen.since + PACE_SECONDS) for seen in self.stage_peers.values() if not seen.left]
         return median_low([*paces, self.own_taken / (now - self.since + PACE_SECONDS)])
 
     def _was_yielded(self, claim: Claim) -> bool:
-        """Whether a fellow that ceased to speak of this claim left the slot to another, and was not at its end."""
+        """Whether a stage peer that ceased to speak of this claim left the slot to another, and was not at its end."""
         return claim.position == 0 and claim.slot in self.holders
 
     def _take_in(self, word: Said, now: float) -> Iterable[Claim]:
-        """Claims of which this fellow has ceased to speak."""
-        seen = self.fellows.get(word.peer)
+        """Claims of which this stage peer has ceased to speak."""
+        seen = self.stage_peers.get(word.peer)
         new = seen is None
         if seen is None:
-            seen = self.fellows[word.peer] = _Fellow(now, now, word, word.overdue)
+            seen = self.stage_peers[word.peer] = _StagePeer(now, now, word, word.overdue)
         before, seen.said = seen.claims, word
         if word.leaving:
             if not seen.left:
@@ -323,7 +325,7 @@ class SlotBook:
     def _settle(self) -> None:
         """Who has not begun takes all that the others have reached as taken; what lies far behind them is no longer
         waited for."""
-        highest = sorted(seen.highest for seen in self.fellows.values() if seen.claims)
+        highest = sorted(seen.highest for seen in self.stage_peers.values() if seen.claims)
         self.frontier = top = highest[-1 - len(highest) // 8] if highest else -1
         if not self.started:
             self.base = max(self.base, top + 1)
@@ -357,7 +359,7 @@ class SlotBook:
 
     def _is_first(self) -> bool:
         """Others are there, and none of them has claimed any yet."""
-        return not self.fellows and self.live > 1
+        return not self.stage_peers and self.live > 1
 
 
 def _first(claim: Claim, peer: str, other: Claim, other_peer: str) -> bool:

@@ -105,7 +105,7 @@ def look(path: Path) -> Look:
 
 
 @dataclass(slots=True)
-class Meter:
+class ReadMeter:
     """How many bytes of files, as they lie on the disk, have gone by."""
 
     before: int = 0
@@ -122,7 +122,7 @@ class Meter:
 class _Metered(io.FileIO):
     """A file that tells its meter how far it was read."""
 
-    def __init__(self, path: Path, meter: Meter) -> None:
+    def __init__(self, path: Path, meter: ReadMeter) -> None:
         super().__init__(path, "rb")
         self._meter = meter
 
@@ -133,7 +133,7 @@ class _Metered(io.FileIO):
         return count
 
 
-def open_unpacked(path: Path, packing: Packing | None, meter: Meter | None = None) -> BinaryIO:
+def open_unpacked(path: Path, packing: Packing | None, meter: ReadMeter | None = None) -> BinaryIO:
     """The bytes of the file, decompressed as they are read. Reading raises OSError where they break off."""
     raw = io.BufferedReader(_Metered(path, meter), 1 << 20) if meter else path.open("rb")
     if packing is None:

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict
 
 from noloco_node.config.data_spec import PASS_WINDOWS, SHARDS, TEXT, DataSpec, apportioned
 from noloco_node.data.claims import SharedPosition
+from noloco_node.data.sampler import BEGINNING, Permutation, SamplerPosition, WindowSampler
 from noloco_node.data.turns import TurnPosition
-from noloco_node.data.walk import BEGINNING, Permutation, WalkPosition, WindowWalk
 from noloco_node.errors import UserError
 
 
@@ -22,7 +22,9 @@ class SourceOrder:
     """An endless order of sources: a pass takes PASS_WINDOWS windows, each source's share by its weight, in an order by
     (seed, peer id, pass)."""
 
-    def __init__(self, weights: Sequence[float], seed: int, peer_id: str, position: WalkPosition = BEGINNING) -> None:
+    def __init__(
+        self, weights: Sequence[float], seed: int, peer_id: str, position: SamplerPosition = BEGINNING
+    ) -> None:
         """ValueError where the position lies outside a pass."""
         if position.offset >= PASS_WINDOWS:
             raise ValueError(f"offset {position.offset} in a pass over {PASS_WINDOWS} windows")
@@ -32,15 +34,15 @@ class SourceOrder:
         self._go_to(position)
 
     @property
-    def position(self) -> WalkPosition:
+    def position(self) -> SamplerPosition:
         """Where the next window comes from: passes completed, and windows taken in the present one."""
-        return WalkPosition(epoch=self._epoch, offset=self._offset)
+        return SamplerPosition(epoch=self._epoch, offset=self._offset)
 
     def next(self) -> int:
         """The number of the source that gives the next window."""
         number = self._source(self._offset)
         if self._offset + 1 == PASS_WINDOWS:
-            self._go_to(WalkPosition(epoch=self._epoch + 1))
+            self._go_to(SamplerPosition(epoch=self._epoch + 1))
         else:
             self._offset += 1
         return number
@@ -53,12 +55,12 @@ class SourceOrder:
     def _source(self, offset: int) -> int:
         return bisect_right(self._ends, self._order[offset])
 
-    def _go_to(self, position: WalkPosition) -> None:
+    def _go_to(self, position: SamplerPosition) -> None:
         self._epoch, self._offset = position.epoch, position.offset
         self._order = Permutation(PASS_WINDOWS, f"mixture/{self._seed}/{self._peer_id}/{position.epoch}")
 
 
-class MixedWalk:
+class MixedSampler:
     """An endless walk over the windows of several sources, numbered one source after the other.
 
     Sources take turns by `SourceOrder`; each is walked as if it were alone, once through before any of its windows
@@ -71,19 +73,19 @@ class MixedWalk:
         weights: Sequence[float],
         seed: int,
         peer_id: str,
-        position: WalkPosition = BEGINNING,
+        position: SamplerPosition = BEGINNING,
     ) -> None:
         """`counts`: windows of each source. ValueError where the position lies outside a pass."""
         self._sources = SourceOrder(weights, seed, peer_id, position)
         self._bases = [0, *accumulate(counts)]
-        self._walks: list[WindowWalk] = []
+        self._walks: list[WindowSampler] = []
         for number, (count, taken) in enumerate(zip(counts, self._sources.taken(), strict=True)):
             epoch, offset = divmod(taken, count)
-            at = WalkPosition(epoch=epoch, offset=offset)
-            self._walks.append(WindowWalk.at(count, seed, f"{peer_id}/{number}", at))
+            at = SamplerPosition(epoch=epoch, offset=offset)
+            self._walks.append(WindowSampler.at(count, seed, f"{peer_id}/{number}", at))
 
     @property
-    def position(self) -> WalkPosition:
+    def position(self) -> SamplerPosition:
         """See `SourceOrder`."""
         return self._sources.position
 
@@ -102,13 +104,13 @@ class MixedPosition(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    order: WalkPosition
+    order: SamplerPosition
     """In the order of the sources."""
     sources: tuple[TurnPosition | SharedPosition, ...]
     """In the row of each."""
 
 
-Walk = WindowWalk | MixedWalk
+Walk = WindowSampler | MixedSampler
 """The order in which a replica trains on windows that have numbers."""
 
 

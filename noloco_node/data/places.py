@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from noloco_node.data.documents import data_error, unreadable
-from noloco_node.data.formats import READABLE, Format, Look, Meter, Packing, look
+from noloco_node.data.formats import READABLE, Format, Look, Packing, ReadMeter, look
 from noloco_node.errors import UserError
 
 _ABOUT = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
@@ -42,7 +42,7 @@ class SourceFile:
     packing: Packing | None
     size: int
     """Bytes on the disk."""
-    meter: Meter | None = field(default=None, compare=False)
+    meter: ReadMeter | None = field(default=None, compare=False)
     """Hears how much of it was read."""
 
     @property

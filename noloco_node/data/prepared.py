@@ -17,10 +17,10 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.documents import Document, data_error
 from noloco_node.data.encoding import encode
 from noloco_node.data.fingerprint import Fingerprint
-from noloco_node.data.formats import Meter
+from noloco_node.data.formats import ReadMeter
 from noloco_node.data.hub import revision_of
 from noloco_node.data.mixture import mixed_fingerprint, naming_part
-from noloco_node.data.prepared_shards import LOOK_SECONDS, PreparedShards, Reached, prepare_shards
+from noloco_node.data.prepared_shards import LOOK_SECONDS, PreparedShards, PreparedSoFar, prepare_shards
 from noloco_node.data.shards import fingerprint_of_shards, shard_files
 from noloco_node.data.sources import check_fingerprint, check_source, divided, fingerprint_of_documents
 from noloco_node.data.token_file import TokenFile, token_type
@@ -39,7 +39,7 @@ _NOT_THE_TEXTS = frozenset({"path", "prepared", "fingerprint", "seed", "block_wi
 Count = Annotated[int, Field(ge=0)]
 
 
-class Manifest(BaseModel):
+class TextManifest(BaseModel):
     """What lies in a prepared folder, and how far its preparation has come."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,14 +66,14 @@ class Manifest(BaseModel):
 
 
 def prepare_run(
-    spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[[int, Reached], None] = lambda _, __: None
-) -> tuple[Manifest, ...]:
+    spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[[int, PreparedSoFar], None] = lambda _, __: None
+) -> tuple[TextManifest, ...]:
     """Write the tokens of all that a run trains on: of a mixture each source's to a folder of its own below `folder`.
     `told` hears how far the source of that number has come.
 
     Raises UserError and OSError as `prepare` and `prepare_streamed` do, and DATA where the mixture is not the run's.
     """
-    made: list[Manifest] = []
+    made: list[TextManifest] = []
     make = prepare_streamed if spec.streaming else prepare
     for number, part in enumerate(spec.model_copy(update={"prepared": str(folder)}).parts):
         with naming_part(spec, number):
@@ -85,8 +85,8 @@ def prepare_run(
 
 
 def prepare(
-    spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[[Reached], None] = lambda _: None
-) -> Manifest:
+    spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[[PreparedSoFar], None] = lambda _: None
+) -> TextManifest:
     """Write the tokens of the text to `folder`; one that was interrupted there is gone on with. `told` hears now and
     then how far it has come.
 
@@ -109,12 +109,12 @@ def prepare(
     files[True].cut_to(begun.validation)
     whole, walked, number, saved = Fingerprint(), Fingerprint(), 0, ambient.monotonic()
 
-    def reached(fingerprint: str = "") -> Manifest:
+    def reached(fingerprint: str = "") -> TextManifest:
         counts = {"training": files[False].count, "validation": files[True].count}
         changes = {"documents": number, "so_far": walked.text, "fingerprint": fingerprint}
         return begun.model_copy(update={**counts, **changes})
 
-    meter, size, looked = Meter(), _bytes_of(spec), 0.0
+    meter, size, looked = ReadMeter(), _bytes_of(spec), 0.0
     for document, held_out, tokens in _tokenised(divided(spec, whole, meter), begun.documents, tokenizer, spec):
         number += 1
         walked.add(document)
@@ -125,14 +125,14 @@ def prepare(
         files[held_out].append(tokens)
         now = ambient.monotonic()
         if now - looked >= LOOK_SECONDS:
-            told(Reached(meter.total, size, sum(file.count for file in files.values())))
+            told(PreparedSoFar(meter.total, size, sum(file.count for file in files.values())))
             looked = now
         if now - saved >= SAVE_SECONDS:
             _save(folder, files, reached())
             saved = now
     if number < begun.documents:
         raise _changed(folder)
-    told(Reached(meter.total, size, sum(file.count for file in files.values())))
+    told(PreparedSoFar(meter.total, size, sum(file.count for file in files.values())))
     done = reached(whole.text)
     _save(folder, files, done)
     (folder / _UNDER_WAY).rename(folder / _DONE)
@@ -183,8 +183,8 @@ def _batches(documents: Iterable[tuple[Document, bool]], done: int) -> Iterator[
 
 
 def prepare_streamed(
-    spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[[Reached], None] = lambda _: None
-) -> Manifest:
+    spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[[PreparedSoFar], None] = lambda _: None
+) -> TextManifest:
     """`prepare` for a streamed text: each shard by a process of its own, as many at once as there are cores. `told`
     hears how far it has come.
 
@@ -241,7 +241,7 @@ def open_prepared(spec: DataSpec, vocab_size: int) -> tuple[TokenFile, TokenFile
     )
 
 
-def read_manifest(spec: DataSpec) -> Manifest:
+def read_manifest(spec: DataSpec) -> TextManifest:
     """Of `run.data.prepared`. Raises UserError (DATA) where that is no finished preparation of the run's text, or not
     all of it is there."""
     folder = _prepared_folder(spec)
@@ -259,7 +259,7 @@ def read_manifest(spec: DataSpec) -> Manifest:
     return manifest
 
 
-def _check_sizes(folder: Path, manifest: Manifest, *, marked: bool) -> None:
+def _check_sizes(folder: Path, manifest: TextManifest, *, marked: bool) -> None:
     for held_out, count in ((False, manifest.training), (True, manifest.validation)):
         path = _tokens(folder, held_out)
         wanted = count * token_type(manifest.vocab_size, marked=marked).itemsize
@@ -321,8 +321,8 @@ def _fingerprint_of(spec: DataSpec) -> str:
     return found
 
 
-def _begun(spec: DataSpec, tokenizer: Tokenizer, folder: Path) -> Manifest:
-    fresh = Manifest(text=_settings(spec), vocab_size=tokenizer.vocab_size)
+def _begun(spec: DataSpec, tokenizer: Tokenizer, folder: Path) -> TextManifest:
+    fresh = TextManifest(text=_settings(spec), vocab_size=tokenizer.vocab_size)
     begun = _read(folder / _DONE) or _read(folder / _UNDER_WAY)
     if begun is None:
         return fresh
@@ -331,12 +331,12 @@ def _begun(spec: DataSpec, tokenizer: Tokenizer, folder: Path) -> Manifest:
     return begun
 
 
-def _check_vocabulary(manifest: Manifest, folder: Path, vocab_size: int) -> None:
+def _check_vocabulary(manifest: TextManifest, folder: Path, vocab_size: int) -> None:
     if manifest.vocab_size != vocab_size:
         raise _another(folder, f"of a tokenizer with {manifest.vocab_size} tokens, not {vocab_size}")
 
 
-def _check_same(spec: DataSpec, manifest: Manifest, folder: Path) -> None:
+def _check_same(spec: DataSpec, manifest: TextManifest, folder: Path) -> None:
     wanted = _settings(spec)
     made = DataSpec().model_dump(mode="json") | manifest.text
     other = [name for name in wanted if made[name] != wanted[name]]
@@ -361,16 +361,16 @@ def _settings(spec: DataSpec) -> dict[str, JsonValue]:
     return settings | ({"path": spec.path} if spec.source == "huggingface" else {})
 
 
-def _read(path: Path) -> Manifest | None:
+def _read(path: Path) -> TextManifest | None:
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return TextManifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValidationError as error:
         raise data_error(f"'{path}' is no manifest: {error.errors()[0]['msg']}", "prepare the text anew") from None
 
 
-def _save(folder: Path, files: dict[bool, TokenFile], manifest: Manifest) -> None:
+def _save(folder: Path, files: dict[bool, TokenFile], manifest: TextManifest) -> None:
     """First the tokens, then what says how many they are."""
     for file in files.values():
         file.flush()

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.documents import data_error
 from noloco_node.data.encoding import encode, fitting_tokenizer
-from noloco_node.data.formats import Meter
+from noloco_node.data.formats import ReadMeter
 from noloco_node.data.loaders import load
 from noloco_node.data.places import SourceFile
 from noloco_node.data.shards import fingerprint_of_shards, shard_files
@@ -55,7 +55,7 @@ class PreparedShard(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class PreparedSoFar:
     """How far a preparation has come."""
 
     done_bytes: int
@@ -66,7 +66,7 @@ class Reached:
 
 
 def prepare_shards(
-    spec: DataSpec, vocab_size: int, folder: Path, told: Callable[[Reached], None], processes: int | None = None
+    spec: DataSpec, vocab_size: int, folder: Path, told: Callable[[PreparedSoFar], None], processes: int | None = None
 ) -> list[PreparedShard]:
     """Write the tokens of every shard to a folder of its own below `folder`, each by a process, as many at once as
     there are cores; those that are there already are kept.
@@ -93,7 +93,7 @@ def _in_processes(
     files: Sequence[SourceFile],
     shards: dict[int, PreparedShard],
     missing: Sequence[int],
-    told: Callable[[Reached], None],
+    told: Callable[[PreparedSoFar], None],
     processes: int,
 ) -> None:
     """Fill `shards`. An error of one ends the others after the shard that they are at."""
@@ -103,7 +103,7 @@ def _in_processes(
 
     def tell() -> None:
         so_far = (size if number in shards else min(passed[number], size) for number, size in enumerate(sizes))
-        told(Reached(sum(so_far), sum(sizes), sum(sum(shard.tokens) for shard in shards.values())))
+        told(PreparedSoFar(sum(so_far), sum(sizes), sum(sum(shard.tokens) for shard in shards.values())))
 
     with ProcessPoolExecutor(min(processes, len(missing)), spawn, _begin, (passed,)) as pool:
         made, text = partial(_prepare_shard, vocab_size=vocab_size, folder=folder), spec.model_dump_json()
@@ -181,7 +181,7 @@ def _opened(spec: str, vocab_size: int) -> tuple[DataSpec, Tokenizer, tuple[Sour
 def _prepare_shard(spec_json: str, number: int, *, vocab_size: int, folder: Path) -> PreparedShard:
     """Tokenise one shard into its folder, which is there when all of it is."""
     spec, tokenizer, files = _opened(spec_json, vocab_size)
-    meter = Meter()
+    meter = ReadMeter()
     file, begun = replace(files[number], meter=meter), folder / f".{_place(folder, number).name}"
     try:
         begun.mkdir()

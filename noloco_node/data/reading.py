@@ -20,12 +20,12 @@ from noloco_node.data.encoding import fitting_tokenizer
 from noloco_node.data.mixture import MixedPosition, SourceOrder, Walk, naming_part
 from noloco_node.data.prefetch import Portion, Portions, Prefetch
 from noloco_node.data.prepared import open_shards
+from noloco_node.data.sampler import BEGINNING, SamplerPosition
 from noloco_node.data.samples import Position, Samples
 from noloco_node.data.shards import Shards, TextShards
 from noloco_node.data.shared_rows import SharedRows
 from noloco_node.data.shared_turns import SharedTurns
 from noloco_node.data.turns import OwnTurns, TurnPosition, Turns
-from noloco_node.data.walk import BEGINNING, WalkPosition
 from noloco_node.data.windows import Windows, load_windows
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def _in_blocks(
     )
 
 
-def _order(spec: DataSpec, peer_id: str, begin: WalkPosition) -> SourceOrder:
+def _order(spec: DataSpec, peer_id: str, begin: SamplerPosition) -> SourceOrder:
     try:
         return SourceOrder(spec.weights, spec.seed, peer_id, begin)
     except ValueError as error:
@@ -201,7 +201,7 @@ def _walked(windows: Windows, walk: Walk, size: int) -> Portions:
 
 def _walk(windows: Windows, seed: int, peer_id: str, position: Position) -> Walk:
     try:
-        if isinstance(position, WalkPosition):
+        if isinstance(position, SamplerPosition):
             return windows.walk(seed, peer_id, position)
         logger.warning("the walk through the text begins anew: the text was read in blocks before")
     except ValueError as error:

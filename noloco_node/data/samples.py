@@ -11,12 +11,12 @@ from torch import Tensor
 
 from noloco_node.data.claims import SharedPosition
 from noloco_node.data.mixture import MixedPosition
+from noloco_node.data.sampler import SamplerPosition
 from noloco_node.data.shared_rows import SharedRows
 from noloco_node.data.turns import TurnPosition
-from noloco_node.data.walk import WalkPosition
 from noloco_node.marks import BEGINS, without_marks
 
-Position = WalkPosition | TurnPosition | SharedPosition | MixedPosition
+Position = SamplerPosition | TurnPosition | SharedPosition | MixedPosition
 """Where drawing goes on: in a walk over numbered windows, in a row of blocks, in one that replicas share, or in several
 of such rows."""
 
@@ -33,7 +33,7 @@ class Samples:
     """The next microbatch's windows. Raises UserError (DATA) where the text cannot be read on."""
     held_out: Tensor
     """The fixed windows of every evaluation."""
-    position: Callable[[], Position] = WalkPosition
+    position: Callable[[], Position] = SamplerPosition
     """Where `draw` goes on."""
     waited_seconds: Callable[[], float] = float
     """Time that drawing has had to wait for the text, so far."""

@@ -12,7 +12,7 @@ from noloco_node.data.shared_turns import SharedTurns, SlotEvent
 class SharedRows:
     """Tells of several rows in one list of claims: slot s of row r of n is slot s · n + r there.
 
-    `heard` brings the fellows' words, `claims` is what the own record is to say, `published` that it has said so.
+    `heard` brings the stage peers' words, `claims` is what the own record is to say, `published` that it has said so.
     """
 
     def __init__(self, rows: Sequence[SharedTurns]) -> None:
@@ -43,7 +43,7 @@ class SharedRows:
             row.published(own)
 
     def heard(self, said: Iterable[Said], live: int) -> None:
-        """The newest words of the fellows that count, of which `live` replicas train in all, this one included."""
+        """The newest words of the stage peers that count, of which `live` replicas train in all, this one included."""
         words: list[list[Said]] = [[] for _ in self._rows]
         for word in said:
             for own, claims in zip(words, self._parted(word.claims), strict=True):

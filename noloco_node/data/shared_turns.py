@@ -10,8 +10,8 @@ from typing import Literal
 
 from noloco_node import ambient
 from noloco_node.data.claims import MOST_CLAIMS, Claim, Said, SharedPosition, SlotBook
+from noloco_node.data.sampler import Permutation
 from noloco_node.data.turns import MOST_BEGUN, Turn
-from noloco_node.data.walk import Permutation
 
 PATIENCE_LIVES = 3.0
 """Lives of a record for which a replica that nothing is heard of keeps its slots: who sees the others in part only
@@ -55,10 +55,10 @@ class SlotCounts:
 
 
 class SharedTurns:
-    """Implements `Turns` over what fellows say. `count`: blocks of a pass; `life`: seconds that a record lives. A
+    """Implements `Turns` over what stage peers say. `count`: blocks of a pass; `life`: seconds that a record lives. A
     `position` is gone on from where it is one of the same row.
 
-    `heard` brings the fellows' words, `claims` is what the own record is to say, `published` that it has said so.
+    `heard` brings the stage peers' words, `claims` is what the own record is to say, `published` that it has said so.
     Thread-safe.
     """
 
@@ -154,7 +154,7 @@ class SharedTurns:
             self._published = {claim.slot: (claim, before.get(claim.slot, (claim, now))[1]) for claim in claims}
 
     def heard(self, said: Iterable[Said], live: int) -> None:
-        """The newest words of the fellows that count, of which `live` replicas train in all, this one included."""
+        """The newest words of the stage peers that count, of which `live` replicas train in all, this one included."""
         with self._lock:
             self._book.look(said, self._clock(), live)
             if not self._looked:
@@ -192,7 +192,7 @@ class SharedTurns:
         kept, self._kept = self._kept, None
         if kept is None:
             return
-        alone = not self._book.fellows
+        alone = not self._book.stage_peers
         if alone:
             self._book.restore(kept)
         if alone or self._clock() - kept.time <= self._book.patience:
@@ -212,7 +212,7 @@ class SharedTurns:
 
     def _stands(self, claim: Claim) -> bool:
         """Whether whoever claims the same slot at about the same time must have heard of it."""
-        if not self._book.fellows and self._book.live == 1:
+        if not self._book.stage_peers and self._book.live == 1:
             return True
         said = self._published.get(claim.slot)
         return said is not None and self._clock() - said[1] >= FIRST_WAIT_LIVES * self._life / self._book.share

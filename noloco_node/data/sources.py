@@ -14,7 +14,7 @@ from pathlib import Path
 from noloco_node.config.data_spec import TEXT, DataSpec
 from noloco_node.data.documents import Document, data_error, unreadable
 from noloco_node.data.fingerprint import Fingerprint
-from noloco_node.data.formats import Format, Meter
+from noloco_node.data.formats import Format, ReadMeter
 from noloco_node.data.hub import check_not_here, hub_documents
 from noloco_node.data.loaders import first_look, load
 from noloco_node.data.mixture import naming_part
@@ -26,7 +26,7 @@ _NOT_OF_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "test
 
 
 def divided(
-    spec: DataSpec, found: Fingerprint | None = None, meter: Meter | None = None
+    spec: DataSpec, found: Fingerprint | None = None, meter: ReadMeter | None = None
 ) -> Iterator[tuple[Document, bool]]:
     """The documents that are not blank, and whether each is held out: a share of them is, chosen by a hash of their
     keys. Those to train on and those to validate on are each at least one; no document is in both.
@@ -90,7 +90,7 @@ def check_fingerprint(spec: DataSpec, found: str) -> None:
         )
 
 
-def read_documents(spec: DataSpec, meter: Meter | None = None) -> Iterator[Document]:
+def read_documents(spec: DataSpec, meter: ReadMeter | None = None) -> Iterator[Document]:
     """The documents of the source, in an order that depends on their keys only."""
     if spec.source == "stdlib":
         return _standard_library()
@@ -183,7 +183,7 @@ def _standard_library() -> Iterator[Document]:
             yield Document(path.relative_to(root).as_posix(), path.read_bytes().decode("utf-8", errors="replace"))
 
 
-def _local(spec: DataSpec, meter: Meter | None) -> Iterator[Document]:
+def _local(spec: DataSpec, meter: ReadMeter | None) -> Iterator[Document]:
     found = find_files(spec.path or "", spec.split)
     if found.passed_over:
         logger.warning(

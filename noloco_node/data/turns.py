@@ -8,7 +8,7 @@ from typing import Annotated, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from noloco_node.data.claims import MOST_CLAIMS, SharedPosition
-from noloco_node.data.walk import Permutation
+from noloco_node.data.sampler import Permutation
 
 MOST_BEGUN = MOST_CLAIMS - 1
 """Blocks that may be begun and not drawn to their end: the claim beside theirs is the next one's."""

@@ -15,13 +15,13 @@ from noloco_node.config.data_spec import DataSpec, apportioned
 from noloco_node.data.documents import data_error
 from noloco_node.data.encoding import encode, fitting_tokenizer
 from noloco_node.data.fingerprint import Fingerprint
-from noloco_node.data.mixture import MixedWalk, Walk, mixed_fingerprint, naming_part
+from noloco_node.data.mixture import MixedSampler, Walk, mixed_fingerprint, naming_part
 from noloco_node.data.prepared import open_prepared, read_manifest
+from noloco_node.data.sampler import BEGINNING, Permutation, SamplerPosition, WindowSampler
 from noloco_node.data.samples import Batch, inputs_and_labels
 from noloco_node.data.sources import check_fingerprint, divided
 from noloco_node.data.token_file import TokenFile
 from noloco_node.data.tokenizers import Tokenizer, Tokens
-from noloco_node.data.walk import BEGINNING, Permutation, WalkPosition, WindowWalk
 from noloco_node.errors import ExitCode, UserError
 
 
@@ -94,11 +94,11 @@ class Windows:
         shares = apportioned(self._weights, count)
         return [min(wanted, held) for wanted, held in zip(shares, self._validation.counts, strict=True)]
 
-    def walk(self, seed: int, peer_id: str, position: WalkPosition = BEGINNING) -> Walk:
+    def walk(self, seed: int, peer_id: str, position: SamplerPosition = BEGINNING) -> Walk:
         """The order in which a replica trains on them, from `position` on. ValueError where that lies outside."""
         if len(self._weights) == 1:
-            return WindowWalk.at(self.train_count, seed, peer_id, position)
-        return MixedWalk(self._training.counts, self._weights, seed, peer_id, position)
+            return WindowSampler.at(self.train_count, seed, peer_id, position)
+        return MixedSampler(self._training.counts, self._weights, seed, peer_id, position)
 
 
 class _Numbered:

@@ -22,7 +22,7 @@ from noloco_node.libp2p.start import reached_by_a_stranger
 from noloco_node.libp2p.tls_probe import NoAnswer, who_answers
 from noloco_node.node.checks import (
     Check,
-    Outcome,
+    CheckOutcome,
     check_disk,
     check_files,
     check_memory,
@@ -53,7 +53,7 @@ async def examine(settings: NodeSettings) -> list[Check]:
     addresses = settings.initial_peers or known.texts()
     reached = await asyncio.gather(*(_address(text) for text in addresses))
     checks += reached
-    live = tuple(text for text, check in zip(addresses, reached, strict=True) if check.outcome is Outcome.PASS)
+    live = tuple(text for text, check in zip(addresses, reached, strict=True) if check.outcome is CheckOutcome.PASS)
     return checks + await _network(settings, live)
 
 
@@ -65,8 +65,8 @@ def lines(checks: Sequence[Check]) -> list[str]:
         rows.append(f"{check.outcome.value:<5} {check.name:<{width}}  {check.found}")
         if check.remedy:
             rows.append(f"{'':<5} {'':<{width}}  -> {check.remedy}")
-    failed = sum(check.outcome is Outcome.FAIL for check in checks)
-    warned = sum(check.outcome is Outcome.WARN for check in checks)
+    failed = sum(check.outcome is CheckOutcome.FAIL for check in checks)
+    warned = sum(check.outcome is CheckOutcome.WARN for check in checks)
     return [*rows, f"{len(checks)} checks: {failed} failed, {warned} with a warning"]
 
 
@@ -81,7 +81,9 @@ def _machine(settings: NodeSettings) -> list[Check]:
     try:
         disk = check_disk(free_disk(folder), 0, str(folder))
     except OSError as error:
-        disk = Check("disk", Outcome.FAIL, f"{folder}: {error.strerror or error}", "name another with --run-folder")
+        disk = Check(
+            "disk", CheckOutcome.FAIL, f"{folder}: {error.strerror or error}", "name another with --run-folder"
+        )
     return [check_files(raise_file_limit()), disk, check_memory(available, total, 0)]
 
 
@@ -94,23 +96,23 @@ def _device(name: str) -> Check:
     except UserError as error:
         return _failed("device", error)
     if gpus and name == "cpu":
-        return Check("device", Outcome.WARN, found, "a GPU lies idle: --set node.device=cuda uses it")
-    return Check("device", Outcome.PASS, found)
+        return Check("device", CheckOutcome.WARN, found, "a GPU lies idle: --set node.device=cuda uses it")
+    return Check("device", CheckOutcome.PASS, found)
 
 
 def _identity(path: Path) -> Check:
     if not path.exists():
-        return Check("identity", Outcome.PASS, f"none at {path} yet: the first start makes one")
+        return Check("identity", CheckOutcome.PASS, f"none at {path} yet: the first start makes one")
     try:
         identity, holder = load_identity(path), holder_of(path)
     except UserError as error:
         return _failed("identity", error)
     except OSError as error:
-        return Check("identity", Outcome.WARN, f"{path}: {error.strerror or error}", "look at its permissions")
+        return Check("identity", CheckOutcome.WARN, f"{path}: {error.strerror or error}", "look at its permissions")
     if path.stat().st_mode & 0o077:
-        return Check("identity", Outcome.WARN, f"{path} can be read by other users", f"chmod 600 {path}")
+        return Check("identity", CheckOutcome.WARN, f"{path} can be read by other users", f"chmod 600 {path}")
     used = f", in use by {holder}" if holder else ""
-    return Check("identity", Outcome.PASS, f"{identity.peer_id} ({path}{used})")
+    return Check("identity", CheckOutcome.PASS, f"{identity.peer_id} ({path}{used})")
 
 
 def _listening(settings: NodeSettings) -> Check:
@@ -121,8 +123,8 @@ def _listening(settings: NodeSettings) -> Check:
         return _failed("port", error)
     if settings.port == 0:
         remedy = "choose one with --port, if others are to reach this node through a firewall or a router"
-        return Check("port", Outcome.WARN, f"any free one on {settings.host}", remedy)
-    return Check("port", Outcome.PASS, f"{settings.port} on {settings.host} is free")
+        return Check("port", CheckOutcome.WARN, f"any free one on {settings.host}", remedy)
+    return Check("port", CheckOutcome.PASS, f"{settings.port} on {settings.host} is free")
 
 
 async def _address(text: str) -> Check:
@@ -131,13 +133,13 @@ async def _address(text: str) -> Check:
         address = parse_address(text)
         found = await who_answers(address.host, address.port, ADDRESS_SECONDS)
     except ValueError as error:
-        return Check(name, Outcome.FAIL, f"{text}: {error}", "copy the whole line that the node printed")
+        return Check(name, CheckOutcome.FAIL, f"{text}: {error}", "copy the whole line that the node printed")
     except NoAnswer as error:
-        return Check(name, Outcome.FAIL, f"{text}: {error}", "see that it runs, and look for firewalls between")
+        return Check(name, CheckOutcome.FAIL, f"{text}: {error}", "see that it runs, and look for firewalls between")
     if found != address.dialled:
         remedy = "ask its owner for the address that it prints now"
-        return Check(name, Outcome.FAIL, f"{text}: another peer answers there ({found})", remedy)
-    return Check(name, Outcome.PASS, f"{text} answers")
+        return Check(name, CheckOutcome.FAIL, f"{text}: another peer answers there ({found})", remedy)
+    return Check(name, CheckOutcome.PASS, f"{text} answers")
 
 
 async def _network(settings: NodeSettings, live: tuple[str, ...]) -> list[Check]:
@@ -148,7 +150,7 @@ async def _network(settings: NodeSettings, live: tuple[str, ...]) -> list[Check]
         try:
             async with entrance(own, RunFolder(Path(folder)), run=None, may_found=True) as door:
                 up = f"p2pd is up after {ambient.monotonic() - began:.1f} s"
-                checks = [Check("p2pd", Outcome.PASS, up)]
+                checks = [Check("p2pd", CheckOutcome.PASS, up)]
                 return checks + await _among_peers(own, door)
         except UserError as error:
             return [_failed("p2pd", error)]
@@ -165,7 +167,7 @@ async def _among_peers(settings: NodeSettings, door: Entrance) -> list[Check]:
     results = await asyncio.gather(*(dialled_back(door.transport, peer, ports) for peer in asked[:MOST_ASKED]))
     answered = {peer: result for peer, result in zip(asked, results, strict=False) if result is not None}
     reached = check_reached(answered, ports, local_only=out_of_reach(settings, joined))
-    if reached.outcome is Outcome.FAIL and settings.relay == "auto" and not settings.announce:
+    if reached.outcome is CheckOutcome.FAIL and settings.relay == "auto" and not settings.announce:
         offers = await asyncio.gather(*(ask_for_place(door.daemon, peer) for peer in asked[:MOST_ASKED]))
         reached = relayed_instead(reached, offers.count(None))
     return [*judge_peers(told), reached]
@@ -177,9 +179,9 @@ async def _through_relays(settings: NodeSettings, door: Entrance) -> Check:
     found = f"through a relay only ({hosts}): no state is copied to or from nodes that this one cannot dial"
     failure = await reached_by_a_stranger(settings, door.daemon)
     if failure is None:
-        return Check("reachable", Outcome.PASS, found)
-    return Check("reachable", Outcome.FAIL, f"not even {found}; {failure[:200]}", "try another relay")
+        return Check("reachable", CheckOutcome.PASS, found)
+    return Check("reachable", CheckOutcome.FAIL, f"not even {found}; {failure[:200]}", "try another relay")
 
 
 def _failed(name: str, error: UserError) -> Check:
-    return Check(name, Outcome.FAIL, error.message, error.remedy)
+    return Check(name, CheckOutcome.FAIL, error.message, error.remedy)

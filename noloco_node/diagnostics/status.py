@@ -223,7 +223,7 @@ def _training(events: Events, started: NodeStarted | None) -> Iterator[str]:
     if stopped is not None and (stopped.reason != "target_reached" or (started and started.time > stopped.time)):
         stopped = None
     if account is not None and stopped is not None:
-        # A replica's clock is its own: that of one which was behind stands still where its fellows end the run.
+        # A replica's clock is its own: that of one which was behind stands still where its stage peers end the run.
         yield f"progress            the run is over: {account.target:,} tokens; its clock stood at {account.clock:,.0f}"
     elif account is not None:
         share = 100.0 * min(1.0, account.clock / max(1, account.target))

@@ -19,11 +19,11 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.acquaintance import Acquaintances
 
 PRIOR = 3.0
-"""Fellows that are taken to have worked at a common start, before any has been asked."""
+"""Stage peers that are taken to have worked at a common start, before any has been asked."""
 PRIOR_ASKS = 16
 """Asks after which nothing of that is left."""
 WORK_AN_ASK = 0.5
-"""Of honest fellows that are asked, at least so many come to work with this node within the same window."""
+"""Of honest stage peers that are asked, at least so many come to work with this node within the same window."""
 WELCOME_SHARE = 0.25
 """Of those that have shown work, so many more (but one at least) count at once where they come later and answer."""
 SAMPLE = 16
@@ -31,18 +31,18 @@ SAMPLE = 16
 SAMPLE_DOUBT = 2.0
 """Standard deviations below what a sample says: four of a crowd that answer by chance say nothing of its rest."""
 STILL_STEPS = 8
-"""Inner steps of this replica within which a fellow's clock that stands still says that it does not train."""
+"""Inner steps of this replica within which a stage peer's clock that stands still says that it does not train."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What this replica has followed of one fellow since it was introduced. Times are monotonic seconds."""
+    """What this replica has followed of one stage peer since it was introduced. Times are monotonic seconds."""
 
     since: float
     clock: float
     moved_at: float
     moved_step: int
-    """This replica's own inner steps when the fellow's clock was last seen to move."""
+    """This replica's own inner steps when the stage peer's clock was last seen to move."""
 
 
 def is_there(known: Acquaintances, record: PeerRecord) -> bool:
@@ -53,8 +53,8 @@ def is_there(known: Acquaintances, record: PeerRecord) -> bool:
 
 
 def welcome_share(asks: int, worked: int, *, from_the_start: bool) -> float:
-    """Of fellows that answer and have shown nothing yet, the share that counts, after so many `asks` for work of their
-    like, of which so many `worked`."""
+    """Of stage peers that answer and have shown nothing yet, the share that counts, after so many `asks` for work of
+    their like, of which so many `worked`."""
     prior = PRIOR * max(0.0, 1.0 - asks / PRIOR_ASKS) if from_the_start else 0.0
     doubt = 0.0 if from_the_start else 1.0
     expected = max(float(worked), WORK_AN_ASK * asks)
@@ -79,23 +79,23 @@ def count(working: float, first: float, later: Sequence[tuple[float, float]], fi
 
 
 class Headcount:
-    """Follows the fellows of one replica."""
+    """Follows the stage peers of one replica."""
 
     def __init__(self, known: Acquaintances, clock: Callable[[], float] = ambient.monotonic) -> None:
         self._known = known
         self._clock = clock
         self._seen: dict[PeerId, _Seen] = {}
         self._settled_at: float | None = None
-        """When work of a fellow was first seen: who was there by then may have come together with this replica."""
+        """When work of a stage peer was first seen: who was there by then may have come together with this replica."""
         self._own_steps = 0
         self._still_seconds = math.inf
 
-    def look(self, fellows: Iterable[PeerRecord], own_steps: int, record_seconds: float) -> None:
-        """Take in the records of the fellows that say they train."""
+    def look(self, stage_peers: Iterable[PeerRecord], own_steps: int, record_seconds: float) -> None:
+        """Take in the records of the stage peers that say they train."""
         now, before = self._clock(), self._seen
         self._still_seconds, self._own_steps = record_seconds, own_steps
         self._seen = {}
-        for record in fellows:
+        for record in stage_peers:
             peer = PeerId(record.peer_id)
             seen = before.get(peer) or _Seen(now, record.clock, now, own_steps)
             if seen.clock != record.clock:
@@ -105,12 +105,12 @@ class Headcount:
             self._settled_at = now
 
     def works(self, peer: PeerId) -> bool:
-        """Whether work of this fellow was seen here, and nothing has spoken against it since."""
+        """Whether work of this stage peer was seen here, and nothing has spoken against it since."""
         return self._known.has_worked(peer) and not self.idles(peer)
 
     def idles(self, peer: PeerId) -> bool:
-        """Whether this fellow had its fair chance to work with this replica and did not, or says itself that its clock
-        stands still while this one's moves on."""
+        """Whether this stage peer had its fair chance to work with this replica and did not, or says itself that its
+        clock stands still while this one's moves on."""
         seen = self._seen.get(peer)
         if self._known.failed(peer):
             return True
@@ -119,7 +119,7 @@ class Headcount:
         return self._own_steps - seen.moved_step >= STILL_STEPS and self._clock() - seen.moved_at >= self._still_seconds
 
     def replicas(self, answering: Iterable[PeerId], unsure: Iterable[PeerId] = ()) -> float:
-        """Replicas of the stage that train, this one included, where these fellows answer, and nothing is known of
+        """Replicas of the stage that train, this one included, where these stage peers answer, and nothing is known of
         whether the `unsure` ones do."""
         working, first, later, shares = 0.0, 0.0, list[tuple[float, float]](), dict[float, float]()
         for peer, there in (*((peer, 1.0) for peer in answering), *self._sampled(unsure)):
@@ -139,8 +139,8 @@ class Headcount:
         return count(working, first, later, share)
 
     def _sampled(self, unsure: Iterable[PeerId]) -> list[tuple[PeerId, float]]:
-        """As how much of a peer each of these counts: by the fellows that came no earlier and were drawn at random. So
-        those that were there before say nothing of a crowd that comes later."""
+        """As how much of a peer each of these counts: by the stage peers that came no earlier and were drawn at random.
+        So those that were there before say nothing of a crowd that comes later."""
         by_time = sorted(((seen.since, peer) for peer in unsure if (seen := self._seen.get(peer))), reverse=True)
         if not by_time:
             return []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from noloco_node import ambient
-from noloco_node.directory.store import Esteem, Held, RecordStore
+from noloco_node.directory.store import Esteem, HeldRecord, RecordStore
 from noloco_node.directory.validator import RecordValidator
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.rations import Budget, PeerBudgets
@@ -74,7 +74,7 @@ class Intake:
             return False
         self.checked += 1
         record = self._validator.read_at(key, signer, signed, expires)
-        return record is not None and self._store.put(key, peer, Held(record, signed, expires, storer), now)
+        return record is not None and self._store.put(key, peer, HeldRecord(record, signed, expires, storer), now)
 
     def _may_check(self, storer: PeerId, signer: PeerId) -> bool:
         if storer == self._own:

@@ -49,7 +49,7 @@ class _Wait(NamedTuple):
     pause: int = 1
 
 
-class Held(BaseModel):
+class HeldState(BaseModel):
     """The state that a peer held when it was last seen at work."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -68,7 +68,7 @@ class _File(BaseModel):
 
     run: Annotated[str, Field(max_length=128)]
     peers: Annotated[dict[Name, Addresses], Field(max_length=MOST_PEERS)]
-    held: Annotated[dict[Name, Held], Field(max_length=MOST_PEERS)] = {}
+    held: Annotated[dict[Name, HeldState], Field(max_length=MOST_PEERS)] = {}
 
 
 class KnownPeers:
@@ -79,7 +79,7 @@ class KnownPeers:
         self.run: str | None = None
         """The run in which they were met; None where the file says nothing."""
         self.addresses: dict[PeerId, tuple[str, ...]] = {}
-        self.held: dict[PeerId, Held] = {}
+        self.held: dict[PeerId, HeldState] = {}
         """What those held that this node has worked with, seen last first."""
         self._load()
 
@@ -97,12 +97,12 @@ class KnownPeers:
         while len(self.addresses) > MOST_PEERS:
             self.addresses.popitem()
 
-    def worked_with(self, holders: Mapping[PeerId, Held]) -> None:
+    def worked_with(self, holders: Mapping[PeerId, HeldState]) -> None:
         """Take in what peers hold now of which this node has seen work."""
         kept = {**holders, **{peer: held for peer, held in self.held.items() if peer not in holders}}
         self.held = dict(sorted(kept.items(), key=lambda item: -item[1].seen)[:MOST_PEERS])
 
-    def holders(self, run: str, stage: int) -> list[tuple[PeerId, Held]]:
+    def holders(self, run: str, stage: int) -> list[tuple[PeerId, HeldState]]:
         """Who held the state of a stage of the run when this node saw it at work, the furthest first."""
         found = [(peer, held) for peer, held in self.held.items() if held.stage == stage and held.clock > 0.0]
         return sorted(found, key=lambda item: -item[1].clock) if run == self.run else []
@@ -127,7 +127,7 @@ class KnownPeers:
         book: Book,
         run: str,
         live: Callable[[], Iterable[PeerId]],
-        holders: Callable[[], Mapping[PeerId, Held]] = dict,
+        holders: Callable[[], Mapping[PeerId, HeldState]] = dict,
     ) -> NoReturn:
         """Learn where the live peers listen, each as soon as it is seen (a short run may be over before long) and again
         from time to time, and what those hold that work with this node, and keep the file up to date."""
@@ -184,10 +184,10 @@ def live_peers(view: DirectoryView, now: float, own: PeerId) -> list[PeerId]:
     return sorted({PeerId(record.peer_id) for stage in stages for record in view.live(stage, now)} - {own})
 
 
-def holders_in(view: DirectoryView, now: float, works: Callable[[PeerId], bool]) -> dict[PeerId, Held]:
+def holders_in(view: DirectoryView, now: float, works: Callable[[PeerId], bool]) -> dict[PeerId, HeldState]:
     """What the live peers hold of which work has been seen, as their records say at DHT time `now`."""
     return {
-        PeerId(record.peer_id): Held(stage=stage, clock=record.clock, seen=ambient.wall())
+        PeerId(record.peer_id): HeldState(stage=stage, clock=record.clock, seen=ambient.wall())
         for stage in range(len(view.stages))
         for record in view.live(stage, now)
         if record.outer_rounds and works(PeerId(record.peer_id))

@@ -99,34 +99,35 @@ class Membership:
         """Live records of all stages without this node's own."""
         return self.others()
 
-    def fellows(self, *states: PeerState) -> list[PeerId]:
+    def stage_peers(self, *states: PeerState) -> list[PeerId]:
         """Peers of the own stage that are there, without this one."""
         return [PeerId(r.peer_id) for r in self.there(self.stage, *states)]
 
-    def willing_fellows(self, *states: PeerState) -> list[PeerId]:
-        """Fellows that are there, without such as have had all their chances to work with this node and did not."""
-        return [peer for peer in self.fellows(*states) if not self._known.failed(peer)]
+    def willing_stage_peers(self, *states: PeerState) -> list[PeerId]:
+        """Stage peers that are there, without such as have had all their chances to work with this node and did not."""
+        return [peer for peer in self.stage_peers(*states) if not self._known.failed(peer)]
 
     def partners(self, *states: PeerState) -> list[PeerId]:
-        """Fellows to average with: those that are there, without such as have had their chance and did not work, while
-        there are others; where nobody is there, those that once were."""
-        fellows = self.fellows(*states)
-        if not fellows:
+        """Stage peers to average with: those that are there, without such as have had their chance and did not work,
+        while there are others; where nobody is there, those that once were."""
+        stage_peers = self.stage_peers(*states)
+        if not stage_peers:
             records = self.live(self.stage, *states)
             return [peer for record in records if self._once_met(peer := PeerId(record.peer_id))]
-        return [peer for peer in fellows if not self._heads.idles(peer)] or fellows
+        return [peer for peer in stage_peers if not self._heads.idles(peer)] or stage_peers
 
-    def counted_fellows(self) -> list[PeerId]:
-        """Fellows that count as replicas beside this one: as many as `headcount` says, those first that have worked."""
-        fellows = [peer for peer in self.fellows(*SERVING) if not self._heads.idles(peer)]
-        many = round(self._heads.replicas(fellows)) - 1
-        return sorted(fellows, key=lambda peer: (not self._heads.works(peer), peer))[:many]
+    def counted_stage_peers(self) -> list[PeerId]:
+        """Stage peers that count as replicas beside this one: as many as `headcount` says, those first that have
+        worked."""
+        stage_peers = [peer for peer in self.stage_peers(*SERVING) if not self._heads.idles(peer)]
+        many = round(self._heads.replicas(stage_peers)) - 1
+        return sorted(stage_peers, key=lambda peer: (not self._heads.works(peer), peer))[:many]
 
     def _once_met(self, peer: PeerId) -> bool:
         return peer != self._own and self._known.met(peer)
 
     def newcomers(self) -> set[PeerId]:
-        """Fellows that say they are on probation."""
+        """Stage peers that say they are on probation."""
         return {PeerId(r.peer_id) for r in self.live(self.stage) if r.newcomer}
 
     def next_stage_peers(self) -> list[PeerId]:
@@ -140,7 +141,7 @@ class Membership:
 
     def own_rank(self) -> int:
         """This peer's place among the replicas of its stage that are there, by peer id."""
-        return sum(peer < self._own for peer in self.fellows(*SERVING))
+        return sum(peer < self._own for peer in self.stage_peers(*SERVING))
 
     def live_replicas(self) -> int:
         """Replicas of the own stage that train, this one included: by what they have shown (`headcount`)."""
@@ -156,18 +157,18 @@ class Membership:
         return round(self._heads.replicas(answering, unsure))
 
     def recorded_clocks(self) -> list[float]:
-        """Clocks of the own stage's live fellows as their records say: never ahead of the true ones. A newcomer's clock
-        is that of its copy, and tells nobody the time."""
+        """Clocks of the own stage's live stage peers as their records say: never ahead of the true ones. A newcomer's
+        clock is that of its copy, and tells nobody the time."""
         return [record.clock for record in self._timekeepers()]
 
     def _timekeepers(self) -> list[PeerRecord]:
-        """Fellows whose clocks are heard: that have worked with this replica; where none has, that are there."""
+        """Stage peers whose clocks are heard: that have worked with this replica; where none has, that are there."""
         old = [record for record in self.there(self.stage, *SERVING) if not record.newcomer]
         there = [record for record in old if not self._heads.idles(PeerId(record.peer_id))]
         return [record for record in there if self._heads.works(PeerId(record.peer_id))] or there
 
-    def fellow_clocks(self) -> list[float]:
-        """Present clocks of the same fellows: what each record says, moved on by its age.
+    def stage_peer_clocks(self) -> list[float]:
+        """Present clocks of the same stage peers: what each record says, moved on by its age.
 
         A record is renewed a few times in its life only, in which a fast swarm's clocks run far: without this, partners
         would be held to the past and the swarm's time would stand still.
@@ -273,16 +274,16 @@ class Membership:
 
     def _take_in(self) -> None:
         self._read_at = ambient.monotonic()
-        fellows = [record for record in self.live(self.stage, PeerState.TRAINING) if record.peer_id != self._own]
-        self._heads.look(fellows, self._describe().steps, self._record_seconds)
+        stage_peers = [record for record in self.live(self.stage, PeerState.TRAINING) if record.peer_id != self._own]
+        self._heads.look(stage_peers, self._describe().steps, self._record_seconds)
         if self.text:
-            self.text.heard(self.counted_fellows(), self.live_replicas())
+            self.text.heard(self.counted_stage_peers(), self.live_replicas())
         self._on_change()
 
     async def run(self) -> None:
         """Renew the record three times within its life, and once as soon as this node knows its speed, without which
-        fellows take its clock to stand still, it ceases to be a newcomer, or it reads another block. Look at the others
-        every two seconds."""
+        stage peers take its clock to stand still, it ceases to be a newcomer, or it reads another block. Look at the
+        others every two seconds."""
         loop = asyncio.get_running_loop()
         renew_at = loop.time()
         while True:

@@ -1,4 +1,4 @@
-"""What a replica believes of other clocks: the directory's word on its fellows against one peer's claim."""
+"""What a replica believes of other clocks: the directory's word on its stage peers against one peer's claim."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from noloco_node import ambient
 
 FROM_ORIGINS = 0.5
 """Share of the lag that is allowed by which a partner's clock may differ from the origins' to be believed: a replica
-ten times as fast as its fellows keeps within it, as its clock is tied to theirs."""
+ten times as fast as its stage peers keeps within it, as its clock is tied to theirs."""
 STANDS_BACK_SECONDS = 20.0
-"""How long who is far behind serves nobody, if no fellow gives its state: for the fellows' records may be lies."""
+"""How long who is far behind serves nobody, if no stage peer gives its state: for the stage peers' records may be
+lies."""
 
 
 def _unknown() -> None:
@@ -21,22 +22,22 @@ def _unknown() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class FellowClocks:
-    """This replica's clock and its fellows', read anew for every question; all in tokens."""
+class PeerClocks:
+    """This replica's clock and its stage peers', read anew for every question; all in tokens."""
 
     max_lag: float
     own: Callable[[], float]
     estimated: Callable[[], Sequence[float]]
-    """Present clocks of the live fellows as estimated from their records."""
+    """Present clocks of the live stage peers as estimated from their records."""
     recorded: Callable[[], Sequence[float]]
-    """Clocks of the same fellows as they stand in their records."""
+    """Clocks of the same stage peers as they stand in their records."""
     origins_lead: Callable[[], float | None] = _unknown
     """How far ahead of this clock those origins are whose microbatches are trained here; None on stage 0 and where it
     is not known."""
 
     def met(self, claimed: float) -> float:
-        """The clock of a partner to meet half-way, within bounds; where the directory knows no fellow, around the own
-        clock.
+        """The clock of a partner to meet half-way, within bounds; where the directory knows no stage peer, around the
+        own clock.
 
         The directory's clocks run away with the own one where one partner lies to everybody, again and again. Those of
         the origins do not: work stands behind them. They only hold a partner back, and never move a clock by
@@ -52,7 +53,7 @@ class FellowClocks:
 
     def not_beyond(self, claimed: float) -> float:
         """A donor's clock, unless it is far ahead of what the directory says: it could end this replica's run. Where
-        the directory knows no fellow, as it is claimed: who comes has no clock to hold it against."""
+        the directory knows no stage peer, as it is claimed: who comes has no clock to hold it against."""
         believed = believed_clock(claimed, estimated=self.estimated(), recorded=self.recorded(), max_lag=self.max_lag)
         return min(claimed, believed)
 
@@ -65,16 +66,17 @@ class FellowClocks:
         return lags(self.own(), self.recorded(), self.max_lag)
 
     def far_behind(self) -> bool:
-        """Whether the directory says that this replica lags by all that is allowed: a fellow would give its state."""
+        """Whether the directory says that this replica lags by all that is allowed: a stage peer would give its
+        state."""
         return lags(self.own(), self.recorded(), 2 * self.max_lag)
 
 
 class FarBehind:
-    """Whether this replica stands back: it has found itself far behind its fellows (its machine slept, it was cut off),
-    looks for one whose state it can take, and until then works for nobody, whom its old weights would mislead and who
-    would take it for a liar. For a bounded time, and again only after it was with the others."""
+    """Whether this replica stands back: it has found itself far behind its stage peers (its machine slept, it was cut
+    off), looks for one whose state it can take, and until then works for nobody, whom its old weights would mislead and
+    who would take it for a liar. For a bounded time, and again only after it was with the others."""
 
-    def __init__(self, clocks: FellowClocks, clock: Callable[[], float] = ambient.monotonic) -> None:
+    def __init__(self, clocks: PeerClocks, clock: Callable[[], float] = ambient.monotonic) -> None:
         self._clocks = clocks
         self._clock = clock
         self._since: float | None = None
@@ -95,10 +97,10 @@ class FarBehind:
 def believed_clock(claimed: float, *, estimated: Sequence[float], recorded: Sequence[float], max_lag: float) -> float:
     """A partner's clock as far as the directory bears it out: one peer's claim cannot push the swarm's time.
 
-    It is believed up to `max_lag` above the median of the fellows' `estimated` present clocks, and down to `max_lag`
-    below the median of their `recorded` ones. An estimate may be ahead of the truth, so it never raises a claim:
-    otherwise the raised clocks would be recorded, estimated on, and time would run away. The upper bound is that of the
-    higher middle one: of two fellows, one that lags must not take the word from the other.
+    It is believed up to `max_lag` above the median of the stage peers' `estimated` present clocks, and down to
+    `max_lag` below the median of their `recorded` ones. An estimate may be ahead of the truth, so it never raises a
+    claim: otherwise the raised clocks would be recorded, estimated on, and time would run away. The upper bound is that
+    of the higher middle one: of two stage peers, one that lags must not take the word from the other.
     """
     if not estimated or not recorded:
         return claimed
@@ -108,7 +110,7 @@ def believed_clock(claimed: float, *, estimated: Sequence[float], recorded: Sequ
 
 def lags(own_clock: float, directory_clocks: Sequence[float], max_lag: float) -> bool:
     """Whether the directory agrees that this replica is behind: its clock is more than half of `max_lag` below the
-    median of its fellows' records. One peer's word alone would let it push its state."""
+    median of its stage peers' records. One peer's word alone would let it push its state."""
     return bool(directory_clocks) and median(directory_clocks) - own_clock > max_lag / 2
 
 
@@ -119,7 +121,7 @@ def laggard(
 
     What the partner claims is believed as `believed_clock` says. This replica lags only where the `recorded` clocks,
     which are never ahead of the truth, agree (`lags`). The partner lags only where this replica is not itself ahead of
-    its fellows by as much: it would find nobody who agrees, and train alone from then on. Averaging brings it back.
+    its stage peers by as much: it would find nobody who agrees, and train alone from then on. Averaging brings it back.
     """
     other = believed_clock(claimed, estimated=estimated, recorded=recorded, max_lag=max_lag)
     if other - own_clock > max_lag and lags(own_clock, recorded, max_lag):

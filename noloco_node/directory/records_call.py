@@ -54,7 +54,7 @@ RECORDS = Method("records", RecordsMessage, RecordsMessage)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ToldRecords:
     """What came of telling a peer."""
 
     answered: bool
@@ -88,7 +88,7 @@ async def tell(
     *,
     stage: int | None = None,
     timeout: float = TIMEOUT_SECONDS,
-) -> Told:
+) -> ToldRecords:
     """Tell a peer this node's `stage`, its own record and a few others, and take in what it answers within `timeout`
     seconds. Never raises for the peer."""
     request = _packed(run_id, stage, directory.to_tell(MOST_TOLD))
@@ -97,15 +97,15 @@ async def tell(
     except Refused as refused:
         if refused.reason in (Refusal.WRONG_RUN, Refusal.WRONG_PROTOCOL, Refusal.UNKNOWN_METHOD):
             transport.acquaintances.said(peer, None)
-        return Told(answered=True)
+        return ToldRecords(answered=True)
     except TransportError:
-        return Told(answered=False)
+        return ToldRecords(answered=False)
     ours = told.run == run_id and told.protocol == PROTOCOL_VERSION
     serves = told.stage if ours else None
     transport.acquaintances.said(peer, serves)
     if ours:
         directory.told(peer, _unpacked(told.records))
-    return Told(answered=True, stage=serves, named=tuple(PeerId(record.peer) for record in told.records))
+    return ToldRecords(answered=True, stage=serves, named=tuple(PeerId(record.peer) for record in told.records))
 
 
 def _packed(run_id: str, stage: int | None, rows: Sequence[SignedRecord]) -> RecordsMessage:

@@ -16,7 +16,7 @@ OVERDUE = 0.45
 
 
 class SharedText:
-    """Between the turns of one replica and the records of its fellows. `own` names the replica."""
+    """Between the turns of one replica and the records of its stage peers. `own` names the replica."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class SharedText:
         self._life = record_seconds
         self._emit = emit
         self._known: set[PeerId] = set()
-        """Fellows that have counted: what they say when they leave counts as well."""
+        """Stage peers that have counted: what they say when they leave counts as well."""
 
     @property
     def news(self) -> bool:
@@ -55,7 +55,7 @@ class SharedText:
         self._turns.published(claims)
 
     def heard(self, counted: Iterable[PeerId], live: int) -> None:
-        """The directory was read: `counted` fellows count, `live` replicas train, this one included."""
+        """The directory was read: `counted` stage peers count, `live` replicas train, this one included."""
         now, rows = self._directory.now(), self._directory.view.stages[0]
         counting = set(counted) - {self._own}
         self._known = (self._known & rows.keys()) | counting

@@ -55,7 +55,7 @@ class Esteem(IntEnum):
 
 
 @dataclass(slots=True)
-class Held:
+class HeldRecord:
     """One record. Expiry in DHT time, seconds; `signed` is what its owner signed."""
 
     record: PeerRecord
@@ -96,7 +96,7 @@ class RecordStore:
         self._rng = rng
         self._longest, self._clock = longest, clock
         self._most_records, self._most_keys, self._most_in_all = most_records, most_keys, most_in_all
-        self._rows: dict[bytes, dict[PeerId, Held]] = {}
+        self._rows: dict[bytes, dict[PeerId, HeldRecord]] = {}
         self._keys_of: Counter[PeerId] = Counter()
         self._hearsay: dict[tuple[bytes, PeerId], dict[PeerId, None]] = {}
         """By key and who brought it: signers of records that were brought by others than them."""
@@ -115,28 +115,28 @@ class RecordStore:
         """Records under `key`; the life of some may have ended."""
         return len(self._rows.get(key, ()))
 
-    def held(self, key: bytes, signer: PeerId) -> Held | None:
+    def held(self, key: bytes, signer: PeerId) -> HeldRecord | None:
         """What is held of `signer` under `key`; its life may have ended."""
         return self._rows.get(key, {}).get(signer)
 
-    def live(self, key: bytes, now: float) -> Mapping[PeerId, Held]:
+    def live(self, key: bytes, now: float) -> Mapping[PeerId, HeldRecord]:
         """All records under `key` that live, by signer."""
         self._drop_ended(key, now)
         return dict(self._rows.get(key, {}))
 
-    def vouched(self, key: bytes, now: float) -> dict[PeerId, Held]:
+    def vouched(self, key: bytes, now: float) -> dict[PeerId, HeldRecord]:
         """Those of them that this node may hand on: nobody's word is passed on, since it would have no end."""
         live = self.live(key, now).items()
         return {signer: held for signer, held in live if self.esteem_of(signer, held, now) > Esteem.HEARSAY}
 
-    def best_first(self, key: bytes, now: float) -> list[tuple[PeerId, Held]]:
+    def best_first(self, key: bytes, now: float) -> list[tuple[PeerId, HeldRecord]]:
         """The same, those of whose signers most is known first, equals by chance."""
         rows = list(self.vouched(key, now).items())
         self._rng.shuffle(rows)
         rows.sort(key=lambda row: -self.esteem_of(row[0], row[1], now))
         return rows
 
-    def esteem_of(self, signer: PeerId, held: Held, now: float) -> Esteem:
+    def esteem_of(self, signer: PeerId, held: HeldRecord, now: float) -> Esteem:
         """What is known of the signer of a record that is held."""
         if signer == self._own:
             return Esteem.OWN
@@ -155,13 +155,13 @@ class RecordStore:
         if self.held(key, signer) is not None:
             self._drop(key, signer)
 
-    def touch(self, held: Held, signer: PeerId, storer: PeerId, now: float) -> None:
+    def touch(self, held: HeldRecord, signer: PeerId, storer: PeerId, now: float) -> None:
         """`storer` brought what is held already."""
         if storer == signer:
             held.first_direct = now if held.first_direct is None else held.first_direct
             held.last_direct = now
 
-    def put(self, key: bytes, signer: PeerId, row: Held, now: float) -> bool:
+    def put(self, key: bytes, signer: PeerId, row: HeldRecord, now: float) -> bool:
         """Take in a checked record that `row.storer` brought; False where there is no place for it, or one that
         expires no earlier is held."""
         old = self.held(key, signer)
@@ -185,7 +185,7 @@ class RecordStore:
             self._hearsay.setdefault((key, row.storer), {})[signer] = None
         return True
 
-    def _make_room(self, key: bytes, signer: PeerId, row: Held, now: float) -> bool:
+    def _make_room(self, key: bytes, signer: PeerId, row: HeldRecord, now: float) -> bool:
         esteem = self.esteem_of(signer, row, now)
         if esteem is Esteem.OWN:
             return True

@@ -10,7 +10,7 @@ from noloco_node.directory.records import DirectoryView, PeerState
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class SwarmSummary:
     """A swarm at one moment."""
 
     clock: float
@@ -29,12 +29,12 @@ class Outlook:
         return max(0.0, self.target_tokens - self.clock) / self.tokens_per_second
 
 
-def outlook_of(view: DirectoryView, now: float, target_tokens: int) -> Outlook:
+def outlook_of(view: DirectoryView, now: float, target_tokens: int) -> SwarmSummary:
     """Read the view at DHT time `now`. Records are their owners' claims: the median of clocks bears a few false ones,
     the sum of speeds does not."""
     stages = range(len(view.stages))
     clocks = [record.clock for stage in stages for record in view.live(stage, now, *SERVING)]
-    return Outlook(
+    return SwarmSummary(
         clock=median(clocks) if clocks else 0.0,
         target_tokens=target_tokens,
         replicas=tuple(len(view.live(stage, now)) for stage in stages),

@@ -107,8 +107,8 @@ def mean_of(replicas: Sequence[SavedReplica]) -> dict[str, Tensor]:
 
 
 def in_time(replicas: Sequence[SavedReplica], max_lag: float) -> list[SavedReplica]:
-    """Those of a stage's replicas that are at most `max_lag` tokens behind the furthest, as fellows average: one that
-    left early, or came when the others had gone, would pull the model back."""
+    """Those of a stage's replicas that are at most `max_lag` tokens behind the furthest, as stage peers average: one
+    that left early, or came when the others had gone, would pull the model back."""
     furthest = max(replica.clock for replica in replicas)
     kept = [replica for replica in replicas if furthest - replica.clock <= max_lag]
     if len(kept) < len(replicas):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from noloco_node.config.lab_spec import Algorithm
-from noloco_node.laboratory.result import Result, Results, SpreadPoint
+from noloco_node.laboratory.result import MeasuredSpread, Result, Results
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Spot:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class FigureLine:
     """One point of one variant, on so many replicas, for one length: a row of the table, with a result by seed."""
 
     variant: str
@@ -73,12 +73,12 @@ class Line:
         return None if self.diverged else self.figure(lambda result: _root(result.spread[-1:]))
 
 
-def _root(points: Sequence[SpreadPoint]) -> float | None:
+def _root(points: Sequence[MeasuredSpread]) -> float | None:
     spread = points[0].spread if points else None
     return math.sqrt(spread) if spread else None
 
 
-def lines(record: Results, purpose: str = "report") -> list[Line]:
+def lines(record: Results, purpose: str = "report") -> list[FigureLine]:
     """The rows of an experiment, in the order of its results."""
     swept = swept_settings(record)
     grouped: dict[tuple[object, ...], list[Result]] = {}
@@ -90,10 +90,10 @@ def lines(record: Results, purpose: str = "report") -> list[Line]:
     return [_line(record, results, swept.get(results[0].variant, ())) for results in grouped.values()]
 
 
-def _line(record: Results, results: Sequence[Result], swept: Iterable[str]) -> Line:
+def _line(record: Results, results: Sequence[Result], swept: Iterable[str]) -> FigureLine:
     first = results[0]
     options = {name: first.options[name] for name in swept if name in first.options}
-    return Line(first.variant, first.algorithm, options, first.replicas, _length(record, first), tuple(results))
+    return FigureLine(first.variant, first.algorithm, options, first.replicas, _length(record, first), tuple(results))
 
 
 def _length(record: Results, result: Result) -> int:
@@ -107,13 +107,13 @@ def swept_settings(record: Results) -> dict[str, tuple[str, ...]]:
     return {variant["name"]: tuple(variant["sweep"]) for variant in record.lab["variants"]}
 
 
-def best(candidates: Iterable[Line]) -> Line | None:
+def best(candidates: Iterable[FigureLine]) -> FigureLine | None:
     """The line of the least mean validation loss; None where all diverged."""
     alive = [(line.loss.mean, line) for line in candidates if line.loss is not None]
     return min(alive, key=lambda pair: pair[0])[1] if alive else None
 
 
-def best_of(variant: str | None, all_lines: Iterable[Line], replicas: int, tokens: int) -> Line | None:
+def best_of(variant: str | None, all_lines: Iterable[FigureLine], replicas: int, tokens: int) -> FigureLine | None:
     """The best line of a variant on so many replicas for that length; None where there is none."""
     return best(line for line in all_lines if (line.variant, line.replicas, line.tokens) == (variant, replicas, tokens))
 

@@ -26,7 +26,7 @@ from noloco_node.laboratory.canvas import (
     tokens_axis,
 )
 from noloco_node.laboratory.expansion import GAMMA
-from noloco_node.laboratory.figures import Line, Spot, as_text, best, best_of, lines, setting, spread_follows_rate
+from noloco_node.laboratory.figures import FigureLine, Spot, as_text, best, best_of, lines, setting, spread_follows_rate
 from noloco_node.laboratory.result import Results
 from noloco_node.outer.names import Momentum
 from noloco_node.outer.stability import admissible_gamma
@@ -85,7 +85,7 @@ def convergence(record: Results) -> Sheet:
     return sheet
 
 
-def _loss_curve(panel: Axes, line: Line, colour: str, marker: str) -> None:
+def _loss_curve(panel: Axes, line: FigureLine, colour: str, marker: str) -> None:
     """The losses on the way, and where the last outer step led from the last of them: to the loss of the table."""
     spots = _over_seeds([[(p.tokens, p.validation_loss) for p in result.curve] for result in line.results])
     tokens = list(spots)
@@ -98,7 +98,7 @@ def _loss_curve(panel: Axes, line: Line, colour: str, marker: str) -> None:
         panel.plot([tokens[-1]], [line.loss.mean], color=colour, marker=marker, ms=5.5, ls="none")
 
 
-def _leave_out_the_start(panel: Axes, shown: Sequence[Line]) -> None:
+def _leave_out_the_start(panel: Axes, shown: Sequence[FigureLine]) -> None:
     """The first steep losses would press all differences into one line."""
     late = [
         point.validation_loss
@@ -140,17 +140,17 @@ def spread(record: Results) -> Sheet:
     return sheet
 
 
-def _varies(line: Line) -> bool:
+def _varies(line: FigureLine) -> bool:
     return any(point.spread for result in line.results for point in result.spread)
 
 
-def _spread_curve(panel: Axes, line: Line, colour: str) -> None:
+def _spread_curve(panel: Axes, line: FigureLine, colour: str) -> None:
     spots = _over_seeds([[(p.tokens, p.spread) for p in result.spread if p.spread] for result in line.results])
     tokens = list(spots)
     panel.plot(tokens, [math.sqrt(spots[t].mean) for t in tokens], color=colour, lw=1.6, label=_name(line))
 
 
-def _against_rate(record: Results, panel: Axes, line: Line, colour: str) -> None:
+def _against_rate(record: Results, panel: Axes, line: FigureLine, colour: str) -> None:
     rates: list[float] = []
     shares: list[float] = []
     for result in line.results:
@@ -199,7 +199,7 @@ def gamma(record: Results) -> Sheet:
     return sheet
 
 
-def _edges(record: Results, shown: Sequence[Line], alpha: float) -> dict[Momentum, float]:
+def _edges(record: Results, shown: Sequence[FigureLine], alpha: float) -> dict[Momentum, float]:
     """Upper end of the admissible interval for each momentum mode that was tried."""
     edges: dict[Momentum, float] = {}
     for line in shown:
@@ -211,8 +211,8 @@ def _edges(record: Results, shown: Sequence[Line], alpha: float) -> dict[Momentu
 
 def _by_gamma(
     panel: Axes,
-    chosen: Sequence[Line],
-    figure: Callable[[Line], Spot | None],
+    chosen: Sequence[FigureLine],
+    figure: Callable[[FigureLine], Spot | None],
     mode: Momentum,
     limit: float = math.inf,
 ) -> None:
@@ -240,7 +240,7 @@ def sweep(record: Results) -> Sheet:
     return sheet
 
 
-def _swept_panel(panel: Axes, shown: Sequence[Line], record: Results, report: Sequence[Line]) -> None:
+def _swept_panel(panel: Axes, shown: Sequence[FigureLine], record: Results, report: Sequence[FigureLine]) -> None:
     (name,) = shown[0].swept
     values = list(dict.fromkeys(line.swept[name] for line in shown))
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
@@ -346,43 +346,43 @@ def _over_seeds(curves: Iterable[Sequence[tuple[int, float | None]]]) -> dict[in
     return {tokens: Spot.of(values) for tokens, values in sorted(by_tokens.items()) if len(values) == count}
 
 
-def _best_of_each(rows: Iterable[Line]) -> list[Line]:
+def _best_of_each(rows: Iterable[FigureLine]) -> list[FigureLine]:
     """The best line of each variant; its first where all diverged."""
-    by_variant: dict[str, list[Line]] = {}
+    by_variant: dict[str, list[FigureLine]] = {}
     for line in rows:
         by_variant.setdefault(line.variant, []).append(line)
     return [best(found) or found[0] for found in by_variant.values()]
 
 
-def _at(rows: Iterable[Line], variant: str, replicas: int) -> list[Line]:
+def _at(rows: Iterable[FigureLine], variant: str, replicas: int) -> list[FigureLine]:
     return [line for line in rows if (line.variant, line.replicas) == (variant, replicas)]
 
 
-def _look(record: Results, line: Line) -> tuple[str, str]:
+def _look(record: Results, line: FigureLine) -> tuple[str, str]:
     """Colour and marker of a variant: by its place in the file, the same in every plot."""
     return style([variant["name"] for variant in record.lab["variants"]].index(line.variant))
 
 
-def _swept_lines(record: Results) -> list[Line]:
+def _swept_lines(record: Results) -> list[FigureLine]:
     """All points that were tried: those of the tuning where there was one."""
     tried = lines(record, "tune")
     tuned = {line.variant for line in tried}
     return tried + [line for line in lines(record) if line.variant not in tuned and line.swept]
 
 
-def _longest(rows: Sequence[Line]) -> list[Line]:
+def _longest(rows: Sequence[FigureLine]) -> list[FigureLine]:
     longest = max((line.tokens for line in rows), default=0)
     return [line for line in rows if line.tokens == longest]
 
 
-def _replicas(rows: Iterable[Line]) -> list[int]:
+def _replicas(rows: Iterable[FigureLine]) -> list[int]:
     return sorted({line.replicas for line in rows})
 
 
-def _of(record: Results, line: Line, name: str) -> Any:
+def _of(record: Results, line: FigureLine, name: str) -> Any:
     return setting(record, line.results[0], name)
 
 
-def _name(line: Line) -> str:
+def _name(line: FigureLine) -> str:
     options = ", ".join(f"{name.rpartition('.')[2]} {as_text(value)}" for name, value in line.swept.items())
     return f"{line.variant} ({options})" if options else line.variant

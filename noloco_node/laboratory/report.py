@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from noloco_node.laboratory.figures import Line, Spot, as_text, best_of, lines, spread_follows_rate
+from noloco_node.laboratory.figures import FigureLine, Spot, as_text, best_of, lines, spread_follows_rate
 from noloco_node.laboratory.result import Results
 
 NONE = "–"
@@ -88,7 +88,7 @@ def _blocks(record: Results) -> Iterator[str]:
             yield from _table(columns, cells)
 
 
-def _row(record: Results, rows: Sequence[Line], line: Line) -> list[str]:
+def _row(record: Results, rows: Sequence[FigureLine], line: FigureLine) -> list[str]:
     against = best_of(record.lab["reference"], rows, line.replicas, line.tokens)
     baseline = best_of(record.lab.get("baseline"), rows, line.replicas, line.tokens)
     gap, perplexity = _gaps(line, against)
@@ -133,7 +133,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[st
     yield ""
 
 
-def _loss(line: Line) -> str:
+def _loss(line: FigureLine) -> str:
     spot = line.loss
     if spot is None:
         return f"diverged in {line.diverged} of {len(line.results)}"
@@ -142,14 +142,14 @@ def _loss(line: Line) -> str:
     )
 
 
-def _gaps(line: Line, against: Line | None) -> tuple[str, str]:
+def _gaps(line: FigureLine, against: FigureLine | None) -> tuple[str, str]:
     loss, least = line.loss, against.loss if against is not None else None
     if loss is None or least is None:
         return NONE, NONE
     return f"{loss.mean / least.mean - 1:+.2%}", f"{math.exp(loss.mean - least.mean) - 1:+.2%}"
 
 
-def _closed(line: Line, against: Line | None, baseline: Line | None) -> str:
+def _closed(line: FigureLine, against: FigureLine | None, baseline: FigureLine | None) -> str:
     """Share of the baseline's gap to the reference that this line does not leave."""
     losses = [each.loss if each is not None else None for each in (line, against, baseline)]
     own, least, most = (spot.mean if spot is not None else None for spot in losses)

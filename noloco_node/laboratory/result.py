@@ -16,7 +16,7 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="null")
 
 
-class SpreadPoint(Record):
+class MeasuredSpread(Record):
     """How far the replicas are apart at one moment."""
 
     step: int
@@ -26,14 +26,14 @@ class SpreadPoint(Record):
     """Variance of a fast weight across replicas (divided by N − 1), mean over all weights."""
 
 
-class LossPoint(Record):
+class MeasuredLoss(Record):
     """Validation loss on the way, mean over replicas, in nats per token."""
 
     tokens: int
     validation_loss: float | None
 
 
-class Measured(Record):
+class Measurement(Record):
     """The figures of one training. Losses are nats per token."""
 
     seed: int
@@ -50,8 +50,8 @@ class Measured(Record):
     training_loss: float | None
     """Mean over the last tenth of the tokens."""
     diverged: bool
-    curve: list[LossPoint]
-    spread: list[SpreadPoint]
+    curve: list[MeasuredLoss]
+    spread: list[MeasuredSpread]
     inner_steps: int
     """Mean over replicas."""
     outer_rounds: float
@@ -67,7 +67,7 @@ class Measured(Record):
     seconds: float
 
 
-class Result(Measured):
+class Result(Measurement):
     """One training under the name of the variant that asked for it."""
 
     variant: str

@@ -24,7 +24,7 @@ AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Passage:
+class StackedForward:
     """Microbatches on their way through a stage, until their backward."""
 
     rows: Tensor
@@ -72,7 +72,7 @@ class StackedStage:
         *,
         noise: float = 0.0,
         generator: torch.Generator | None = None,
-    ) -> Passage:
+    ) -> StackedForward:
         """Microbatch m through replica rows[m]: `inputs` [M, B, T] ids or [M, B, T, hidden]; outputs accordingly.
         `positions` [M, B, T] are those in documents, where attention ends there. With `noise`, each on weights
         disturbed by Gaussian noise of that standard deviation, which no replica keeps."""
@@ -82,7 +82,7 @@ class StackedStage:
         if noise:
             flat += noise * torch.randn(flat.shape, generator=generator)
         weights = [weight.requires_grad_() for weight in self._weights(flat)]
-        return Passage(rows, weights, inputs, self._run(weights, inputs, positions))
+        return StackedForward(rows, weights, inputs, self._run(weights, inputs, positions))
 
     def evaluate(self, weights: Tensor, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
         """Outputs only, of replicas with these weights [M, size] on a microbatch each."""
@@ -90,7 +90,7 @@ class StackedStage:
         with torch.no_grad():
             return self._run(self._weights(weights), inputs, positions)
 
-    def backward(self, passage: Passage, gradient: Tensor | None, tokens: int) -> Tensor | None:
+    def backward(self, passage: StackedForward, gradient: Tensor | None, tokens: int) -> Tensor | None:
         """Accumulate gradients from that of the outputs (None where the outputs are a summed loss). Returns that of
         the inputs; None on the first stage. `tokens` are those of one microbatch."""
         wanted = passage.weights if self._is_first else [*passage.weights, passage.inputs]
@@ -108,11 +108,11 @@ class StackedStage:
             self.tokens[row] += tokens
         return None if self._is_first else gradients[-1]
 
-    def with_loss(self, passage: Passage, labels: Tensor) -> tuple[Passage, Tensor]:
+    def with_loss(self, passage: StackedForward, labels: Tensor) -> tuple[StackedForward, Tensor]:
         """Last stage: the passage whose output is the loss summed over everything, and the loss of each microbatch,
         [M], summed over its tokens. `labels` int64 [M, B, T]."""
         losses = token_losses(passage.outputs, labels).sum((1, 2))
-        return Passage(passage.rows, passage.weights, passage.inputs, losses.sum()), losses.detach()
+        return StackedForward(passage.rows, passage.weights, passage.inputs, losses.sum()), losses.detach()
 
     def step(self, rows: Sequence[int], rates: Sequence[float]) -> None:
         """An inner step of each of these replicas on the mean gradient of its tokens, at its own learning rate."""

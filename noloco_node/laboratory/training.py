@@ -19,13 +19,13 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.lab_spec import Algorithm, WorldSpec
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.mixture import Walk
-from noloco_node.data.walk import WindowWalk
+from noloco_node.data.sampler import WindowSampler
 from noloco_node.data.windows import Windows, load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.laboratory.fellowship import Account, Fellowship, disturb
-from noloco_node.laboratory.result import LossPoint, Measured, SpreadPoint
-from noloco_node.laboratory.stacked import Passage, StackedStage, token_losses
+from noloco_node.laboratory.result import MeasuredLoss, MeasuredSpread, Measurement
+from noloco_node.laboratory.stacked import StackedForward, StackedStage, token_losses
+from noloco_node.laboratory.stage_group import ReplicaAccount, StageGroup, disturb
 from noloco_node.marks import positions_of
 from noloco_node.pipeline.routing import Candidate, choose_peer
 from noloco_node.training.activation_codec import there_and_back
@@ -45,7 +45,7 @@ def simulate(
     seed: int,
     evaluations: int,
     spread_points: int,
-) -> Measured:
+) -> Measurement:
     """Train `replicas` of each stage to the run's target and measure.
 
     Raises UserError (CONFIG) where the global batch cannot be divided among the replicas, (DATA) as `load_windows`.
@@ -90,7 +90,7 @@ class DrawnWindows:
         low, high = count * replica // replicas, count * (replica + 1) // replicas
         self._whole = whole
         self._low, self._skew = low, skew
-        self._own = WindowWalk(max(1, high - low), seed, f"own/{replica:06d}")
+        self._own = WindowSampler(max(1, high - low), seed, f"own/{replica:06d}")
         self._rng = random.Random(f"skew/{seed}/{replica}")
 
     def take(self, count: int) -> list[int]:
@@ -132,15 +132,15 @@ class Training:
         model = run.model.model_copy(update={"seed": seed})
         self._stages = [StackedStage(model, run.inner, index, stacked) for index in range(run.stages)]
         start = Progress(marks=staggered(run.outer.fragments, run.outer.inner_steps))
-        self._accounts = [[Account(start) for _ in range(stacked)] for _ in self._stages]
+        self._accounts = [[ReplicaAccount(start) for _ in range(stacked)] for _ in self._stages]
         self._peers = [PeerId(f"{index:06d}") for index in range(stacked)]
-        self._fellowships = [
-            Fellowship(run, world, algorithm, stage, accounts, self._rng, f"{seed}/{index}")
+        self._stage_groups = [
+            StageGroup(run, world, algorithm, stage, accounts, self._rng, f"{seed}/{index}")
             for index, (stage, accounts) in enumerate(zip(self._stages, self._accounts, strict=True))
         ]
         if world.initial_spread:
-            for index, (fellowship, stage) in enumerate(zip(self._fellowships, self._stages, strict=True)):
-                disturb(fellowship.replicas, stage, world.initial_spread, seed * 1000 + index)
+            for index, (stage_group, stage) in enumerate(zip(self._stage_groups, self._stages, strict=True)):
+                disturb(stage_group.replicas, stage, world.initial_spread, seed * 1000 + index)
         self._draw_credit = [0.0] * stacked
         self._backlog = [[0.0] * stacked for _ in self._stages]
         self._speeds = [world.speeds[index % len(world.speeds)] / max(world.speeds) for index in range(stacked)]
@@ -148,8 +148,8 @@ class Training:
         self._trained = 0
         self._losses: list[tuple[int, float]] = []
         self._diverged = False
-        self._curve: list[LossPoint] = []
-        self._spread: list[SpreadPoint] = []
+        self._curve: list[MeasuredLoss] = []
+        self._spread: list[MeasuredSpread] = []
         self._final: tuple[float | None, float | None, float | None] = (None, None, None)
 
     def run_to_the_end(self, evaluations: int, spread_points: int) -> None:
@@ -162,19 +162,19 @@ class Training:
                 self._spread.append(self._measure_spread(clock))
                 next_spread += target / spread_points
             if clock >= next_loss:
-                self._curve.append(LossPoint(tokens=round(clock), validation_loss=self._evaluate_replicas()))
+                self._curve.append(MeasuredLoss(tokens=round(clock), validation_loss=self._evaluate_replicas()))
                 next_loss += target / evaluations
             self._come_and_go()
             self._draw_and_train(drawing)
             self._tick += 1
             if self._exchanging:
-                for fellowship in self._fellowships:
-                    fellowship.tick(self._tick)
+                for stage_group in self._stage_groups:
+                    stage_group.tick(self._tick)
         self._finish()
 
-    def measured(self, seconds: float) -> Measured:
+    def measured(self, seconds: float) -> Measurement:
         """The figures."""
-        tallies = [fellowship.tally for fellowship in self._fellowships]
+        tallies = [stage_group.tally for stage_group in self._stage_groups]
         joined, alone = sum(t.joined for t in tallies), sum(t.alone for t in tallies)
         rows = len(self._peers)
         steps = [account.progress.steps for accounts in self._accounts for account in accounts]
@@ -188,7 +188,7 @@ class Training:
             each = sent / max(1e-9, joined / rows / len(tallies)) if joined else 0.0
         recent = [loss for tokens, loss in self._losses if tokens >= (1 - TRAINING_LOSS_SHARE) * self._trained]
         final, fast, merged = self._final
-        return Measured(
+        return Measurement(
             seed=self._seed,
             stages=self._run.stages,
             replicas=self._replicas,
@@ -211,9 +211,9 @@ class Training:
         )
 
     @property
-    def parts(self) -> tuple[Sequence[Fellowship], Sequence[StackedStage]]:
+    def parts(self) -> tuple[Sequence[StageGroup], Sequence[StackedStage]]:
         """The outer steps and the replicas of each stage."""
-        return self._fellowships, self._stages
+        return self._stage_groups, self._stages
 
     def merged_weights(self) -> list[Tensor]:
         """The mean of the replicas' weights, [size], for each stage."""
@@ -284,7 +284,7 @@ class Training:
     def _train(self, routes: Sequence[Tensor], inputs: Tensor, labels: Tensor) -> None:
         """Forward and backward of some microbatches [M, B, T]; `routes` names the replica of each at every stage."""
         codec = self._run.pipeline.activations[0]
-        passages: list[Passage] = []
+        passages: list[StackedForward] = []
         values, positions = inputs, _positions(labels)
         noise = self._world.weight_noise * self._rate(self._clock()) / self._run.inner.learning_rate
         for index, (stage, rows) in enumerate(zip(self._stages, routes, strict=True)):
@@ -368,13 +368,13 @@ class Training:
                 elif sum(own.present for own in accounts) > 1:
                     account.present = self._rng.random() >= leaving
 
-    def _measure_spread(self, clock: float) -> SpreadPoint:
+    def _measure_spread(self, clock: float) -> MeasuredSpread:
         total, size = 0.0, 0
         for stage in self._stages:
             if stage.replicas > 1:
                 total += float(stage.fast.float().var(0).double().sum())
             size += stage.layout.size
-        return SpreadPoint(
+        return MeasuredSpread(
             step=self._tick, tokens=round(clock), learning_rate=self._rate(clock), spread=_finite(total / size)
         )
 
@@ -382,13 +382,13 @@ class Training:
         clock = self._clock()
         self._spread.append(self._measure_spread(clock))
         fast = self._evaluate_replicas()
-        self._curve.append(LossPoint(tokens=round(clock), validation_loss=fast))
+        self._curve.append(MeasuredLoss(tokens=round(clock), validation_loss=fast))
         if self._diverged or fast is None:
             self._diverged = True
             return
         if self._exchanging:
-            for fellowship in self._fellowships:
-                fellowship.last()
+            for stage_group in self._stage_groups:
+                stage_group.last()
         final = self._evaluate_replicas()
         self._final = (final, fast, self._evaluate_merged())
         self._diverged = final is None

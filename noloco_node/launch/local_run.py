@@ -18,7 +18,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.launch.local_swarm import LocalSwarm, Observer, SwarmNode, layout
 from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.telemetry.display import Display, SwarmView
+from noloco_node.telemetry.display import Display, LocalSwarmView
 from noloco_node.telemetry.events import AnyEvent
 from noloco_node.telemetry.summary import NodeHistory, Summary, summarize_histories
 
@@ -44,7 +44,7 @@ def run_local_swarm(config: Config, run_folder: Path, console: Console) -> Swarm
     Ctrl-C or SIGTERM ends all daemons within `STOP_SECONDS` and a little; a second one at once. Raises UserError as
     `LocalSwarm.start` does, and KeyboardInterrupt where it was interrupted after the training.
     """
-    view = SwarmView(
+    view = LocalSwarmView(
         run_name=config.run.name,
         stages=config.run.stages,
         target=config.run.inner.target_tokens,
@@ -103,7 +103,7 @@ def disk_use(run_folder: Path) -> dict[str, int]:
 class _Follower(Observer):
     """Keeps the display in step with the swarm, and says why nothing is seen of it where the disk takes no events."""
 
-    def __init__(self, view: SwarmView, display: Display, run_folder: Path) -> None:
+    def __init__(self, view: LocalSwarmView, display: Display, run_folder: Path) -> None:
         self.view = view
         self.display = display
         self._run_folder = run_folder

@@ -42,7 +42,7 @@ def pretrained_lines(spec: ModelSpec) -> Iterator[str]:
     if spec.fingerprint is None:
         return
     if spec.from_pretrained is None:
-        yield f"{spec.fingerprint}; no folder of them is named here: a fellow gives its state, or a checkpoint is there"
+        yield f"{spec.fingerprint}; no folder of them is named here: a stage peer or a checkpoint gives one"
         return
     found, used = _check(spec)
     config = build_config(spec)

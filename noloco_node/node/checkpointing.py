@@ -22,7 +22,7 @@ from noloco_node.storage.checkpoint import (
     CheckpointFailed,
     CheckpointFolder,
     HeldSample,
-    Standing,
+    KeptStanding,
     Written,
     held_name,
 )
@@ -87,7 +87,7 @@ class CheckpointKeeper:
             raise UserError(
                 ExitCode.RUN_FOLDER,
                 f"the checkpoint {checkpoint.path} cannot be gone on from: {error}",
-                "use the version of noloco-node that wrote it, or remove it to start from a fellow's state",
+                "use the version of noloco-node that wrote it, or remove it to start from a stage peer's state",
             ) from None
         ledger = self._replica.pipeline.ledger
         ledger.resume(standing.ledger)
@@ -152,8 +152,8 @@ class CheckpointKeeper:
         """Take no more. A write that is under way is not waited for: it becomes whole, or counts for nothing."""
         self._disk.stop()
 
-    def _standing(self, state: WholeState) -> Standing:
-        return Standing(
+    def _standing(self, state: WholeState) -> KeptStanding:
+        return KeptStanding(
             run_id=self._replica.context.spec.run_id,
             stage=self._replica.stage,
             progress=state.progress,

@@ -32,7 +32,7 @@ WANTED_FILES = 8192
 FEWEST_FILES = 1024
 
 
-class Outcome(StrEnum):
+class CheckOutcome(StrEnum):
     """How a check ended."""
 
     PASS = "pass"
@@ -45,7 +45,7 @@ class Check:
     """One check: its name, how it ended, what was found, and what to do about it (empty where it passed)."""
 
     name: str
-    outcome: Outcome
+    outcome: CheckOutcome
     found: str
     remedy: str = ""
 
@@ -57,10 +57,12 @@ def check_disk(free: int, parameters: int, where: str, elsewhere: int = 0) -> Ch
     wanted = SMALLEST_DISK + DISK_BYTES_PER_PARAMETER * parameters + CHECKPOINT_BYTES_PER_PARAMETER * elsewhere
     found = f"{as_bytes(free)} free in {where}, up to {as_bytes(wanted)} wanted"
     if free < least:
-        return Check("disk", Outcome.FAIL, found, "free some, or name a folder on a larger disk with --run-folder")
+        return Check("disk", CheckOutcome.FAIL, found, "free some, or name a folder on a larger disk with --run-folder")
     if free < wanted:
-        return Check("disk", Outcome.WARN, found, "free some before the checkpoints fill it, or keep fewer of them")
-    return Check("disk", Outcome.PASS, found)
+        return Check(
+            "disk", CheckOutcome.WARN, found, "free some before the checkpoints fill it, or keep fewer of them"
+        )
+    return Check("disk", CheckOutcome.PASS, found)
 
 
 def check_memory(available: int, total: int, needed: int, least: int = 0) -> Check:
@@ -70,18 +72,20 @@ def check_memory(available: int, total: int, needed: int, least: int = 0) -> Che
     if needed:
         found += f", about {as_bytes(needed)} needed"
     if least > total:
-        return Check("memory", Outcome.FAIL, found, "serve a smaller stage with --stage, or use a machine with more")
+        return Check(
+            "memory", CheckOutcome.FAIL, found, "serve a smaller stage with --stage, or use a machine with more"
+        )
     if needed > available:
-        return Check("memory", Outcome.WARN, found, "end other programs, or the system may kill this one")
-    return Check("memory", Outcome.PASS, found)
+        return Check("memory", CheckOutcome.WARN, found, "end other programs, or the system may kill this one")
+    return Check("memory", CheckOutcome.PASS, found)
 
 
 def check_files(soft: int) -> Check:
     """The number of files and streams that this process may have open."""
     if soft < FEWEST_FILES:
         remedy = f"raise it before the start: ulimit -n {WANTED_FILES}, or docker run --ulimit nofile={WANTED_FILES}"
-        return Check("open files", Outcome.WARN, f"at most {soft:,}", remedy)
-    return Check("open files", Outcome.PASS, f"at most {soft:,}")
+        return Check("open files", CheckOutcome.WARN, f"at most {soft:,}", remedy)
+    return Check("open files", CheckOutcome.PASS, f"at most {soft:,}")
 
 
 def check_clock(skews: Sequence[tuple[float, float]]) -> Check:
@@ -90,17 +94,17 @@ def check_clock(skews: Sequence[tuple[float, float]]) -> Check:
     Judged by the median peer, so that one with a wrong clock of its own does not fail the others.
     """
     if not skews:
-        return Check("clock", Outcome.PASS, "not compared: no peer told its time")
+        return Check("clock", CheckOutcome.PASS, "not compared: no peer told its time")
     skew = median(seconds for seconds, _ in skews)
     doubt = max(uncertainty for _, uncertainty in skews)
     word = "behind" if skew > 0 else "ahead of"
     found = f"{abs(skew):.2f} s {word} {len(skews)} peer{'s' * (len(skews) > 1)} (± {doubt:.2f} s)"
     if abs(skew) - doubt > CLOCK_LIMIT_SECONDS:
         remedy = f"set this machine's clock (NTP): beyond {CLOCK_LIMIT_SECONDS:g} s others do not accept this node"
-        return Check("clock", Outcome.FAIL, found, remedy)
+        return Check("clock", CheckOutcome.FAIL, found, remedy)
     if abs(skew) > CLOCK_WARNING_SECONDS:
-        return Check("clock", Outcome.WARN, found, "set this machine's clock (NTP) before it drifts further")
-    return Check("clock", Outcome.PASS, found)
+        return Check("clock", CheckOutcome.WARN, found, "set this machine's clock (NTP) before it drifts further")
+    return Check("clock", CheckOutcome.PASS, found)
 
 
 def check_versions(own: tuple[int, str], others: Mapping[str, tuple[int, str]]) -> Check:
@@ -110,12 +114,12 @@ def check_versions(own: tuple[int, str], others: Mapping[str, tuple[int, str]]) 
     if others and len(foreign) == len(others):
         their_protocol, their_package = next(iter(foreign.values()))
         found = f"peers speak protocol {their_protocol} (noloco-node {their_package}), this node {protocol} ({package})"
-        return Check("versions", Outcome.FAIL, found, version_remedy(protocol, their_protocol, their_package))
+        return Check("versions", CheckOutcome.FAIL, found, version_remedy(protocol, their_protocol, their_package))
     different = sorted({theirs[1] for theirs in others.values()} - {package})
     if different:
         found = f"noloco-node {package} here, {', '.join(different)} elsewhere"
-        return Check("versions", Outcome.WARN, found, "install the same version where something does not work")
-    return Check("versions", Outcome.PASS, f"noloco-node {package}, protocol {protocol}")
+        return Check("versions", CheckOutcome.WARN, found, "install the same version where something does not work")
+    return Check("versions", CheckOutcome.PASS, f"noloco-node {package}, protocol {protocol}")
 
 
 def free_disk(path: Path) -> int:
@@ -150,7 +154,7 @@ def raise_file_limit() -> int:
 def first_failure(checks: Sequence[Check]) -> UserError | None:
     """The error for the first check that failed; None where none did."""
     for check in checks:
-        if check.outcome is Outcome.FAIL:
+        if check.outcome is CheckOutcome.FAIL:
             return UserError(ExitCode.CHECK_FAILED, f"{check.name}: {check.found}", check.remedy)
     return None
 

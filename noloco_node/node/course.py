@@ -12,7 +12,7 @@ from noloco_node.directory.records import PeerState
 from noloco_node.node.outer_steps import OuterSteps
 from noloco_node.participant import ReplicaContext
 from noloco_node.pipeline.evaluation import Evaluations
-from noloco_node.pipeline.source import Origin
+from noloco_node.pipeline.source import MicrobatchSource
 from noloco_node.placement.run_end import EndOfRun
 from noloco_node.placement.start_barrier import CommonStart, MissingStages
 
@@ -33,7 +33,7 @@ class ReplicaCourse:
         end: EndOfRun,
         missing: MissingStages,
         *,
-        origin: Origin | None,
+        origin: MicrobatchSource | None,
         samples: Samples | None,
     ) -> None:
         self._context = context
@@ -71,7 +71,7 @@ class ReplicaCourse:
         """False once this replica leaves or the origins do: stages that empty at the run's end are not lost."""
         return self._membership.state is PeerState.TRAINING and not self._end.in_sight()
 
-    async def _train(self, origin: Origin, evaluations: Evaluations) -> None:
+    async def _train(self, origin: MicrobatchSource, evaluations: Evaluations) -> None:
         """Until the clock is at the target, or the run turns out to be over without this node."""
         async with asyncio.TaskGroup() as group:
             evaluating = group.create_task(evaluations.now_and_then(self._context.moved, self._way_is_open))
@@ -106,7 +106,7 @@ class ReplicaCourse:
         return not (reached or self._over or self.stop.is_set())
 
     async def _last_outer_step(self) -> None:
-        """Average once more with whoever is still there, and stay for fellows that have not had theirs."""
+        """Average once more with whoever is still there, and stay for stage peers that have not had theirs."""
         membership, moved = self._membership, self._context.moved
         self._exchanger.last_round = True
         await membership.announce(PeerState.FINISHING)
@@ -116,10 +116,12 @@ class ReplicaCourse:
                 while not self._outer_steps.last_taken:
                     await moved.wait()
                 await membership.announce(PeerState.DRAINING)
-                while membership.fellows(PeerState.TRAINING, PeerState.FINISHING) or self._exchanger.engaged:
+                while membership.stage_peers(PeerState.TRAINING, PeerState.FINISHING) or self._exchanger.engaged:
                     await membership.refresh()
                     await moved.wait(LAST_LOOK_SECONDS)
         except TimeoutError:
-            logger.info("the grace time is over: leaving with %d fellows still there", len(membership.fellows()))
+            logger.info(
+                "the grace time is over: leaving with %d stage peers still there", len(membership.stage_peers())
+            )
         if not self._outer_steps.last_taken and not self._exchanger.engaged:
             await self._exchanger.step_alone()

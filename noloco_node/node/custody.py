@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.known_peers import Held
+from noloco_node.directory.known_peers import HeldState
 from noloco_node.directory.membership import SERVING, Membership
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
@@ -47,8 +47,8 @@ def last_of_stage(membership: Membership, answers: Callable[[PeerId], bool], gua
     """What to say to whoever stops a node that leaves a stage without a replica while others train: as far as is known
     by who has answered this node."""
     others = [PeerId(record.peer_id) for record in membership.others(*SERVING)]
-    fellows = membership.fellows(*SERVING)
-    if not any(map(answers, others)) or any(map(answers, fellows)):
+    stage_peers = membership.stage_peers(*SERVING)
+    if not any(map(answers, others)) or any(map(answers, stage_peers)):
         return None
     copies = (
         "What is left are the copies that nodes of other stages keep, up to two minutes old"
@@ -62,7 +62,7 @@ def last_of_stage(membership: Membership, answers: Callable[[PeerId], bool], gua
     )
 
 
-def state_elsewhere(stage: int, holders: Sequence[tuple[PeerId, Held]], seconds: float) -> Warned:
+def state_elsewhere(stage: int, holders: Sequence[tuple[PeerId, HeldState]], seconds: float) -> Warned:
     """Names who held a stage's state, the furthest first."""
     now = ambient.wall()
     rows = [
@@ -75,13 +75,13 @@ def state_elsewhere(stage: int, holders: Sequence[tuple[PeerId, Held]], seconds:
     )
 
 
-async def wait_for_holder(membership: Membership, holders: Sequence[tuple[PeerId, Held]]) -> bool:
-    """Wait, within bounds, until a fellow serves the stage; longer while one of `holders` is on its way back to it.
+async def wait_for_holder(membership: Membership, holders: Sequence[tuple[PeerId, HeldState]]) -> bool:
+    """Wait, within bounds, until a stage peer serves the stage; longer while one of `holders` is on its way back to it.
     False where none came."""
     loop = asyncio.get_running_loop()
     began = loop.time()
-    while not membership.fellows(*SERVING):
-        back = {peer for peer, _ in holders} & set(membership.fellows(PeerState.JOINING))
+    while not membership.stage_peers(*SERVING):
+        back = {peer for peer, _ in holders} & set(membership.stage_peers(PeerState.JOINING))
         if loop.time() - began >= (HOLDER_LOADS_SECONDS if back else HOLDER_SECONDS):
             return False
         # The directory gives no sign of a change: asking again is the only way.

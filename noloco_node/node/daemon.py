@@ -29,7 +29,7 @@ from noloco_node.data.reading import Reader, open_samples
 from noloco_node.data.samples import Position, Samples
 from noloco_node.data.shared_turns import SharedTurns
 from noloco_node.directory.records import DirectoryView, PeerState
-from noloco_node.directory.summary import Outlook, outlook_of
+from noloco_node.directory.summary import SwarmSummary, outlook_of
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.stage import Stage, build_stage
@@ -40,7 +40,7 @@ from noloco_node.node.custody import last_of_stage, unusable_checkpoints
 from noloco_node.node.interrupts import Interrupts, interruptible
 from noloco_node.node.network import Agree, Entrance, Network, network
 from noloco_node.node.replica import Replica
-from noloco_node.node.stage_lifecycle import BeginsFrom, Stays, stays_of
+from noloco_node.node.stage_lifecycle import BeginsFrom, StageLifecycle, stays_of
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 Emit = Callable[[AnyEvent], None]
 
 
-Show = Callable[[RunSpec, Outlook], None]
+Show = Callable[[RunSpec, SwarmSummary], None]
 """Shows a run and its swarm to a person; called on a thread of its own, before anything is built."""
 
 
@@ -174,7 +174,7 @@ class _Place:
     folder: RunFolder
     checkpoints: CheckpointFolder
     thread: ComputeThread
-    stays: Stays
+    stays: StageLifecycle
     telemetry: Telemetry
     saved: Checkpoint | None
     """What the first stay goes on from."""
@@ -194,7 +194,7 @@ class _Stay:
     receipts: Receipts
 
 
-async def _choose(net: Network, saved: Checkpoint | None, show: Show | None) -> Stays:
+async def _choose(net: Network, saved: Checkpoint | None, show: Show | None) -> StageLifecycle:
     """Look who serves what, choose and announce this node's stage, and show the run to who wants to see it."""
     stays = await stays_of(net.spec, net.settings, net.transport, net.directory)
     view: DirectoryView | None = None
@@ -364,13 +364,13 @@ async def run_and_save(run: Awaitable[None], save: Callable[[], Awaitable[None]]
     await save()
 
 
-def _moves_on(stays: Stays, interrupts: Interrupts) -> bool:
+def _moves_on(stays: StageLifecycle, interrupts: Interrupts) -> bool:
     return stays.move is not None and not interrupts.asked
 
 
 def _saving(place: _Place, stay: _Stay, interrupts: Interrupts) -> Callable[[], Awaitable[None]]:
     """What saves the last checkpoint and the final weights; those of a stage that this node only leaves for another are
-    with its fellows."""
+    with its stage peers."""
 
     async def save() -> None:
         if not _moves_on(place.stays, interrupts):

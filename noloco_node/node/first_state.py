@@ -1,4 +1,5 @@
-"""How a replica comes to its first state: it asks who answers, decides (`placement.initial_state`), copies a fellow."""
+"""How a replica comes to its first state: it asks who answers, decides (`placement.initial_state`), copies a stage
+peer."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Collection
 
-from noloco_node.accounting.activity import Watch
+from noloco_node.accounting.activity import Activity
 from noloco_node.bootstrap.spec_fetch import run_has_ended
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS
@@ -44,7 +45,7 @@ class FirstState:
         own: PeerId,
         membership: Membership,
         copier: StateCopier,
-        watch: Watch,
+        watch: Activity,
         *,
         entrances: Collection[PeerId],
     ) -> None:
@@ -58,10 +59,11 @@ class FirstState:
         self._joined = bool(entrances)
 
     async def take(self, own_clock: float | None) -> PeerId | None:
-        """Copy a fellow's state where that is where to begin (`where_to_begin`); the donor, or None where the weights
+        """Copy a stage peer's state where that is where to begin (`where_to_begin`); the donor, or None where the
+        weights
         stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError (NO_DONOR)
-        where a fellow's state is needed and nobody gave it; it is needed, too, where the run began with weights that
-        this node has no folder of."""
+        where a stage peer's state is needed and nobody gave it; it is needed, too, where the run began with weights
+        that this node has no folder of."""
         there, joined = await self._who_answers(), self._joined
         begin = where_to_begin(
             own_clock,
@@ -85,7 +87,7 @@ class FirstState:
         if begin.source != "peer" and not lacking:
             return None
         try:
-            return await self._copy_a_fellow(DOUBT_SECONDS if begin.doubtful else BUSY_PATIENCE_SECONDS)
+            return await self._copy_a_stage_peer(DOUBT_SECONDS if begin.doubtful else BUSY_PATIENCE_SECONDS)
         except NoDonor as error:
             explained = error.explained(self._spec, self._stage)
             if lacking and (begin.source == "seed" or begin.doubtful):
@@ -117,15 +119,15 @@ class FirstState:
     def _said_to_be_over(self) -> bool:
         return any(record.finished for record in self._membership.others(*PeerState))
 
-    async def _copy_a_fellow(self, patience: float) -> PeerId:
-        """Become a copy of a fellow; busy ones are waited for `patience` seconds. Raises NoDonor."""
-        self._watch.say("downloading", f"a fellow's state of stage {self._stage}")
+    async def _copy_a_stage_peer(self, patience: float) -> PeerId:
+        """Become a copy of a stage peer; busy ones are waited for `patience` seconds. Raises NoDonor."""
+        self._watch.say("downloading", f"a stage peer's state of stage {self._stage}")
         donor, _ = await self._copier.copy_best(self.possible_donors, patience)
         return donor
 
     async def possible_donors(self) -> list[PeerId]:
-        """Fellows that answer; where none does, those that records introduce."""
+        """Stage peers that answer; where none does, those that records introduce."""
         await self._membership.refresh()  # a download outlives the records that were read before it
         introduced = self._membership.live(self._stage, *SERVING)
         named = [PeerId(record.peer_id) for record in introduced if record.peer_id != self._own]
-        return self._membership.fellows(*SERVING) or named
+        return self._membership.stage_peers(*SERVING) or named

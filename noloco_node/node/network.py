@@ -17,7 +17,7 @@ from noloco_node.bootstrap.reach_watch import Policy, ReachWatch
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.dht import DhtDirectory, join_directory
-from noloco_node.directory.known_peers import Held, KnownPeers, holders_in, live_peers, peers_met
+from noloco_node.directory.known_peers import HeldState, KnownPeers, holders_in, live_peers, peers_met
 from noloco_node.directory.records import Directory
 from noloco_node.identity.addresses import PeerAddress, Reach, parse_address, reach_of
 from noloco_node.identity.keys import Identity, IdentityLock, load_or_create_identity
@@ -65,7 +65,7 @@ class Network:
         """Whether this node is connected to a peer through relays only."""
         return await connected_by_relay(self.daemon, peer)
 
-    def _holders(self) -> dict[PeerId, Held]:
+    def _holders(self) -> dict[PeerId, HeldState]:
         return holders_in(self.directory.view, self.directory.now(), self.transport.acquaintances.works)
 
     def live_peers(self) -> list[PeerId]:

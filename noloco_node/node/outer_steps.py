@@ -1,5 +1,5 @@
 """When a replica takes its outer steps, and with whom: decided after every inner step, exchange and refusal. Who has
-fallen too far behind copies a fellow instead and begins on probation."""
+fallen too far behind copies a stage peer instead and begins on probation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext
-from noloco_node.pipeline.links import FellowWays
+from noloco_node.pipeline.links import PeerWays
 from noloco_node.state_transfer.donor_choice import StateCopier
 from noloco_node.state_transfer.messages import StateManifest
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
@@ -39,7 +39,7 @@ class OuterSteps:
         pace: Pace,
         behind: FarBehind,
     ) -> None:
-        """`behind`: whether this replica is far behind its fellows."""
+        """`behind`: whether this replica is far behind its stage peers."""
         self._transport = context.transport
         self._worker = context.worker
         self._rng = context.rng
@@ -57,7 +57,7 @@ class OuterSteps:
         """The last outer step, of the whole stage, is done."""
         self.relayed: Callable[[], Collection[PeerId]] = frozenset
         """Peers that are connected through relays only, as of now."""
-        self._ways = FellowWays()
+        self._ways = PeerWays()
 
     async def run(self) -> None:
         """Decide after every pulse, until cancelled."""
@@ -79,9 +79,9 @@ class OuterSteps:
                 await self._moved.wait(next_try - now if next_try > now else None)
 
     def worth_dialling(self, *states: PeerState) -> list[PeerId]:
-        """Fellows that are worth dialling now."""
-        fellows, newcomers = self._membership.partners(*states), self._membership.newcomers()
-        counting = self._standing.partners(fellows, newcomers, self._worker.progress.steps)
+        """Stage peers that are worth dialling now."""
+        stage_peers, newcomers = self._membership.partners(*states), self._membership.newcomers()
+        counting = self._standing.partners(stage_peers, newcomers, self._worker.progress.steps)
         return list(self._exchanger.patience.ready(counting, ambient.monotonic()))
 
     def pairing_state(self, next_try: float) -> PairingState:
@@ -91,24 +91,24 @@ class OuterSteps:
         return PairingState(
             steps_since_outer=self._worker.progress.steps_since_outer,
             steps_free=self._worker.progress.steps - self._exchanger.free_since_step,
-            fellows=lambda: self.worth_dialling(*states),
+            stage_peers=lambda: self.worth_dialling(*states),
             engaged=self._exchanger.engaged or self._membership.state is PeerState.DRAINING,
             next_try=next_try,
             last_round=last_round,
             behind=self._behind.stands_back,
             last_done=self.last_taken,
-            weigh=lambda fellows: self._ways.weights(fellows, self.relayed(), ambient.monotonic()),
+            weigh=lambda stage_peers: self._ways.weights(stage_peers, self.relayed(), ambient.monotonic()),
         )
 
     async def catch_up(self, partner: PeerId) -> None:
         """Too far behind `partner`: take its state instead of averaging with it."""
         self._exchanger.catch_up_from = None
-        if partner not in self._membership.fellows(*SERVING):
+        if partner not in self._membership.stage_peers(*SERVING):
             return
         started = ambient.monotonic()
         try:
             with self._exchanger.taking_state():
-                manifest = await self._copier.copy_from(partner, self._membership.fellows(*SERVING))
+                manifest = await self._copier.copy_from(partner, self._membership.stage_peers(*SERVING))
         except (Refused, TransportError) as error:
             logger.debug("could not catch up with %s: %r", partner, error)
             return
@@ -119,7 +119,7 @@ class OuterSteps:
         self._emit(_caught_up_event(partner, self._worker.progress, manifest, rate, seconds))
 
     def begin_on_probation(self) -> None:
-        """The state is a fellow's copy."""
+        """The state is a stage peer's copy."""
         self._exchanger.patience.forget_distances()
         self._standing.begin(self._worker.progress.steps)
         self._membership.newcomer = True
@@ -143,7 +143,7 @@ class OuterSteps:
 def _caught_up_event(
     partner: PeerId, progress: Progress, manifest: StateManifest, learning_rate: float, seconds: float
 ) -> OuterStep:
-    """What is reported of a replica that took a fellow's state instead of averaging with it."""
+    """What is reported of a replica that took a stage peer's state instead of averaging with it."""
     return OuterStep(
         kind="caught_up",
         round=manifest.outer_rounds,

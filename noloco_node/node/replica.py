@@ -1,6 +1,6 @@
 """One replica of one stage in the swarm, on any transport: the daemon runs it over libp2p, tests also in memory.
 
-Its life: copy a fellow's state if the swarm is past its first outer round; advertise; train and average until the
+Its life: copy a stage peer's state if the swarm is past its first outer round; advertise; train and average until the
 clock reaches the target (stage 0) or nobody trains any more (later stages); a last outer step; leave.
 """
 
@@ -12,15 +12,15 @@ import random
 from collections.abc import Awaitable, Callable, Collection
 
 from noloco_node import ambient
-from noloco_node.accounting.activity import Watch, doing, facts_of
-from noloco_node.accounting.stats import Books
+from noloco_node.accounting.activity import Activity, doing, facts_of
+from noloco_node.accounting.stats import NodeStats
 from noloco_node.aio import Pulse
 from noloco_node.averaging.participant import Averaging
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples
 from noloco_node.directory.membership import OwnFigures
-from noloco_node.directory.peer_clocks import FarBehind, FellowClocks
+from noloco_node.directory.peer_clocks import FarBehind, PeerClocks
 from noloco_node.directory.records import Directory, PeerState
 from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
@@ -76,7 +76,7 @@ class Replica:
         self.context = context
         self._pace, self._capacity = Pace(), Capacity(self.worker.busy_seconds)
         self._guards = guards
-        self._watch = Watch(emit)
+        self._watch = Activity(emit)
         self._neighbourhood = Neighbourhood(context, directory, samples, self._describe, self._directory_read)
         self.membership = self._neighbourhood.membership
         self._clocks = self._make_clocks()
@@ -119,14 +119,14 @@ class Replica:
             origin=self.pipeline.origin,
             samples=samples,
         )
-        self.books = Books(context, self.membership, self.pipeline, self.missing)
+        self.books = NodeStats(context, self.membership, self.pipeline, self.missing)
         transport.conduct.on_ban = lambda _: self._directory_read()
 
-    def _make_clocks(self) -> FellowClocks:
-        return FellowClocks(
+    def _make_clocks(self) -> PeerClocks:
+        return PeerClocks(
             self.context.spec.max_lag_tokens,
             own=lambda: self.worker.progress.clock,
-            estimated=self.membership.fellow_clocks,
+            estimated=self.membership.stage_peer_clocks,
             recorded=self.membership.recorded_clocks,
             origins_lead=self._origins_lead,
         )
@@ -167,9 +167,10 @@ class Replica:
         await self.membership.look_for_others(seconds)
 
     async def become_current(self, own_clock: float | None = None) -> PeerId | None:
-        """Begin where `where_to_begin` says, on probation with a fellow's state; the donor, or None where the weights
+        """Begin where `where_to_begin` says, on probation with a stage peer's state; the donor, or None where the
+        weights
         stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError (NO_DONOR)
-        where a fellow's state is needed and nobody gave it."""
+        where a stage peer's state is needed and nobody gave it."""
         donor = await self.first_state.take(own_clock)
         if donor is not None:
             self._end.copied = True
@@ -263,7 +264,7 @@ class Replica:
         self._behind.look()
         self.pipeline.book.update(membership.next_stage_peers(), membership.own_rank())
         self.worker.live_replicas = membership.live_replicas()
-        self.averaging.standing.look(membership.fellows(), progress.steps, outer_rounds=progress.outer_rounds)
+        self.averaging.standing.look(membership.stage_peers(), progress.steps, outer_rounds=progress.outer_rounds)
         if self.course.run_goes_on():
             self.missing.look(membership.unserved(), self.context.spec.stages)
         self.context.moved.fire()

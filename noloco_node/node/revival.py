@@ -37,14 +37,14 @@ async def revive_if_lost(
     saved: Callable[[], Checkpoint | None] = lambda: None,
 ) -> Literal["guard", "checkpoint", "seed"] | None:
     """Load the state of this replica's stage that was trained furthest, or keep its seeded weights, where nobody serves
-    it although others train. None where a fellow serves it, and in a swarm before its first outer round.
+    it although others train. None where a stage peer serves it, and in a swarm before its first outer round.
 
     States that are left are the copies that nodes keep, and this node's own checkpoint of an earlier stay (`saved`,
     called off the event loop). One failed look-up must not bring forth untrained weights beside trained ones: unless
     the loss is `confirmed`, the stage must be seen empty for the life of a record. Of several who come at once the one
-    with the smallest peer id restores it, the others wait for that one. A seeded stage's clock is 0: should a fellow
-    appear after all, it is this replica that lags and takes the other's state. Raises UserError (NO_DONOR) where the
-    run began with weights that this node does not have, and nothing else is left.
+    with the smallest peer id restores it, the others wait for that one. A seeded stage's clock is 0: should a stage
+    peer appear after all, it is this replica that lags and takes the other's state. Raises UserError (NO_DONOR) where
+    the run began with weights that this node does not have, and nothing else is left.
     """
     if not await _is_lost(spec, membership, own, confirmed):
         return None
@@ -89,9 +89,9 @@ async def _is_lost(spec: RunSpec, membership: Membership, own: PeerId, confirmed
     until = loop.time() + (0.0 if confirmed else spec.limits.record_seconds)
     while True:
         trains = membership.others_there(PeerState.TRAINING)
-        if not any(record.outer_rounds for record in trains) or membership.willing_fellows(*SERVING):
+        if not any(record.outer_rounds for record in trains) or membership.willing_stage_peers(*SERVING):
             return False
-        first_comer = all(own < fellow for fellow in membership.fellows(PeerState.JOINING))
+        first_comer = all(own < stage_peer for stage_peer in membership.stage_peers(PeerState.JOINING))
         if loop.time() >= until + (0.0 if first_comer else RESTORE_SECONDS):
             return True
         # The directory gives no sign of a change: asking again is the only way.

@@ -14,7 +14,7 @@ from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.first_look import FIRST_LOOK_SECONDS, look_for_others
-from noloco_node.directory.known_peers import Held
+from noloco_node.directory.known_peers import HeldState
 from noloco_node.directory.membership import SERVING
 from noloco_node.directory.records import Directory, DirectoryView, PeerRecord
 from noloco_node.directory.roll_call import SWEEP_SECONDS, RollCall
@@ -27,7 +27,7 @@ from noloco_node.node.revival import revive_if_lost
 from noloco_node.pipeline.messages import Ledger
 from noloco_node.placement.arrival import Arrival
 from noloco_node.placement.balancing import Server, as_seen_at_work, servers_of, usual_strength
-from noloco_node.placement.migration import Move, Relocation, Standing
+from noloco_node.placement.migration import MigrationStanding, Move, Relocation
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.machine import free_memory
 from noloco_node.sizing.memory import fitting_stages, memory_of
@@ -44,7 +44,7 @@ LOOK_SECONDS = 2.0
 BeginsFrom = Literal["seed", "peer", "guard", "checkpoint"]
 
 
-class Stays:
+class StageLifecycle:
     """What a node keeps through all of its stays, and how one ends and the next begins. Made by `stays_of`."""
 
     def __init__(
@@ -149,7 +149,7 @@ class Stays:
         replica: Replica,
         saved_clock: float | None,
         checkpoints: CheckpointFolder,
-        holders: Sequence[tuple[PeerId, Held]] = (),
+        holders: Sequence[tuple[PeerId, HeldState]] = (),
     ) -> BeginsFrom | None:
         """Give the replica the state to begin with, and say where from. `saved_clock` is that of the checkpoint that it
         was resumed from; one of `checkpoints` may be what is left of a lost stage, and `holders` held it when they were
@@ -161,7 +161,7 @@ class Stays:
         confirmed = self._came_from is not None and self._came_from[1].why == "lost"
         try:
             if saved_clock is None:
-                if holders and self._came_from is None and not replica.membership.fellows(*SERVING):
+                if holders and self._came_from is None and not replica.membership.stage_peers(*SERVING):
                     self.emit(state_elsewhere(replica.stage, holders, HOLDER_SECONDS))
                     await wait_for_holder(replica.membership, holders)
                 revived = await revive_if_lost(
@@ -243,7 +243,7 @@ class Stays:
 
     async def _watch(self, replica: Replica) -> None:
         work = self._footprint.work
-        standing = Standing(
+        standing = MigrationStanding(
             work,
             self._fitting,
             self._directory.now(),
@@ -260,7 +260,7 @@ class Stays:
                 servers_of(self._directory.view, work, now, self._known, without=self._own),
                 self._shut(replica),
             )
-            others = as_seen_at_work(seen, replica.stage, replica.membership.counted_fellows(), shut=shut)
+            others = as_seen_at_work(seen, replica.stage, replica.membership.counted_stage_peers(), shut=shut)
             strength = replica.capacity * work[replica.stage] or usual_strength(others)
             here = Server(self._own, replica.stage, strength, guards=self.copies.guards)
             move = relocation.look(now, here, others, shut=bool(shut))
@@ -274,9 +274,10 @@ class Stays:
                 replica.stop.set()
 
     def _shut(self, replica: Replica) -> list[PeerId]:
-        """Peers that answer at the next stage, where nothing gets through to it and a fellow that works stays here."""
+        """Peers that answer at the next stage, where nothing gets through to it and a stage peer that works stays
+        here."""
         members = replica.membership
-        if not replica.pipeline.next_stage_shut or not any(map(self._known.has_worked, members.counted_fellows())):
+        if not replica.pipeline.next_stage_shut or not any(map(self._known.has_worked, members.counted_stage_peers())):
             return []
         return [PeerId(record.peer_id) for record in members.there(replica.stage + 1, *SERVING)]
 
@@ -295,10 +296,10 @@ class Stays:
         )
 
 
-async def stays_of(spec: RunSpec, settings: NodeSettings, transport: Transport, directory: Directory) -> Stays:
+async def stays_of(spec: RunSpec, settings: NodeSettings, transport: Transport, directory: Directory) -> StageLifecycle:
     """Count the run's stages, off the event loop, and prepare for the first stay."""
     footprint = await ambient.elsewhere(footprint_of, spec)
-    return Stays(spec, settings, footprint, transport, directory)
+    return StageLifecycle(spec, settings, footprint, transport, directory)
 
 
 def _why(move: Move) -> str:

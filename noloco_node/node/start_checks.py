@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.bootstrap.dial_back import MAX_PORTS, Dialled, Reached, ask_dial_back
-from noloco_node.bootstrap.hello import Measured, measure_hello
+from noloco_node.bootstrap.hello import MeasuredClock, measure_hello
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.addresses import parse_address
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.checks import (
     Check,
-    Outcome,
+    CheckOutcome,
     check_clock,
     check_disk,
     check_files,
@@ -47,7 +47,7 @@ async def among_peers(transport: Transport, joined: Sequence[str]) -> list[Check
     return judge_peers({text: answer for text, answer in zip(joined, answers, strict=True) if answer is not None})
 
 
-def judge_peers(answers: dict[str, Measured]) -> list[Check]:
+def judge_peers(answers: dict[str, MeasuredClock]) -> list[Check]:
     """Clock and versions against the answers of peers, by address."""
     skews = [(answer.skew, answer.doubt) for answer in answers.values() if answer.skew is not None]
     versions = {text: (answer.hello.protocol, answer.hello.version) for text, answer in answers.items()}
@@ -73,33 +73,35 @@ def check_reached(answers: Mapping[PeerId, Dialled], ports: Sequence[int], *, lo
     name, listed = "reachable", ", ".join(map(str, ports))
     if not answers:
         remedy = "name the address of a node or seed: noloco-node doctor ADDRESS"
-        return Check(name, Outcome.WARN, "not known: no peer could be asked to dial back", remedy)
+        return Check(name, CheckOutcome.WARN, "not known: no peer could be asked to dial back", remedy)
     seen = sorted({host for answer in answers.values() for host in answer.seen_at})
     yes = sum(Reached.YES in answer.results.values() for answer in answers.values())
     another = any(Reached.ANOTHER in answer.results.values() for answer in answers.values())
     found = f"{yes} of {len(answers)} peers reached port {listed} at {', '.join(seen) or 'no direct address'}"
     if yes == len(answers):
-        return Check(name, Outcome.PASS, found)
+        return Check(name, CheckOutcome.PASS, found)
     if local_only:
-        return Check(name, Outcome.FAIL, found, "listen on all networks: --host 0.0.0.0 --port N")
+        return Check(name, CheckOutcome.FAIL, found, "listen on all networks: --host 0.0.0.0 --port N")
     if another:
         found += "; another node answers there"
-        return Check(name, Outcome.FAIL, found, "give each node behind one router a port of its own, and forward each")
+        return Check(
+            name, CheckOutcome.FAIL, found, "give each node behind one router a port of its own, and forward each"
+        )
     remedy = (
         f"open port {listed} in the firewall and forward it in the router (docker run -p {listed}:{listed}), and where "
         "others use another port tell them with --announce HOST:PORT; where no port can be forwarded, join by a seed "
         "that relays: the node asks it by itself"
     )
-    return Check(name, Outcome.WARN if yes else Outcome.FAIL, found, remedy)
+    return Check(name, CheckOutcome.WARN if yes else CheckOutcome.FAIL, found, remedy)
 
 
 def relayed_instead(check: Check, willing: int) -> Check:
     """The judgement of a node that asks for relays by itself, where so many of its peers relay for it: out of reach it
     joins all the same."""
-    if check.outcome is not Outcome.FAIL or not willing:
+    if check.outcome is not CheckOutcome.FAIL or not willing:
         return check
     found = f"{check.found}; the node will be reached by relay, {willing} of its peers offer{'s' * (willing == 1)} that"
-    return Check(check.name, Outcome.WARN, found, f"for the fastest way {check.remedy}")
+    return Check(check.name, CheckOutcome.WARN, found, f"for the fastest way {check.remedy}")
 
 
 def for_a_stage(
@@ -122,7 +124,7 @@ def for_a_stage(
 def report(checks: Sequence[Check]) -> None:
     """Log what was found. UserError (CHECK_FAILED) where a check failed."""
     for check in checks:
-        if check.outcome is not Outcome.FAIL:
+        if check.outcome is not CheckOutcome.FAIL:
             say(check)
     failure = first_failure(checks)
     if failure is not None:
@@ -131,7 +133,7 @@ def report(checks: Sequence[Check]) -> None:
 
 def say(check: Check) -> None:
     """One line in the log: a warning with the remedy where the check did not pass."""
-    if check.outcome is Outcome.PASS:
+    if check.outcome is CheckOutcome.PASS:
         logger.info("checked %s: %s", check.name, check.found)
     else:
         logger.warning("%s: %s; %s", check.name, check.found, check.remedy)

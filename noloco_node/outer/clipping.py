@@ -90,7 +90,7 @@ class Regress:
 
     Half is what averaging with one who has learnt nothing takes. Where most of the *other* partners took more when they
     were last met (after a partition, or where this replica is the one that is off), so may this one: half as much again
-    as their median. What was not granted is no voice. Who has met only a single fellow, and knows of no other, has
+    as their median. What was not granted is no voice. Who has met only a single stage peer, and knows of no other, has
     nobody to measure it by.
     """
 
@@ -98,15 +98,15 @@ class Regress:
         self._latest: OrderedDict[str, float] = OrderedDict()
         self._learnt: deque[float] = deque(maxlen=_MOTIONS_REMEMBERED)
 
-    def scale(self, peer: str, taken: float, learnt: float, own_motion: float, *, fellows: int) -> float:
+    def scale(self, peer: str, taken: float, learnt: float, own_motion: float, *, stage_peers: int) -> float:
         """Factor in (0, 1] for a difference to `peer` that takes `taken` back where `learnt` was learnt
-        (`OuterReplica.taken_back`) of a motion of that norm. `fellows` live beside this replica. Once for each step
+        (`OuterReplica.taken_back`) of a motion of that norm. `stage_peers` live beside this replica. Once for each step
         with a partner: it is remembered."""
         if learnt > 0.0:  # as in `DifferenceBound.scale`
             self._learnt.append(learnt)
         others = [norm for other, norm in self._latest.items() if other != peer]
         most = math.inf
-        if self._learnt and (others or fellows > 1):
+        if self._learnt and (others or stage_peers > 1):
             like_others = _LIKE_OTHERS * median(others) if others else 0.0
             most = max(_TAKEN * median_low(self._learnt), like_others, _CHANCE * own_motion)
         _remember(self._latest, peer, min(max(0.0, taken), most), _PEERS_REMEMBERED)
@@ -137,16 +137,18 @@ class PartnerBound:
         self.difference = DifferenceBound(multiple)
         self._regress = Regress()
 
-    def judge(self, replica: OuterReplica, peer: str, *, fellows: int) -> Judgement:
+    def judge(self, replica: OuterReplica, peer: str, *, stage_peers: int) -> Judgement:
         """How the open step of `replica` takes the difference to `peer`, whose single values are brought within their
-        bound here. `fellows` live beside this replica. Once for each step with a partner."""
+        bound here. `stage_peers` live beside this replica. Once for each step with a partner."""
         norm, motion = replica.difference_norm(), replica.own_motion()
         bound, usual = self.difference.bound(motion), self.difference.usual(motion)
         scale = self.difference.scale(peer, norm, motion)
         if scale > 0.0 and not replica.codec.decoupled:  # these carry whole blocks now and then, and little else
             replica.limit_values(_TALLEST * usual / math.sqrt(replica.part.size) / scale)
         taken, learnt = replica.taken_back()
-        return Judgement(norm, bound, scale * self._regress.scale(peer, scale * taken, learnt, motion, fellows=fellows))
+        return Judgement(
+            norm, bound, scale * self._regress.scale(peer, scale * taken, learnt, motion, stage_peers=stage_peers)
+        )
 
     def accept(self, peer: str, judgement: Judgement) -> None:
         """The exchange that was judged so is committed."""

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from noloco_node.aio import Pulse
 from noloco_node.data.samples import Samples
 from noloco_node.pipeline.messages import HopFailed
-from noloco_node.pipeline.source import Origin
+from noloco_node.pipeline.source import MicrobatchSource
 from noloco_node.telemetry.events import Evaluation, SourceLoss
 from noloco_node.training.progress import Progress
 from noloco_node.training.stage_worker import StageWorker
@@ -22,7 +22,12 @@ class Evaluations:
     """Sends the held-out windows through the swarm and emits what comes of it. `every` is in tokens of the clock."""
 
     def __init__(
-        self, origin: Origin, samples: Samples, worker: StageWorker, every: int, emit: Callable[[Evaluation], None]
+        self,
+        origin: MicrobatchSource,
+        samples: Samples,
+        worker: StageWorker,
+        every: int,
+        emit: Callable[[Evaluation], None],
     ) -> None:
         self._origin = origin
         self._samples = samples

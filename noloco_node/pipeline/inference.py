@@ -17,7 +17,7 @@ from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import StageCut
 from noloco_node.training.activation_codec import carried_dtype
-from noloco_node.training.fair_queue import Turn
+from noloco_node.training.fair_queue import QueueTurn
 from noloco_node.training.stage_trainer import MicrobatchNotFinite
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import NOTHING, Method, Nothing, Reply, on_tensors
@@ -68,7 +68,7 @@ class Rations:
         self._all.spend(tokens)
 
     def _clock(self) -> float:
-        """A replica that takes a fellow's state may count anew."""
+        """A replica that takes a stage peer's state may count anew."""
         self._furthest = max(self._furthest, self._trained())
         return float(self._furthest)
 
@@ -86,7 +86,7 @@ class InferenceServer:
         share: float,
         behind: FarBehind | None = None,
     ) -> None:
-        """`behind`: whether this replica is far behind its fellows; None: it never is."""
+        """`behind`: whether this replica is far behind its stage peers; None: it never is."""
         self._spec = spec
         self._cut = cut
         self._hidden = hidden
@@ -128,13 +128,13 @@ class InferenceServer:
             raise Refused(Refusal.MALFORMED, f"a token is outside the vocabulary of {self._vocabulary}")
         if not self._cut.is_first and not await all_finite(inputs):
             raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
-        turn = Turn((FORWARD.name, peer), WEIGHT * inputs.shape[1])
+        turn = QueueTurn((FORWARD.name, peer), WEIGHT * inputs.shape[1])
         try:
             return Reply(NOTHING, (await self._forward(inputs, turn),))
         except MicrobatchNotFinite as error:
             raise Refused(Refusal.DIVERGED, str(error)) from None  # with these weights: no proof against the sender
 
-    async def _forward(self, inputs: Tensor, turn: Turn) -> Tensor:
+    async def _forward(self, inputs: Tensor, turn: QueueTurn) -> Tensor:
         given = inputs.to(torch.int64) if self._cut.is_first else inputs
         if self._cut.is_last:
             return await self._worker.last_logits(given, turn)

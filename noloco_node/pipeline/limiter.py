@@ -18,7 +18,7 @@ RELIABLE_SECONDS = 120.0
 PEERS_REMEMBERED = 1024
 
 
-class Places:
+class MicrobatchLimiter:
     """At most `limit` microbatches at once, those on their way included. A quarter of the places (none of fewer than
     four) is for others than whoever has most: one peer that fills what it can get shuts nobody out. Places that
     others found taken just now are kept for them, until they ask again, from whoever has more than its part. While

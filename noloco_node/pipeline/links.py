@@ -1,4 +1,4 @@
-"""The ways to other peers: which go through a relay, and how quick fellows' are. Pure but for the book's memory.
+"""The ways to other peers: which go through a relay, and how quick stage peers' are. Pure but for the book's memory.
 
 A relayed or slow way is asked less where there is another, and never not at all: it may be quicker by now.
 """
@@ -14,15 +14,15 @@ from noloco_node.identity.peer_id import PeerId
 RELAYED_WEIGHT = 1 / 4
 """How often a peer behind a relay is chosen, beside one that is connected directly."""
 LEAST_WEIGHT = 1 / 8
-"""Of a fellow whose way is slow, relayed or not."""
+"""Of a stage peer whose way is slow, relayed or not."""
 TOLERANCE = 1.5
-"""Times what the quicker half of the fellows take for a byte from which a way is slow: its weight falls as the square
-of what is beyond."""
+"""Times what the quicker half of the stage peers take for a byte from which a way is slow: its weight falls as the
+square of what is beyond."""
 OF_AN_EXCHANGE = 1 / 4
 """Part of one exchange in what a way usually takes."""
 REMEMBERED_SECONDS = 900.0
 """After which a way is tried like any other."""
-FELLOWS_REMEMBERED = 1024
+STAGE_PEERS_REMEMBERED = 1024
 
 
 class _Way(NamedTuple):
@@ -30,31 +30,33 @@ class _Way(NamedTuple):
     at: float
 
 
-class FellowWays:
+class PeerWays:
     """What one replica's exchanges took. Times are seconds of one clock."""
 
     def __init__(self) -> None:
         self._ways: OrderedDict[PeerId, _Way] = OrderedDict()
 
-    def exchanged(self, fellow: PeerId, seconds: float, sent_and_received: int, now: float) -> None:
-        """An exchange with a fellow took so long, for so many bytes both ways together."""
+    def exchanged(self, stage_peer: PeerId, seconds: float, sent_and_received: int, now: float) -> None:
+        """An exchange with a stage peer took so long, for so many bytes both ways together."""
         if sent_and_received <= 0:
             return
-        taken, before = seconds / sent_and_received, self._ways.pop(fellow, None)
+        taken, before = seconds / sent_and_received, self._ways.pop(stage_peer, None)
         if before is not None and now - before.at < REMEMBERED_SECONDS:
             taken = before.seconds_per_byte + OF_AN_EXCHANGE * (taken - before.seconds_per_byte)
-        self._ways[fellow] = _Way(taken, now)
-        if len(self._ways) > FELLOWS_REMEMBERED:
+        self._ways[stage_peer] = _Way(taken, now)
+        if len(self._ways) > STAGE_PEERS_REMEMBERED:
             self._ways.popitem(last=False)
 
-    def weights(self, fellows: Sequence[PeerId], relayed: Collection[PeerId], now: float) -> list[float]:
-        """How often to choose each of the fellows, in their order."""
+    def weights(self, stage_peers: Sequence[PeerId], relayed: Collection[PeerId], now: float) -> list[float]:
+        """How often to choose each of the stage peers, in their order."""
         known = {
-            fellow: way.seconds_per_byte
-            for fellow in fellows
-            if (way := self._ways.get(fellow)) is not None and now - way.at < REMEMBERED_SECONDS
+            stage_peer: way.seconds_per_byte
+            for stage_peer in stage_peers
+            if (way := self._ways.get(stage_peer)) is not None and now - way.at < REMEMBERED_SECONDS
         }
-        return way_weights([known.get(fellow) for fellow in fellows], [fellow in relayed for fellow in fellows])
+        return way_weights(
+            [known.get(stage_peer) for stage_peer in stage_peers], [stage_peer in relayed for stage_peer in stage_peers]
+        )
 
 
 def way_weights(seconds_per_byte: Sequence[float | None], relayed: Sequence[bool]) -> list[float]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.model_spec import MAX_PARTS
 from noloco_node.config.run_spec import ActivationCodec
+from noloco_node.data.sampler import SamplerPosition
 from noloco_node.data.samples import Position
-from noloco_node.data.walk import WalkPosition
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.router import Router
 from noloco_node.pipeline.link_codecs import from_wire
@@ -179,7 +179,7 @@ class Ledger:
     served: int = 0
     waiting: deque[Sample] = field(default_factory=deque[Sample])
     """Samples that were put back. A node that leaves stage 0 keeps them, and trains them should it return."""
-    walk: Position = field(default_factory=WalkPosition)
+    walk: Position = field(default_factory=SamplerPosition)
     """Where the next sample of its text comes from, once it has left stage 0."""
     done_for: OrderedDict[PeerId, Done] = field(default_factory=OrderedDict[PeerId, Done])
     """What this node did for peers that have not receipted it yet."""

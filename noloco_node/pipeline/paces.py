@@ -1,7 +1,7 @@
-"""How long a next-stage peer takes, and how often asking it brings what was asked for, beside its fellows.
+"""How long a next-stage peer takes, and how often asking it brings what was asked for, beside its stage peers.
 
 What a peer says of its load costs it nothing; the time that it takes is the sender's own. A peer that answers just
-below each deadline, or fails at once each time, breaks no rule: it is asked less, in relation to its fellows.
+below each deadline, or fails at once each time, breaks no rule: it is asked less, in relation to its stage peers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum, auto
 from noloco_node.identity.peer_id import PeerId
 
 TOLERANCE = 1.5
-"""Times what its fellows take from which a peer is slow: it is asked the less, by the square of what is beyond."""
+"""Times what its stage peers take from which a peer is slow: it is asked the less, by the square of what is beyond."""
 OF_AN_ANSWER = 1 / 8
 """Part of one answer in what a peer usually takes and brings."""
 FORGOTTEN_AFTER = 20.0
@@ -22,7 +22,7 @@ FAILURES_HALVE_SECONDS = 30.0
 LEAST_WEIGHT = 1 / 16
 """Of one whose answers never bring anything. That costs little time, and it may have come to itself."""
 LITTLE = 1 / 4
-"""Of what its fellows bring: less than that is no work."""
+"""Of what its stage peers bring: less than that is no work."""
 HANG_SECONDS = 1.0
 """A failure that took longer has held a request up for nothing."""
 REST_MULTIPLE = 3.0
@@ -109,8 +109,8 @@ class Paces:
         return min(LONGEST_REST_SECONDS, REST_MULTIPLE * (len(pace.hangs) - 1) * (now - began))
 
     def weights(self, peers: Sequence[PeerId]) -> dict[PeerId, float]:
-        """How often to ask each, beside 1 for one as quick as its fellows; who is not named has 1. The second quickest
-        says what is quick, so that one that answers anything at once says nothing of the others."""
+        """How often to ask each, beside 1 for one as quick as its stage peers; who is not named has 1. The second
+        quickest says what is quick, so that one that answers anything at once says nothing of the others."""
         now = self._clock()
         self._forget(peers)
         known = {peer: self._paces[peer] for peer in peers if peer in self._paces}

@@ -15,7 +15,7 @@ from noloco_node.pipeline.inference import InferenceServer
 from noloco_node.pipeline.messages import Ledger, Sample
 from noloco_node.pipeline.passing import Downstream, PipelineServer
 from noloco_node.pipeline.routing import RoutingBook
-from noloco_node.pipeline.source import Origin
+from noloco_node.pipeline.source import MicrobatchSource
 
 
 class Pipeline(Participant):
@@ -51,7 +51,7 @@ class Pipeline(Participant):
         self.inference = InferenceServer(
             spec, context.cut, stage.hidden_size, stage.vocab_size, worker, settings.generate_share, behind
         )
-        self.origin = Origin(spec, worker, self.downstream, ledger, samples, context.rng) if samples else None
+        self.origin = MicrobatchSource(spec, worker, self.downstream, ledger, samples, context.rng) if samples else None
 
     def serve(self) -> None:
         """Register the methods; stage 0 answers no microbatch."""

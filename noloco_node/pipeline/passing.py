@@ -1,8 +1,8 @@
 """A microbatch's way there and back.
 
 Each hop has one owner: the sender keeps the activations until the gradient is back, and on a refusal, a time-out or a
-broken stream it picks another peer. `Downstream` is that owner, `PipelineServer` answers for a stage; `Origin` stands
-where the way begins (`origin.py`).
+broken stream it picks another peer. `Downstream` is that owner, `PipelineServer` answers for a stage;
+`MicrobatchSource` stands where the way begins (`origin.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from noloco_node.model.router import Router
 from noloco_node.pipeline.audit import JURY, Auditor, share_of_a_hop
 from noloco_node.pipeline.blockage import Blockage
 from noloco_node.pipeline.ledger import MicrobatchName, Repeats, content_of
-from noloco_node.pipeline.limiter import Places
+from noloco_node.pipeline.limiter import MicrobatchLimiter
 from noloco_node.pipeline.link_codecs import LinkCodecs, from_wire, to_wire
 from noloco_node.pipeline.messages import (
     COME_BACK,
@@ -46,9 +46,9 @@ from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.telemetry.meters import Meter
 from noloco_node.telemetry.metric_table import HOP_SECONDS
 from noloco_node.training.activation_codec import carried_dtype
-from noloco_node.training.fair_queue import Turn
+from noloco_node.training.fair_queue import QueueTurn
 from noloco_node.training.norm_bound import NormBound
-from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
+from noloco_node.training.stage_trainer import ForwardContext, MicrobatchNotFinite
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.transport.calls import Reply, ask, judging, on_tensors
@@ -282,7 +282,7 @@ class PipelineServer:
         acquaintances: Acquaintances,
         behind: FarBehind | None = None,
     ) -> None:
-        """`behind`: whether this replica is far behind its fellows; None: it never is."""
+        """`behind`: whether this replica is far behind its stage peers; None: it never is."""
         self._spec = spec
         self._stage = stage
         self._hidden = hidden
@@ -295,7 +295,7 @@ class PipelineServer:
         self._under_way: dict[MicrobatchName, asyncio.Task[object] | None] = {}
         self._handed_back: set[MicrobatchName] = set()
         self._repeats = Repeats()
-        self._places = Places(max_pending)
+        self._places = MicrobatchLimiter(max_pending)
         self._scales = NormBound(SCALE_MULTIPLE, floor=1.0)
         self.origins_seen = OriginsSeen()
         self.out_of_scale = 0
@@ -318,7 +318,7 @@ class PipelineServer:
         if not self.accepting:
             raise Refused(Refusal.DRAINING)
         if self._behind is not None and self._behind.stands_back:
-            raise Refused(Refusal.BUSY, "this replica is far behind and takes a fellow's state first")
+            raise Refused(Refusal.BUSY, "this replica is far behind and takes a stage peer's state first")
         check_addressed(
             run=header.run,
             stage=header.stage,
@@ -423,7 +423,7 @@ class PipelineServer:
             result = await self._worker.loss(activations, labels, source=name.sender, turn=turn, chosen=header.chosen)
             self._note_work(name, header, result.tokens, result.taken_in)
             return Trained(result.loss_sum, result.tokens, result.input_gradient, chosen=result.chosen)
-        passage = Passage(source=name.sender, positions=positions_of(labels))
+        passage = ForwardContext(source=name.sender, positions=positions_of(labels))
         try:
             outputs = await self._worker.forward(activations, passage, turn=_turn(name.sender, header, labels))
             chosen = tuple(before + own for before, own in zip(header.chosen, passage.chosen, strict=False))
@@ -485,6 +485,6 @@ class PipelineServer:
         self._ledger.repeated += self._repeats.mark_trained(name)
 
 
-def _turn(sender: PeerId, header: MicrobatchHeader, labels: Tensor) -> Turn:
+def _turn(sender: PeerId, header: MicrobatchHeader, labels: Tensor) -> QueueTurn:
     """On the sender's account, and within it on that of the origin that it names: an honest one names the right one."""
-    return Turn((sender, header.origin), float(labels.numel()))
+    return QueueTurn((sender, header.origin), float(labels.numel()))

@@ -14,7 +14,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.links import share_of_relayed
 from noloco_node.pipeline.paces import Outcome, Paces
 from noloco_node.transport.bans import PEERS_REMEMBERED
-from noloco_node.trust.reputation import Repute, Trust, after_audit
+from noloco_node.trust.reputation import Reputation, Trust, after_audit
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Candidate:
     suspended_until: float = 0.0
     trust: Trust = Trust.ORDINARY
     weight: float = 1.0
-    """How often it is asked, beside 1 for a peer as quick as its fellows (`Paces`). Only `balanced` looks at it."""
+    """How often it is asked, beside 1 for a peer as quick as its stage peers (`Paces`). Only `balanced` looks at it."""
     relayed: bool = False
     """It is connected through a relay only. Only `balanced` looks at it."""
 
@@ -62,7 +62,7 @@ def choose_peer(
 
     `uniform` draws one (the paper's); `balanced` draws two and takes the less loaded, or one of less weight than others
     as often as its weight says, and of those behind a relay fewer than of those that are not; `fixed` always takes the
-    candidate at `own_rank` (this peer's place among its fellows), modulo their number, for the ablation of routing.
+    candidate at `own_rank` (this peer's place among its stage peers), modulo their number, for the ablation of routing.
     Suspended peers are passed over, unless all are: then the one that returns first is tried, so that a stage with a
     single slow peer is never cut off. Peers on trial come into question where all ordinary ones are suspended or the
     sender is `desperate`, since they have refused it in several rounds; peers that are set aside where there are no
@@ -85,7 +85,7 @@ def choose_peer(
 
 
 def _balanced(available: Sequence[Candidate], rng: random.Random, others_are_full: bool) -> PeerId | None:
-    """What a peer says of its load decides only among those that are as quick as their fellows. That these are full
+    """What a peer says of its load decides only among those that are as quick as their stage peers. That these are full
     makes no way for one that is slow: it would have every microbatch that they refuse."""
     ordinary = [c for c in available if c.weight == 1.0]
     if len(ordinary) < len(available):
@@ -121,7 +121,7 @@ class RoutingBook:
         self._suspended: dict[PeerId, float] = {}
         self._failures: dict[PeerId, int] = {}
         self._paces = Paces(clock)
-        self._reputes: OrderedDict[PeerId, Repute] = OrderedDict()
+        self._reputes: OrderedDict[PeerId, Reputation] = OrderedDict()
         self._doubted: set[PeerId] = set()
         self.changed = Pulse()
         """Fires when the set of live peers has changed."""
@@ -130,7 +130,7 @@ class RoutingBook:
         """Peers that are connected through relays only, as of now."""
 
     def update(self, peers: Sequence[PeerId], own_rank: int) -> None:
-        """Take over the directory's live next-stage peers and this peer's place among its fellows."""
+        """Take over the directory's live next-stage peers and this peer's place among its stage peers."""
         if tuple(peers) != self._peers:
             self._peers = tuple(peers)
             self._load = {peer: load for peer, load in self._load.items() if peer in peers}
@@ -184,7 +184,7 @@ class RoutingBook:
         self._load[peer] = (FULL, self._clock())
 
     def yields_little(self, peer: PeerId) -> bool:
-        """Whether asking `peer` brings far less often what was asked for than asking its fellows."""
+        """Whether asking `peer` brings far less often what was asked for than asking its stage peers."""
         return self._paces.yields_little(peer, self._peers)
 
     def reported(self, peer: PeerId, load: int) -> None:
@@ -230,9 +230,9 @@ class RoutingBook:
         """Live peers that get no microbatch, because audits went against them again and again."""
         return sum(self.trust(peer) is Trust.SET_ASIDE for peer in self.doubted)
 
-    def repute(self, peer: PeerId) -> Repute:
+    def repute(self, peer: PeerId) -> Reputation:
         """What audits have said of a peer."""
-        return self._reputes.get(peer, Repute())
+        return self._reputes.get(peer, Reputation())
 
     def trust(self, peer: PeerId) -> Trust:
         """Which microbatches a peer gets now."""
@@ -241,7 +241,7 @@ class RoutingBook:
     def audited(self, peer: PeerId, *, against: bool | None, by_copy: bool) -> None:
         """An audit of a peer is over; see `after_audit`. It is remembered whatever the directory says meanwhile."""
         now = self._clock()
-        before = self._reputes.pop(peer, Repute())
+        before = self._reputes.pop(peer, Reputation())
         after = self._reputes[peer] = after_audit(before, against, now, by_copy=by_copy)
         if len(self._reputes) > PEERS_REMEMBERED:
             self._doubted.discard(self._reputes.popitem(last=False)[0])

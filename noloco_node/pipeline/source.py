@@ -18,7 +18,7 @@ from noloco_node.data.samples import Samples, by_source, inputs_and_labels
 from noloco_node.marks import positions_of
 from noloco_node.pipeline.messages import HopFailed, Ledger, Mode, Outgoing, Sample
 from noloco_node.pipeline.passing import Downstream
-from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
+from noloco_node.training.stage_trainer import ForwardContext, MicrobatchNotFinite
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.errors import Refusal
 from noloco_node.trust.sources_seen import DrawnBy
@@ -30,7 +30,7 @@ LONGEST_PAUSE_SECONDS = 5.0
 EVALUATED_AT_ONCE = 2
 
 
-class Origin:
+class MicrobatchSource:
     """Stage 0's source of microbatches: draws samples, keeps several under way, puts failed ones back.
 
     The account closes at every moment: drawn = trained + dropped + held.
@@ -160,7 +160,7 @@ class Origin:
         if self._downstream is None:
             await self._worker.loss(inputs, labels, draw=True)
             return
-        passage, drawn = Passage(positions=positions_of(labels)), self._drawn(self._downstream, labels.numel())
+        passage, drawn = ForwardContext(positions=positions_of(labels)), self._drawn(self._downstream, labels.numel())
         try:
             outputs = await self._worker.forward(inputs, passage, draw=True)
             outgoing = replace(self._outgoing("train", drawn, outputs, labels), chosen=passage.chosen)

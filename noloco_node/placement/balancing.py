@@ -85,17 +85,17 @@ def servers_of(
 
 
 def as_seen_at_work(
-    servers: Sequence[Server], own_stage: int, fellows: Collection[PeerId], *, shut: Collection[PeerId] = ()
+    servers: Sequence[Server], own_stage: int, stage_peers: Collection[PeerId], *, shut: Collection[PeerId] = ()
 ) -> list[Server]:
-    """Those that count for a node that serves `own_stage`: there only the `fellows` that count as replicas, and of
+    """Those that count for a node that serves `own_stage`: there only the `stage_peers` that count as replicas, and of
     those on their way to it so many as are welcome at once; and no `shut` peer of the next stage, to which nothing gets
     through.
 
     Where one process answers for many keys, whoever trains beside it knows better, and does not leave the stage to it.
     """
     arriving = sorted(s.peer for s in servers if s.stage == own_stage and not s.present)
-    welcome = max(1, int(WELCOME_SHARE * (1 + len(fellows))))
-    counted = {*fellows, *arriving[:welcome]}
+    welcome = max(1, int(WELCOME_SHARE * (1 + len(stage_peers))))
+    counted = {*stage_peers, *arriving[:welcome]}
     return [s for s in servers if s.peer not in shut and (s.stage != own_stage or s.peer in counted)]
 
 

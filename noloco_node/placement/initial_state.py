@@ -1,4 +1,4 @@
-"""Where a node's first state comes from: its own checkpoint, a fellow, or the seed. A pure decision."""
+"""Where a node's first state comes from: its own checkpoint, a stage peer, or the seed. A pure decision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from noloco_node.errors import ExitCode, UserError
 
 BEGINNINGS = {
     "checkpoint": "its own checkpoint",
-    "peer": "a fellow's state",
+    "peer": "a stage peer's state",
     "seed": "the run's first weights",
 }
 
@@ -35,8 +35,8 @@ class Beginning:
     """`nowhere`: nobody trains any more, and this node has nothing to add."""
     why: str
     doubtful: bool = False
-    """Most of those whose word counts are not past the first outer round: where no fellow gives its state, the run has
-    only just begun."""
+    """Most of those whose word counts are not past the first outer round: where no stage peer gives its state, the run
+    has only just begun."""
 
 
 def where_to_begin(
@@ -51,7 +51,7 @@ def where_to_begin(
     entrance_finished: bool = False,
     unrecorded: bool = False,
 ) -> Beginning:
-    """The precedence: the own checkpoint unless the swarm is more than `max_lag` tokens beyond it; else a fellow's
+    """The precedence: the own checkpoint unless the swarm is more than `max_lag` tokens beyond it; else a stage peer's
     state; else the run's first weights.
 
     `own_clock` is the checkpoint's (None: there is none), `others` are the records, of all stages without the own, of
@@ -61,7 +61,7 @@ def where_to_begin(
     record says that the run has come to its end, and nobody answers for it; `entrance_finished`: that of an entrance
     does, and where no entrance answers, others that came as late as this node are no beginning; `unrecorded`: somebody
     answers who serves the run, and no record of it was found: then no record's word ends it.
-    How far the swarm is, is the median of the fellows' recorded clocks, or of everyone's where no fellow lives.
+    How far the swarm is, is the median of the stage peers' recorded clocks, or of everyone's where no stage peer lives.
     """
     others = [record for record in others if record.state in HEARD]
     serving = [record for record in others if record.state in SERVING]
@@ -71,15 +71,15 @@ def where_to_begin(
         return _before_the_first_round(own_clock, others, ended=ended)
     asked = [record for record in serving if record.peer_id in entrances] or serving
     doubtful = not joined or 2 * sum(record.outer_rounds > 0 for record in asked) <= len(asked)
-    fellows = [record.clock for record in serving if record.stage == stage]
-    ahead = median(fellows or [record.clock for record in serving]) - (own_clock or 0.0)
+    stage_peers = [record.clock for record in serving if record.stage == stage]
+    ahead = median(stage_peers or [record.clock for record in serving]) - (own_clock or 0.0)
     if own_clock is not None and ahead <= max_lag:
         return Beginning("checkpoint", f"the swarm is {max(0.0, ahead):,.0f} tokens beyond it, {max_lag:,} are allowed")
     if joined and all(record.state is PeerState.FINISHING for record in others):
         return Beginning("nowhere", "nobody trains any more")
     if own_clock is None:
         return Beginning("peer", "there is no checkpoint here, and the swarm is past its first outer round", doubtful)
-    if fellows:
+    if stage_peers:
         why = f"the swarm is {ahead:,.0f} tokens beyond the checkpoint, {max_lag:,} are allowed"
         return Beginning("peer", why, doubtful)
     return Beginning("checkpoint", f"the swarm is {ahead:,.0f} tokens beyond it, but no other node has stage {stage}")

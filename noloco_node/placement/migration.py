@@ -37,7 +37,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class MigrationStanding:
     """What does not change while a node stays at a stage."""
 
     work: Sequence[float]
@@ -55,7 +55,7 @@ class Standing:
 class Relocation:
     """The decision of one node during one stay; `look` is called again and again, a few times a minute or more."""
 
-    standing: Standing
+    standing: MigrationStanding
     rng: random.Random
     _next_look: float = field(init=False)
     _planned: tuple[int, float] | None = field(default=None, init=False)

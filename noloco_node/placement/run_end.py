@@ -52,7 +52,7 @@ class Sight:
     near: bool
     """By its own clock, or by those of the origins whose microbatches it has trained."""
     begun: bool
-    """It has trained here, or copied a fellow that had."""
+    """It has trained here, or copied a stage peer that had."""
     idle: float
     """Since it last trained, or came."""
     finished: bool
@@ -151,7 +151,7 @@ class EndOfRun:
         self._known: dict[PeerId, _Known] = {}
         self._outvoted_since: float | None = None
         self.copied = False
-        """It came to a run that was under way, and took a fellow's state."""
+        """It came to a run that was under way, and took a stage peer's state."""
 
     async def wait(self, stop: asyncio.Event, moved: Pulse) -> None:
         """Return when the run is over, or when `stop` is set; `moved` fires when there may be something new. Raises

@@ -9,7 +9,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """A curve. `colour` is a name that the page and the pictures know: first, second, third, quiet."""
 
     label: str
@@ -28,7 +28,7 @@ class Curves:
     title: str
     x_label: str
     y_label: str
-    lines: tuple[Line, ...]
+    lines: tuple[ChartLine, ...]
     right_label: str = ""
     logarithmic: bool = False
     """The axis on the left, where all is above 0."""
@@ -59,7 +59,7 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
+class ChartGraph:
     """Who met whom among the replicas of one stage."""
 
     title: str
@@ -70,7 +70,7 @@ class Graph:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ChartMark:
     """Something that happened at one time."""
 
     time: float
@@ -79,12 +79,12 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ChartRow:
     """A node's lives along the time, with what happened in them."""
 
     label: str
     spans: tuple[tuple[float, float], ...]
-    marks: tuple[Mark, ...]
+    marks: tuple[ChartMark, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,4 +94,4 @@ class Timeline:
     title: str
     unit: str
     end: float
-    rows: tuple[Row, ...]
+    rows: tuple[ChartRow, ...]

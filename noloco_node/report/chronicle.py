@@ -133,13 +133,13 @@ class Chronicle:
                 self.aborted[_kind_of(event.reason)] += 1
                 self._say(event.time, "fault", f"an outer step came to nothing: {event.reason}")
             case OuterStep(kind="caught_up"):
-                self._say(event.time, "fault", "lagged, and took a fellow's state over")
+                self._say(event.time, "fault", "lagged, and took a stage peer's state over")
             case Account():
                 self._see(event)
             case CheckpointTaken() if event.error:
                 self._fault(event.time, "checkpoints not written", f"no checkpoint: {event.error}")
             case DonorFailed():
-                self._fault(event.time, "fellows that gave no state", f"a fellow gave no state: {event.reason}")
+                self._fault(event.time, "stage peers that gave no state", f"a stage peer gave no state: {event.reason}")
             case P2pdRestarted():
                 self._fault(event.time, "p2pd started again", f"p2pd was started again: it {event.cause}")
             case Warned():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from math import ceil, cos, floor, log10, pi, sin
 
-from noloco_node.report.charts import Bars, Curves, Graph, Line, Point, Timeline
+from noloco_node.report.charts import Bars, ChartGraph, ChartLine, Curves, Point, Timeline
 from noloco_node.report.figures import named, shares
 
 WIDE, HIGH = 400, 240
@@ -85,7 +85,7 @@ def _svg(chart: Curves) -> Iterator[str]:
     yield "</svg>"
 
 
-def _upright(lines: Sequence[Line], *, logarithmic: bool, from_zero: bool = False) -> _Scale:
+def _upright(lines: Sequence[ChartLine], *, logarithmic: bool, from_zero: bool = False) -> _Scale:
     ys = [y for line in lines for _, y in line.points]
     low, high = min(ys), max(ys)
     if not logarithmic:
@@ -99,7 +99,7 @@ def _turned(text: str, x: float) -> str:
     return f'<text x="{x}" y="{y}" text-anchor="middle" transform="rotate(-90 {x} {y})">{escape(text)}</text>'
 
 
-def _drawn(lines: Sequence[Line], x: _Scale, y: _Scale) -> Iterator[str]:
+def _drawn(lines: Sequence[ChartLine], x: _Scale, y: _Scale) -> Iterator[str]:
     for line in lines:
         spots = [(x.at(a), y.at(b)) for a, b in line.points]
         dashes = ' stroke-dasharray="5 4"' if line.dashed else ""
@@ -113,7 +113,7 @@ def _joined(spots: Sequence[Point]) -> str:
     return " ".join(f"{a:.1f},{b:.1f}" for a, b in spots)
 
 
-def _legend(lines: Sequence[Line]) -> str:
+def _legend(lines: Sequence[ChartLine]) -> str:
     rows = (f'<span><i class="key {line.colour}"></i>{escape(line.label)}</span>' for line in lines)
     return f'<div class="legend">{"".join(rows)}</div>'
 
@@ -163,7 +163,7 @@ def _share(value: float, end: float) -> str:
     return f"{100 * min(1.0, max(0.0, value / end)):.3f}"
 
 
-def graph(chart: Graph) -> str:
+def graph(chart: ChartGraph) -> str:
     """The nodes on a circle, joined where they met: the wider, the more often."""
     places = circle(len(chart.nodes))
     at = dict(zip(chart.nodes, places, strict=True))

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from noloco_node.report.charts import Bars, Curves, Edge, Graph, Line, Mark, Row, Timeline
+from noloco_node.report.charts import Bars, ChartGraph, ChartLine, ChartMark, ChartRow, Curves, Edge, Timeline
 from noloco_node.report.chronicle import Chronicle, Moment
-from noloco_node.report.folder import Told
+from noloco_node.report.folder import ReportedRun
 from noloco_node.telemetry.events import Account
 from noloco_node.telemetry.summary import (
     Microbatches,
@@ -77,19 +77,22 @@ class TimeAxis:
         return max(self.at(self.until), 1e-9)
 
 
-def losses(told: Told) -> Curves:
+def losses(told: ReportedRun) -> Curves:
     """Losses by tokens."""
     histories = [chronicle.history for chronicle in told.chronicles]
     training = tuple((p.clock, p.loss) for p in training_curve(token_counters(histories)))
     held_out = tuple((p.clock, p.loss) for p in validation_curve(histories))
-    lines = [Line("training", "first", training), Line("validation, through the swarm", "second", held_out, dots=True)]
+    lines = [
+        ChartLine("training", "first", training),
+        ChartLine("validation, through the swarm", "second", held_out, dots=True),
+    ]
     merged = told.summary.validation_loss_merged
     if merged is not None and held_out:
-        lines.append(Line("validation, merged", "third", ((held_out[-1][0], merged),), dots=True))
+        lines.append(ChartLine("validation, merged", "third", ((held_out[-1][0], merged),), dots=True))
     return Curves("Loss", "tokens trained by the swarm", "nats per token", _drawn(lines))
 
 
-def spread(told: Told) -> Curves:
+def spread(told: ReportedRun) -> Curves:
     """The spread of the weights beside the learning rate, which it must follow."""
     histories = [chronicle.history for chronicle in told.chronicles]
     curve = sorted(spread_curve(histories), key=lambda point: point.clock)
@@ -97,27 +100,29 @@ def spread(told: Told) -> Curves:
     steps = sorted((s for h in token_counters(histories) for s in h.inner), key=lambda s: s.clock)
     steps = steps[:: max(1, len(steps) // RATES_DRAWN)]
     lines = (
-        Line("spread of the weights", "third", tuple((p.clock, p.spread) for p in curve if p.spread > 0.0), dots=True),
-        Line("learning rate", "quiet", tuple((s.clock, s.learning_rate) for s in steps), dashed=True, right=True),
+        ChartLine(
+            "spread of the weights", "third", tuple((p.clock, p.spread) for p in curve if p.spread > 0.0), dots=True
+        ),
+        ChartLine("learning rate", "quiet", tuple((s.clock, s.learning_rate) for s in steps), dashed=True, right=True),
     )
     title = "Spread across replicas, and learning rate"
     return Curves(title, "tokens trained by the swarm", "variance per weight", _drawn(lines), "learning rate", True)
 
 
-def throughput(told: Told) -> Curves:
+def throughput(told: ReportedRun) -> Curves:
     """Tokens per second of all first-stage replicas in this folder, and the nodes that were there."""
     axis = TimeAxis.of(told.chronicles)
     curve = throughput_curve(token_counters([chronicle.history for chronicle in told.chronicles]))
     lines = (
-        Line("tokens per second", "first", tuple((axis.at(p.time), p.tokens_per_second) for p in curve)),
-        Line("live nodes, as one of them saw it", "quiet", _nodes_seen(told, axis), dashed=True, right=True),
+        ChartLine("tokens per second", "first", tuple((axis.at(p.time), p.tokens_per_second) for p in curve)),
+        ChartLine("live nodes, as one of them saw it", "quiet", _nodes_seen(told, axis), dashed=True, right=True),
     )
     return Curves(
         "Throughput", f"{axis.unit} since the start", "tokens per second", _drawn(lines), "nodes", from_zero=True
     )
 
 
-def _nodes_seen(told: Told, axis: TimeAxis) -> tuple[tuple[float, float], ...]:
+def _nodes_seen(told: ReportedRun, axis: TimeAxis) -> tuple[tuple[float, float], ...]:
     """By the node that looked for longest."""
     longest = max(told.chronicles, key=lambda c: sum(life.last - life.began for life in c.lives))
     points: list[tuple[float, float]] = []
@@ -130,10 +135,10 @@ def _nodes_seen(told: Told, axis: TimeAxis) -> tuple[tuple[float, float], ...]:
     return tuple(points)
 
 
-def _drawn(lines: Iterable[Line]) -> tuple[Line, ...]:
+def _drawn(lines: Iterable[ChartLine]) -> tuple[ChartLine, ...]:
     """Those with something to draw."""
     finite = (
-        Line(
+        ChartLine(
             n.label,
             n.colour,
             tuple(p for p in n.points if isfinite(p[0]) and isfinite(p[1])),
@@ -146,15 +151,15 @@ def _drawn(lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(line for line in finite if line.points)
 
 
-def lives(told: Told) -> Timeline:
+def lives(told: ReportedRun) -> Timeline:
     """When each node was there, and what went wrong meanwhile."""
     axis = TimeAxis.of(told.chronicles)
     rows = tuple(
-        Row(
+        ChartRow(
             chronicle.name,
             tuple((axis.at(life.began), axis.at(life.last)) for life in chronicle.lives),
             tuple(
-                Mark(axis.at(m.time), m.kind, f"{chronicle.name}: {words(m.text)}")
+                ChartMark(axis.at(m.time), m.kind, f"{chronicle.name}: {words(m.text)}")
                 for m in _all_moments(told, chronicle)
             ),
         )
@@ -163,23 +168,23 @@ def lives(told: Told) -> Timeline:
     return Timeline("Lives of the nodes", axis.unit, axis.end, rows)
 
 
-def _all_moments(told: Told, chronicle: Chronicle) -> Iterator[Moment]:
+def _all_moments(told: ReportedRun, chronicle: Chronicle) -> Iterator[Moment]:
     yield from chronicle.moments
     if _died(told, chronicle):
         yield Moment(chronicle.lives[-1].last, "death", "gone without a last word")
 
 
-def _died(told: Told, chronicle: Chronicle) -> bool:
+def _died(told: ReportedRun, chronicle: Chronicle) -> bool:
     return bool(chronicle.lives) and chronicle.history.stopped is None and chronicle.name not in told.running
 
 
-def moments(told: Told) -> list[tuple[str, Moment]]:
+def moments(told: ReportedRun) -> list[tuple[str, Moment]]:
     """What happened, of all nodes, in its order; node and moment."""
     rows = [(chronicle.name, moment) for chronicle in told.chronicles for moment in _all_moments(told, chronicle)]
     return sorted(rows, key=lambda row: row[1].time)
 
 
-def time_spent(told: Told) -> Bars:
+def time_spent(told: ReportedRun) -> Bars:
     """What the device of each node did, in seconds."""
     rows: list[tuple[str, dict[str, float]]] = []
     for chronicle in told.chronicles:
@@ -191,7 +196,7 @@ def time_spent(told: Told) -> Bars:
     return _bars("Where the time of the devices went", (*BUSY, "other work", *IDLE.values()), rows)
 
 
-def activities(told: Told) -> Bars:
+def activities(told: ReportedRun) -> Bars:
     """What each node did or waited for, in seconds."""
     return _bars("What the nodes did", ACTIVITIES, [(c.name, dict(c.spent.doing)) for c in told.chronicles])
 
@@ -201,13 +206,13 @@ def _bars(title: str, known: Sequence[str], rows: Sequence[tuple[str, Mapping[st
     return Bars(title, "seconds", tuple(part for part, _ in shown), tuple(index for _, index in shown), tuple(rows))
 
 
-def meetings(told: Told) -> list[Graph]:
+def meetings(told: ReportedRun) -> list[ChartGraph]:
     """Who averaged with whom, a graph for each stage of which there is a node here."""
     stages = sorted({c.history.stage for c in told.chronicles if c.history.stage is not None})
     return [graph for stage in stages if (graph := _graph(told, stage)).edges or len(graph.nodes) > 1]
 
 
-def _graph(told: Told, stage: int) -> Graph:
+def _graph(told: ReportedRun, stage: int) -> ChartGraph:
     own = [chronicle.name for chronicle in told.chronicles if chronicle.history.stage == stage]
     times: dict[tuple[str, str], int] = {}
     for name in own:
@@ -220,10 +225,10 @@ def _graph(told: Told, stage: int) -> Graph:
         met[other] += count
     kept = sorted(name for name, _ in met.most_common(NODES_DRAWN))
     edges = tuple(Edge(one, other, count) for (one, other), count in sorted(times.items()) if {one, other} <= set(kept))
-    return Graph(f"Stage {stage}", tuple(kept), edges, len(met) - len(kept))
+    return ChartGraph(f"Stage {stage}", tuple(kept), edges, len(met) - len(kept))
 
 
-def faults(told: Told) -> list[Count]:
+def faults(told: ReportedRun) -> list[Count]:
     """What went wrong and was dealt with, the most frequent first; nothing that never happened."""
     rows: dict[str, Counter[str]] = {}
 
@@ -240,7 +245,7 @@ def faults(told: Told) -> list[Count]:
         for reason, count in chronicle.aborted.items():
             add(f"outer steps that came to nothing: {named(reason)}", name, count)
         add("outer steps taken alone", name, part.outer_steps.get("alone", 0))
-        add("states taken over from a fellow", name, part.outer_steps.get("caught_up", 0))
+        add("states taken over from a stage peer", name, part.outer_steps.get("caught_up", 0))
         for what, count in chronicle.counts.items():
             add(what, name, count)
         add("ended without a last word", name, _died(told, chronicle))

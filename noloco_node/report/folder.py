@@ -36,7 +36,7 @@ class _Merged(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ReportedRun:
     """What a run folder tells at one moment."""
 
     path: Path
@@ -52,7 +52,7 @@ class Told:
     """Wall time, seconds since 1970."""
 
 
-def read_folder(path: Path, now: float) -> Told:
+def read_folder(path: Path, now: float) -> ReportedRun:
     """Read the folder of a node, of a local swarm or of a machine's devices at wall time `now`.
 
     Raises UserError (RUN_FOLDER) where no node has run there, where none has been up yet, where another version wrote
@@ -86,7 +86,7 @@ def read_folder(path: Path, now: float) -> Told:
         raise _nothing_to_tell(path, passed_over)
     histories = [chronicle.history for chronicle in chronicles]
     summary = summarize_histories(histories, _merged_loss(path))
-    return Told(path, tuple(chronicles), summary, said, frozenset(running), passed_over, now)
+    return ReportedRun(path, tuple(chronicles), summary, said, frozenset(running), passed_over, now)
 
 
 def is_plausible(event: AnyEvent) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from noloco_node import ambient
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.report.folder import Told, read_folder
+from noloco_node.report.folder import ReportedRun, read_folder
 from noloco_node.report.page import page
 from noloco_node.storage import atomic
 
@@ -19,7 +19,7 @@ PLACE = "report"
 class Made:
     """What was written."""
 
-    told: Told
+    told: ReportedRun
     page: Path
     pictures: list[Path]
 

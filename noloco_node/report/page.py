@@ -11,7 +11,7 @@ from noloco_node import __version__
 from noloco_node.report import drawing, figures
 from noloco_node.report.chronicle import Chronicle
 from noloco_node.report.figures import words
-from noloco_node.report.folder import Told
+from noloco_node.report.folder import ReportedRun
 from noloco_node.telemetry.words import as_bytes, as_long, as_loss
 
 MOMENTS_SHOWN = 200
@@ -19,7 +19,7 @@ NOBODY = '<p class="dim">nobody yet</p>'
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def page(told: Told) -> str:
+def page(told: ReportedRun) -> str:
     """The whole page."""
     style = files("noloco_node.report").joinpath("style.css").read_text(encoding="utf-8")
     title = f"{told.summary.run_name or 'a run'}: report"
@@ -33,7 +33,7 @@ def page(told: Told) -> str:
     return head + f"<body><main>{''.join(_sections(told))}</main></body></html>\n"
 
 
-def _sections(told: Told) -> Iterator[str]:
+def _sections(told: ReportedRun) -> Iterator[str]:
     yield f"<section>{''.join(_header(told))}</section>"
     for chart in (figures.losses(told), figures.spread(told), figures.throughput(told)):
         yield _section(chart.title, drawing.curves(chart), "third")
@@ -63,7 +63,7 @@ def _section(title: str, inside: str, kind: str = "") -> str:
     return f'<section class="{kind}"><h2>{escape(title)}</h2>{inside}</section>'
 
 
-def _header(told: Told) -> Iterator[str]:
+def _header(told: ReportedRun) -> Iterator[str]:
     s = told.summary
     axis = figures.TimeAxis.of(told.chronicles)
     versions = sorted({version for chronicle in told.chronicles for version in chronicle.versions})
@@ -89,7 +89,7 @@ def _header(told: Told) -> Iterator[str]:
     )
 
 
-def _tiles(told: Told) -> Iterator[tuple[str, str]]:
+def _tiles(told: ReportedRun) -> Iterator[tuple[str, str]]:
     s = told.summary
     yield "tokens trained", f"{s.tokens:,}"
     yield "tokens per second", f"{s.tokens_per_second:,.0f}"
@@ -102,10 +102,10 @@ def _tiles(told: Told) -> Iterator[tuple[str, str]]:
     yield "came to nothing", f"{sum(part.outer_steps['aborted'] for part in s.per_node.values()):,}"
 
 
-_COUNTS = ("inner steps", "outer rounds", "fellows met")
+_COUNTS = ("inner steps", "outer rounds", "stage peers met")
 
 
-def _nodes(told: Told) -> Iterator[Sequence[str]]:
+def _nodes(told: ReportedRun) -> Iterator[Sequence[str]]:
     for chronicle in told.chronicles:
         part, account = told.summary.per_node[chronicle.name], chronicle.history.account
         loss, held_out = _last_losses(chronicle)
@@ -129,7 +129,7 @@ def _last_losses(chronicle: Chronicle) -> tuple[float | None, float | None]:
     return inner[-1].loss if inner else None, evaluations[-1].loss if evaluations else None
 
 
-def _costs(told: Told) -> Iterator[Sequence[str]]:
+def _costs(told: ReportedRun) -> Iterator[Sequence[str]]:
     for chronicle in told.chronicles:
         account = chronicle.history.account
         busy, waited = sum(chronicle.spent.busy.values()), chronicle.spent.data_wait
@@ -143,12 +143,12 @@ def _costs(told: Told) -> Iterator[Sequence[str]]:
         )
 
 
-def _faults(told: Told) -> str:
+def _faults(told: ReportedRun) -> str:
     rows = [(count.what, f"{count.times:,}", count.where) for count in figures.faults(told)]
     return _table(("what", "times", "where most"), rows) if rows else '<p class="dim">nothing</p>'
 
 
-def _moments(told: Told) -> str:
+def _moments(told: ReportedRun) -> str:
     rows = figures.moments(told)
     shown = rows[-MOMENTS_SHOWN:]
     lines = "".join(

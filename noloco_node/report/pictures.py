@@ -13,10 +13,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from noloco_node.report import figures
-from noloco_node.report.charts import Bars, Curves, Graph, Timeline
+from noloco_node.report.charts import Bars, ChartGraph, Curves, Timeline
 from noloco_node.report.drawing import circle
 from noloco_node.report.figures import shares
-from noloco_node.report.folder import Told
+from noloco_node.report.folder import ReportedRun
 from noloco_node.telemetry.plots import BLUE, GREEN, GREY, ORANGE, plot_run
 
 COLOURS = {"first": BLUE, "second": ORANGE, "third": GREEN, "quiet": GREY}
@@ -41,7 +41,7 @@ INCHES_A_ROW = 0.3
 DPI = 130
 
 
-def draw(told: Told, folder: Path) -> list[Path]:
+def draw(told: ReportedRun, folder: Path) -> list[Path]:
     """Write the pictures into a folder that is there; their paths. Raises OSError where it cannot be written."""
     title = _plain(f"{told.summary.run_name}: {told.summary.stages} stages, {told.summary.nodes} nodes")
     losses = folder / "losses.png"
@@ -146,7 +146,7 @@ def _timeline(chart: Timeline) -> Figure:
     return figure
 
 
-def _graphs(graphs: Sequence[Graph]) -> Figure:
+def _graphs(graphs: Sequence[ChartGraph]) -> Figure:
     shown = graphs[:6]
     figure, panels = _sheet(max(4.5, 4.0 * len(shown)), 4.4, len(shown))
     for panel, chart in zip(panels, shown, strict=True):

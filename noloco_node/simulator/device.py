@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from noloco_node.training.compute_thread import CallOrder, Compute, Priority, attempt, settle
-from noloco_node.training.fair_queue import OWN, Turn
+from noloco_node.training.fair_queue import OWN, QueueTurn
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class SimulatedDevice(Compute):
         """See `Compute.waiting`."""
         return len(self._order)
 
-    async def run(self, priority: Priority, work: Callable[[], T], turn: Turn = OWN) -> T:
+    async def run(self, priority: Priority, work: Callable[[], T], turn: QueueTurn = OWN) -> T:
         """See `Compute.run`."""
         future: asyncio.Future[T] = self._loop.create_future()
         self._order.put(priority, _Call(priority, work, future), turn)

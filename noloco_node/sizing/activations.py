@@ -21,7 +21,7 @@ HEAD_TENSORS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
+class ActivationGraph:
     """Bytes a token, in one precision of the published weights."""
 
     layers: tuple[float, ...]
@@ -38,7 +38,7 @@ class Graph:
 
 def graph_of(
     causal: nn.Module, config: PretrainedConfig, element: int, length: int, *, autocast: bool = False
-) -> Graph:
+) -> ActivationGraph:
     """Of the whole model `causal` (on the meta device will do), with published weights of `element` bytes and windows
     of `length` tokens. Attention with capped scores holds them all, in fp32; experts hold what goes in and out of
     each. Under `autocast` the stream of activations is fp32, and each product casts its inputs for itself; the weights
@@ -57,7 +57,7 @@ def graph_of(
         shape.layer(_norms(layer), on_stream, inside) + shape.fused(layer) + extra
         for layer in causal.get_submodule("model.layers").children()
     ]
-    return Graph(
+    return ActivationGraph(
         layers=tuple(layers),
         head=shape.norm(hidden, 1, on_stream) + element * hidden,
         logits=float(vocabulary * (element + HEAD_TENSORS * FP32)),

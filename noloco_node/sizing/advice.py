@@ -13,7 +13,7 @@ from noloco_node.outer.codec import CODECS
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.memory import memory_of, microbatches_a_step
 from noloco_node.sizing.traffic import traffic_of
-from noloco_node.sizing.utilisation import Link, Outlook, StageLoad, outlook_of
+from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
 
 RECOMPUTED = 4.0 / 3.0
 """Work of a stage that makes its graph anew: forward twice, backward once (which is two forwards)."""
@@ -37,7 +37,7 @@ class Suggestion:
 class Expectation:
     """What the configuration gives, and what would lift it."""
 
-    outlook: Outlook
+    outlook: UtilisationOutlook
     compute_seconds: float
     """That a microbatch takes of all stages' devices together."""
     suggestions: tuple[Suggestion, ...]
@@ -56,7 +56,7 @@ def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
             by_stages[of.run.stages] = footprint_of(of.run)
         return by_stages[of.run.stages]
 
-    def outlook(of: Config) -> Outlook:
+    def outlook(of: Config) -> UtilisationOutlook:
         return outlook_on(of, footprint(of), link, flop_per_second)
 
     def device_bytes(of: Config) -> int:
@@ -83,7 +83,7 @@ def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
     )
 
 
-def outlook_on(config: Config, footprint: Footprint, link: Link, flop_per_second: float) -> Outlook:
+def outlook_on(config: Config, footprint: Footprint, link: Link, flop_per_second: float) -> UtilisationOutlook:
     """What the configuration gives, as it is."""
     run = config.run
     return outlook_of(

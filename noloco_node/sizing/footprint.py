@@ -11,7 +11,7 @@ from noloco_node.collector import loading
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.anatomy import build_on_meta
 from noloco_node.model.cut import build_config, cut_model, idle_experts
-from noloco_node.sizing.activations import Graph, graph_of
+from noloco_node.sizing.activations import ActivationGraph, graph_of
 from noloco_node.training.precision import PRECISIONS
 
 
@@ -32,7 +32,7 @@ class Footprint:
     vocabulary: int
     layers: tuple[int, ...]
     """Layers of each stage."""
-    graph: Graph
+    graph: ActivationGraph
     """What a microbatch leaves in memory, in the precision of the run's published weights."""
 
 

@@ -46,7 +46,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class UtilisationOutlook:
     """What a replica of each stage may expect."""
 
     microbatches_a_second: float
@@ -68,7 +68,9 @@ class Outlook:
         return max(self.device_share)
 
 
-def outlook_of(stages: Sequence[StageLoad], link: Link, *, in_flight: int, h: int, step_microbatches: int) -> Outlook:
+def outlook_of(
+    stages: Sequence[StageLoad], link: Link, *, in_flight: int, h: int, step_microbatches: int
+) -> UtilisationOutlook:
     """What comes of it. `h`: inner steps between outer steps; `step_microbatches`: those of a replica behind one inner
     step. Pure arithmetic."""
     between = float(h * step_microbatches)
@@ -81,7 +83,7 @@ def outlook_of(stages: Sequence[StageLoad], link: Link, *, in_flight: int, h: in
             break
     left = [_left_for_microbatches(stage, link, rate, between) for stage in stages]
     outer = [stage.outer_bytes / _left_for_outer_steps(stage, link, rate) for stage in stages]
-    return Outlook(
+    return UtilisationOutlook(
         microbatches_a_second=rate,
         device_share=tuple(min(1.0, rate * stage.compute_seconds) for stage in stages),
         uplink_share=tuple(

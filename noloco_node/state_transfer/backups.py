@@ -303,8 +303,8 @@ class StageCopies:
 
 
 def guarded_stage(own_stage: int, rank: int, stages: int, copies: int) -> int | None:
-    """The stage of which the node with this place among its fellows keeps a copy, or None: `copies` nodes of each stage
-    keep one each, the first of the next stage, the second of the one after that, and so on round the pipeline."""
+    """The stage of which the node with this place among its stage peers keeps a copy, or None: `copies` nodes of each
+    stage keep one each, the first of the next stage, the second of the one after that, and so on round the pipeline."""
     if stages < 2 or rank >= copies:
         return None
     return (own_stage + 1 + rank % (stages - 1)) % stages

@@ -56,7 +56,7 @@ async def nobody_relayed(_peer: PeerId) -> bool:
 
 
 class StateDonor:
-    """Gives this replica's state to fellows: one snapshot at a time, shared by those who ask at the same time.
+    """Gives this replica's state to stage peers: one snapshot at a time, shared by those who ask at the same time.
 
     At most `places` read at once; others are told `busy`, which is no offence, and who came first gets the next place
     (`Readers`). Peers that `relayed` says are connected through a relay only are refused. `tend` must be called every

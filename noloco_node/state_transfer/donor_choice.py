@@ -18,7 +18,7 @@ from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.state_transfer.donor_pace import DonorPaces, Pace, TooSlow, floor_of
+from noloco_node.state_transfer.donor_pace import DonorPace, DonorPaces, TooSlow, floor_of
 from noloco_node.state_transfer.fetch import Download, fetch_state, load_download, new_download
 from noloco_node.state_transfer.messages import OFFER, StateManifest, StateOffer, StateRequest, packed_size
 from noloco_node.telemetry.events import AnyEvent, DonorFailed, StateDownload
@@ -103,7 +103,7 @@ class _Search:
 
 
 class StateCopier:
-    """Makes this replica a copy of a fellow. `believe` turns a donor's claimed clock into the one to take over."""
+    """Makes this replica a copy of a stage peer. `believe` turns a donor's claimed clock into the one to take over."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class StateCopier:
         """One donor's state, resumed where a stream breaks, loaded as a whole at the end. TooSlow where one of
         `offering` may be faster."""
         told = _Progress(donor, download.size, self._emit)
-        pace = Pace(self._paces, donor, offering, self._spec.limits.exchange_progress_seconds)
+        pace = DonorPace(self._paces, donor, offering, self._spec.limits.exchange_progress_seconds)
 
         def progress(received: int) -> None:
             told(received)

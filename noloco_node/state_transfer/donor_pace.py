@@ -59,7 +59,7 @@ class DonorPaces:
         return all(donor in self._slow for donor in donors)
 
 
-class Pace:
+class DonorPace:
     """Measures one transfer from `donor`; to be told the bytes that lie here. Raises TooSlow where it is to be left."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""State transfer in the life of one replica: it takes a fellow's state, and gives its own."""
+"""State transfer in the life of one replica: it takes a stage peer's state, and gives its own."""
 
 from __future__ import annotations
 

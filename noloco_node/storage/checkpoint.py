@@ -55,7 +55,7 @@ class HeldSample(BaseModel):
     put_backs: Count
 
 
-class Standing(BaseModel):
+class KeptStanding(BaseModel):
     """Where a node stands, apart from its tensors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -102,7 +102,7 @@ class CheckpointManifest(Sealed):
     """noloco-node's version that wrote it."""
     written: float
     """Seconds since 1970."""
-    standing: Standing
+    standing: KeptStanding
     files: dict[Literal["state.safetensors"], Sha256]
 
 
@@ -111,7 +111,7 @@ class Checkpoint:
     """One that was read back and found whole. Tensors are on the host."""
 
     path: Path
-    standing: Standing
+    standing: KeptStanding
     tensors: dict[str, Tensor]
 
 
@@ -146,7 +146,7 @@ class CheckpointFolder:
         self.damaged: dict[Path, str] = {}
         """Those that `newest` passed over last, and why; not those of another stage."""
 
-    def write(self, standing: Standing, tensors: Mapping[str, Tensor]) -> Written:
+    def write(self, standing: KeptStanding, tensors: Mapping[str, Tensor]) -> Written:
         """Write one more, and then remove those that are too many. Raises CheckpointFailed, also where the state is no
         good: it must not push sound ones out."""
         if (why := _no_good(tensors)) is not None:
@@ -182,7 +182,7 @@ class CheckpointFolder:
                     self.damaged[path] = str(reason)
         return None
 
-    def newest_whole(self) -> tuple[Path, Standing] | None:
+    def newest_whole(self) -> tuple[Path, KeptStanding] | None:
         """The newest one that is whole, of whatever run and stage, without its tensors; those passed over are logged
         with the reason."""
         for number in reversed(self._numbers()):
@@ -239,7 +239,7 @@ def read_checkpoint(path: Path, run_id: str, stage: int | None) -> Checkpoint:
     return Checkpoint(path, standing, tensors)
 
 
-def read_standing(path: Path) -> Standing:
+def read_standing(path: Path) -> KeptStanding:
     """What stands in a checkpoint, of whatever run, without its tensors. Raises Unusable where it is not whole."""
     manifest = _read_manifest(path)
     _check_hash(path, manifest)
@@ -305,6 +305,6 @@ def _stage_of(path: Path) -> int | None:
         return None
 
 
-def _sealed(standing: Standing, files: dict[Literal["state.safetensors"], str]) -> CheckpointManifest:
+def _sealed(standing: KeptStanding, files: dict[Literal["state.safetensors"], str]) -> CheckpointManifest:
     manifest = CheckpointManifest(version=__version__, written=ambient.wall(), standing=standing, files=files)
     return manifest.sealed()

@@ -42,7 +42,7 @@ class Sealed(BaseModel):
         return self.model_copy(update={"seal": self.expected_seal()})
 
 
-class Manifest(Sealed):
+class WeightsManifest(Sealed):
     """What the files are and their SHA-256."""
 
     format: Literal[1] = 1
@@ -68,7 +68,7 @@ class Manifest(Sealed):
 class SavedStage:
     """A stage read back: tensors by full Hugging Face names, fp32, on the CPU."""
 
-    manifest: Manifest
+    manifest: WeightsManifest
     slow: dict[str, Tensor]
     fast: dict[str, Tensor]
 
@@ -82,7 +82,7 @@ def save_stage(
     outer_rounds: int,
     slow: Mapping[str, Tensor],
     fast: Mapping[str, Tensor],
-) -> Manifest:
+) -> WeightsManifest:
     """Write slow and fast weights (full Hugging Face name -> tensor) to `folder`, replacing it as a whole.
 
     `clock` is in swarm tokens. Raises UserError (RUN_FOLDER) when the disk refuses; an older `folder` then stays.
@@ -110,10 +110,10 @@ def load_stage(folder: Path) -> SavedStage:
     return SavedStage(manifest, _read_tensors(folder, SLOW, manifest), _read_tensors(folder, FAST, manifest))
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> WeightsManifest:
     """What `save_stage` wrote about its files. Raises UserError (RUN_FOLDER) when it is missing, torn or altered."""
     try:
-        manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+        manifest = WeightsManifest.model_validate_json((folder / MANIFEST).read_bytes())
     except (OSError, ValidationError) as error:
         raise _unreadable(folder, error) from error
     if manifest.seal != manifest.expected_seal():
@@ -127,8 +127,8 @@ def load_slow(folder: Path) -> dict[str, Tensor]:
     return _read_tensors(folder, SLOW, read_manifest(folder))
 
 
-def _sealed(run_id: str, cut: StageCut, clock: float, outer_rounds: int, files: dict[str, str]) -> Manifest:
-    open_manifest = Manifest.model_validate(
+def _sealed(run_id: str, cut: StageCut, clock: float, outer_rounds: int, files: dict[str, str]) -> WeightsManifest:
+    open_manifest = WeightsManifest.model_validate(
         {
             "version": __version__,
             "run_id": run_id,
@@ -150,7 +150,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _read_tensors(
-    folder: Path, name: Literal["slow.safetensors", "fast.safetensors"], manifest: Manifest
+    folder: Path, name: Literal["slow.safetensors", "fast.safetensors"], manifest: WeightsManifest
 ) -> dict[str, Tensor]:
     try:
         if file_sha256(folder / name) != manifest.files[name]:

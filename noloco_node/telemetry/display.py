@@ -63,7 +63,7 @@ class Figures:
     seconds_left: float | None
 
 
-class SwarmView:
+class LocalSwarmView:
     """Follows the events of all nodes of a local swarm. Times are wall time, seconds since 1970."""
 
     def __init__(self, *, run_name: str, stages: int, target: int, nodes: Sequence[str]) -> None:
@@ -172,7 +172,7 @@ def _after(history: NodeHistory, since: float) -> Iterator[InnerStep]:
         yield step
 
 
-def plain_line(view: SwarmView, now: float) -> str:
+def plain_line(view: LocalSwarmView, now: float) -> str:
     """The swarm in one line of plain text."""
     f = view.figures(now)
     return (
@@ -184,7 +184,7 @@ def plain_line(view: SwarmView, now: float) -> str:
     )
 
 
-def screen(view: SwarmView, now: float) -> RenderableType:
+def screen(view: LocalSwarmView, now: float) -> RenderableType:
     """The swarm on one screen of a terminal."""
     f = view.figures(now)
     progress = Table.grid(padding=(0, 1))
@@ -205,7 +205,7 @@ def screen(view: SwarmView, now: float) -> RenderableType:
 class Display:
     """Shows a view: live on a terminal, else as lines. Use as a context manager and call `refresh` often."""
 
-    def __init__(self, view: SwarmView, console: Console) -> None:
+    def __init__(self, view: LocalSwarmView, console: Console) -> None:
         self._view = view
         self._console = console
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
@@ -261,7 +261,7 @@ def _figures_table(f: Figures) -> Table:
     return table
 
 
-def _who_with_whom(view: SwarmView) -> RenderableType:
+def _who_with_whom(view: LocalSwarmView) -> RenderableType:
     by_stage = [view.pairs(stage) for stage in range(view.stages)]
     if max((len(rows) for rows in by_stage), default=0) > MATRIX_REPLICAS or view.stages > 4:
         return Text("last averaged: " + (", ".join(f"{a} with {b}" for a, b in view.last_pairs) or "none yet"))
@@ -281,7 +281,7 @@ def _matrix(title: str, rows: dict[str, Counter[str]]) -> Table:
     return table
 
 
-def _notable(view: SwarmView) -> Text:
+def _notable(view: LocalSwarmView) -> Text:
     lines = [f"{_clock_time(when)} {line}" for when, line in view.notes[-NOTABLE_EVENTS:]]
     text = Text("\n".join(lines + [""] * (NOTABLE_EVENTS - len(lines))), no_wrap=True, overflow="ellipsis")
     text.highlight_regex(r".*(DIED|WARNS).*", "bold red")

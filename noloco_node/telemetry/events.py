@@ -44,8 +44,8 @@ class NodeStarted(Event):
     parameters: int
     """Parameters of this stage."""
     origin: Literal["seed", "peer", "guard", "checkpoint"]
-    """`seed`: weights from the RunSpec's seed; `peer`: copied from a fellow; `guard`: nobody served the stage, and they
-    are a copy that a node of another stage kept; `checkpoint`: this node's own."""
+    """`seed`: weights from the RunSpec's seed; `peer`: copied from a stage peer; `guard`: nobody served the stage, and
+    they are a copy that a node of another stage kept; `checkpoint`: this node's own."""
     resumed: bool = False
     """True where books and data position go on from an earlier life of this node."""
     device: str = ""
@@ -67,7 +67,7 @@ class NodeMoved(Event):
     why: Literal["poor", "lost"]
     """`poor`: the stage had too little throughput; `lost`: nobody served it any more."""
     origin: Literal["seed", "peer", "guard", "checkpoint"]
-    """Where the weights are from: the RunSpec's seed, a fellow, a copy that a node of another stage kept, or a
+    """Where the weights are from: the RunSpec's seed, a stage peer, a copy that a node of another stage kept, or a
     checkpoint of an earlier stay of this node."""
     clock: float
     parameters: int
@@ -276,7 +276,7 @@ class CheckpointTaken(Event):
 
 
 class StateDownload(Event):
-    """A late joiner copies a fellow's state; about once a second, and at its beginning and end."""
+    """A late joiner copies a stage peer's state; about once a second, and at its beginning and end."""
 
     event: Literal["state_download"] = "state_download"
     donor: str
@@ -288,7 +288,7 @@ class StateDownload(Event):
 
 
 class DonorFailed(Event):
-    """A fellow did not give its state; another one is asked."""
+    """A stage peer did not give its state; another one is asked."""
 
     event: Literal["donor_failed"] = "donor_failed"
     donor: str
@@ -296,11 +296,11 @@ class DonorFailed(Event):
 
 
 class ProbationEnded(Event):
-    """A late joiner counts from now on: its fellows average with it."""
+    """A late joiner counts from now on: its stage peers average with it."""
 
     event: Literal["probation_ended"] = "probation_ended"
     reason: Literal["in_line", "time"]
-    """`in_line`: loss and distance are those of its fellows; `time`: the bound in inner steps was reached."""
+    """`in_line`: loss and distance are those of its stage peers; `time`: the bound in inner steps was reached."""
     steps: int
     """Inner steps that it lasted."""
 

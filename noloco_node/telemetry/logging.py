@@ -31,7 +31,7 @@ LOGGER_NAME = "noloco_node"
 
 ORIGINS = {
     "seed": "the run's first weights",
-    "peer": "weights copied from a fellow",
+    "peer": "weights copied from a stage peer",
     "guard": "weights from a copy that a node of another stage kept",
     "checkpoint": "weights from its own checkpoint",
 }

@@ -57,7 +57,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge("noloco_stage_parameters", "parameters", "Parameters of this node's stage"),
         _gauge("noloco_doing", "1 or 0", "1 for what the node does now, 0 for what it did before", "what"),
         _gauge("noloco_waiting_seconds", "seconds", "How long the node has waited; 0: it does not"),
-        _gauge("noloco_state_download_ratio", "ratio", "Share of a fellow's state that has come"),
+        _gauge("noloco_state_download_ratio", "ratio", "Share of a stage peer's state that has come"),
         _counter("noloco_moves_total", "moves", "Moves of this node to another stage", "why", known=("poor", "lost")),
         _counter("noloco_warnings_total", "warnings", "Warnings to whoever runs the node", "what", known=WARNINGS),
     ),
@@ -72,7 +72,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _histogram(
             "noloco_recovery_duration_seconds",
             "seconds",
-            "From the fall of its speed at a fellow's or a next-stage peer's loss until it is back to 90 %; 0: no fall",
+            "From the fall of its speed at the loss of a stage or next-stage peer until it is back to 90 %; 0: no fall",
             RECOVERY_SECONDS,
         ),
         _gauge("noloco_clock_tokens", "tokens", "Clock of this replica, in swarm tokens"),

@@ -63,7 +63,7 @@ class NodeFigures:
     """The last one that was committed."""
     doing: Doing | None = None
     download: StateDownload | None = None
-    """While a fellow's state is copied."""
+    """While a stage peer's state is copied."""
     warnings: tuple[str, ...] = ()
     ended: bool = False
 

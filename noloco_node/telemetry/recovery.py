@@ -101,7 +101,7 @@ class Recovery:
         return seconds
 
     def _has_lost_one(self, event: Account) -> bool:
-        """A fellow, or one of those that its microbatches go to."""
+        """A stage peer, or one of those that its microbatches go to."""
         before, self._nodes = self._nodes, event.nodes_per_stage
         if not self._trains or event.clock >= NEAR_THE_END * event.target or len(before) != len(self._nodes):
             return False

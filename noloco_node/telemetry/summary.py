@@ -96,7 +96,7 @@ class NodeHistory:
 
     @property
     def paired(self) -> list[OuterStep]:
-        """Outer steps that averaged with a fellow."""
+        """Outer steps that averaged with a stage peer."""
         return [step for step in self.outer if step.kind == "paired"]
 
 
@@ -203,7 +203,7 @@ class Summary(Frozen):
     outer_rounds: dict[str, int]
     """By node: outer steps committed."""
     distinct_partners: dict[str, int]
-    """By node: fellows it has averaged with."""
+    """By node: stage peers it has averaged with."""
     spread: list[SpreadPoint]
     microbatches: Microbatches
     """drawn, trained, dropped, held_at_end and put_back over stage 0; retried and repeated over all nodes."""

@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
 from noloco_node import ambient
-from noloco_node.training.fair_queue import OWN, FairQueue, Turn
+from noloco_node.training.fair_queue import OWN, FairQueue, QueueTurn
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -55,7 +55,7 @@ class Compute(ABC):
         """Calls that wait for their turn."""
 
     @abstractmethod
-    async def run(self, priority: Priority, work: Callable[[], T], turn: Turn = OWN) -> T:
+    async def run(self, priority: Priority, work: Callable[[], T], turn: QueueTurn = OWN) -> T:
         """Run `work` on the device; its result or exception comes back. Forwards go by their `turn`."""
 
     @abstractmethod
@@ -79,7 +79,7 @@ class ComputeThread(Compute):
         """See `Compute.waiting`."""
         return len(self._queue)
 
-    async def run(self, priority: Priority, work: Callable[[], T], turn: Turn = OWN) -> T:
+    async def run(self, priority: Priority, work: Callable[[], T], turn: QueueTurn = OWN) -> T:
         """See `Compute.run`. RuntimeError once it is closed."""
         if self._stopping:
             raise RuntimeError("the compute thread is closed")
@@ -124,7 +124,7 @@ class CallOrder(Generic[C]):
     def __len__(self) -> int:
         return len(self._heap) + len(self._forwards)
 
-    def put(self, priority: Priority, call: C, turn: Turn) -> None:
+    def put(self, priority: Priority, call: C, turn: QueueTurn) -> None:
         """Let a call wait."""
         if priority is Priority.FORWARD:
             self._forwards.push(turn.sources, turn.cost, call)
@@ -149,7 +149,7 @@ class _Waiting:
         with self._changed:
             return len(self._order)
 
-    def put(self, priority: Priority, call: Callable[[], None], turn: Turn) -> None:
+    def put(self, priority: Priority, call: Callable[[], None], turn: QueueTurn) -> None:
         with self._changed:
             self._order.put(priority, call, turn)
             self._changed.notify()

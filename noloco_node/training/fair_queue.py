@@ -12,14 +12,14 @@ SOURCES_REMEMBERED = 64
 """Of more, those with nothing waiting are forgotten: what each has had beyond the others is an item at the most."""
 
 
-class Turn(NamedTuple):
+class QueueTurn(NamedTuple):
     """On whose account a piece of work goes: a source, a source within it and so on, and what it costs (tokens)."""
 
     sources: tuple[str, ...] = ("",)
     cost: float = 0.0
 
 
-OWN = Turn()
+OWN = QueueTurn()
 """This node's own work: it is not counted."""
 
 

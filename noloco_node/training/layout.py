@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LayoutEntry:
     """One parameter's place in the vector."""
 
     name: str
@@ -31,7 +31,7 @@ class FlatLayout:
     Both groups are contiguous, so that an optimizer sees two tensors instead of hundreds.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[LayoutEntry, ...]
     decayed: int
     """Elements of the first group."""
     size: int
@@ -41,10 +41,10 @@ class FlatLayout:
         """The layout of a stage's named parameters; their order within a group is kept."""
         matrices = {name: p for name, p in parameters.items() if p.dim() >= 2}
         vectors = {name: p for name, p in parameters.items() if p.dim() < 2}
-        entries: list[Entry] = []
+        entries: list[LayoutEntry] = []
         offset = 0
         for name, parameter in (*matrices.items(), *vectors.items()):
-            entries.append(Entry(name, offset, parameter.shape))
+            entries.append(LayoutEntry(name, offset, parameter.shape))
             offset += parameter.numel()
         return cls(tuple(entries), sum(p.numel() for p in matrices.values()), offset)
 

@@ -80,7 +80,7 @@ class Progress:
         )
 
     def as_copy_of(self, clock: float, outer_rounds: int, inner_steps: int) -> Progress:
-        """A fellow's state has been taken over: its clock and round. Own counts go on, those of the fragments
+        """A stage peer's state has been taken over: its clock and round. Own counts go on, those of the fragments
         staggered over `inner_steps` (H) as at the start."""
         marks = staggered(len(self.marks), inner_steps, steps=self.steps, tokens=self.tokens)
         return replace(self, clock=clock, outer_rounds=outer_rounds, marks=marks)

@@ -40,7 +40,7 @@ class MicrobatchNotFinite(ValueError):
 
 
 @dataclass(slots=True, eq=False)
-class Passage:
+class ForwardContext:
     """A microbatch's stay at this stage, between its forward and its backward. Made by the caller, filled by `forward`,
     emptied by `backward` or `discard`; so that whoever made it can always clean up."""
 
@@ -143,7 +143,7 @@ class StageTrainer:
 
     def _there_and_back(self, shape: tuple[int, int], positions: Tensor | None) -> None:
         """All kinds of calls that training makes, so that none is compiled while others wait; nothing accumulates."""
-        passage = Passage(positions=positions, version=self._versions.acquire())
+        passage = ForwardContext(positions=positions, version=self._versions.acquire())
         assert passage.version is not None
         try:
             inputs = self._to_device(torch.zeros(shape if self._is_first else (*shape, self._stage.hidden_size)))
@@ -156,7 +156,7 @@ class StageTrainer:
         finally:
             self.discard(passage)
 
-    def forward(self, inputs: Tensor, passage: Passage) -> Tensor:
+    def forward(self, inputs: Tensor, passage: ForwardContext) -> Tensor:
         """Activations [B, T, hidden] on the host in the wire precision; `passage` holds what the backward needs.
         Raises MicrobatchNotFinite; the passage stays for `discard` then."""
         assert passage.version is None, "a passage is used once"
@@ -174,7 +174,7 @@ class StageTrainer:
 
     def backward(
         self,
-        passage: Passage,
+        passage: ForwardContext,
         output_gradient: Tensor,
         loss_sum: float,
         tokens: int,
@@ -211,7 +211,7 @@ class StageTrainer:
         `source`, `labels` int [B, T], with marks where documents begin; where routers are trained, `chosen` is how
         often the stages before chose each expert. The routers' loss is no part of the one that is given back. Raises
         MicrobatchNotFinite."""
-        passage = Passage(source, positions=positions_of(labels), version=self._versions.acquire())
+        passage = ForwardContext(source, positions=positions_of(labels), version=self._versions.acquire())
         assert passage.version is not None
         try:
             leaf, logits, routed = self._forward_with_graph(passage, self._to_device(inputs))
@@ -254,7 +254,7 @@ class StageTrainer:
             raise MicrobatchNotFinite("the logits are not finite")
         return logits.contiguous()
 
-    def discard(self, passage: Passage) -> None:
+    def discard(self, passage: ForwardContext) -> None:
         """Let go of a passage's graph and weights; harmless for one that is empty."""
         version, passage.version = passage.version, None
         passage.inputs = passage.outputs = passage.routed = None
@@ -350,7 +350,7 @@ class StageTrainer:
             (part, group["params"][0]) for part, group in zip(self._parts(), self._optimizer.param_groups, strict=True)
         ]
 
-    def _forward_with_graph(self, passage: Passage, inputs: Tensor) -> tuple[Tensor, Tensor, Routed | None]:
+    def _forward_with_graph(self, passage: ForwardContext, inputs: Tensor) -> tuple[Tensor, Tensor, Routed | None]:
         assert passage.version is not None
         leaf = inputs if self._is_first else inputs.detach().requires_grad_()
         with torch.enable_grad():
@@ -391,7 +391,7 @@ class StageTrainer:
 
     def _differentiate(
         self,
-        passage: Passage,
+        passage: ForwardContext,
         inputs: Tensor,
         outputs: tuple[Tensor, Tensor | None],
         beside: Tensor | None,

@@ -23,10 +23,10 @@ from noloco_node.outer.replica import OuterReplica, Part, fragments_of
 from noloco_node.outer.update import OuterRule
 from noloco_node.training.compiled_stage import CompileBackend
 from noloco_node.training.compute_thread import Compute, Priority
-from noloco_node.training.fair_queue import OWN, Turn
+from noloco_node.training.fair_queue import OWN, QueueTurn
 from noloco_node.training.progress import LastTrained, Progress, staggered
 from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch, tied_pace
-from noloco_node.training.stage_trainer import LossResult, Passage, StageTrainer, StepResult
+from noloco_node.training.stage_trainer import ForwardContext, LossResult, StageTrainer, StepResult
 
 T = TypeVar("T")
 
@@ -169,7 +169,8 @@ class StageWorker:
         """How far ahead of this clock the origins are whose microbatches are trained here (tokens), as they say; None
         on stage 0 and where it is not known. Set from the event loop like `live_replicas`."""
         self.copied_at = -math.inf
-        """Monotonic seconds at which it became a copy of a fellow: what is known of others' leads is void by then."""
+        """Monotonic seconds at which it became a copy of a stage peer: what is known of others' leads is void by
+        then."""
         self.shifted_at = -math.inf
         """The same of when its clock last moved otherwise than by counting."""
         self.last_trained = LastTrained(0, 0.0)
@@ -252,7 +253,9 @@ class StageWorker:
             target=inner.target_tokens,
         )
 
-    async def forward(self, inputs: Tensor, passage: Passage, *, draw: bool = False, turn: Turn = OWN) -> Tensor:
+    async def forward(
+        self, inputs: Tensor, passage: ForwardContext, *, draw: bool = False, turn: QueueTurn = OWN
+    ) -> Tensor:
         """Activations for the next stage. `draw` marks a new microbatch of stage 0, which waits for all other work;
         `turn` says on whose account others' goes."""
         priority = Priority.DRAW if draw else Priority.FORWARD
@@ -260,7 +263,7 @@ class StageWorker:
 
     async def backward(
         self,
-        passage: Passage,
+        passage: ForwardContext,
         gradient: Tensor,
         loss_sum: float,
         tokens: int,
@@ -285,7 +288,7 @@ class StageWorker:
         *,
         draw: bool = False,
         source: str = "",
-        turn: Turn = OWN,
+        turn: QueueTurn = OWN,
         chosen: Sequence[int] = (),
     ) -> LossResult:
         """Last stage: loss and gradient of the inputs that the peer `source` sent, with how often the stages before it
@@ -298,19 +301,19 @@ class StageWorker:
 
         return await self._thread.run(Priority.DRAW if draw else Priority.FORWARD, work, turn)
 
-    async def evaluate(self, inputs: Tensor, positions: Tensor | None = None, turn: Turn = OWN) -> Tensor:
+    async def evaluate(self, inputs: Tensor, positions: Tensor | None = None, turn: QueueTurn = OWN) -> Tensor:
         """Forward only; `positions` as a passage has them."""
         return await self._thread.run(Priority.FORWARD, lambda: self._trainer.evaluate(inputs, positions), turn)
 
-    async def evaluate_loss(self, inputs: Tensor, labels: Tensor, turn: Turn = OWN) -> float:
+    async def evaluate_loss(self, inputs: Tensor, labels: Tensor, turn: QueueTurn = OWN) -> float:
         """Last stage, forward only: loss summed over tokens."""
         return await self._thread.run(Priority.FORWARD, lambda: self._trainer.evaluate_loss(inputs, labels), turn)
 
-    async def last_logits(self, inputs: Tensor, turn: Turn = OWN) -> Tensor:
+    async def last_logits(self, inputs: Tensor, turn: QueueTurn = OWN) -> Tensor:
         """Last stage, forward only: logits of the last position, fp32 [B, vocab]."""
         return await self._thread.run(Priority.FORWARD, lambda: self._trainer.last_logits(inputs), turn)
 
-    async def discard(self, passage: Passage) -> None:
+    async def discard(self, passage: ForwardContext) -> None:
         """Let go of a microbatch that will have no backward."""
         await self._thread.run(Priority.STEP, lambda: self._trainer.discard(passage))
 
@@ -381,8 +384,8 @@ class StageWorker:
         await self.load_full_state(clock, outer_rounds, await ambient.elsewhere(state))
 
     async def load_full_state(self, clock: float, outer_rounds: int, state: Mapping[str, Tensor]) -> None:
-        """Become a copy of a fellow: its state as `full_state()` gives it, its clock and round. Own counts start anew
-        from where they are, those of the fragments staggered as at the start."""
+        """Become a copy of a stage peer: its state as `full_state()` gives it, its clock and round. Own counts start
+        anew from where they are, those of the fragments staggered as at the start."""
 
         def work() -> None:
             self._trainer.load(state["fast"], state)

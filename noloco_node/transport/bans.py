@@ -56,7 +56,7 @@ OFFENSIVE: Mapping[Refusal, Offence] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class BanRecord:
     """One peer's account. Times are seconds on a clock that never goes back."""
 
     offences: float = 0.0
@@ -72,7 +72,7 @@ class Standing:
         return now < self.banned_until
 
 
-def after_offence(standing: Standing, offence: Offence, now: float) -> Standing:
+def after_offence(standing: BanRecord, offence: Offence, now: float) -> BanRecord:
     """The account after one more offence; banned where it holds more than `TOLERATED`.
 
     During a ban nothing is added: what a banned peer had under way when the ban began is not held against it.
@@ -81,9 +81,9 @@ def after_offence(standing: Standing, offence: Offence, now: float) -> Standing:
         return standing
     offences = max(0.0, standing.offences - (now - standing.since) * FORGIVEN_A_SECOND) + 1.0
     if offences <= TOLERATED:
-        return Standing(offences, now, standing.bans, standing.banned_until, standing.reason)
+        return BanRecord(offences, now, standing.bans, standing.banned_until, standing.reason)
     seconds, bans = ban_seconds(standing.bans, standing.banned_until, now)
-    return Standing(0.0, now, bans, now + seconds, offence)
+    return BanRecord(0.0, now, bans, now + seconds, offence)
 
 
 def ban_seconds(earlier: int, last_end: float, now: float) -> tuple[float, int]:
@@ -93,12 +93,12 @@ def ban_seconds(earlier: int, last_end: float, now: float) -> tuple[float, int]:
     return min(LONGEST_BAN_SECONDS, FIRST_BAN_SECONDS * 2.0 ** min(earlier, 32)), earlier + 1
 
 
-class Conduct:
+class Bans:
     """The accounts of all peers that have offended, the worst forgotten last by time: at most `PEERS_REMEMBERED`."""
 
     def __init__(self, clock: Callable[[], float] = ambient.monotonic) -> None:
         self._clock = clock
-        self._standings: OrderedDict[PeerId, Standing] = OrderedDict()
+        self._standings: OrderedDict[PeerId, BanRecord] = OrderedDict()
         self.offences: Counter[str] = Counter()
         """So far, by `Offence`."""
         self.bans: Counter[str] = Counter()
@@ -112,7 +112,7 @@ class Conduct:
     def offended(self, peer: PeerId, offence: Offence, detail: str = "") -> None:
         """Count an offence of `peer`; a ban that follows is logged once, with its reason and its end."""
         now = self._clock()
-        before = self._standings.pop(peer, Standing())
+        before = self._standings.pop(peer, BanRecord())
         after = self._standings[peer] = after_offence(before, offence, now)
         if len(self._standings) > PEERS_REMEMBERED:
             self._standings.popitem(last=False)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.acquaintance import Acquaintances
-from noloco_node.transport.bans import Conduct
+from noloco_node.transport.bans import Bans
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
 from noloco_node.transport.interface import Admit, Gate, Handle, TrafficCount
 from noloco_node.transport.messages import Message
@@ -35,7 +35,7 @@ class CommonTransport(ABC):
         return self._desk.refusals_given
 
     @property
-    def conduct(self) -> Conduct:
+    def conduct(self) -> Bans:
         """See `Transport.conduct`."""
         return self._desk.conduct
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.acquaintance import Acquaintances
-from noloco_node.transport.bans import Conduct
+from noloco_node.transport.bans import Bans
 from noloco_node.transport.errors import Refusal
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec
 
@@ -77,7 +77,7 @@ class Transport(Protocol):
         ...
 
     @property
-    def conduct(self) -> Conduct:
+    def conduct(self) -> Bans:
         """What peers have done wrong here."""
         ...
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from noloco_node.config.run_spec import MAX_BODY_BYTES
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.acquaintance import Acquaintances
-from noloco_node.transport.bans import OFFENSIVE, Conduct
+from noloco_node.transport.bans import OFFENSIVE, Bans
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.frames import Envelope, encode_envelope, tensor_bytes
 from noloco_node.transport.interface import Admit, Admitted, Gate, Handle, Release, TrafficCount
@@ -58,7 +58,7 @@ class _Method:
     running: Counter[PeerId] = field(default_factory=Counter[PeerId])
 
 
-class Place:
+class RequestPlace:
     """What an admitted request holds."""
 
     def __init__(self, method: _Method, admission: Admitted | Release | None) -> None:
@@ -81,7 +81,7 @@ class RequestDesk:
     def __init__(self, limits: TransportLimits) -> None:
         self.limits = limits
         self.traffic = TrafficCount()
-        self.conduct = Conduct()
+        self.conduct = Bans()
         self.acquaintances = Acquaintances()
         self.gate: Gate | None = None
         self._bytes_under_way: Counter[PeerId] = Counter()
@@ -120,10 +120,10 @@ class RequestDesk:
         return method if method in self._methods else "unknown"
 
     @contextmanager
-    def admitted(self, peer: PeerId, envelope: Envelope) -> Generator[Place]:
+    def admitted(self, peer: PeerId, envelope: Envelope) -> Generator[RequestPlace]:
         """Hold a place for the request while the block runs, or raise `Refused` before anything is allocated."""
         method = self._method_for(peer, envelope)
-        place = Place(method, _ask(method.admit, peer, envelope))
+        place = RequestPlace(method, _ask(method.admit, peer, envelope))
         method.running[peer] += 1
         self._bytes_under_way[peer] += envelope.body_bytes
         try:
@@ -153,7 +153,7 @@ class RequestDesk:
             raise Refused(Refusal.BUSY, f"{under_way} bytes under way")
         return method
 
-    async def answer(self, peer: PeerId, method: str, request: Message, place: Place) -> tuple[bytes, Message]:
+    async def answer(self, peer: PeerId, method: str, request: Message, place: RequestPlace) -> tuple[bytes, Message]:
         """Run the handler of who admitted it; its answer, and the answer's encoded envelope. The place is free again
         before it is sent. Refused (`draining`) where that one has gone: another stage may serve a method of this name.
 

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Screen(Protocol):
-    """Says with whom this node deals. Implementations: `Conduct`, `Access`."""
+    """Says with whom this node deals. Implementations: `Bans`, `Access`."""
 
     @property
     def changes(self) -> int:

@@ -29,7 +29,7 @@ class Trust(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Repute:
+class Reputation:
     """One peer's repute with one sender. Times are seconds on a clock that never goes back."""
 
     audits: int = 0
@@ -52,7 +52,7 @@ class Repute:
         return Trust.ON_TRIAL if now < self.trial_until and self.doubt_at(now) > 0.0 else Trust.ORDINARY
 
 
-def after_audit(repute: Repute, against: bool | None, now: float, *, by_copy: bool = False) -> Repute:
+def after_audit(repute: Reputation, against: bool | None, now: float, *, by_copy: bool = False) -> Reputation:
     """The repute after one more audit, decided against the peer, for it, or not at all (None).
 
     `by_copy` where the peer was asked in order to compare it with others. A copy can be told from an ordinary
@@ -72,4 +72,6 @@ def after_audit(repute: Repute, against: bool | None, now: float, *, by_copy: bo
         return replace(repute, doubt=doubt + 1.0, since=now + TRIAL_SECONDS, trial_until=now + TRIAL_SECONDS)
     seconds, set_asides = ban_seconds(repute.set_asides, repute.aside_until, now)
     until = now + seconds
-    return Repute(repute.audits, SET_ASIDE_AT - 1.0, until + TRIAL_SECONDS, set_asides, until, until + TRIAL_SECONDS)
+    return Reputation(
+        repute.audits, SET_ASIDE_AT - 1.0, until + TRIAL_SECONDS, set_asides, until, until + TRIAL_SECONDS
+    )

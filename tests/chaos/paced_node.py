@@ -16,7 +16,7 @@ from typing import TypeVar
 from noloco_node.cli import main as cli
 from noloco_node.node import daemon as node
 from noloco_node.training.compute_thread import ComputeThread, Priority
-from noloco_node.training.fair_queue import OWN, Turn
+from noloco_node.training.fair_queue import OWN, QueueTurn
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ OPERATION_SECONDS = "NOLOCO_CHAOS_OPERATION_SECONDS"
 class PacedThread(ComputeThread):
     """Works no faster than the environment says."""
 
-    async def run(self, priority: Priority, work: Callable[[], T], turn: Turn = OWN) -> T:
+    async def run(self, priority: Priority, work: Callable[[], T], turn: QueueTurn = OWN) -> T:
         """See `ComputeThread.run`."""
         seconds = float(os.environ[OPERATION_SECONDS])
 

@@ -22,7 +22,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer import backups as guard
 from noloco_node.state_transfer import messages as state_messages
 from noloco_node.transport.acquaintance import Acquaintances
-from noloco_node.transport.bans import Conduct, Offence
+from noloco_node.transport.bans import Bans, Offence
 from noloco_node.transport.common import CommonTransport
 from noloco_node.transport.messages import Message
 from tests.chaos import paced_node
@@ -43,7 +43,7 @@ def write(**entry: Any) -> None:
 
 def watch() -> None:
     """Let this process write down what it sees."""
-    refresh, offended, call = DhtDirectory.refresh, Conduct.offended, CommonTransport.call
+    refresh, offended, call = DhtDirectory.refresh, Bans.offended, CommonTransport.call
 
     async def timed(self: DhtDirectory) -> DirectoryView:
         began = time.monotonic()
@@ -58,7 +58,7 @@ def watch() -> None:
         write(look=seconds, rows=len(peers), honest=len(known), strangers=sorted(there))
         return view
 
-    def judged(self: Conduct, peer: PeerId, offence: Offence, detail: str = "") -> None:
+    def judged(self: Bans, peer: PeerId, offence: Offence, detail: str = "") -> None:
         before = self.banned(peer)
         offended(self, peer, offence, detail)
         write(offence=offence.value, peer=peer, ban=self.banned(peer) and not before, detail=detail[:200])
@@ -70,7 +70,7 @@ def watch() -> None:
 
     DhtDirectory.refresh = timed
     CommonTransport.call = noted
-    Conduct.offended = judged
+    Bans.offended = judged
 
 
 if __name__ == "__main__":

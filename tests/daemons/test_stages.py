@@ -121,10 +121,10 @@ async def test_a_stage_is_restored_from_the_copy_that_another_stage_kept(tmp_pat
         assert logs.count("stage 1 was restored from a copy") == 1
 
 
-async def test_a_node_of_a_rich_stage_moves_to_a_poor_one_copies_a_fellow_and_averages_with_it(
+async def test_a_node_of_a_rich_stage_moves_to_a_poor_one_copies_a_stage_peer_and_averages_with_it(
     tmp_path: Path, temporary: Path
 ) -> None:
-    """Two of three replicas of stage 1 die: one of stage 0 drains, takes a fellow's state there and trains on."""
+    """Two of three replicas of stage 1 die: one of stage 0 drains, takes a stage peer's state there and trains on."""
     config = micro("node.min_stay_seconds=20", "run.inner.target_tokens=100_000_000")  # nobody moves before the kills
     async with running(config, tmp_path / "run") as (swarm, _):
         await eventually(lambda: min(map(clock_of, swarm.nodes)) > 20_000, within=150, what="training")
@@ -134,12 +134,14 @@ async def test_a_node_of_a_rich_stage_moves_to_a_poor_one_copies_a_fellow_and_av
         assert (move.from_stage, move.stage, move.why, move.origin) == (0, 1, "poor", "peer")
         assert move.clock > 20_000
         (mover,) = [node for node in swarm.nodes if any(isinstance(e, NodeMoved) for e in node.events)]
-        fellow = of_stage(swarm, 1)[2]
-        assert fellow.started is not None
+        stage_peer = of_stage(swarm, 1)[2]
+        assert stage_peer.started is not None
 
         def averaged() -> bool:
             steps = [e for e in mover.events if isinstance(e, OuterStep) and e.time > move.time]
-            return any(e.kind == "paired" and fellow.started and e.partner == fellow.started.peer_id for e in steps)
+            return any(
+                e.kind == "paired" and stage_peer.started and e.partner == stage_peer.started.peer_id for e in steps
+            )
 
-        await eventually(averaged, within=90, what="an outer step with the new fellow")
+        await eventually(averaged, within=90, what="an outer step with the new stage peer")
         assert len(moves(swarm)) == 1

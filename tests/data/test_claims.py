@@ -257,7 +257,8 @@ def test_what_a_replica_says_is_bounded() -> None:
 
 
 def test_the_furthest_slot_that_can_be_claimed_draws_nobody_beyond_it() -> None:
-    """The only fellow is a liar: what this replica claims and keeps can still be told, and others are still heeded."""
+    """The only stage peer is a liar: what this replica claims and keeps can still be told, and others are still
+    heeded."""
     clock = Clock()
     turns = turns_of("own", clock)
     for slot in (1 << 48, FURTHEST, FURTHEST + REACH_AT_LEAST):
@@ -271,5 +272,5 @@ def test_the_furthest_slot_that_can_be_claimed_draws_nobody_beyond_it() -> None:
         assert turns.position.own == ((claim.slot, 0),)
     book = SlotBook("own", 60.0, 64)
     book.look([Said("liar", (Claim(FURTHEST),))], 0.0, 2)
-    book.look([Said("fellow", (Claim(FURTHEST + 5),))], 10.0, 2)
+    book.look([Said("stage_peer", (Claim(FURTHEST + 5),))], 10.0, 2)
     assert FURTHEST + 5 in book.holders

@@ -17,13 +17,13 @@ from noloco_node.config.data_spec import DataSpec, apportioned
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.encoding import check_made_tokens
-from noloco_node.data.mixture import MixedWalk
+from noloco_node.data.mixture import MixedSampler
 from noloco_node.data.prepared import check_text_here, fingerprint_of, prepare_run
 from noloco_node.data.reading import Reader, open_samples
+from noloco_node.data.sampler import SamplerPosition
 from noloco_node.data.samples import Samples, inputs_and_labels
 from noloco_node.data.tokenizer_training import TextTaken
 from noloco_node.data.tokenizers import ByteTokenizer, NoTokenizer
-from noloco_node.data.walk import WalkPosition
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.card import model_card
@@ -44,9 +44,9 @@ def source_of(window: int) -> int:
     return next(number for number, end in enumerate(ENDS) if window < end)
 
 
-def walk(position: WalkPosition | None = None, peer: str = "peer") -> MixedWalk:
+def walk(position: SamplerPosition | None = None, peer: str = "peer") -> MixedSampler:
     """Over three sources, the smallest of which is walked often."""
-    return MixedWalk(COUNTS, WEIGHTS, 3, peer, position or WalkPosition())
+    return MixedSampler(COUNTS, WEIGHTS, 3, peer, position or SamplerPosition())
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def test_each_thousand_windows_have_each_sources_share_and_no_two_passes_the_sam
         assert all(abs(orders[-1][at : at + 100].count(1) - 50) < 25 for at in range(0, 1000, 100))
     assert len({tuple(order) for order in orders}) == 4
     assert walk(peer="other").take(1000) != walk().take(1000)
-    assert walk().position == WalkPosition()
-    assert taken.position == WalkPosition(epoch=4)
+    assert walk().position == SamplerPosition()
+    assert taken.position == SamplerPosition(epoch=4)
 
 
 def test_each_source_is_read_whole_before_any_window_of_it_comes_again() -> None:
@@ -116,15 +116,15 @@ def test_a_walk_goes_on_where_it_was(taken: int) -> None:
     """From its position alone, in any source's any pass."""
     first = walk()
     first.take(taken)
-    second = walk(WalkPosition.model_validate_json(first.position.model_dump_json()))
-    assert second.position == first.position == WalkPosition(epoch=taken // 1000, offset=taken % 1000)
+    second = walk(SamplerPosition.model_validate_json(first.position.model_dump_json()))
+    assert second.position == first.position == SamplerPosition(epoch=taken // 1000, offset=taken % 1000)
     assert second.take(1500) == first.take(1500)
 
 
 def test_a_place_beyond_a_pass_is_none() -> None:
     """It is that of another text."""
     with pytest.raises(ValueError, match="offset 1000"):
-        walk(WalkPosition(offset=1000))
+        walk(SamplerPosition(offset=1000))
 
 
 def test_the_order_does_not_depend_on_the_machine() -> None:
@@ -132,7 +132,7 @@ def test_the_order_does_not_depend_on_the_machine() -> None:
     assert walk().take(8) == [283, 1624, 168, 0, 295, 264, 263, 568]
 
 
-async def opened(spec: DataSpec, position: WalkPosition) -> Samples:
+async def opened(spec: DataSpec, position: SamplerPosition) -> Samples:
     """As a replica of stage 0 opens its text."""
     return await asyncio.to_thread(open_samples, spec, 256, Reader("peer", 50, 24, 1 << 16), position)
 
@@ -143,16 +143,16 @@ async def test_stage_0_draws_each_sources_share_and_its_next_life_goes_on(mixed:
     source's share, of its own."""
     spec = mixed.model_copy(update={"attention": attention})
     drawn: Counter[str] = Counter()
-    position = WalkPosition()
+    position = SamplerPosition()
     for _ in range(2):
         samples = await opened(spec, position)
         for _ in range(10):
             inputs, _ = inputs_and_labels(await samples.draw())
             drawn += letters_of(inputs)
-        position = WalkPosition.model_validate(samples.position().model_dump())
+        position = SamplerPosition.model_validate(samples.position().model_dump())
         samples.close()
         held_out = letters_of(inputs_and_labels(samples.held_out)[0])
-    assert position == WalkPosition(epoch=1)
+    assert position == SamplerPosition(epoch=1)
     assert tuple(drawn[letter] for letter in LETTERS) == QUOTAS
     windows = load_windows(spec, 256)
     assert [held_out[letter] for letter in LETTERS] == [3, 12, 9]

@@ -22,13 +22,13 @@ from noloco_node.data.claims import Claim, Said
 from noloco_node.data.mixture import MixedPosition
 from noloco_node.data.prepared import check_text_here, fingerprint_of, prepare_run
 from noloco_node.data.reading import MakeTurns, Reader, held_out_by_source, open_samples
+from noloco_node.data.sampler import SamplerPosition
 from noloco_node.data.samples import Position, Samples
 from noloco_node.data.shards import TextShards
 from noloco_node.data.shared_rows import SharedRows
 from noloco_node.data.shared_turns import SharedTurns
 from noloco_node.data.tokenizers import ByteTokenizer
 from noloco_node.data.turns import OwnTurns, Turn, TurnPosition
-from noloco_node.data.walk import WalkPosition
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.sizing.preflight import note_on_blocks
@@ -72,7 +72,7 @@ async def opened(
 ) -> Samples:
     """As stage 0 opens it; little is read ahead."""
     reader = Reader("peer", size, 24, 4 * SIZE * LENGTH)
-    return await asyncio.to_thread(open_samples, spec, 256, reader, position or WalkPosition(), make_turns)
+    return await asyncio.to_thread(open_samples, spec, 256, reader, position or SamplerPosition(), make_turns)
 
 
 async def drawn(spec: DataSpec, count: int, size: int = SIZE) -> list[bytes]:
@@ -122,7 +122,7 @@ async def test_a_next_life_goes_on_in_every_source(streamed: DataSpec, batches: 
     first.close()
     position = TypeAdapter[Position](Position).validate_json(kept)
     assert isinstance(position, MixedPosition)
-    assert position.order == WalkPosition(epoch=batches * SIZE // 1000, offset=batches * SIZE % 1000)
+    assert position.order == SamplerPosition(epoch=batches * SIZE // 1000, offset=batches * SIZE % 1000)
     second = await opened(streamed, position)
     later = [bytes(row) for _ in range(10) for row in (await second.draw()).numpy().astype(np.uint8)]
     second.close()
@@ -210,7 +210,7 @@ COUNTS = (24, 8, 16)
 """Blocks of three sources."""
 
 
-class Fellows:
+class StagePeers:
     """Replicas that hear of each other every five seconds, each in one list of claims."""
 
     def __init__(self, names: Sequence[str], counts: Sequence[int]) -> None:
@@ -248,10 +248,10 @@ class Fellows:
 
 def test_replicas_share_out_each_source_by_one_list_of_claims() -> None:
     """No block of any source is read by two in a pass, and none is left out."""
-    fellows, read = Fellows(("one", "two", "three"), COUNTS), [Counter[int]() for _ in COUNTS]
+    stage_peers, read = StagePeers(("one", "two", "three"), COUNTS), [Counter[int]() for _ in COUNTS]
     for _ in range(60):
-        fellows.look()
-        for number, turn in fellows.take():
+        stage_peers.look()
+        for number, turn in stage_peers.take():
             read[number][turn.slot] += 1
     for slots, count in zip(read, COUNTS, strict=True):
         assert set(range(2 * count)) <= set(slots)
@@ -260,29 +260,29 @@ def test_replicas_share_out_each_source_by_one_list_of_claims() -> None:
 
 def test_who_leaves_gives_back_what_it_held_of_each_source() -> None:
     """With its place in each; the others go on from there."""
-    fellows = Fellows(("one", "two", "three"), COUNTS)
+    stage_peers = StagePeers(("one", "two", "three"), COUNTS)
     begun: dict[int, Turn] = {}
     while len(begun) < len(COUNTS):
-        fellows.look()
-        for number, row in enumerate(fellows.turns["three"]):
+        stage_peers.look()
+        for number, row in enumerate(stage_peers.turns["three"]):
             if number not in begun and (turn := row.take()) is not None:
                 row.reached(turn.slot, 11)
                 begun[number] = turn
-    fellows.look()
-    given_back = fellows.leave("three").claims
+    stage_peers.look()
+    given_back = stage_peers.leave("three").claims
     assert {Claim(turn.slot * 3 + number, 11, begun=True) for number, turn in begun.items()} <= set(given_back)
     found: list[tuple[int, int, int]] = []
     for _ in range(30):
-        fellows.look()
-        found += [(number, turn.slot, turn.start) for number, turn in fellows.take()]
+        stage_peers.look()
+        found += [(number, turn.slot, turn.start) for number, turn in stage_peers.take()]
     assert {(number, turn.slot, 11) for number, turn in begun.items()} <= set(found)
     assert len({each[:2] for each in found}) == len(found), "and nobody reads one twice"
 
 
 def test_one_row_is_told_as_it_is() -> None:
     """As before there were several."""
-    fellows = Fellows(["one"], [16])
-    rows, [turns] = fellows.rows["one"], fellows.turns["one"]
+    stage_peers = StagePeers(["one"], [16])
+    rows, [turns] = stage_peers.rows["one"], stage_peers.turns["one"]
     rows.heard([], 1)
     turn = turns.take()
     assert turn is not None

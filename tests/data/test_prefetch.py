@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from noloco_node.data.prefetch import Portion, Portions, Prefetch
+from noloco_node.data.sampler import SamplerPosition
 from noloco_node.data.samples import Position
-from noloco_node.data.walk import WalkPosition
 from noloco_node.errors import ExitCode, UserError
 from tests.support import eventually
 
-BEGIN = WalkPosition()
+BEGIN = SamplerPosition()
 SIZE = 2 * 5 * 4
 """Bytes of a portion."""
 
 
 def portion(number: int) -> Portion:
     """The windows hold the number; after it reading goes on at the next."""
-    return Portion(torch.full((2, 5), number, dtype=torch.int32), WalkPosition(offset=number + 1))
+    return Portion(torch.full((2, 5), number, dtype=torch.int32), SamplerPosition(offset=number + 1))
 
 
 def numbered(most: int = 1 << 30, end: Exception | None = None) -> Portions:
@@ -68,9 +68,9 @@ async def test_portions_come_in_order_and_the_position_is_that_of_what_was_drawn
     with opened(numbered()) as prefetch:
         for number in range(50):
             await eventually(lambda: prefetch.ready_bytes == 4 * SIZE, what="the thread has read ahead")
-            assert prefetch.position == WalkPosition(offset=number)
+            assert prefetch.position == SamplerPosition(offset=number)
             assert await draw(prefetch) == number
-    assert prefetch.position == WalkPosition(offset=50)
+    assert prefetch.position == SamplerPosition(offset=50)
 
 
 @pytest.mark.parametrize(("limit", "held"), [(4 * SIZE, 4), (4 * SIZE - 1, 3), (SIZE, 1), (1, 1)])

@@ -12,7 +12,7 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import OwnData, load_config
 from noloco_node.data import prepared
 from noloco_node.data.documents import Document
-from noloco_node.data.prepared import Manifest, check_text_here, prepare, read_manifest
+from noloco_node.data.prepared import TextManifest, check_text_here, prepare, read_manifest
 from noloco_node.data.sources import fingerprint_of_documents
 from noloco_node.data.tokenizers import ByteTokenizer, Tokens, load_tokenizer
 from noloco_node.data.windows import Windows, load_windows
@@ -169,7 +169,7 @@ def test_a_prepared_text_may_lie_beside_another_copy_of_the_tokenizer(tmp_path: 
 def test_a_manifest_is_read_as_it_was_written(spec: DataSpec, tmp_path: Path) -> None:
     """By whatever release of the same version."""
     done = prepare(spec, ByteTokenizer(), tmp_path / "tokens")
-    assert Manifest.model_validate_json((tmp_path / "tokens" / "manifest.json").read_text()) == done
+    assert TextManifest.model_validate_json((tmp_path / "tokens" / "manifest.json").read_text()) == done
     assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == [
         "manifest.json",
         "training.tokens",

@@ -18,7 +18,7 @@ from noloco_node.data import prepared_shards
 from noloco_node.data.blocks import StreamedBlocks
 from noloco_node.data.documents import Document
 from noloco_node.data.prepared import check_text_here, fingerprint_of, open_shards, prepare, prepare_streamed
-from noloco_node.data.prepared_shards import Reached
+from noloco_node.data.prepared_shards import PreparedSoFar
 from noloco_node.data.reading import held_out_windows
 from noloco_node.data.shards import TextShards
 from noloco_node.data.token_file import TokenFile
@@ -108,9 +108,9 @@ def test_a_prepared_text_gives_the_windows_of_the_streamed_one(spec: DataSpec, t
     """With a tokenizer of one's own, and whatever the number of parts; the text is asked no more."""
     tokenizer = bpe(tmp_path / "bpe")
     spec = spec.model_copy(update={"tokenizer": str(tmp_path / "bpe")})
-    heard: list[Reached] = []
+    heard: list[PreparedSoFar] = []
     done = prepare_streamed(spec, tokenizer, tmp_path / "tokens", heard.append)
-    assert heard[-1] == Reached(heard[0].all_bytes, heard[0].all_bytes, done.training + done.validation)
+    assert heard[-1] == PreparedSoFar(heard[0].all_bytes, heard[0].all_bytes, done.training + done.validation)
     assert (done.shards, done.documents, done.fingerprint) == (SHARDS, len(STORIES), fingerprint_of(spec))
     for parts in (1, 2, 5):
         assert_same(spec.model_copy(update={"parts_per_shard": parts}), tmp_path / "tokens", tokenizer)
@@ -120,7 +120,7 @@ def test_a_prepared_text_gives_the_windows_of_the_streamed_one(spec: DataSpec, t
 def test_processes_prepare_shards_and_their_errors_come_back(tmp_path: Path) -> None:
     """Real ones, which share nothing but how far they have come."""
     spec = streamed(write_shards(tmp_path / "text", ".jsonl", shards=2))
-    heard: list[Reached] = []
+    heard: list[PreparedSoFar] = []
     with files_of(spec)[1].open("a") as broken:
         broken.write("{")
     with pytest.raises(UserError, match=r"line 61 of '01.jsonl' is not JSON") as caught:
@@ -219,7 +219,7 @@ def test_all_cores_give_the_tokens_of_one(tmp_path: Path) -> None:
     write_shards(tmp_path / "text")
     tokenizer = bpe(tmp_path / "bpe")
     spec = text_spec(tmp_path / "text", tokenizer=str(tmp_path / "bpe"), holdout=0.2)
-    heard: list[Reached] = []
+    heard: list[PreparedSoFar] = []
     prepare(spec, tokenizer, tmp_path / "tokens", heard.append)
     assert same(
         load_windows(spec.model_copy(update={"prepared": str(tmp_path / "tokens")}), 300), load_windows(spec, 300)

@@ -23,12 +23,12 @@ from noloco_node.data.documents import data_error
 from noloco_node.data.prefetch import Prefetch
 from noloco_node.data.prepared import check_text_here, fingerprint_of
 from noloco_node.data.reading import Reader, held_out_windows, open_samples
+from noloco_node.data.sampler import Permutation
 from noloco_node.data.samples import Position, Samples
 from noloco_node.data.shards import TextShards
 from noloco_node.data.shared_turns import SharedTurns
 from noloco_node.data.tokenizers import ByteTokenizer, Tokens
 from noloco_node.data.turns import OwnTurns, Turn, TurnPosition
-from noloco_node.data.walk import Permutation
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.sizing.preflight import note_on_blocks

@@ -133,7 +133,7 @@ def average(
     meet([group[a], group[b]], exchange=f"{exchange}/{a}")
     seen: list[Judgement] = []
     for own, other in ((a, b), (b, a)):
-        judgement = bounds[own].judge(group[own], str(other), fellows=len(group) - 1)
+        judgement = bounds[own].judge(group[own], str(other), stage_peers=len(group) - 1)
         group[own].commit(judgement.scale)
         bounds[own].accept(str(other), judgement)
         seen.append(judgement)

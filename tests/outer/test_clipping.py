@@ -38,16 +38,16 @@ def test_peers_that_have_not_moved_do_not_lower_the_bound() -> None:
 
 
 def test_beyond_the_bound_a_difference_moves_the_less_the_larger_it_is() -> None:
-    """Of a stranger from the bound on; of a fellow that was within it before, from ten times the bound on."""
-    moved: dict[str, list[float]] = {"stranger": [], "fellow": []}
+    """Of a stranger from the bound on; of a stage peer that was within it before, from ten times the bound on."""
+    moved: dict[str, list[float]] = {"stranger": [], "stage_peer": []}
     for norm in (3.0, 9.0, 30.0, 300.0):
         for peer, norms in moved.items():
             bound = DifferenceBound(MULTIPLE)
-            bound.accept("fellow", 1.0, MULTIPLE)
+            bound.accept("stage_peer", 1.0, MULTIPLE)
             bound.accept("stranger", norm, MULTIPLE)
             norms.append(norm * bound.scale(peer, norm, 1.0))
     assert moved["stranger"] == pytest.approx([3.0, 1.0, 0.3, 0.03])
-    assert moved["fellow"] == pytest.approx([3.0, 3.0, 3.0, 0.3])
+    assert moved["stage_peer"] == pytest.approx([3.0, 3.0, 3.0, 0.3])
 
 
 def test_whoever_has_learnt_nothing_is_moved_by_nobody() -> None:
@@ -140,7 +140,7 @@ def test_one_hostile_step_moves_a_replica_by_the_bound_and_by_its_momentum(
     momentum: str, attack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against a twin that took that step alone: ‖φ − twin's φ‖ grows with α, α², … to at most bound/(1 − α). These
-    payloads are gross; here they fill the bound, as one of a fellow that is just not gross would."""
+    payloads are gross; here they fill the bound, as one of a stage peer that is just not gross would."""
     monkeypatch.setattr(clipping, "_GROSS", math.inf)
     start, moved = vectors(2, torch.float32, size=BLOCK)
     victim, twin = (replica_of(rule_of(momentum), start, fast=start + 0.01 * moved) for _ in range(2))
@@ -194,7 +194,7 @@ def test_two_hundred_hostile_rounds_do_not_raise_the_bound(momentum: str, attack
 @pytest.mark.parametrize("attack", ["far away", "just within", "sign flipped"])
 @pytest.mark.parametrize("identities", [1, 200])
 def test_honest_partners_pull_an_attacked_replica_back(momentum: str, attack: str, identities: int) -> None:
-    """Every other round hostile: no further from the fellows than a few bounds, after 200 rounds as after 50."""
+    """Every other round hostile: no further from the stage peers than a few bounds, after 200 rounds as after 50."""
     generator = torch.Generator().manual_seed(5)
     group = [replica_of(rule_of(momentum), torch.ones(BLOCK)) for _ in range(6)]
     bounds = [PartnerBound(MULTIPLE) for _ in group]

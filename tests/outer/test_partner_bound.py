@@ -43,7 +43,7 @@ def attacked(victim: OuterReplica, bound: PartnerBound, way: Tensor, name: str) 
     for index in range(victim.chunks):
         part = slice(index * BLOCK, (index + 1) * BLOCK)
         victim.add_chunk(index, victim.encoded_chunk(index) + 2 * push[part])
-    judgement = bound.judge(victim, "evil", fellows=HONEST)
+    judgement = bound.judge(victim, "evil", stage_peers=HONEST)
     assert judgement.norm <= judgement.bound, "the bound on the norm has nothing to say"
     victim.commit(judgement.scale)
     bound.accept("evil", judgement)
@@ -89,25 +89,25 @@ def test_a_partner_cannot_put_its_whole_pull_into_a_few_values() -> None:
 def test_half_of_what_was_learnt_may_be_taken_back_where_others_take_none() -> None:
     """Whatever the one asks for, and however often; also the last one that is left of several."""
     regress = Regress()
-    for fellows in (5, 5, 5, 1):
+    for stage_peers in (5, 5, 5, 1):
         for honest in ("a", "b", "c"):
-            assert regress.scale(honest, -0.1, 2.0, 0.5, fellows=fellows) == 1.0
-        assert 7.0 * regress.scale("evil", 7.0, 2.0, 0.5, fellows=fellows) == pytest.approx(1.0)
+            assert regress.scale(honest, -0.1, 2.0, 0.5, stage_peers=stage_peers) == 1.0
+        assert 7.0 * regress.scale("evil", 7.0, 2.0, 0.5, stage_peers=stage_peers) == pytest.approx(1.0)
 
 
-def test_a_single_fellow_is_not_measured() -> None:
+def test_a_single_stage_peer_is_not_measured() -> None:
     """Nobody could tell which of two is off."""
     regress = Regress()
-    assert [regress.scale("other", 7.0, 2.0, 0.5, fellows=1) for _ in range(9)] == [1.0] * 9
+    assert [regress.scale("other", 7.0, 2.0, 0.5, stage_peers=1) for _ in range(9)] == [1.0] * 9
 
 
 def test_who_takes_no_more_than_most_others_is_believed_after_some_rounds() -> None:
     """This replica is then the one that is off, or most of a swarm has been parted from it. One of them that asks for
     ten times as much gets no more than the others."""
     regress = Regress()
-    scales = [regress.scale(peer, 7.0, 2.0, 0.5, fellows=5) for _ in range(12) for peer in ("a", "b", "c")]
+    scales = [regress.scale(peer, 7.0, 2.0, 0.5, stage_peers=5) for _ in range(12) for peer in ("a", "b", "c")]
     assert scales[-3:] == [1.0, 1.0, 1.0]
-    assert 70.0 * regress.scale("d", 70.0, 2.0, 0.5, fellows=5) == pytest.approx(1.5 * 7.0)
+    assert 70.0 * regress.scale("d", 70.0, 2.0, 0.5, stage_peers=5) == pytest.approx(1.5 * 7.0)
 
 
 def test_the_way_is_that_of_the_own_steps_and_a_loaded_state_begins_anew() -> None:

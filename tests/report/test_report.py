@@ -76,14 +76,14 @@ def test_the_figures_are_the_summarys_and_those_of_status(below: str, tmp_path: 
     for tile in (f"{told.summary.tokens:,}", f"{told.summary.tokens_per_second:,.0f}"):
         assert f"<b>{tile}</b>" in shown
     for node in made.NAMES:
-        name, stage, share, loss, held_out, steps, rounds, fellows, now = row_of(shown, node)
+        name, stage, share, loss, held_out, steps, rounds, stage_peers, now = row_of(shown, node)
         (line,) = (line for line in lines if line.split()[0] == name)
         assert f"stage {stage}, {share}, training loss {loss}; {now}" in line
         own = "\n".join(status_lines(tmp_path / below / node, NOW))
         assert held_out == "–" if stage == "1" else f"validation loss   {held_out} nats/token" in own
         part = told.summary.per_node[node]
         assert (steps, rounds) == (str(part.inner_steps), str(told.summary.outer_rounds[node]))
-        assert fellows == str(told.summary.distinct_partners[node])
+        assert stage_peers == str(told.summary.distinct_partners[node])
     graph = figures.meetings(told)[1]
     assert [(edge.one, edge.other, edge.times) for edge in graph.edges] == [("s1-r0", "s1-r1", 6)]
     assert counted(figures.faults(told)) == {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_node.sizing.utilisation import Link, Outlook, StageLoad, outlook_of
+from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
 
 FAST = Link(1e12, 0.0)
 
 
 def outlook(
     compute: tuple[float, ...], link: Link, in_flight: int, *, sends: float = 1e5, outer: float = 0.0
-) -> Outlook:
+) -> UtilisationOutlook:
     """Stages with those times; each sends as much on, or back."""
     stages = [StageLoad(seconds, (sends,), outer) for seconds in compute]
     return outlook_of(stages, link, in_flight=in_flight, h=10, step_microbatches=4)

@@ -13,25 +13,25 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from noloco_node.data.walk import WalkPosition
+from noloco_node.data.sampler import SamplerPosition
 from noloco_node.storage import checkpoint
-from noloco_node.storage.checkpoint import STATE, CheckpointFailed, CheckpointFolder, HeldSample, Standing
+from noloco_node.storage.checkpoint import STATE, CheckpointFailed, CheckpointFolder, HeldSample, KeptStanding
 from noloco_node.storage.weights import MANIFEST, file_sha256
 from noloco_node.training.progress import Mark, Progress
 
 RUN = "f00d" * 8
 
 
-def standing(clock: float, *, run_id: str = RUN, stage: int = 1) -> Standing:
+def standing(clock: float, *, run_id: str = RUN, stage: int = 1) -> KeptStanding:
     """Where a node stands at a clock."""
-    return Standing(
+    return KeptStanding(
         run_id=run_id,
         stage=stage,
         progress=Progress(steps=7, tokens=640, clock=clock, outer_rounds=3, marks=(Mark(-2, 0), Mark(6, 576))),
         credit=-32.5,
         tokens_accumulated=64,
         loss_accumulated=3.25,
-        walk=WalkPosition(epoch=2, offset=5),
+        walk=SamplerPosition(epoch=2, offset=5),
         held=(HeldSample(put_backs=1),),
         ledger={"drawn": 12, "trained": 11},
     )
@@ -217,7 +217,7 @@ def test_a_state_that_is_no_number_any_more_pushes_no_sound_one_out(folder: Chec
     ],
 )
 def test_one_of_another_run_or_stage_is_refused(
-    folder: CheckpointFolder, foreign: Standing, reason: str, caplog: pytest.LogCaptureFixture
+    folder: CheckpointFolder, foreign: KeptStanding, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """However whole it is. Where any stage will do, another stage's is as good."""
     caplog.set_level(logging.INFO, "noloco_node")

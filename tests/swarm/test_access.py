@@ -20,7 +20,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.invitations import Invitation, Proof, invite, read_invitation
 from noloco_node.identity.keys import Identity, load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.bans import Conduct
+from noloco_node.transport.bans import Bans
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
@@ -248,7 +248,7 @@ async def test_records_of_outsiders_are_ignored_and_members_carry_their_proof(ow
         (PeerId("a-thief-of-proofs"), invitation.proof_for(GUEST)),
         (PeerId("a-listed-peer"), None),
     ):
-        directory = ScreenedDirectory(MemoryDirectory(hub), Conduct(), proof)
+        directory = ScreenedDirectory(MemoryDirectory(hub), Bans(), proof)
         assert await directory.publish(record_of(peer), 60)
     view = await ScreenedDirectory(MemoryDirectory(hub), judge).refresh()
     assert sorted(view.stages[0]) == ["a-listed-peer", GUEST]

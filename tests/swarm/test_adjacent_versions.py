@@ -21,9 +21,9 @@ from noloco_node.directory.records import PeerRecord, PeerState, SignedRecord
 from noloco_node.directory.records_call import serve_records, tell
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.node.checks import Outcome, check_versions
+from noloco_node.node.checks import CheckOutcome, check_versions
 from noloco_node.telemetry.events import AnyEvent, OuterStep
-from noloco_node.transport.bans import Conduct
+from noloco_node.transport.bans import Bans
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Admit, Handle
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
@@ -62,7 +62,7 @@ async def test_who_joins_another_protocol_version_is_told_both_and_what_to_insta
             await check_same_run(made.joiner, SPEC, made.addresses)
         errors.append(caught.value)
     check = check_versions((PROTOCOL_VERSION, __version__), {"peer": (theirs, "9.9")})
-    assert check.outcome is Outcome.FAIL
+    assert check.outcome is CheckOutcome.FAIL
     assert all(error.exit_code is ExitCode.WRONG_RUN for error in errors)
     side = "newer" if theirs > PROTOCOL_VERSION else "older"
     for found, remedy in [(check.found, check.remedy), *((error.message, error.remedy) for error in errors)]:
@@ -92,7 +92,7 @@ async def test_records_of_another_protocol_version_are_dealt_with_by_nobody(capl
     """They lie under the same key, since the run is the same; whoever had no peer to ask would be routed to. It is said
     once, however many there are."""
     hub = MemoryDirectoryHub(1)
-    directory = ScreenedDirectory(MemoryDirectory(hub), Conduct())
+    directory = ScreenedDirectory(MemoryDirectory(hub), Bans())
     await directory.publish(record(ONE, PROTOCOL_VERSION), 60.0)
     for theirs in ADJACENT:
         await MemoryDirectory(hub).publish(record(PeerId(f"speaks-version-{theirs}"), theirs), 60.0)
@@ -154,8 +154,8 @@ def averaged(event: AnyEvent) -> bool:
 
 
 async def test_two_releases_of_one_protocol_version_train_in_one_swarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One replica of each stage is of the later release: each averages with its fellow of the other, microbatches go
-    between all, and nobody is blamed for what is not known here."""
+    """One replica of each stage is of the later release: each averages with its stage peer of the other, microbatches
+    go between all, and nobody is blamed for what is not known here."""
 
     def transport(network: MemoryNetwork, peer: PeerId) -> MemoryTransport:
         return (NewerTransport if peer.endswith("-1") else MemoryTransport)(network, peer)

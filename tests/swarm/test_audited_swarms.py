@@ -31,8 +31,8 @@ ALWAYS = PipelineSpec(routing="uniform", audit_share=1.0, budget_seconds=10.0, p
 
 
 def near_spec(*, steps: int, stages: int = 2) -> RunSpec:
-    """A run in which honest fellows stay near each other, as audits take for granted, however unequally chance and the
-    machine share the work out: they average often, and learn slowly."""
+    """A run in which honest stage peers stay near each other, as audits take for granted, however unequally chance and
+    the machine share the work out: they average often, and learn slowly."""
     outer = OuterSpec(inner_steps=3, codec="fp32", max_lag_tokens=1_000_000)
     inner: dict[str, object] = {"learning_rate": 3e-4}
     return micro_spec(stages=stages, steps=steps, microbatches_a_step=3, pipeline=ALWAYS, inner=inner, outer=outer)
@@ -160,7 +160,7 @@ async def test_an_audit_that_fails_costs_no_sample_and_counts_against_nobody() -
 
 
 @pytest.mark.timeout(240)
-async def test_a_replica_that_has_lost_its_weights_is_set_aside_copies_a_fellow_and_is_cleared(
+async def test_a_replica_that_has_lost_its_weights_is_set_aside_copies_a_stage_peer_and_is_cleared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Honest, but useless until it has a good state again: it gets no work, lags, copies, and works as before."""
@@ -168,7 +168,7 @@ async def test_a_replica_that_has_lost_its_weights_is_set_aside_copies_a_fellow_
     monkeypatch.setattr(conduct, "LONGEST_BAN_SECONDS", 4.0)
     outer = OuterSpec(inner_steps=5, codec="fp32", max_lag_tokens=4_000)
     async with world(micro_spec(steps=2000, microbatches_a_step=3, pipeline=ALWAYS, outer=outer), replicas=3) as made:
-        lost, fellow = made.of_stage(1)[:2]
+        lost, stage_peer = made.of_stage(1)[:2]
 
         def master(replica: Replica) -> Tensor:
             return replica.worker._trainer.master
@@ -189,9 +189,9 @@ async def test_a_replica_that_has_lost_its_weights_is_set_aside_copies_a_fellow_
             await eventually(lambda: any(e.kind == "caught_up" for e in outer_steps(made, 3)[before:]), 60)
             served = lost.pipeline.ledger.served
             await eventually(lambda: lost.pipeline.ledger.served > served + 20, 60, "it works again")
-            apart = float((master(lost) - master(fellow)).norm())
-            assert apart < 0.3 * float(master(fellow).norm()), (
-                "fellows drift by a tenth at most, the noise was far larger"
+            apart = float((master(lost) - master(stage_peer)).norm())
+            assert apart < 0.3 * float(master(stage_peer).norm()), (
+                "stage peers drift by a tenth at most, the noise was far larger"
             )
             for replica in made.replicas:
                 replica.stop.set()

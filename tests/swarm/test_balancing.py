@@ -26,7 +26,7 @@ from noloco_node.placement.balancing import (
     supply_of,
     worth_moving,
 )
-from noloco_node.placement.migration import JOINER_PATIENCE, Move, Relocation, Standing
+from noloco_node.placement.migration import JOINER_PATIENCE, MigrationStanding, Move, Relocation
 from noloco_node.state_transfer.backups import guarded_stage
 from noloco_node.transport.acquaintance import IDLES_ALLOWED, Acquaintances
 from tests.swarm.worlds import AllAnswer
@@ -147,9 +147,9 @@ def test_few_nodes_move_only_where_it_helps(rich: int, poor: int, moves: bool) -
     assert {plan_move(supply, 0, 1.0, (0,), random.Random(seed)) for seed in range(200)} == {None}, "it does not fit"
 
 
-def standing(since: float = 0.0, work: Sequence[float] = EVEN) -> Standing:
+def standing(since: float = 0.0, work: Sequence[float] = EVEN) -> MigrationStanding:
     """A node that has stayed since `since`."""
-    return Standing(work, range(len(work)), since, stay_seconds=1200.0, confirm_seconds=20.0)
+    return MigrationStanding(work, range(len(work)), since, stay_seconds=1200.0, confirm_seconds=20.0)
 
 
 def first_move(here: Server, work: Sequence[float], others: Sequence[Server], seconds: int) -> tuple[int, Move] | None:

@@ -1,4 +1,4 @@
-"""Own checkpoint, a fellow's state, or the seed: the precedence, without a swarm."""
+"""Own checkpoint, a stage peer's state, or the seed: the precedence, without a swarm."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def record(stage: int, clock: float, state: PeerState = T, rounds: int = 5, name
     ],
 )
 def test_where_to_begin(own: float | None, others: list[PeerRecord], source: str, words: str) -> None:
-    """Own checkpoint within max_lag of the fellows' median clock, else a fellow's state, else the seed."""
+    """Own checkpoint within max_lag of the stage peers' median clock, else a stage peer's state, else the seed."""
     found = where_to_begin(own, others, 0, MAX_LAG)
     assert found.source == source
     assert words in found.why

@@ -15,11 +15,11 @@ from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.records_call import serve_records
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import stage_lifecycle as stays_module
-from noloco_node.node.stage_lifecycle import Stays
+from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline.blockage import TRIES, Blockage, patience
 from noloco_node.placement.balancing import Server, as_seen_at_work, supply_of, worth_moving
-from noloco_node.placement.migration import Move, Relocation, Standing
+from noloco_node.placement.migration import MigrationStanding, Move, Relocation
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryTransport
@@ -61,13 +61,13 @@ def test_only_what_was_tried_again_and_again_until_now_blocks_a_stage() -> None:
 @pytest.mark.parametrize("present", [True, False], ids=["serving", "joining"])
 def test_a_crowd_of_keys_at_a_stage_does_not_make_those_who_train_there_leave_it(*, present: bool) -> None:
     """Two nodes a stage, and eight keys of one process that answer at stage 0, or say that they are on their way."""
-    own, fellow = servers(0, "honest", 2)
-    others = [fellow, *servers(1, "far", 2), *servers(0, "crowd", 8, present=present)]
+    own, stage_peer = servers(0, "honest", 2)
+    others = [stage_peer, *servers(1, "far", 2), *servers(0, "crowd", 8, present=present)]
     before = supply_of([*others, own], EVEN)
     assert worth_moving(before, 0, 1.0, 1), "as records and answers have it"
-    seen = as_seen_at_work(others, 0, {fellow.peer, PeerId("crowd-000000")} if present else {fellow.peer})
+    seen = as_seen_at_work(others, 0, {stage_peer.peer, PeerId("crowd-000000")} if present else {stage_peer.peer})
     assert not worth_moving(supply_of([*seen, own], EVEN), 0, 1.0, 1)
-    relocation = Relocation(Standing(EVEN, (0, 1), 0.0, 100.0, 20.0), random.Random(1))
+    relocation = Relocation(MigrationStanding(EVEN, (0, 1), 0.0, 100.0, 20.0), random.Random(1))
     assert not any(relocation.look(float(now), own, seen) for now in range(2000))
 
 
@@ -76,16 +76,16 @@ def test_of_those_who_see_a_stage_shut_one_goes_there_and_the_last_stays() -> No
     nodes of stage 0 one goes within a confirmation and two slots; where there is but one it stays."""
     work = (1.0, 1.0, 1.0)
     crowd, rich = servers(1, "crowd", 400), servers(2, "rich", 4)
-    own, fellow = servers(0, "honest", 2)
+    own, stage_peer = servers(0, "honest", 2)
 
     def first_move(others: list[Server], *, shut: bool) -> tuple[int, Move] | None:
-        relocation = Relocation(Standing(work, range(3), 0.0, 1e6, 20.0), random.Random(1))
-        seen = as_seen_at_work(others, 0, {fellow.peer}, shut=[s.peer for s in crowd] if shut else ())
+        relocation = Relocation(MigrationStanding(work, range(3), 0.0, 1e6, 20.0), random.Random(1))
+        seen = as_seen_at_work(others, 0, {stage_peer.peer}, shut=[s.peer for s in crowd] if shut else ())
         looks = ((now, relocation.look(float(now), own, seen, shut=shut)) for now in range(100))
         return next(((now, move) for now, move in looks if move is not None), None)
 
-    assert first_move([fellow, *crowd, *rich], shut=False) is None
-    found = first_move([fellow, *crowd, *rich], shut=True)
+    assert first_move([stage_peer, *crowd, *rich], shut=False) is None
+    found = first_move([stage_peer, *crowd, *rich], shut=True)
     assert found is not None
     assert found[1] == Move(1, "lost")
     assert 20 <= found[0] <= 31
@@ -127,12 +127,12 @@ async def test_a_stage_that_only_a_crowd_of_keys_fills_is_rescued_by_a_neighbour
         for stage, index in ((1, 0), (1, 1)):
             made.network.kill(peer_name(stage, index))
         crowd = await fill(made, 1, 6)
-        origins, stays = made.replicas[:2], list[Stays]()
+        origins, stays = made.replicas[:2], list[StageLifecycle]()
         for own, other in (origins, origins[::-1]):
             transport = own.context.transport
             transport.acquaintances.worked(other.context.transport.peer_id)  # pyright: ignore[reportPrivateUsage]
             directory = own.membership._directory  # pyright: ignore[reportPrivateUsage]
-            stays.append(Stays(spec, settings, footprint_of(spec), transport, directory))
+            stays.append(StageLifecycle(spec, settings, footprint_of(spec), transport, directory))
         async with asyncio.TaskGroup() as group:
             for replica in origins:
                 group.create_task(replica.run())

@@ -16,9 +16,9 @@ from noloco_node.transport.bans import (
     LONGEST_BAN_SECONDS,
     OFFENSIVE,
     TOLERATED,
-    Conduct,
+    BanRecord,
+    Bans,
     Offence,
-    Standing,
     after_offence,
 )
 from noloco_node.transport.errors import (
@@ -35,9 +35,9 @@ from noloco_node.transport.server import RequestDesk, TransportLimits
 PEER = PeerId("a-stranger")
 
 
-def offended(times: int, now: float = 0.0, standing: Standing | None = None) -> Standing:
+def offended(times: int, now: float = 0.0, standing: BanRecord | None = None) -> BanRecord:
     """An account after so many offences at one moment."""
-    standing = standing or Standing()
+    standing = standing or BanRecord()
     for _ in range(times):
         standing = after_offence(standing, Offence.MALFORMED, now)
     return standing
@@ -64,7 +64,7 @@ def test_a_few_offences_are_borne_and_one_more_brings_a_ban_with_a_reason_and_an
 
 def test_each_ban_is_twice_as_long_up_to_an_hour_and_good_conduct_makes_it_short_again() -> None:
     """After as long without a ban as the longest lasts, the count begins anew."""
-    standing, now, lengths = Standing(), 0.0, []
+    standing, now, lengths = BanRecord(), 0.0, []
     for _ in range(9):
         standing = offended(int(TOLERATED) + 1, now, standing)
         lengths.append(standing.banned_until - now)
@@ -78,7 +78,7 @@ def test_each_ban_is_twice_as_long_up_to_an_hour_and_good_conduct_makes_it_short
 def test_time_forgives() -> None:
     """Offences no more often than they are forgiven never lead to a ban; a little more often they do."""
     for pace, banned in ((1.0, False), (0.8, True)):
-        standing = Standing()
+        standing = BanRecord()
         for number in range(1000):
             standing = after_offence(standing, Offence.MALFORMED, number * pace / FORGIVEN_A_SECOND)
         assert (standing.bans > 0) is banned
@@ -87,7 +87,7 @@ def test_time_forgives() -> None:
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.sampled_from(list(Offence))), max_size=60))
 def test_a_ban_is_never_shortened_and_never_longer_than_an_hour(course: list[tuple[float, Offence]]) -> None:
     """Whatever comes when, in the order of time."""
-    standing = Standing()
+    standing = BanRecord()
     for now, offence in sorted(course, key=lambda entry: entry[0]):
         before, standing = standing, after_offence(standing, offence, now)
         assert standing.banned_until >= before.banned_until
@@ -124,7 +124,7 @@ def test_a_ban_is_logged_once_counted_by_reason_and_refuses_with_the_time_left(
 ) -> None:
     """What a banned peer had under way adds nothing to its account."""
     clock = Clock()
-    book, begun = Conduct(clock), []
+    book, begun = Bans(clock), []
     book.on_ban = begun.append
     with caplog.at_level(logging.WARNING):
         for _ in range(50):
@@ -148,7 +148,7 @@ def test_a_ban_is_logged_once_counted_by_reason_and_refuses_with_the_time_left(
 def test_the_book_does_not_grow_with_new_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Identities cost nothing: the accounts of the oldest offenders are forgotten."""
     monkeypatch.setattr(conduct, "PEERS_REMEMBERED", 8)
-    book = Conduct()
+    book = Bans()
     for number in range(100):
         book.offended(PeerId(f"stranger-{number}"), Offence.FORGED)
     assert len(book._standings) == 8

@@ -17,9 +17,9 @@ from noloco_node.bootstrap.dial_back import (
     AT_ONCE,
     MAX_PORTS,
     PEER_SECONDS,
+    DialBackTurns,
     Dialled,
     Reached,
-    Turns,
     ask_dial_back,
     hosts_of,
     serve_dial_back,
@@ -30,7 +30,7 @@ from noloco_node.identity.keys import Identity, load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.libp2p.tls_probe import EXTENSION, SIGNED_PREFIX, NoAnswer, peer_of_certificate, who_answers
-from noloco_node.node.checks import Outcome
+from noloco_node.node.checks import CheckOutcome
 from noloco_node.node.start_checks import check_reached, relayed_instead
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.libp2p import Libp2pTransport
@@ -135,7 +135,7 @@ def test_only_the_other_end_of_a_direct_connection_is_dialled() -> None:
 
 def test_a_peer_asks_once_in_a_while_and_few_at_a_time() -> None:
     """The rest is told to come back."""
-    turns, peers = Turns(), [PeerId(f"{ID[:-1]}{n}") for n in range(AT_ONCE + 1)]
+    turns, peers = DialBackTurns(), [PeerId(f"{ID[:-1]}{n}") for n in range(AT_ONCE + 1)]
     assert [turns.begin(peer, 0.0) for peer in peers] == [True] * AT_ONCE + [False]
     turns.end()
     assert turns.begin(peers[-1], 1.0)
@@ -189,16 +189,16 @@ def answer(*results: Reached) -> Dialled:
 @pytest.mark.parametrize(
     ("results", "local_only", "outcome", "remedy"),
     [
-        ([Reached.YES, Reached.YES], False, Outcome.PASS, ""),
-        ([Reached.YES, Reached.NO], False, Outcome.WARN, "forward it in the router"),
-        ([Reached.NO, Reached.NO], False, Outcome.FAIL, "forward it in the router"),
-        ([Reached.NO], True, Outcome.FAIL, "--host 0.0.0.0"),
-        ([Reached.ANOTHER], False, Outcome.FAIL, "a port of its own"),
-        ([], False, Outcome.WARN, "doctor ADDRESS"),
+        ([Reached.YES, Reached.YES], False, CheckOutcome.PASS, ""),
+        ([Reached.YES, Reached.NO], False, CheckOutcome.WARN, "forward it in the router"),
+        ([Reached.NO, Reached.NO], False, CheckOutcome.FAIL, "forward it in the router"),
+        ([Reached.NO], True, CheckOutcome.FAIL, "--host 0.0.0.0"),
+        ([Reached.ANOTHER], False, CheckOutcome.FAIL, "a port of its own"),
+        ([], False, CheckOutcome.WARN, "doctor ADDRESS"),
     ],
 )
 def test_what_several_peers_say_makes_one_judgement(
-    results: list[Reached], local_only: bool, outcome: Outcome, remedy: str
+    results: list[Reached], local_only: bool, outcome: CheckOutcome, remedy: str
 ) -> None:
     """With the remedy that fits."""
     answers = {PeerId(f"{ID[:-1]}{n}"): answer(result) for n, result in enumerate(results)}
@@ -208,5 +208,5 @@ def test_what_several_peers_say_makes_one_judgement(
     assert bool(check.remedy) == bool(remedy)
     relayed = relayed_instead(check, 1)
     assert relayed_instead(check, 0) == check
-    assert relayed.outcome is (Outcome.WARN if outcome is Outcome.FAIL else outcome)
-    assert ("by relay, 1 of its peers offers that" in relayed.found) == (outcome is Outcome.FAIL)
+    assert relayed.outcome is (CheckOutcome.WARN if outcome is CheckOutcome.FAIL else outcome)
+    assert ("by relay, 1 of its peers offers that" in relayed.found) == (outcome is CheckOutcome.FAIL)

@@ -149,7 +149,8 @@ async def test_an_own_proposal_is_void_once_the_partners_stands_and_is_taken_bac
 
 
 async def test_a_step_alone_waits_for_nobody_and_takes_nobodys_place() -> None:
-    """While a fellow's state is taken over, or an exchange is open, it is refused as the mistake that it would be."""
+    """While a stage peer's state is taken over, or an exchange is open, it is refused as the mistake that it would
+    be."""
     async with two_replicas() as (_, left, _right):
         with left.averaging.exchanger.taking_state():
             with pytest.raises(NotAllowed):

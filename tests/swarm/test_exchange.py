@@ -219,12 +219,12 @@ async def test_a_fragment_by_four_bits_over_p2pd(tmp_path: Path) -> None:
 
 
 async def test_fragments_find_partners_of_their_own() -> None:
-    """Three replicas: each fragment is exchanged with another fellow, and counts for itself; then all at once."""
+    """Three replicas: each fragment is exchanged with another stage peer, and counts for itself; then all at once."""
     outer = RULE.model_copy(update={"fragments": 2})
     async with trained_replicas(outer, (4, 4, 4)) as made:
         first = made.replicas[0]
-        for fragment, fellow in ((0, 1), (1, 2)):
-            assert await first.averaging.exchanger.dial(peer_name(0, fellow), fragment)
+        for fragment, stage_peer in ((0, 1), (1, 2)):
+            assert await first.averaging.exchanger.dial(peer_name(0, stage_peer), fragment)
             await eventually(lambda: not any(replica.averaging.exchanger.engaged for replica in made.replicas))
         since = [replica.worker.progress.steps_since_outer for replica in made.replicas]
         assert since == [(0, 0), (0, 5), (4, 0)], "the second fragment starts one step ahead"
@@ -430,7 +430,7 @@ async def test_chunks_without_an_exchange_are_refused() -> None:
 
 
 async def test_no_exchange_opens_while_a_state_is_taken_over_and_none_is_disturbed_by_a_lag() -> None:
-    """A replica that catches up answers `busy`; one in an exchange does too, even to a fellow far ahead."""
+    """A replica that catches up answers `busy`; one in an exchange does too, even to a stage peer far ahead."""
     async with two_replicas() as (_, left, right):
         with right.averaging.exchanger.taking_state():
             assert not await left.averaging.exchanger.dial(peer_name(0, 1))

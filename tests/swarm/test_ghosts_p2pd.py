@@ -18,7 +18,7 @@ from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.keys import Identity, load_or_create_identity
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.node import stage_lifecycle as stays_module
-from noloco_node.node.stage_lifecycle import Stays
+from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.placement.migration import Move
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.telemetry.events import InnerStep
@@ -108,7 +108,7 @@ async def test_ghosts_in_a_real_directory_change_no_count_move_nobody_and_put_no
     spec = micro_spec(steps=STEPS, microbatches_a_step=2, outer=OuterSpec(inner_steps=4), limits=LIMITS)
     async with libp2p_world(spec, tmp_path, replicas=2, settings=SETTINGS) as made:
         stays = [
-            Stays(spec, SETTINGS, footprint_of(spec), each.context.transport, each.membership._directory)  # pyright: ignore[reportPrivateUsage]
+            StageLifecycle(spec, SETTINGS, footprint_of(spec), each.context.transport, each.membership._directory)  # pyright: ignore[reportPrivateUsage]
             for each in made.replicas
         ]
         running = [asyncio.create_task(replica.run()) for replica in made.replicas]

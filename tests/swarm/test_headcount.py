@@ -16,7 +16,7 @@ LIFE = 20.0
 
 
 class Stage:
-    """A replica that looks at its fellows, and time that passes when it is told to."""
+    """A replica that looks at its stage peers, and time that passes when it is told to."""
 
     def __init__(self) -> None:
         self.now, self.steps = 100.0, 0
@@ -30,7 +30,7 @@ class Stage:
         self.look()
 
     def look(self, seconds: float = 0.0, steps: int = 0) -> None:
-        """Time passes, this replica trains, and all of `clocks` move but those of hung fellows."""
+        """Time passes, this replica trains, and all of `clocks` move but those of hung stage peers."""
         self.now += seconds
         self.steps += steps
         records = [
@@ -50,7 +50,7 @@ class Stage:
         return round(self.heads.replicas(list(self.clocks)))
 
     def draw(self, peer: PeerId, *, answers: bool) -> None:
-        """This replica calls a fellow that it has drawn at random."""
+        """This replica calls a stage peer that it has drawn at random."""
         if answers:
             self.known.said(peer, 0)
             self.known.answered(peer)
@@ -80,7 +80,7 @@ def test_a_common_start_counts_all_that_answer_at_once(many: int) -> None:
 
 
 def test_who_joins_later_counts_at_once_and_a_crowd_that_only_answers_does_not() -> None:
-    """One process answers for four hundred keys; asked for work they refuse. Seven honest fellows go on working."""
+    """One process answers for four hundred keys; asked for work they refuse. Seven honest stage peers go on working."""
     stage, honest = Stage(), named("honest", 7)
     stage.come(*honest)
     for peer in honest:
@@ -121,7 +121,7 @@ def test_a_crowd_at_a_common_start_is_found_out_as_it_is_asked() -> None:
 
 def test_who_refuses_in_window_after_window_counts_nothing_until_it_works() -> None:
     """To be busy now and then is honest; asks within one window count once."""
-    stage, (busy, other) = Stage(), named("fellow", 2)
+    stage, (busy, other) = Stage(), named("stage_peer", 2)
     stage.come(busy, other)
     stage.known.worked(other)
     for _ in range(ASKS_ALLOWED):
@@ -138,7 +138,7 @@ def test_who_refuses_in_window_after_window_counts_nothing_until_it_works() -> N
 def test_a_hung_replica_leaves_within_a_records_life_and_a_slow_one_stays() -> None:
     """Its process answers and renews its record, in which its clock stands still while this replica's own moves. One
     that is merely slow moves its clock now and then; and where nobody trains, nobody is hung."""
-    stage, (hung, slow) = Stage(), named("fellow", 2)
+    stage, (hung, slow) = Stage(), named("stage_peer", 2)
     stage.come(hung, slow)
     stage.known.worked(hung)
     stage.known.worked(slow)
@@ -166,7 +166,7 @@ def test_shares_are_bounded_and_a_hundred_asks_in_vain_leave_nothing() -> None:
     assert count(4, 0, [(1.0, 0.0)] * 400, 0.0) == 6.0
 
 
-def test_a_thousand_honest_fellows_count_within_a_tenth_once_some_dozens_were_called() -> None:
+def test_a_thousand_honest_stage_peers_count_within_a_tenth_once_some_dozens_were_called() -> None:
     """Four are called a second, so that who was called first no longer answers for sure before all were called."""
     stage, honest = Stage(), named("honest", 1000)
     stage.come(*honest)
@@ -183,7 +183,7 @@ def test_a_thousand_honest_fellows_count_within_a_tenth_once_some_dozens_were_ca
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_hundreds_of_records_without_nodes_add_nothing_to_three_fellows_whenever_they_come(seed: int) -> None:
+def test_hundreds_of_records_without_nodes_add_nothing_to_three_stage_peers_whenever_they_come(seed: int) -> None:
     """Whether they are there from the start or come to a swarm that knows itself: 4, one more or less, all the time."""
     for known_before in (True, False):
         stage, honest, ghosts = Stage(), named("honest", 3), named("ghost", 400)
@@ -200,9 +200,9 @@ def test_hundreds_of_records_without_nodes_add_nothing_to_three_fellows_whenever
             stage.now += 0.25
             if number % 8:
                 continue
-            for fellow in honest:
-                stage.known.said(fellow, 0)
-                stage.known.answered(fellow)
+            for stage_peer in honest:
+                stage.known.said(stage_peer, 0)
+                stage.known.answered(stage_peer)
             assert 3 <= stage.called_replicas <= 5
         assert stage.called_replicas == 4
 

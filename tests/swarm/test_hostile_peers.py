@@ -12,7 +12,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PipelineSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
-from noloco_node.pipeline.limiter import Places
+from noloco_node.pipeline.limiter import MicrobatchLimiter
 from noloco_node.pipeline.messages import MicrobatchAnswer, MicrobatchHeader, read_answer
 from noloco_node.transport.calls import Answer, BadAnswer, Reply
 from noloco_node.transport.errors import Refusal, Refused
@@ -86,7 +86,7 @@ def test_places_that_others_found_taken_are_kept_for_them_and_else_for_nobody() 
     """One peer may have three quarters of all places while nobody else wants one. Once others were refused it gets no
     more than its part, until they have had theirs or no longer ask."""
     now = 0.0
-    places, greedy, honest, late = Places(8, lambda: now), PeerId("greedy"), PeerId("honest"), PeerId("late")
+    places, greedy, honest, late = MicrobatchLimiter(8, lambda: now), PeerId("greedy"), PeerId("honest"), PeerId("late")
     held = [places.take(greedy) for _ in range(6)] + [places.take(honest) for _ in range(2)]
     with pytest.raises(Refused):
         places.take(late)

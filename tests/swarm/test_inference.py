@@ -27,7 +27,7 @@ from noloco_node.model.export import model_of
 from noloco_node.pipeline.inference import FORWARD, SAVED_WINDOWS, ForwardHeader, Rations
 from noloco_node.pipeline.live_model import LiveModel
 from noloco_node.training.compute_thread import Priority
-from noloco_node.training.fair_queue import Turn
+from noloco_node.training.fair_queue import QueueTurn
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message, TensorSpec
@@ -333,7 +333,9 @@ async def test_askers_take_turns_with_the_training_and_do_not_wait_for_its_end()
         held = asyncio.ensure_future(worker._thread.run(Priority.STEP, begin.wait))
         inputs, labels = torch.randn(4, LENGTH, 32), torch.zeros(4, LENGTH, dtype=torch.int32)
         waiting = [
-            asyncio.ensure_future(worker.evaluate_loss(inputs, labels, Turn((f"sender-{number % 3}",), 4 * LENGTH)))
+            asyncio.ensure_future(
+                worker.evaluate_loss(inputs, labels, QueueTurn((f"sender-{number % 3}",), 4 * LENGTH))
+            )
             for number in range(30)
         ]
         header = ForwardHeader(run=asked.spec.run_id, stage=1)

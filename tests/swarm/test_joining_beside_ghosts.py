@@ -20,14 +20,14 @@ from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, Memory
 
 GHOSTS = 1000
 RUN = "run-under-test"
-JOINER, FELLOW, ENTRANCE = PeerId("peer-that-joins"), PeerId("peer-of-the-stage"), PeerId("peer-at-the-door")
+JOINER, STAGE_PEER, ENTRANCE = PeerId("peer-that-joins"), PeerId("peer-of-the-stage"), PeerId("peer-at-the-door")
 
 
 class Telling(MemoryDirectory):
-    """Tells the fellow's record, as who has met it does."""
+    """Tells the stage peer's record, as who has met it does."""
 
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
-        return (SignedRecord(0, FELLOW, 1e9, b"signed"),)[:most]
+        return (SignedRecord(0, STAGE_PEER, 1e9, b"signed"),)[:most]
 
 
 def record(peer: str, stage: int = 0) -> PeerRecord:
@@ -36,22 +36,22 @@ def record(peer: str, stage: int = 0) -> PeerRecord:
 
 
 async def found_after(ghosts: int, entrances: Sequence[PeerId], seed: int) -> float:
-    """Seconds of sweeps until the fellow is there, beside ghosts that hang until each call's deadline."""
+    """Seconds of sweeps until the stage peer is there, beside ghosts that hang until each call's deadline."""
     network = MemoryNetwork()
-    transports = [MemoryTransport(network, peer) for peer in (JOINER, FELLOW, ENTRANCE)]
-    joiner, fellow, entrance = transports
-    for other, stage in ((fellow, 0), (entrance, 1)):
+    transports = [MemoryTransport(network, peer) for peer in (JOINER, STAGE_PEER, ENTRANCE)]
+    joiner, stage_peer, entrance = transports
+    for other, stage in ((stage_peer, 0), (entrance, 1)):
         serve_records(other, RUN, Telling(MemoryDirectoryHub(2)), lambda stage=stage: stage)
     records = [record(f"ghost-{number:06d}", number % 2) for number in range(ghosts)]
     for each in records:
         transports.append(MemoryTransport(network, PeerId(each.peer_id)))
         network.inject(Fault(FaultKind.DELAY, target=PeerId(each.peer_id), wait=asyncio.Event().wait))
-    records += [record(FELLOW), record(ENTRANCE, 1)]
+    records += [record(STAGE_PEER), record(ENTRANCE, 1)]
     random.Random(seed).shuffle(records)
     own, rng = MemoryDirectory(MemoryDirectoryHub(2)), random.Random(seed)
     roll = RollCall(joiner, own, RUN, lambda: 0, 60.0, lambda: records, lambda: None, rng, entrances)
     try:
-        for _ in itertools.takewhile(lambda _: not joiner.acquaintances.serves(FELLOW, 0), range(100)):
+        for _ in itertools.takewhile(lambda _: not joiner.acquaintances.serves(STAGE_PEER, 0), range(100)):
             await roll.sweep(SWEEP_SECONDS)
         return ambient.monotonic()
     finally:
@@ -60,7 +60,9 @@ async def found_after(ghosts: int, entrances: Sequence[PeerId], seed: int) -> fl
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_who_entered_by_a_peer_that_knows_a_fellow_finds_it_beside_a_thousand_ghosts_within_seconds(seed: int) -> None:
+def test_who_entered_by_a_peer_that_knows_a_stage_peer_finds_it_beside_a_thousand_ghosts_within_seconds(
+    seed: int,
+) -> None:
     """The sweep in which it does is over soon, too: ghosts hold up nobody's start."""
     assert in_virtual_time(lambda: found_after(GHOSTS, [ENTRANCE], seed)) <= 4.0
 
@@ -70,15 +72,15 @@ def test_each_ghost_is_asked_once_in_a_start() -> None:
 
     async def calls() -> list[int]:
         network = MemoryNetwork()
-        joiner, fellow = MemoryTransport(network, JOINER), MemoryTransport(network, FELLOW)
-        serve_records(fellow, RUN, MemoryDirectory(MemoryDirectoryHub(2)), lambda: 0)
-        records = [record(f"ghost-{number:06d}") for number in range(50)] + [record(FELLOW)]
+        joiner, stage_peer = MemoryTransport(network, JOINER), MemoryTransport(network, STAGE_PEER)
+        serve_records(stage_peer, RUN, MemoryDirectory(MemoryDirectoryHub(2)), lambda: 0)
+        records = [record(f"ghost-{number:06d}") for number in range(50)] + [record(STAGE_PEER)]
         own = MemoryDirectory(MemoryDirectoryHub(2))
         for _ in range(3):  # a node's stays and its replica call the roll one after the other
             roll = RollCall(joiner, own, RUN, lambda: 0, 60.0, lambda: records, lambda: None, random.Random(1))
             await roll.sweep(SWEEP_SECONDS)
         await joiner.close()
-        await fellow.close()
+        await stage_peer.close()
         return [joiner.acquaintances.of(PeerId(each.peer_id)).silences for each in records[:-1]]
 
     assert set(in_virtual_time(calls)) == {1}

@@ -229,7 +229,7 @@ async def running(*replicas: Replica) -> AsyncIterator[None]:
 
 
 def caught_up(made: Swarm) -> list[OuterStep]:
-    """How often the last replica copied a fellow's state again."""
+    """How often the last replica copied a stage peer's state again."""
     return [event for event in made.events[-1] if isinstance(event, OuterStep) and event.kind == "caught_up"]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from noloco_node.averaging.matchmaking import Dial, PairingState, Window, decide
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.links import LEAST_WEIGHT, RELAYED_WEIGHT, REMEMBERED_SECONDS, FellowWays, way_weights
+from noloco_node.pipeline.links import LEAST_WEIGHT, RELAYED_WEIGHT, REMEMBERED_SECONDS, PeerWays, way_weights
 from noloco_node.pipeline.routing import Candidate, RoutingBook, choose_peer
 
 PEERS = [PeerId(name) for name in ("a", "b", "c", "d")]
@@ -69,9 +69,9 @@ def test_no_way_is_ever_given_up_and_the_best_is_never_held_back(ways: list[tupl
         assert max(weights) == 1.0
 
 
-def test_fellows_with_slow_or_relayed_ways_are_dialled_less_and_tried_anew_later() -> None:
+def test_stage_peers_with_slow_or_relayed_ways_are_dialled_less_and_tried_anew_later() -> None:
     """Ten times as slow: an eighth; relayed: a quarter. After a while a slow one counts as any other."""
-    ways = FellowWays()
+    ways = PeerWays()
     for peer, seconds in zip(PEERS, (1.0, 1.1, 10.0, 0.9), strict=True):
         ways.exchanged(peer, seconds, 1_000_000, 0.0)
     assert ways.weights(PEERS, (), 1.0) == [1.0, 1.0, LEAST_WEIGHT, 1.0]

@@ -6,7 +6,7 @@ import pytest
 
 from noloco_node.directory import dht_node as guarded_dht
 from noloco_node.directory.dht_node import ASKED_BYTES
-from noloco_node.directory.store import Held
+from noloco_node.directory.store import HeldRecord
 from noloco_node.identity.peer_id import PeerId
 from tests.swarm.hostile_dht import Stranger, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
@@ -60,4 +60,4 @@ def fill(member: Member, count: int) -> None:
     now, key = node._intake.now(), KEY.to_bytes()
     for number in range(count):
         peer = PeerId(f"a-signer-of-a-record-{number}")
-        node._records.put(key, peer, Held(record_of(peer), bytes(450), now + 50.0, peer), now)
+        node._records.put(key, peer, HeldRecord(record_of(peer), bytes(450), now + 50.0, peer), now)

@@ -16,26 +16,26 @@ from noloco_node.averaging.matchmaking import (
     decide,
     retry_delay,
 )
-from noloco_node.directory.peer_clocks import FellowClocks, believed_clock, laggard
+from noloco_node.directory.peer_clocks import PeerClocks, believed_clock, laggard
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import Refusal
 
 WINDOW = Window(inner_steps=10, min_inner_steps=5)
-FELLOWS = (PeerId("b"), PeerId("c"), PeerId("d"))
+STAGE_PEERS = (PeerId("b"), PeerId("c"), PeerId("d"))
 
 
 def state(steps: int, **changes: object) -> PairingState:
-    """A replica with three fellows that took `steps` inner steps since its last outer step."""
+    """A replica with three stage peers that took `steps` inner steps since its last outer step."""
     values = {
         "steps_since_outer": (steps,),
         "steps_free": steps,
-        "fellows": FELLOWS,
+        "stage_peers": STAGE_PEERS,
         "engaged": False,
         "next_try": 0.0,
         **changes,
     }
-    fellows = values["fellows"]
-    values["fellows"] = lambda: fellows
+    stage_peers = values["stage_peers"]
+    values["stage_peers"] = lambda: stage_peers
     return PairingState(**values)  # pyright: ignore[reportArgumentType]
 
 
@@ -50,15 +50,16 @@ def state(steps: int, **changes: object) -> PairingState:
         (state(50, steps_free=10), "alone"),
         (state(20, engaged=True), "wait"),
         (state(10, next_try=1.5), "wait"),
-        (state(10, fellows=()), "alone"),
+        (state(10, stage_peers=()), "alone"),
         (state(0, last_round=True), "dial"),
         (state(99, last_round=True), "dial"),
-        (state(0, last_round=True, fellows=()), "alone"),
+        (state(0, last_round=True, stage_peers=()), "alone"),
         (state(0, last_round=True, last_done=True), "wait"),
     ],
 )
 def test_the_dialling_window(given: PairingState, expected: str) -> None:
-    """Dial from H on, alone only from H + 2·H_min or without fellows, nothing while engaged or before the next try."""
+    """Dial from H on, alone only from H + 2·H_min or without stage peers, nothing while engaged or before the next
+    try."""
     decision = decide(given, WINDOW, now=1.0, rng=random.Random(0))
     assert {StepAlone: "alone", Dial: "dial"}.get(type(decision), "wait") == expected
 
@@ -75,15 +76,16 @@ def test_the_fragment_that_waited_longest_is_dialled(counts: tuple[int, ...], fr
 
 
 def test_a_fragment_alone_is_the_one_that_waited_longest() -> None:
-    """Without fellows at H; with some once its window is over and the search as well; never while all are below H."""
+    """Without stage peers at H; with some once its window is over and the search as well; never while all are below
+    H."""
     counts = (9, 8, 20)
     alone = decide(state(30, steps_since_outer=counts), WINDOW, now=1.0, rng=random.Random(0))
     assert alone == StepAlone(2)
-    assert decide(state(30, steps_since_outer=(3, 10), fellows=()), WINDOW, now=1.0, rng=random.Random(0)) == StepAlone(
-        1
-    )
+    assert decide(
+        state(30, steps_since_outer=(3, 10), stage_peers=()), WINDOW, now=1.0, rng=random.Random(0)
+    ) == StepAlone(1)
     assert decide(state(30, steps_since_outer=(9, 9)), WINDOW, now=1.0, rng=random.Random(0)) is WAIT
-    last = decide(state(0, last_round=True, fellows=()), WINDOW, now=1.0, rng=random.Random(0))
+    last = decide(state(0, last_round=True, stage_peers=()), WINDOW, now=1.0, rng=random.Random(0))
     assert last == StepAlone(None)
 
 
@@ -95,11 +97,11 @@ def test_a_window_without_a_minimum_still_looks_for_a_partner() -> None:
 
 
 def test_partners_are_drawn_evenly() -> None:
-    """Over many decisions every fellow is dialled about equally often."""
+    """Over many decisions every stage peer is dialled about equally often."""
     rng = random.Random(1)
     drawn = [decide(state(10), WINDOW, now=1.0, rng=rng) for _ in range(3000)]
-    for fellow in FELLOWS:
-        assert 900 < sum(isinstance(d, Dial) and d.partner == fellow for d in drawn) < 1100
+    for stage_peer in STAGE_PEERS:
+        assert 900 < sum(isinstance(d, Dial) and d.partner == stage_peer for d in drawn) < 1100
 
 
 @pytest.mark.parametrize(
@@ -148,9 +150,9 @@ def test_two_that_dial_each_other_agree_who_leads() -> None:
 
 def test_one_claim_cannot_push_the_clock() -> None:
     """A partner's clock counts only within max_lag of the median of what the directory says."""
-    fellows = [100.0, 110.0, 120.0]
+    stage_peers = [100.0, 110.0, 120.0]
     for claim, believed in ((1e15, 160.0), (0.0, 60.0), (115.0, 115.0)):
-        assert believed_clock(claim, estimated=fellows, recorded=fellows, max_lag=50.0) == believed
+        assert believed_clock(claim, estimated=stage_peers, recorded=stage_peers, max_lag=50.0) == believed
     assert believed_clock(115.0, estimated=[], recorded=[], max_lag=50.0) == 115.0
 
 
@@ -184,8 +186,8 @@ def test_estimates_that_run_ahead_do_not_carry_time_along(overestimate: float) -
 
 def test_who_lags() -> None:
     """Only a difference beyond max_lag makes a laggard, and this replica only where the directory's records agree."""
-    fellows = [160.0, 150.0, 155.0]
-    assert laggard(100.0, 160.0, estimated=fellows, recorded=fellows, max_lag=50.0) == "own"
+    stage_peers = [160.0, 150.0, 155.0]
+    assert laggard(100.0, 160.0, estimated=stage_peers, recorded=stage_peers, max_lag=50.0) == "own"
     others = [100.0, 158.0, 150.0]
     assert laggard(160.0, 100.0, estimated=others, recorded=others, max_lag=50.0) == "other"
     near = [150.0, 151.0]
@@ -201,9 +203,9 @@ def test_a_third_that_lags_does_not_part_two_that_agree() -> None:
 
 
 def test_who_has_run_ahead_of_everyone_averages_with_them() -> None:
-    """None of its fellows would agree to lag, so it must not refuse them all; and they do not follow it."""
-    fellows = [100.0, 110.0, 120.0]
-    assert laggard(180.0, 110.0, estimated=fellows, recorded=fellows, max_lag=50.0) is None
+    """None of its stage peers would agree to lag, so it must not refuse them all; and they do not follow it."""
+    stage_peers = [100.0, 110.0, 120.0]
+    assert laggard(180.0, 110.0, estimated=stage_peers, recorded=stage_peers, max_lag=50.0) is None
     theirs = [180.0, 100.0, 120.0]
     assert laggard(110.0, 180.0, estimated=theirs, recorded=theirs, max_lag=50.0) is None
     only_one = [110.0]
@@ -212,7 +214,7 @@ def test_who_has_run_ahead_of_everyone_averages_with_them() -> None:
 
 
 def test_estimates_alone_make_no_laggard() -> None:
-    """The estimate of a fellow's present clock may be ahead of the truth: the records must say it too."""
+    """The estimate of a stage peer's present clock may be ahead of the truth: the records must say it too."""
     estimated, recorded = [170.0, 180.0], [110.0, 120.0]
     assert laggard(100.0, 170.0, estimated=estimated, recorded=recorded, max_lag=50.0) is None
     assert laggard(100.0, 170.0, estimated=estimated, recorded=estimated, max_lag=50.0) == "own"
@@ -222,15 +224,15 @@ def test_estimates_alone_make_no_laggard() -> None:
 @pytest.mark.parametrize("claim", [1e3, 1e18])
 def test_a_claim_of_the_future_makes_no_laggard(claim: float) -> None:
     """A replica a little below the median is not made to take the state of a peer that claims a huge clock."""
-    fellows = [1000.0, 1000.0, 1010.0]
-    assert laggard(999.0, claim, estimated=fellows, recorded=fellows, max_lag=100.0) is None
+    stage_peers = [1000.0, 1000.0, 1010.0]
+    assert laggard(999.0, claim, estimated=stage_peers, recorded=stage_peers, max_lag=100.0) is None
 
 
-def test_clocks_believed_with_fellows_and_without() -> None:
+def test_clocks_believed_with_stage_peers_and_without() -> None:
     """A partner is met within max_lag of the directory's word, or of the own clock. A donor's clock is never raised;
     where nobody is known it is taken as it is: who joins has nothing to hold against it."""
     known: list[float] = [100.0, 110.0, 120.0]
-    clocks = FellowClocks(50.0, own=lambda: 20.0, estimated=lambda: known, recorded=lambda: known)
+    clocks = PeerClocks(50.0, own=lambda: 20.0, estimated=lambda: known, recorded=lambda: known)
     assert [clocks.met(claim) for claim in (1e15, 0.0, 115.0)] == [160.0, 60.0, 115.0]
     assert [clocks.not_beyond(claim) for claim in (1e15, 0.0, 115.0)] == [160.0, 0.0, 115.0]
     assert clocks.own_lags()
@@ -246,7 +248,7 @@ def test_clocks_believed_with_fellows_and_without() -> None:
 def test_a_later_stage_believes_a_partner_around_its_origins_also_where_the_directory_has_run_away() -> None:
     """To half of the lag that is allowed on either side; where the directory is nearer, it decides."""
     known: list[float] = [1e6]
-    clocks = FellowClocks(
+    clocks = PeerClocks(
         50.0, own=lambda: 100.0, estimated=lambda: known, recorded=lambda: known, origins_lead=lambda: -10.0
     )
     assert [clocks.met(claim) for claim in (1e15, 0.0, 80.0)] == [115.0, 115.0, 115.0]
@@ -268,7 +270,7 @@ def test_what_the_origins_are_said_to_be_holds_partners_back_and_moves_no_clock(
     """Whoever has most of a stage's work for a while may say where the origins are: an honest partner is met where it
     is all the same, or at least no further away than before."""
     own, known = 1_000.0, [990.0, 1_000.0, 1_020.0]
-    clocks = FellowClocks(
+    clocks = PeerClocks(
         100.0, own=lambda: own, estimated=lambda: known, recorded=lambda: known, origins_lead=lambda: lead
     )
     for claimed in (950.0, 1_000.0, 1_040.0):

@@ -1,4 +1,4 @@
-"""Fellows whose exchanges come to nothing rest, and are not banned."""
+"""Stage peers whose exchanges come to nothing rest, and are not banned."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from noloco_node.averaging.backoff import (
     FAR,
-    FELLOWS_REMEMBERED,
+    STAGE_PEERS_REMEMBERED,
+    BackOff,
     Distance,
-    Patience,
     Rest,
     Visits,
     after_lost_exchange,
@@ -28,7 +28,7 @@ RULE = OuterRule(0.5, 0.5, 0.5, "averaged")
 ONE, OTHER = PeerId("one"), PeerId("other")
 
 
-def test_one_fellow_costs_at_most_a_quarter_of_the_time_however_it_goes_about_it() -> None:
+def test_one_stage_peer_costs_at_most_a_quarter_of_the_time_however_it_goes_about_it() -> None:
     """Stalling to the deadline each time, or leaving at once and coming back: all but the first are paid for."""
     for lost in (0.05, 1.0, 20.0, 500.0):
         rest, now, engaged, begun = Rest(), 0.0, 0.0, 0
@@ -40,8 +40,8 @@ def test_one_fellow_costs_at_most_a_quarter_of_the_time_however_it_goes_about_it
 
 
 def test_the_first_lost_exchange_in_a_row_brings_no_rest() -> None:
-    """A fellow that died and came back, or whose link broke once, may come again at once."""
-    patience = Patience()
+    """A stage peer that died and came back, or whose link broke once, may come again at once."""
+    patience = BackOff()
     patience.lost(ONE, 20.0, now=100.0)
     assert not patience.resting(ONE, 100.0)
     patience.lost(ONE, 20.0, now=120.0)
@@ -53,8 +53,8 @@ def test_the_first_lost_exchange_in_a_row_brings_no_rest() -> None:
 
 
 def test_who_rests_is_passed_over_unless_nobody_else_is_there() -> None:
-    """A stage with a single troubled fellow still dials it."""
-    patience = Patience()
+    """A stage with a single troubled stage peer still dials it."""
+    patience = BackOff()
     for _ in range(2):
         patience.lost(ONE, 1.0, now=0.0)
     assert list(patience.ready([ONE, OTHER], 1.0)) == [OTHER]
@@ -78,7 +78,7 @@ def test_who_stays_far_away_is_left_alone_for_longer_each_time() -> None:
 )
 def test_who_comes_nearer_or_is_not_far_is_met_as_ever(norms: list[float]) -> None:
     """One far meeting says nothing, nor do later ones that are nearer each time, or interrupted by one that is not."""
-    patience = Patience()
+    patience = BackOff()
     for norm in norms:
         patience.met(ONE, None, norm, 10.0, now=5.0)
     patience.met(ONE, None, 99.0, 0.0, now=5.0)
@@ -87,7 +87,7 @@ def test_who_comes_nearer_or_is_not_far_is_met_as_ever(norms: list[float]) -> No
 
 def test_each_fragment_has_a_distance_of_its_own() -> None:
     """Their norms are not compared with each other; one that stays far away is enough to be left alone."""
-    patience = Patience()
+    patience = BackOff()
     patience.met(ONE, 0, 30.0, 10.0, now=0.0)
     patience.met(ONE, 1, 40.0, 10.0, now=0.0)
     assert not patience.stays_far(ONE, 0.0)
@@ -116,7 +116,7 @@ def test_two_halves_that_were_apart_come_together_and_nobody_is_left_alone(size:
     generator, rng = torch.Generator().manual_seed(size), random.Random(size)
     group = [replica_of(RULE, torch.ones(BLOCK)) for _ in range(2 * size)]
     bounds = [PartnerBound(3.0) for _ in group]
-    patience = [Patience() for _ in group]
+    patience = [BackOff() for _ in group]
     ways = torch.randn(2, BLOCK, generator=generator) * 0.55 * 0.02
 
     def rounds(number: int) -> tuple[float, int]:
@@ -149,8 +149,8 @@ def test_two_halves_that_were_apart_come_together_and_nobody_is_left_alone(size:
 
 
 def test_nobody_dials_more_often_than_its_part_of_the_outer_steps() -> None:
-    """One that comes whenever it may has a fifth of them among five fellows; of the others, who come at random and half
-    as often, fewer than a tenth are refused."""
+    """One that comes whenever it may has a fifth of them among five stage peers; of the others, who come at random and
+    half as often, fewer than a tenth are refused."""
     rng, visits = random.Random(2), Visits()
     others = [PeerId(name) for name in "abcd"]
     came, refused, tries = 0, 0, 0
@@ -169,7 +169,7 @@ def test_nobody_dials_more_often_than_its_part_of_the_outer_steps() -> None:
     assert refused < 0.1 * tries
 
 
-def test_a_single_fellow_may_always_come() -> None:
+def test_a_single_stage_peer_may_always_come() -> None:
     """Its part is every step."""
     visits = Visits()
     for _ in range(9):
@@ -178,10 +178,10 @@ def test_a_single_fellow_may_always_come() -> None:
         visits.stepped()
 
 
-def test_the_book_does_not_grow_with_new_fellows() -> None:
+def test_the_book_does_not_grow_with_new_stage_peers() -> None:
     """Those met last are remembered."""
-    patience, visits = Patience(), Visits()
-    for number in range(FELLOWS_REMEMBERED + 9):
+    patience, visits = BackOff(), Visits()
+    for number in range(STAGE_PEERS_REMEMBERED + 9):
         patience.met(PeerId(str(number)), None, 30.0, 10.0, now=0.0)
         visits.made(PeerId(str(number)), 9)
-    assert len(patience._distances) == len(visits._saved) == FELLOWS_REMEMBERED
+    assert len(patience._distances) == len(visits._saved) == STAGE_PEERS_REMEMBERED

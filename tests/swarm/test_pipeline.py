@@ -17,7 +17,7 @@ from noloco_node.directory.records import PeerState
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline.ledger import MicrobatchName
 from noloco_node.pipeline.messages import MicrobatchHeader, Sample
-from noloco_node.pipeline.source import Origin
+from noloco_node.pipeline.source import MicrobatchSource
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind
@@ -176,7 +176,9 @@ async def test_a_node_that_leaves_stage_0_keeps_its_books_and_what_was_put_back(
         assert (account.drawn, account.trained, account.held_at_end) == (5, 3, 2)
     async with world(micro_spec(stages=1)) as made:
         drawn, replica = Drawn(start=100), made.replicas[0]
-        origin = Origin(replica.context.spec, replica.worker, None, ledger, samples_of(drawn), random.Random(0))
+        origin = MicrobatchSource(
+            replica.context.spec, replica.worker, None, ledger, samples_of(drawn), random.Random(0)
+        )
         assert await origin.train_one()
         assert (ledger.drawn, ledger.trained, origin.held) == (5, 4, 1)
         assert drawn.batches == []
@@ -187,7 +189,9 @@ async def test_fewer_blocks_than_replicas_are_warned_of_once(caplog: pytest.LogC
     async with world(micro_spec(stages=1)) as made:
         replica = made.replicas[0]
         samples = dataclasses.replace(samples_of(Drawn()), blocks=2)
-        origin = Origin(replica.context.spec, replica.worker, None, replica.pipeline.ledger, samples, random.Random(0))
+        origin = MicrobatchSource(
+            replica.context.spec, replica.worker, None, replica.pipeline.ledger, samples, random.Random(0)
+        )
         for live in (2, 3, 4):
             replica.worker.live_replicas = live
             assert await origin.train_one()
@@ -405,7 +409,7 @@ async def test_narrow_activations_learn_the_same() -> None:
 
 @pytest.mark.parametrize("steps", LENGTHS)
 async def test_the_whole_swarm_averages_and_its_spread_falls_with_the_learning_rate(steps: int) -> None:
-    """4 replicas × 2 stages: everyone meets several fellows, few steps are alone, the last spread is small.
+    """4 replicas × 2 stages: everyone meets several stage peers, few steps are alone, the last spread is small.
 
     How many inner steps an exchange spans depends on the machine's load, so the counts are bounded loosely.
     """

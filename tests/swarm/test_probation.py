@@ -17,8 +17,8 @@ from noloco_node.averaging.probation import (
     PEERS_REMEMBERED,
     UNMET_FACTOR,
     Meeting,
+    ProbationStanding,
     RecentLoss,
-    Standing,
     in_line,
 )
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
@@ -44,26 +44,26 @@ def test_in_line_is_near_and_not_worse() -> None:
     """Distance within the bound; the loss at most a tenth above, where both are known."""
     assert in_line(Meeting(1.0, 1.0))
     assert not in_line(Meeting(1.01, 1.0))
-    assert in_line(Meeting(1.0, 2.0, own_loss=1.09, fellow_loss=1.0))
-    assert not in_line(Meeting(1.0, 2.0, own_loss=1.11, fellow_loss=1.0))
-    assert in_line(Meeting(1.0, 2.0, own_loss=None, fellow_loss=1.0))
-    assert in_line(Meeting(1.0, 2.0, own_loss=9.0, fellow_loss=None))
+    assert in_line(Meeting(1.0, 2.0, own_loss=1.09, stage_peer_loss=1.0))
+    assert not in_line(Meeting(1.0, 2.0, own_loss=1.11, stage_peer_loss=1.0))
+    assert in_line(Meeting(1.0, 2.0, own_loss=None, stage_peer_loss=1.0))
+    assert in_line(Meeting(1.0, 2.0, own_loss=9.0, stage_peer_loss=None))
 
 
 @given(numbers, numbers, st.none() | numbers, st.none() | numbers)
 def test_nothing_beyond_the_bound_and_no_nan_is_in_line(
-    difference: float, bound: float, own: float | None, fellow: float | None
+    difference: float, bound: float, own: float | None, stage_peer: float | None
 ) -> None:
     """Whatever the numbers: in line means that the difference is at most the bound, and the loss not too high."""
-    if in_line(Meeting(difference, bound, own, fellow)):
+    if in_line(Meeting(difference, bound, own, stage_peer)):
         assert difference <= bound
-        assert own is None or fellow is None or own <= LOSS_TOLERANCE * fellow
+        assert own is None or stage_peer is None or own <= LOSS_TOLERANCE * stage_peer
 
 
-def standing(inner_steps: int = 5) -> tuple[Standing, list[tuple[str, int]]]:
+def standing(inner_steps: int = 5) -> tuple[ProbationStanding, list[tuple[str, int]]]:
     """A replica's view, and how its own probation ended."""
     endings: list[tuple[str, int]] = []
-    return Standing(inner_steps, lambda reason, steps: endings.append((reason, steps))), endings
+    return ProbationStanding(inner_steps, lambda reason, steps: endings.append((reason, steps))), endings
 
 
 NEAR, FAR = Meeting(1.0, 2.0), Meeting(3.0, 2.0)
@@ -92,7 +92,7 @@ def test_a_probation_that_finds_no_line_ends_by_time() -> None:
     assert endings == [("time", 20)]
 
 
-def test_time_ends_no_probation_soon_that_no_fellow_had_time_for() -> None:
+def test_time_ends_no_probation_soon_that_no_stage_peer_had_time_for() -> None:
     """It has copied what may be long past, and nobody has told it the time yet; but it does not wait for ever, for all
     may be newcomers. One meeting, and the usual time is enough."""
     own, endings = standing(inner_steps=5)
@@ -114,7 +114,7 @@ def test_time_ends_no_probation_soon_that_no_fellow_had_time_for() -> None:
 
 def test_whoever_was_there_first_counts_and_whoever_comes_later_does_not() -> None:
     """Founders of a run, and everybody that a late joiner finds, were there; after that one exchange in line, or time,
-    makes a fellow count. A peer that hides from the directory is not known, and so it is new."""
+    makes a stage peer count. A peer that hides from the directory is not known, and so it is new."""
     own, _ = standing(inner_steps=5)
     own.look([OLD], 0, outer_rounds=0)
     own.look([OLD], 9, outer_rounds=0)
@@ -157,10 +157,10 @@ def test_whom_to_dial() -> None:
     """A veteran dials no newcomer, declared or not; a newcomer dials everybody that does not say it is one."""
     own, _ = standing()
     own.look([OLD], 0, outer_rounds=1)
-    fellows = [OLD, NEW, OTHER]
-    assert own.partners(fellows, {OTHER}, 5) == [OLD]
+    stage_peers = [OLD, NEW, OTHER]
+    assert own.partners(stage_peers, {OTHER}, 5) == [OLD]
     own.begin(5)
-    assert own.partners(fellows, {OTHER}, 5) == [OLD, NEW]
+    assert own.partners(stage_peers, {OTHER}, 5) == [OLD, NEW]
 
 
 def test_newcomers_together_get_one_exchange_in_a_while() -> None:
@@ -293,7 +293,7 @@ async def test_a_peer_that_does_not_say_it_is_new_moves_nobody_either() -> None:
 
 
 async def test_a_newcomer_that_is_far_away_stays_on_probation() -> None:
-    """Weights that have nothing to do with its fellows': neither side counts it, and the veteran is as it was."""
+    """Weights that have nothing to do with its stage peers': neither side counts it, and the veteran is as it was."""
     async with veterans_and_newcomer() as (_, (veteran, newcomer)):
         state = (await whole_state(newcomer))[1]
         generator = torch.Generator().manual_seed(1)
@@ -340,7 +340,9 @@ async def test_a_joiner_of_a_running_swarm_ends_its_probation_by_itself() -> Non
         await made.replicas[0].membership.refresh()
         assert made.replicas[0].membership.newcomers() == {peer_name(0, 2)}
         told_by = made.replicas[0].membership
-        assert len(told_by.recorded_clocks()) == len(told_by.fellow_clocks()) == 1, "a newcomer tells nobody the time"
+        assert len(told_by.recorded_clocks()) == len(told_by.stage_peer_clocks()) == 1, (
+            "a newcomer tells nobody the time"
+        )
         tasks.append(group.create_task(joiner.run()))
         ended = await eventually(lambda: [e for e in made.events[2] if isinstance(e, ProbationEnded)], 60, "it counts")
         assert ended[0].steps <= UNMET_FACTOR * joiner.averaging.standing.limit

@@ -20,10 +20,10 @@ from noloco_node.bootstrap.reach_watch import Policy, ReachWatch
 from noloco_node.bootstrap.reachability import (
     CHANGES_COUNT_SECONDS,
     FIRST_CHANGE_SECONDS,
-    Finding,
     Place,
+    ReachFinding,
+    ReachStanding,
     Seen,
-    Standing,
     Way,
     judge,
     may_change,
@@ -80,7 +80,7 @@ def test_where_a_node_is_reached_is_what_the_widest_and_most_say() -> None:
     own = Place("192.168.1.2", 31337)
     near = seen("192.168.1.9", own, True)
     assert judge([], [own], []) is None
-    assert judge([near], [own], []) == judge([near, near], [own], []) == Finding(own, (own,))
+    assert judge([near], [own], []) == judge([near, near], [own], []) == ReachFinding(own, (own,))
     far = [seen(AT[SEED], OUTSIDE, True, SEED), seen(AT[OTHER], OUTSIDE, True)]
     for rows, named, place in (
         ([near, seen(AT[OTHER], OUTSIDE, False)], [], None),
@@ -123,7 +123,7 @@ class World:
     maps_port: bool = False
     changes: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
     ports: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
-    standings: list[Standing] = field(default_factory=list[Standing])
+    standings: list[ReachStanding] = field(default_factory=list[ReachStanding])
     _tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
     async def connections(self) -> Mapping[PeerId, Sequence[str]]:
@@ -211,7 +211,7 @@ async def test_the_address_that_peers_have_dialled_is_told_beside_its_own(monkey
         await watch.first_look()
         await watch.look()
     assert world.changes == [(LISTENING, f"/ip4/{OUTSIDE.host}/tcp/{OUTSIDE.port}")]
-    assert world.standings == [Standing(Way.DIRECT, OUTSIDE)]
+    assert world.standings == [ReachStanding(Way.DIRECT, OUTSIDE)]
     assert set(world.ports) == {(31337,)}
 
 
@@ -230,7 +230,7 @@ async def test_a_port_that_the_router_opens_is_waited_for_and_dialled(monkeypatc
     world = Opening(says(SEED, mapped, True), joined_peers=joined(SEED), maps_port=True)
     async with watching(world, monkeypatch) as watch:
         await watch.first_look()
-    assert (world.changes, world.standings) == ([], [Standing(Way.DIRECT, mapped)])
+    assert (world.changes, world.standings) == ([], [ReachStanding(Way.DIRECT, mapped)])
     assert world.ports == [(mapped.port, 31337)]
     world = World(says(SEED, OUTSIDE, False), {SEED}, joined_peers=joined(SEED), maps_port=True)
     async with watching(world, monkeypatch) as watch:
@@ -244,7 +244,7 @@ async def test_one_liar_never_has_a_strangers_address_told(monkeypatch: pytest.M
     async with watching(world, monkeypatch) as watch:
         await watch.first_look()
     assert [VICTIM.host in text for told in world.changes for text in told] == [False, False]
-    assert world.standings == [Standing(Way.RELAYED, relays=(OTHER,))]
+    assert world.standings == [ReachStanding(Way.RELAYED, relays=(OTHER,))]
 
 
 async def test_what_a_liar_had_told_while_it_was_alone_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:

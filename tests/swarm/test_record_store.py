@@ -19,7 +19,7 @@ from noloco_node.directory.store import (
     MOST_KEYS_A_SIGNER,
     REGULAR_SECONDS,
     Esteem,
-    Held,
+    HeldRecord,
     RecordStore,
 )
 from noloco_node.directory.validator import MAX_RECORD_BYTES, RecordValidator
@@ -31,12 +31,12 @@ OWN = PeerId("own-peer-id")
 KEY = b"k" * 20
 
 
-def held(storer: str, expires: float = 1e9, sequence: int = 0) -> Held:
+def held(storer: str, expires: float = 1e9, sequence: int = 0) -> HeldRecord:
     """Some record."""
     record = PeerRecord(
         peer_id="peer-number-0", stage=0, state=PeerState.TRAINING, protocol=3, version="0", sequence=sequence
     )
-    return Held(record, b"signed", expires, PeerId(storer))
+    return HeldRecord(record, b"signed", expires, PeerId(storer))
 
 
 def store_of(

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.transport.bans import FIRST_BAN_SECONDS, LONGEST_BAN_SECONDS
-from noloco_node.trust.reputation import FORGIVEN, SET_ASIDE_AT, TRIAL_SECONDS, Repute, Trust, after_audit
+from noloco_node.trust.reputation import FORGIVEN, SET_ASIDE_AT, TRIAL_SECONDS, Reputation, Trust, after_audit
 
 
 def test_a_liar_is_set_aside_soon_and_for_longer_each_time() -> None:
     """The third contradiction does it; back again, one more; an hour at most, and after an hour without, anew."""
-    repute, now, lengths = Repute(), 0.0, list[float]()
+    repute, now, lengths = Reputation(), 0.0, list[float]()
     for _ in range(10):
         contradictions = 0
         while repute.trust(now) is not Trust.SET_ASIDE:
@@ -31,7 +31,7 @@ def test_a_liar_is_set_aside_soon_and_for_longer_each_time() -> None:
 @pytest.mark.parametrize("against", [True, False, None])
 def test_while_a_peer_is_set_aside_nothing_counts(against: bool | None) -> None:
     """Microbatches that were under way when it began are neither new lies nor merits."""
-    repute = Repute()
+    repute = Reputation()
     for _ in range(int(SET_ASIDE_AT)):
         repute = after_audit(repute, True, 5.0)
     after = after_audit(repute, against, 6.0)
@@ -41,7 +41,7 @@ def test_while_a_peer_is_set_aside_nothing_counts(against: bool | None) -> None:
 @pytest.mark.parametrize("verdict", [False, None])
 def test_copies_shorten_a_trial_and_only_ordinary_answers_take_the_doubt_away(verdict: bool | None) -> None:
     """Eight of each. Copies take nothing off the doubt: they can be told from ordinary microbatches."""
-    start = after_audit(Repute(), True, 5.0)
+    start = after_audit(Reputation(), True, 5.0)
     assert start.trust(5.0 + TRIAL_SECONDS - 1.0) is Trust.ON_TRIAL
     assert start.trust(5.0 + TRIAL_SECONDS) is Trust.ORDINARY
     copied = answered = start
@@ -54,7 +54,7 @@ def test_copies_shorten_a_trial_and_only_ordinary_answers_take_the_doubt_away(ve
 
 def test_time_forgives_once_a_trial_is_over() -> None:
     """An eighth a minute: a stage in which all were doubted has somebody to decide again."""
-    repute = after_audit(Repute(), True, 5.0)
+    repute = after_audit(Reputation(), True, 5.0)
     doubts = [repute.doubt_at(5.0 + minutes * TRIAL_SECONDS) for minutes in range(11)]
     assert doubts == [1.0, 1.0, *(1.0 - FORGIVEN * n for n in range(1, 9)), 0.0]
     later = 5.0 + 5 * TRIAL_SECONDS
@@ -64,7 +64,7 @@ def test_time_forgives_once_a_trial_is_over() -> None:
 @given(st.lists(st.tuples(st.sampled_from([True, False, None]), st.booleans()), max_size=200))
 def test_doubt_is_what_contradictions_brought_and_agreement_took_away(verdicts: list[tuple[bool | None, bool]]) -> None:
     """Never below zero, never at the threshold, and a peer that is not contradicted is never doubted nor on trial."""
-    repute, now = Repute(), 0.0
+    repute, now = Reputation(), 0.0
     for against, by_copy in verdicts:
         before, now = repute, now + 1.0
         repute = after_audit(repute, against, now, by_copy=by_copy)
@@ -79,7 +79,7 @@ def test_doubt_is_what_contradictions_brought_and_agreement_took_away(verdicts: 
 @pytest.mark.parametrize(("lies", "is_found"), [(1 / 20, False), (1 / 7, True), (1 / 2, True)])
 def test_who_contradicts_in_more_than_every_ninth_audit_is_set_aside_in_the_end(lies: float, is_found: bool) -> None:
     """Spread evenly, which is what serves it best."""
-    repute, owed = Repute(), 0.0
+    repute, owed = Reputation(), 0.0
     for _ in range(500):
         owed += lies
         against = owed >= 1.0

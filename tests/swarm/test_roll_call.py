@@ -142,16 +142,16 @@ async def test_a_sample_is_drawn_at_random_within_the_own_stage_and_who_presses_
 async def test_who_falls_silent_is_asked_again_soon_and_no_longer_counts() -> None:
     """Two calls that are not answered."""
     async with hall() as made:
-        fellow = made.add("peer-that-serves")
+        stage_peer = made.add("peer-that-serves")
         running = asyncio.create_task(made.roll.run())
         try:
             made.roll.look()
-            await eventually(lambda: made.there(fellow))
+            await eventually(lambda: made.there(stage_peer))
             made.network.kill(PeerId("peer-that-serves"))
             made.transport.acquaintances.silent(PeerId("peer-that-serves"))
-            await eventually(lambda: not made.there(fellow), what="it is asked, and silent again")
+            await eventually(lambda: not made.there(stage_peer), what="it is asked, and silent again")
             made.network.revive(PeerId("peer-that-serves"))
-            await eventually(lambda: made.there(fellow), what="it is back")
+            await eventually(lambda: made.there(stage_peer), what="it is back")
         finally:
             running.cancel()
             await asyncio.wait((running,))

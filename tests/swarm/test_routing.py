@@ -53,7 +53,7 @@ def test_balanced_counts_own_requests_under_way() -> None:
 
 @pytest.mark.parametrize("rank", range(6))
 def test_fixed_always_takes_the_peer_of_its_rank(rank: int) -> None:
-    """The same peer every time, by rank among fellows modulo the peers."""
+    """The same peer every time, by rank among stage peers modulo the peers."""
     chosen = {choose_peer("fixed", candidates([0] * 4), own_rank=rank, now=1.0, rng=random.Random(s)) for s in range(9)}
     assert chosen == {PEERS[rank % 4]}
 

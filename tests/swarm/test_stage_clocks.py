@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from noloco_node.directory.peer_clocks import FellowClocks
+from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.training.progress import Progress
 from noloco_node.training.schedule import SLOWEST_PACE, tied_pace
@@ -27,7 +27,7 @@ class Node:
     name: PeerId
     seen: OriginsSeen
     speed: float = 1.0
-    """How much of its stage's work comes to it, beside its fellows."""
+    """How much of its stage's work comes to it, beside its stage peers."""
     copies: float = 1.0
     """How often it trains what it is given."""
     progress: Progress = field(default_factory=Progress)
@@ -115,15 +115,15 @@ class Pipeline:
                     self.shift(node, other)
 
     def believed(self, stage: int, node: Node, claimed: float) -> float:
-        """What a replica makes of a partner's clock; a liar's is that of a fellow in the directory, too."""
-        fellows = [other.progress.clock for other in self.stages[stage] if other is not node]
-        fellows += [1e18] if stage in self.swayed else []
+        """What a replica makes of a partner's clock; a liar's is that of a stage peer in the directory, too."""
+        stage_peers = [other.progress.clock for other in self.stages[stage] if other is not node]
+        stage_peers += [1e18] if stage in self.swayed else []
         lead = node.seen.lead(node.shifted_at)
-        return FellowClocks(
+        return PeerClocks(
             self.lag,
             own=lambda: node.progress.clock,
-            estimated=lambda: fellows,
-            recorded=lambda: fellows,
+            estimated=lambda: stage_peers,
+            recorded=lambda: stage_peers,
             origins_lead=lambda: node.seen.lead() if lead is None else lead,
         ).met(claimed)
 
@@ -178,7 +178,7 @@ def test_a_partner_that_says_it_is_far_ahead_moves_a_later_stage_by_a_part_of_th
     assert all(0.0 <= clock - first < most * made.lag / made.target for clock in others), (first, others)
 
 
-def test_fellows_of_one_that_hangs_are_held_back_though_it_is_counted() -> None:
+def test_stage_peers_of_one_that_hangs_are_held_back_though_it_is_counted() -> None:
     """One of three at the last stage, from the start, and it leaves the count never: untied, the others ended at one
     and a half of the target. They end ahead by less than a quarter of the lag that is allowed."""
     made = Pipeline(2, 3)

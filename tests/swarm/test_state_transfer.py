@@ -1,4 +1,4 @@
-"""Late joiners and laggards: a fellow's full state, verified, or no change at all."""
+"""Late joiners and laggards: a stage peer's full state, verified, or no change at all."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def begun_with_weights() -> RunSpec:
     return spec.model_copy(update={"model": spec.model.model_copy(update={"fingerprint": "weights-" + "0" * 32})})
 
 
-async def test_who_has_no_first_weights_copies_a_fellow_before_any_outer_round() -> None:
+async def test_who_has_no_first_weights_copies_a_stage_peer_before_any_outer_round() -> None:
     """A seed would not give what the run began with."""
     async with world(begun_with_weights(), replicas=2) as made:
         first, second = made.replicas
@@ -150,7 +150,7 @@ async def test_an_altered_chunk_is_never_loaded(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_a_laggard_takes_its_partners_state() -> None:
-    """Dialling a fellow that is more than max_lag ahead: no averaging, the laggard becomes a copy and goes on."""
+    """Dialling a stage peer that is more than max_lag ahead: no averaging, the laggard becomes a copy and goes on."""
     async with veteran_and_joiner() as (made, (veteran, laggard)):
         await run_ahead(veteran, 50_000.0)
         await veteran.membership.announce(PeerState.TRAINING)

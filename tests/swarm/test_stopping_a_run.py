@@ -20,7 +20,7 @@ from noloco_node.directory.records import PeerRecord
 from noloco_node.directory.records_call import serve_records
 from noloco_node.directory.roll_call import RollCall
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.limiter import RELIABLE_SECONDS, Places
+from noloco_node.pipeline.limiter import RELIABLE_SECONDS, MicrobatchLimiter
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.acquaintance import PEERS_REMEMBERED, Acquaintances
 from noloco_node.transport.calls import call
@@ -186,13 +186,13 @@ async def test_exchanges_that_come_to_nothing_cost_a_quarter_of_the_time_whoever
                 await caller.close()
 
         known = replica.context.transport.acquaintances
-        for name in ("fellow-at-work", "another-at-work"):
+        for name in ("stage peer-at-work", "another-at-work"):
             known.worked(PeerId(name))
-        for number in range(2):  # the first brings no rest: a fellow that died and came back must not wait
+        for number in range(2):  # the first brings no rest: a stage peer that died and came back must not wait
             await abandon(f"throw-away-key-{number}")
-            await abandon("fellow-at-work")
-            exchanger.patience.committed(PeerId("fellow-at-work"))
-        for name in ("throw-away-key-2", "fellow-at-work"):
+            await abandon("stage peer-at-work")
+            exchanger.patience.committed(PeerId("stage peer-at-work"))
+        for name in ("throw-away-key-2", "stage peer-at-work"):
             with pytest.raises(Refused):
                 await abandon(name)
         await abandon("another-at-work")
@@ -202,7 +202,7 @@ def test_throw_away_keys_whose_bodies_drip_leave_half_of_the_places_to_who_works
     """Bodies of theirs are on their way to every place that they can get, for minutes: whose microbatches were trained
     here trains on. Who lets a place come to nothing is a stranger again; where nobody works nothing is kept."""
     now = 0.0
-    places, honest, fellow = Places(8, lambda: now), PeerId("honest"), PeerId("its-fellow")
+    places, honest, stage_peer = MicrobatchLimiter(8, lambda: now), PeerId("honest"), PeerId("its-stage peer")
     strangers = [PeerId(f"throw-away-{number}") for number in range(20)]
 
     def drip() -> list[Callable[[], None]]:
@@ -219,7 +219,7 @@ def test_throw_away_keys_whose_bodies_drip_leave_half_of_the_places_to_who_works
         places.answered(peer)
         release()
 
-    for peer in (honest, fellow):
+    for peer in (honest, stage_peer):
         works(peer)
     assert len(drip()) == 4
     for _ in range(3):
@@ -227,7 +227,7 @@ def test_throw_away_keys_whose_bodies_drip_leave_half_of_the_places_to_who_works
     places.take(honest)()
     with pytest.raises(Refused):
         places.take(honest)
-    works(fellow)
+    works(stage_peer)
     now += RELIABLE_SECONDS + 1.0
     assert len(drip()) == 4, "all places are taken"
 

@@ -225,7 +225,7 @@ async def test_a_joiner_on_a_link_that_loses_requests_asks_again(lost: int) -> N
 async def test_a_ghosts_word_that_the_run_is_over_waits_for_those_that_are_slow_to_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first calls to the only fellow are lost for longer than a node asks without a ghost's word."""
+    """The first calls to the only stage peer are lost for longer than a node asks without a ghost's word."""
     monkeypatch.setattr(first_state, "ASK_SECONDS", 0.05)
     limits = LIMITS.model_copy(update={"record_seconds": 20.0})
     async with world(short_run(stages=1, limits=limits), replicas=2, settings=JOINS) as made:

@@ -72,7 +72,7 @@ async def test_only_the_dialler_itself_can_leave_an_exchange() -> None:
 
 
 async def test_a_stranger_that_proposes_and_abandons_again_and_again_is_left_alone() -> None:
-    """The second time in a row brings a rest; fellows of seen work are served meanwhile, and it is no offence."""
+    """The second time in a row brings a rest; stage peers of seen work are served meanwhile, and it is no offence."""
     async with two_replicas() as (made, left, right):
         right.context.transport.acquaintances.worked(peer_name(0, 0))
         for _ in range(2):
@@ -82,7 +82,7 @@ async def test_a_stranger_that_proposes_and_abandons_again_and_again_is_left_alo
             await propose(right)
         assert refused.value.reason is Refusal.BUSY
         assert await left.averaging.exchanger.dial(peer_name(0, 1))
-        await eventually(lambda: outer_steps(made, 1, "paired"), what="the fellow is averaged with")
+        await eventually(lambda: outer_steps(made, 1, "paired"), what="the stage peer is averaged with")
         assert right.context.transport.conduct.offences.total() == 0
 
 
@@ -106,17 +106,17 @@ async def test_a_banned_peer_is_not_answered_routed_to_paired_with_or_counted() 
             await replica.membership.announce(PeerState.TRAINING)
         for replica in made.replicas:
             await replica.membership.refresh()
-        head, fellow, tail = made.replicas[0], peer_name(0, 1), peer_name(1, 0)
+        head, stage_peer, tail = made.replicas[0], peer_name(0, 1), peer_name(1, 0)
         clock = [0.0]
         book = head.context.transport.conduct
         book._clock = lambda: clock[0]
-        for peer in (fellow, tail):
+        for peer in (stage_peer, tail):
             for _ in range(int(conduct.TOLERATED) + 1):
                 book.offended(peer, Offence.NOT_FINITE)
-        assert head.membership.fellows() == []
+        assert head.membership.stage_peers() == []
         assert head.membership.nodes_per_stage() == [1, 1]
         assert {head.pipeline.book.choose() for _ in range(20)} == {peer_name(1, 1)}
-        assert head.outer_steps.pairing_state(0.0).fellows() == []
+        assert head.outer_steps.pairing_state(0.0).stage_peers() == []
         caller = made.replicas[2].context.transport
         with pytest.raises(Refused, match="for not_finite, 60 s more") as refused:
             await caller.call(
@@ -129,7 +129,7 @@ async def test_a_banned_peer_is_not_answered_routed_to_paired_with_or_counted() 
             )
         assert refused.value.reason is Refusal.BANNED
         clock[0] = FIRST_BAN_SECONDS
-        assert head.membership.fellows() == [fellow]
+        assert head.membership.stage_peers() == [stage_peer]
 
 
 async def test_activations_out_of_all_scale_are_refused_before_the_model_and_are_no_offence() -> None:

@@ -31,7 +31,7 @@ from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec
 from tests.worlds import World, micro_spec, peer_name, world
 
-HOSTILE = PeerId("a-hostile-fellow")
+HOSTILE = PeerId("a-hostile-stage peer")
 PACKAGE = Path(__file__).parents[2] / "noloco_node"
 RAW_CALL = {"transport/common", "transport/calls"}
 MAY_VIOLATE = {"transport/libp2p", "transport/memory", "transport/calls"}
@@ -44,7 +44,7 @@ def anything(_peer: PeerId, _header: JsonObject, _specs: tuple[TensorSpec, ...])
 
 
 @asynccontextmanager
-async def beside_a_hostile_fellow(codec: str, turns: dict[str, Turn]) -> AsyncIterator[tuple[World, Replica]]:
+async def beside_a_hostile_stage_peer(codec: str, turns: dict[str, Turn]) -> AsyncIterator[tuple[World, Replica]]:
     """A replica that has trained, and somebody who answers its methods by `turns`."""
     spec = micro_spec(stages=1, outer=OuterSpec(inner_steps=2, min_inner_steps=1, codec=codec))  # type: ignore[arg-type]
     async with world(spec) as made:
@@ -106,7 +106,7 @@ TURNS: dict[str, dict[str, Turn]] = {
 @pytest.mark.parametrize("what", list(TURNS))
 async def test_thirty_answers_that_break_the_protocol_of_an_exchange_are_a_ban(what: str) -> None:
     """Each is an offence, the eleventh brings the ban, and this replica's weights stay as they are."""
-    async with beside_a_hostile_fellow("fp32", TURNS[what]) as (made, replica):
+    async with beside_a_hostile_stage_peer("fp32", TURNS[what]) as (made, replica):
         conduct = replica.context.transport.conduct  # pyright: ignore[reportPrivateUsage]
         _, before = await replica.worker.full_state()
         for _ in range(30):
@@ -121,7 +121,7 @@ async def test_thirty_answers_that_break_the_protocol_of_an_exchange_are_a_ban(w
 @pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if codec.wire_dtype is torch.uint8])
 async def test_bytes_that_decode_to_nothing_finite_are_an_offence_or_harmless(codec: str) -> None:
     """Codes have no NaN to look at: what comes of them is looked at where they are decoded."""
-    async with beside_a_hostile_fellow(codec, TURNS["chunks"]) as (_, replica):
+    async with beside_a_hostile_stage_peer(codec, TURNS["chunks"]) as (_, replica):
         committed = await replica.averaging.exchanger.dial(HOSTILE)
         offences = replica.context.transport.conduct.offences.total()  # pyright: ignore[reportPrivateUsage]
         assert offences == (0 if committed else 1)
@@ -132,7 +132,7 @@ async def test_bytes_that_decode_to_nothing_finite_are_an_offence_or_harmless(co
 async def test_a_replica_whose_own_weights_are_not_finite_blames_nobody() -> None:
     """The exchange comes to nothing, and no honest partner is booked for it."""
     turns = {exchange.PROPOSE.name: acceptance, exchange.OPEN.name: zeros, exchange.CHUNK.name: zeros}
-    async with beside_a_hostile_fellow("fp32", turns) as (_, replica):
+    async with beside_a_hostile_stage_peer("fp32", turns) as (_, replica):
         replica.worker._trainer.master[:] = math.nan  # pyright: ignore[reportPrivateUsage]
         assert not await replica.averaging.exchanger.dial(HOSTILE)
         assert replica.context.transport.conduct.offences.total() == 0  # pyright: ignore[reportPrivateUsage]
@@ -219,7 +219,10 @@ async def test_judging_books_once_and_only_bad_answers() -> None:
         with pytest.raises(type(error)), judging(transport, HOSTILE, "test"):
             raise error
     assert transport.conduct.offences.total() == 0
-    with pytest.raises(ProtocolViolation, match="test of a-hostile-fellow: why"), judging(transport, HOSTILE, "test"):
+    with (
+        pytest.raises(ProtocolViolation, match="test of a-hostile-stage peer: why"),
+        judging(transport, HOSTILE, "test"),
+    ):
         raise BadAnswer("why")
     assert transport.conduct.offences == {"bad_answer": 1}
     await transport.close()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from noloco_node import ambient
-from noloco_node.accounting.activity import Facts, Watch, doing
+from noloco_node.accounting.activity import Activity, Facts, doing
 from noloco_node.directory.records import PeerState
 from noloco_node.telemetry.events import Doing
 from noloco_node.telemetry.metrics import Metrics
@@ -44,7 +44,7 @@ def test_a_change_is_said_once_and_its_beginning_is_kept(monkeypatch: pytest.Mon
     now = [100.0]
     monkeypatch.setattr(ambient, "wall", lambda: now[0])
     said: list[Doing] = []
-    follower = Watch(said.append)
+    follower = Activity(said.append)
     for second, what, detail in (
         (0, "training", "training"),
         (2, "training", "training"),
@@ -69,7 +69,7 @@ def test_idle_time_begins_with_the_watch_and_anew_whenever_something_was_trained
     """Also where that was between two looks."""
     now = [100.0]
     monkeypatch.setattr(ambient, "monotonic", lambda: now[0])
-    follower = Watch(lambda _: None)
+    follower = Activity(lambda _: None)
     seen: list[float] = []
     for second, last_trained in ((5, 0.0), (8, 0.0), (9, 108.5), (30, 108.5)):
         now[0] = 100.0 + second

@@ -26,7 +26,7 @@ from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport import bans as conduct
-from noloco_node.transport.bans import FIRST_BAN_SECONDS, Conduct, Offence
+from noloco_node.transport.bans import FIRST_BAN_SECONDS, Bans, Offence
 from noloco_node.trust.admission import Access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from tests.worlds import micro_spec, run_to_the_end, world
@@ -36,7 +36,7 @@ SECONDS = {Priority.STEP: 0.002, Priority.BACKWARD: 0.02, Priority.FORWARD: 0.01
 PEERS = tuple(PeerId(f"peer-of-a-stage-{number}") for number in range(3))
 
 
-class CountedConduct(Conduct):
+class CountedConduct(Bans):
     """Counts how often it is asked about a record."""
 
     asked = 0
@@ -108,7 +108,7 @@ async def test_a_view_is_screened_once_for_each_refresh_and_each_change_of_the_s
 async def test_a_ban_forgotten_for_others_ends_in_the_view_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The accounts are bounded: who drops out of them is dealt with again."""
     monkeypatch.setattr(conduct, "PEERS_REMEMBERED", 1)
-    hub, book = MemoryDirectoryHub(1), Conduct()
+    hub, book = MemoryDirectoryHub(1), Bans()
     await crowded(hub)
     directory = ScreenedDirectory(MemoryDirectory(hub), book)
     await directory.refresh()
@@ -146,13 +146,13 @@ def test_the_run_id_is_hashed_once_and_a_changed_copy_has_its_own(monkeypatch: p
     assert "run_id" not in spec.model_dump()
 
 
-def test_fellows_are_asked_for_only_once_a_step_is_due() -> None:
+def test_stage_peers_are_asked_for_only_once_a_step_is_due() -> None:
     """The decision is taken at every pulse, and takes all records."""
 
     def nobody_asks() -> Sequence[PeerId]:
         raise AssertionError("asked")
 
-    early = PairingState(steps_since_outer=(9,), steps_free=9, fellows=nobody_asks, engaged=False, next_try=0.0)
+    early = PairingState(steps_since_outer=(9,), steps_free=9, stage_peers=nobody_asks, engaged=False, next_try=0.0)
     assert decide(early, Window(10, 5), now=1.0, rng=None) is WAIT  # pyright: ignore[reportArgumentType]
 
 
@@ -161,18 +161,18 @@ def test_a_whole_run_neither_looks_for_partners_too_early_nor_builds_views_by_th
 ) -> None:
     """No outer step is due before the last round here; views are built at refreshes, however many microbatches pass."""
     done: Counter[str] = Counter()
-    partners, screened = OuterSteps.worth_dialling, Conduct.deals
+    partners, screened = OuterSteps.worth_dialling, Bans.deals
 
     def looked(self: OuterSteps, *states: PeerState) -> list[PeerId]:
         done["looked for partners"] += not self._exchanger.last_round
         return partners(self, *states)
 
-    def asked(self: Conduct, peer: PeerId, _: object = None, /) -> bool:
+    def asked(self: Bans, peer: PeerId, _: object = None, /) -> bool:
         done["asked the screen"] += 1
         return screened(self, peer)
 
     monkeypatch.setattr(OuterSteps, "worth_dialling", looked)
-    monkeypatch.setattr(Conduct, "deals", asked)
+    monkeypatch.setattr(Bans, "deals", asked)
 
     async def whole_run() -> None:
         async with world(

@@ -28,7 +28,7 @@ def peer_of(name: str) -> str:
     return f"12D3KooWmade-up-{name}"
 
 
-def fellow_of(name: str) -> str:
+def stage_peer_of(name: str) -> str:
     """The other replica of the same stage."""
     return name[:-1] + ("1" if name.endswith("0") else "0")
 
@@ -144,7 +144,7 @@ def stopped(name: str) -> NodeStopped:
         reason="target_reached",
         detail="",
         outer_rounds=STEPS // STEPS_PER_ROUND,
-        partners={peer_of(fellow_of(name)): STEPS // STEPS_PER_ROUND},
+        partners={peer_of(stage_peer_of(name)): STEPS // STEPS_PER_ROUND},
         final_weights="weights",
         seconds=61.0,
     )
@@ -156,7 +156,7 @@ def node_events(name: str) -> Iterator[AnyEvent]:
     for step in range(1, STEPS + 1):
         yield inner_step(step)
         if step % STEPS_PER_ROUND == 0:
-            yield outer_step(step // STEPS_PER_ROUND, fellow_of(name))
+            yield outer_step(step // STEPS_PER_ROUND, stage_peer_of(name))
         if step % 20 == 0 and name.startswith("s0"):
             clock = step * 2.0 * TOKENS
             yield Evaluation(

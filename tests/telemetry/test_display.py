@@ -7,24 +7,24 @@ import io
 import pytest
 from rich.console import Console
 
-from noloco_node.telemetry.display import Display, SwarmView, plain_line, screen
+from noloco_node.telemetry.display import Display, LocalSwarmView, plain_line, screen
 from tests.telemetry import made_events as made
 
 NOW = 1061.5
 
 
-def whole_view() -> SwarmView:
+def whole_view() -> LocalSwarmView:
     """The made-up run, to its end."""
-    view = SwarmView(run_name="made-up", stages=2, target=100_000, nodes=made.NAMES)
+    view = LocalSwarmView(run_name="made-up", stages=2, target=100_000, nodes=made.NAMES)
     for name, events in made.whole_run().items():
         for event in events:
             view.observe(name, event)
     return view
 
 
-def half_view() -> SwarmView:
+def half_view() -> LocalSwarmView:
     """The made-up run at step 30."""
-    view = SwarmView(run_name="made-up", stages=2, target=61_440, nodes=made.NAMES)
+    view = LocalSwarmView(run_name="made-up", stages=2, target=61_440, nodes=made.NAMES)
     for name, events in made.whole_run().items():
         for event in events:
             if event.time <= 1030.0:
@@ -72,7 +72,7 @@ def test_the_screen_shows_what_a_person_wants_to_know_and_fits() -> None:
 def test_many_replicas_show_the_last_pairs_instead_of_a_matrix() -> None:
     """Nine replicas of a stage are too many for a matrix."""
     names = [f"s0-r{number}" for number in range(9)]
-    view = SwarmView(run_name="wide", stages=1, target=1000, nodes=names)
+    view = LocalSwarmView(run_name="wide", stages=1, target=1000, nodes=names)
     for name in names:
         view.observe(name, made.started(name))
     view.observe("s0-r3", made.outer_step(1, "s0-r7"))
@@ -95,7 +95,7 @@ def test_without_a_terminal_lines_are_plain_and_not_too_many() -> None:
 
 def test_a_view_without_events_can_be_shown() -> None:
     """Before the first node is up there is nothing to divide by."""
-    view = SwarmView(run_name="empty", stages=2, target=1000, nodes=made.NAMES)
+    view = LocalSwarmView(run_name="empty", stages=2, target=1000, nodes=made.NAMES)
     assert "step 0" in plain_line(view, NOW)
     Console(file=io.StringIO()).print(screen(view, NOW))
 

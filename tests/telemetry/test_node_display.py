@@ -50,7 +50,7 @@ def test_speed_loss_and_time_left_are_those_of_the_events() -> None:
 
 
 def test_a_jump_of_the_clock_is_no_speed() -> None:
-    """Who takes over a fellow's state has not trained what lies between, and who goes on from a checkpoint has not
+    """Who takes over a stage peer's state has not trained what lies between, and who goes on from a checkpoint has not
     trained while it was away."""
     view = half_way(made.outer_step(4, "s0-r1", kind="caught_up", time=1031.0, clock=90_000.0))
     for step in range(32, 37):

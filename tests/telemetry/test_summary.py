@@ -158,7 +158,7 @@ def test_averages_after_the_training_are_no_part_of_the_spread() -> None:
     """At the end replicas average again without having trained: what that finds is what averaging has left."""
     events = made.whole_run()
     for name, rows in events.items():
-        rows.insert(-2, made.outer_step(7, made.fellow_of(name), step=60, spread=1e-11, clock=70_000.0))
+        rows.insert(-2, made.outer_step(7, made.stage_peer_of(name), step=60, spread=1e-11, clock=70_000.0))
     curve = summarize(events).spread
     assert [point.round for point in curve] == [1, 2, 3, 4, 5, 6]
     assert max(point.clock for point in curve) <= max(step.clock for step in NodeHistory.of("a", events["s0-r0"]).inner)

@@ -20,7 +20,7 @@ from noloco_node.marks import BEGINS
 from noloco_node.model.stage import build_stage
 from noloco_node.training import placing
 from noloco_node.training.compute_thread import ComputeThread
-from noloco_node.training.stage_trainer import Passage, StageTrainer
+from noloco_node.training.stage_trainer import ForwardContext, StageTrainer
 from noloco_node.training.stage_worker import PlacedStage
 from tests.model.families import spec_of
 from tests.training.made_trainers import make_trainer
@@ -55,7 +55,7 @@ def broken(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., A
 def there_and_back(trainer: StageTrainer, number: int) -> list[Tensor]:
     """A microbatch through a first stage: its outputs, and the stage's gradient so far."""
     inputs, _ = window_batch(range(WINDOWS * number, WINDOWS * (number + 1)))
-    passage = Passage()
+    passage = ForwardContext()
     outputs = trainer.forward(inputs, passage)
     trainer.backward(passage, outputs.sign(), 1.0, inputs.numel())
     return [outputs, trainer._gradient.clone()]
@@ -81,7 +81,7 @@ def test_a_compiled_stage_gives_the_same_numbers_and_compiles_nothing_under_way(
     assert not compiled._gradient.any()
     assert compiled.live_versions == 1
     for number in range(3):
-        under_way = [Passage(), Passage()]
+        under_way = [ForwardContext(), ForwardContext()]
         for trainer, passage in zip((plain, compiled), under_way, strict=True):
             trainer.forward(window_batch(range(WINDOWS))[0], passage)
         one, other = there_and_back(plain, number), there_and_back(compiled, number)
@@ -97,7 +97,7 @@ def test_a_compiled_stage_gives_the_same_numbers_and_compiles_nothing_under_way(
     assert calls > before
     inputs, _ = window_batch(range(WINDOWS))
     assert torch.equal(plain.evaluate(inputs), compiled.evaluate(inputs))
-    assert torch.equal(plain.forward(inputs[:1], Passage()), compiled.forward(inputs[:1], Passage()))
+    assert torch.equal(plain.forward(inputs[:1], ForwardContext()), compiled.forward(inputs[:1], ForwardContext()))
     assert (backend.graphs, backend.calls) == (made, calls)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from noloco_node.model.stage import build_stage
-from noloco_node.training.stage_trainer import Passage, StageTrainer
+from noloco_node.training.stage_trainer import ForwardContext, StageTrainer
 from tests.model.families import FAMILIES, LAYERS, VOCABULARY, spec_of
 from tests.worlds import micro_spec
 
@@ -21,7 +21,7 @@ def trainer_of(family: str, stage: int, backward: str, precision: str = "fp32") 
 def there_and_back(trainers: list[StageTrainer]) -> list[Tensor]:
     """Outputs of the first stage and all gradients after one microbatch."""
     windows = torch.randint(0, VOCABULARY, (2, 13), generator=torch.Generator().manual_seed(1))
-    passage = Passage()
+    passage = ForwardContext()
     outputs = trainers[0].forward(windows[:, :-1], passage)
     result = trainers[1].loss(outputs, windows[:, 1:])
     assert result.input_gradient is not None
@@ -53,7 +53,7 @@ def test_the_graph_holds_nothing_of_a_layer_but_its_input() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            trainer.forward(torch.zeros((2, 12), dtype=torch.int64), Passage())
+            trainer.forward(torch.zeros((2, 12), dtype=torch.int64), ForwardContext())
         held[backward] = sum(size for place, size in storages.items() if place not in own)
     ids, one_input = 2 * 12 * 8, 2 * 12 * 32 * 4
     assert held["checkpoint"] == ids + LAYERS // 2 * one_input

@@ -66,14 +66,14 @@ def test_a_model_that_has_forgotten_everything_is_taught_again_at_once() -> None
 
 def test_what_is_left_out_moves_nothing_and_is_answered_like_any_other() -> None:
     """The gradient that goes back is the same bit for bit; gradient, tokens and loss of the stage stay as they were."""
-    trainer, fellow = (make_trainer(micro_spec(stages=2), 1) for _ in range(2))
+    trainer, stage_peer = (make_trainer(micro_spec(stages=2), 1) for _ in range(2))
     trainer.loss_bound = holding(VOCABULARY)
     trainer.loss_bound._guessing = 0.0
     activations, (_, labels) = torch.randn(WINDOWS, LENGTH, 32), window_batch(range(WINDOWS))
     for _ in range(RECENT):
         trainer.loss_bound.takes_in(0.1, 1)
     before = trainer._gradient.clone()
-    answer, wanted = (each.loss(activations, labels, source="somebody") for each in (trainer, fellow))
+    answer, wanted = (each.loss(activations, labels, source="somebody") for each in (trainer, stage_peer))
     assert answer.input_gradient is not None
     assert wanted.input_gradient is not None
     assert (answer.taken_in, wanted.taken_in) == (False, True)
@@ -81,7 +81,7 @@ def test_what_is_left_out_moves_nothing_and_is_answered_like_any_other() -> None
     assert answer.loss_sum == wanted.loss_sum
     assert torch.equal(trainer._gradient, before)
     assert (trainer.tokens_accumulated, trainer.loss_accumulated) == (0, 0.0)
-    assert fellow.tokens_accumulated == MICROBATCH
+    assert stage_peer.tokens_accumulated == MICROBATCH
     assert trainer.loss(activations, labels).taken_in, "this node's own text is never left out"
 
 

@@ -13,7 +13,7 @@ from noloco_node.config.run_spec import PrecisionName, RunSpec
 from noloco_node.laboratory.stacked import StackedStage
 from noloco_node.model.stage import Stage, build_stage
 from noloco_node.training.precision import PRECISIONS
-from noloco_node.training.stage_trainer import Passage, StageTrainer
+from noloco_node.training.stage_trainer import ForwardContext, StageTrainer
 from tests.training.made_trainers import lone_worker, make_trainer
 from tests.worlds import LENGTH, VOCABULARY, WINDOWS, micro_spec
 
@@ -28,7 +28,7 @@ def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
 
 def there_and_back(trainers: list[StageTrainer], inputs: Tensor, labels: Tensor) -> float:
     """One microbatch through all stages; the summed loss."""
-    passages = [Passage() for _ in trainers[:-1]]
+    passages = [ForwardContext() for _ in trainers[:-1]]
     values = inputs
     for trainer, passage in zip(trainers, passages, strict=False):
         values = trainer.forward(values, passage)

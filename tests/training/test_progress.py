@@ -33,7 +33,7 @@ def test_an_outer_step_counts_from_its_snapshot_and_keeps_what_came_after() -> N
 
 
 def test_a_copy_keeps_its_own_counts() -> None:
-    """Clock and round are the fellow's; the fragments' counts start anew, staggered."""
+    """Clock and round are the stage peer's; the fragments' counts start anew, staggered."""
     copy = Progress(steps=7, tokens=90, clock=100.0, marks=staggered(2, 10)).as_copy_of(900.0, 12, 10)
     assert (copy.steps, copy.tokens, copy.clock, copy.outer_rounds) == (7, 90, 900.0, 12)
     assert copy.steps_since_outer == (0, 5)

@@ -14,7 +14,7 @@ from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.pipeline.messages import HopFailed
 from noloco_node.training import schedule, stage_worker
-from noloco_node.training.stage_trainer import MicrobatchNotFinite, Passage
+from noloco_node.training.stage_trainer import ForwardContext, MicrobatchNotFinite
 from tests.support import eventually
 from tests.training.made_trainers import lone_worker, make_trainer
 from tests.worlds import (
@@ -62,12 +62,12 @@ def test_a_microbatch_whose_gradient_overflows_does_not_spoil_those_before_it() 
     last, first = make_trainer(spec, 1), make_trainer(spec, 0)
     inputs, labels = window_batch(range(WINDOWS))
     last.loss(torch.randn(WINDOWS, LENGTH, HIDDEN), labels)
-    good = Passage()
+    good = ForwardContext()
     first.backward(good, torch.randn_like(first.forward(inputs, good)), 1.0, MICROBATCH)
     before = [trainer._gradient.clone() for trainer in (last, first)]
     with pytest.raises(MicrobatchNotFinite):
         last.loss(torch.full((WINDOWS, LENGTH, HIDDEN), 3e38), labels)
-    bad = Passage()
+    bad = ForwardContext()
     outputs = first.forward(inputs, bad)
     with pytest.raises(MicrobatchNotFinite):
         first.backward(bad, torch.full_like(outputs, 3e38), 1.0, MICROBATCH)

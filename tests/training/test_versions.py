@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_node.training.layout import FlatLayout
-from noloco_node.training.stage_trainer import Passage
+from noloco_node.training.stage_trainer import ForwardContext
 from noloco_node.training.versions import Version, VersionStore
 from tests.training.made_trainers import flat_gradient, make_trainer, stage_with_weights
 from tests.worlds import LENGTH, VOCABULARY, WINDOWS, micro_spec, window_batch
@@ -71,10 +71,10 @@ def test_a_late_backward_gives_the_gradient_of_its_forwards_weights(backward: st
     tokens = torch.randint(VOCABULARY, (WINDOWS, LENGTH), generator=generator)
     inputs = tokens if stage == 0 else torch.randn(WINDOWS, LENGTH, HIDDEN, generator=generator)
     output_gradient = torch.randn(WINDOWS, LENGTH, HIDDEN, generator=generator)
-    late = Passage()
+    late = ForwardContext()
     outputs = trainer.forward(inputs, late)
     for number in range(5):
-        other = Passage()
+        other = ForwardContext()
         trainer.forward(inputs, other)
         trainer.discard(other)
         trainer.add_to_weights(torch.randn(trainer.layout.size, generator=generator) * 0.05 * (number + 1))

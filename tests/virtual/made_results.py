@@ -15,7 +15,7 @@ from noloco_node.config.load import Config, load_config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.laboratory.expansion import Job, Point, expand
 from noloco_node.laboratory.experiment import is_tuned
-from noloco_node.laboratory.result import LossPoint, Result, Results, SpreadPoint
+from noloco_node.laboratory.result import MeasuredLoss, MeasuredSpread, Result, Results
 from noloco_node.outer.stability import contraction_factor
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
@@ -62,9 +62,11 @@ def result(point: Point, seed: int, purpose: str = "report", **changes: Any) -> 
         "validation_loss_merged": loss - 0.005,
         "training_loss": loss - 0.1,
         "diverged": False,
-        "curve": [LossPoint(tokens=t, validation_loss=loss + 3.0 * math.exp(-12 * t / tokens)) for t in moments[2::3]],
+        "curve": [
+            MeasuredLoss(tokens=t, validation_loss=loss + 3.0 * math.exp(-12 * t / tokens)) for t in moments[2::3]
+        ],
         "spread": [
-            SpreadPoint(
+            MeasuredSpread(
                 step=t // 1024,
                 tokens=t,
                 learning_rate=rate(t, tokens),

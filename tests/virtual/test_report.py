@@ -9,7 +9,7 @@ import pytest
 
 from noloco_node.laboratory.figures import lines, pearson, spread_follows_rate
 from noloco_node.laboratory.report import markdown
-from noloco_node.laboratory.result import LossPoint, Results
+from noloco_node.laboratory.result import MeasuredLoss, Results
 from tests.virtual import made_results as made
 
 VARIANTS = [
@@ -64,7 +64,7 @@ def test_a_baseline_shows_how_much_of_its_gap_each_closes() -> None:
 
 def test_a_target_loss_gives_the_tokens_until_it_was_reached() -> None:
     """Along a straight line between two points of the curve; none where a seed never came there."""
-    curve = [LossPoint(tokens=tokens, validation_loss=loss) for tokens, loss in ((0, 5.0), (100, 3.0), (200, 2.0))]
+    curve = [MeasuredLoss(tokens=tokens, validation_loss=loss) for tokens, loss in ((0, 5.0), (100, 3.0), (200, 2.0))]
     config = made.config({"seeds": [1], "replicas": [4], "target_loss": 2.5, "variants": VARIANTS})
     (_, point, *_) = made.points(config)
     reached = made.record(config, [made.result(point, 1, curve=curve)])

@@ -12,8 +12,8 @@ from torch import Tensor
 from noloco_node.config.lab_spec import Algorithm, WorldSpec
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.data.walk import WindowWalk
-from noloco_node.laboratory.result import Measured
+from noloco_node.data.sampler import WindowSampler
+from noloco_node.laboratory.result import Measurement
 from noloco_node.laboratory.training import DrawnWindows, Training, simulate
 from noloco_node.outer.clipping import Judgement, PartnerBound
 from noloco_node.outer.stability import contraction_factor
@@ -33,7 +33,7 @@ def spec(*overrides: str) -> RunSpec:
     return load_config(made.MICRO, (*few, *overrides)).run
 
 
-def trained(run: RunSpec, algorithm: Algorithm, *, replicas: int = 4, **world: Any) -> Measured:
+def trained(run: RunSpec, algorithm: Algorithm, *, replicas: int = 4, **world: Any) -> Measurement:
     """One training with seed 1."""
     return simulate(
         run,
@@ -141,27 +141,27 @@ def test_diloco_with_nesterov_is_torchs_sgd_on_the_outer_gradient() -> None:
     ends: dict[bool, list[Tensor]] = {}
     for nesterov in (True, False):
         training = Training(run, WorldSpec(nesterov=nesterov, token_weights=False), "diloco", 2, seed=1)
-        (fellowship, *_), (stage, *_) = training.parts
-        slow = fellowship.replicas[0].slow.clone()
+        (stage_group, *_), (stage, *_) = training.parts
+        slow = stage_group.replicas[0].slow.clone()
         reference = slow.clone().requires_grad_()
         outer = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
         generator = torch.Generator().manual_seed(3)
         for _ in range(3):
             learnt = 0.01 * torch.randn(stage.fast.shape, generator=generator)
-            for row, replica in enumerate(fellowship.replicas):
+            for row, replica in enumerate(stage_group.replicas):
                 stage.fast[row].copy_(replica.slow + learnt[row])
             reference.grad = -learnt.mean(0)
             outer.step()
-            fellowship.last()
-        ends[nesterov] = [replica.slow for replica in fellowship.replicas]
-        assert float((stage.fast[0] - fellowship.replicas[0].slow).abs().max()) < 1e-6
+            stage_group.last()
+        ends[nesterov] = [replica.slow for replica in stage_group.replicas]
+        assert float((stage.fast[0] - stage_group.replicas[0].slow).abs().max()) < 1e-6
         error = max(float((end - reference.detach()).abs().max()) for end in ends[nesterov])
         assert (error < 1e-6) == nesterov, error
 
 
 def drawn(replica: int, skew: float) -> DrawnWindows:
     """One of four replicas and a thousand windows."""
-    return DrawnWindows(WindowWalk(1000, 1, f"{replica:06d}"), 1000, 1, replica, 4, skew)
+    return DrawnWindows(WindowSampler(1000, 1, f"{replica:06d}"), 1000, 1, replica, 4, skew)
 
 
 def test_skewed_replicas_draw_mostly_from_a_stretch_of_their_own() -> None:
@@ -173,7 +173,7 @@ def test_skewed_replicas_draw_mostly_from_a_stretch_of_their_own() -> None:
         assert inside == pytest.approx(0.9 + 0.1 / 4, abs=0.03)
         assert min(taken) >= 0
         assert max(taken) < 1000
-    assert drawn(2, 0.0).take(50) == WindowWalk(1000, 1, "000002").take(50)
+    assert drawn(2, 0.0).take(50) == WindowSampler(1000, 1, "000002").take(50)
 
 
 def test_noise_on_the_weights_is_gone_after_the_step_and_none_is_data_parallel() -> None:

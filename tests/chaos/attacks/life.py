@@ -43,7 +43,7 @@ LOST = "lost"
 BROKEN = "broken"
 """An outcome that says that the attack itself is at fault."""
 WAITED_FOR = 2.0 / 3.0
-"""Share of its fellows that a key leaves the first word in exchanges."""
+"""Share of its stage peers that a key leaves the first word in exchanges."""
 DHT_SERVICE = "DHTProtocol"
 """The name under which hivemind's nodes serve the directory."""
 

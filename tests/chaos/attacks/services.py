@@ -59,8 +59,8 @@ async def announce(life: Life) -> None:
 
 
 async def garbled_copies(life: Life) -> None:
-    """Takes microbatches, sends garbled copies under their ids to the fellows that the sender will ask next, and then
-    refuses them, so that the honest retry meets the copy."""
+    """Takes microbatches, sends garbled copies under their ids to the stage peers that the sender will ask next, and
+    then refuses them, so that the honest retry meets the copy."""
     attack = "garbled copies"
 
     async def handle(_peer: PeerId, message: Message) -> Message:

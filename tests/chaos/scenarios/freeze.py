@@ -18,7 +18,7 @@ ENDLESS = "run.inner.target_tokens=1_000_000_000"
 BEFORE_SECONDS = 5.0
 CATCH_UP_SECONDS = 60.0
 LAG_SHARE = 0.1
-"""A node has caught up when its clock is this near its fellows'."""
+"""A node has caught up when its clock is this near its stage peers'."""
 
 
 async def frozen_node(lab: Lab) -> Verdict:
@@ -73,10 +73,10 @@ async def _freeze(swarm: Swarm, node: Node, what: str, seconds: float, verdict: 
 
 
 async def _until_caught_up(swarm: Swarm, node: Node, thawed: float) -> float | None:
-    fellows = [other for other in swarm.of_stage(node.stage) if other is not node]
+    stage_peers = [other for other in swarm.of_stage(node.stage) if other is not node]
 
     def caught_up() -> bool:
-        front = max(clock_of(other) for other in fellows)
+        front = max(clock_of(other) for other in stage_peers)
         near = clock_of(node) > (1 - LAG_SHARE) * front
         averaged = bool(outer_steps(node, "paired", since=thawed))
         return not node.running or (near and averaged)

@@ -167,11 +167,11 @@ def _judge(swarm: Swarm, waves: Sequence[Wave], plan: Plan, verdict: Verdict) ->
     working = [node for node in joined if _works(node)]
     found = f"{len(working)} of {len(joined)}; {len(late)} came when the run was over"
     held = len(working) + len(late) == len(joined) and bool(working)
-    verdict.demand("replacements copy a fellow's state, train and average", held, found)
+    verdict.demand("replacements copy a stage peer's state, train and average", held, found)
 
 
 def _works(node: Node) -> bool:
-    """It started from a fellow's state, has taken inner steps and averaged."""
+    """It started from a stage peer's state, has taken inner steps and averaged."""
     copied = node.started is not None and node.started.origin == "peer"
     return copied and _trains(node) and bool(outer_steps(node, "paired"))
 

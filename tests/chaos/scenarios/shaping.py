@@ -44,7 +44,7 @@ SHORT = (Phase("clear", CLEAR), Phase("200 ms, 20 Mb/s, loss 0.1 %", HOME))
 
 
 @dataclass(frozen=True)
-class Books:
+class NodeStats:
     """Sums over the nodes' last accounts."""
 
     time: float
@@ -123,10 +123,10 @@ async def _hold(
     return rate
 
 
-def _books(swarm: Swarm) -> Books:
+def _books(swarm: Swarm) -> NodeStats:
     accounts = [account for node in swarm.nodes if (account := last_account(node))]
     heads = [[e for e in node.events if isinstance(e, Account)][-1] for node in swarm.of_stage(0)]
-    return Books(
+    return NodeStats(
         time=sum(account.time for account in heads) / len(heads),
         busy=sum(account.busy_seconds for account in heads),
         repeated=sum(account.repeated for account in accounts),

@@ -31,7 +31,7 @@ DIALS_A_TICK = 6
 
 
 @dataclass(slots=True)
-class Account:
+class ReplicaAccount:
     """Where one replica stands, and whether it can be met."""
 
     progress: Progress
@@ -44,7 +44,7 @@ class Account:
 
 
 @dataclass(slots=True, eq=False)
-class Meeting:
+class LabMeeting:
     """An open outer step of one or more replicas on one part of the weights."""
 
     members: tuple[int, ...]
@@ -77,7 +77,7 @@ def rule_of(algorithm: Algorithm, outer: OuterSpec) -> OuterRule:
     return OuterRule(outer.alpha, outer.beta, outer.effective_gamma, outer.momentum)
 
 
-class Fellowship:
+class StageGroup:
     """All replicas of one stage at their outer steps. `accounts` are kept by the training, which owns the replicas."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Fellowship:
         world: WorldSpec,
         algorithm: Algorithm,
         stage: StackedStage,
-        accounts: Sequence[Account],
+        accounts: Sequence[ReplicaAccount],
         rng: random.Random,
         name: str,
     ) -> None:
@@ -99,7 +99,7 @@ class Fellowship:
         self._name = name
         self._peers = [PeerId(f"{index:06d}") for index in range(len(accounts))]
         self._window = Window(run.outer.inner_steps, run.outer.effective_min_inner_steps)
-        self._meetings: list[Meeting] = []
+        self._meetings: list[LabMeeting] = []
         self._held = 0
         self.tally = Tally()
         rule, codec, fragments = rule_of(algorithm, run.outer), CODECS[run.outer.codec], run.outer.fragments
@@ -159,13 +159,13 @@ class Fellowship:
         if account.engaged:
             return
 
-        def fellows() -> list[PeerId]:
+        def stage_peers() -> list[PeerId]:
             return [self._peers[other] for other, own in enumerate(self._accounts) if own.present and other != index]
 
         state = PairingState(
             steps_since_outer=account.progress.steps_since_outer,
             steps_free=account.progress.steps - account.free_since,
-            fellows=fellows,
+            stage_peers=stage_peers,
             engaged=account.engaged,
             next_try=0.0,
         )
@@ -179,7 +179,7 @@ class Fellowship:
                 self._start(members, decision.fragment, now)
 
     def _gather(self, dialler: int, first: int, fragment: int) -> tuple[int, ...]:
-        """The dialler and those that accept: the fellow that it dials and, in larger groups, further ones."""
+        """The dialler and those that accept: the stage peer that it dials and, in larger groups, further ones."""
         members = [dialler]
         asked = [first]
         if self._world.group_size > 2:
@@ -196,14 +196,14 @@ class Fellowship:
                 window=self._window,
                 last_round=False,
             )
-            too_many = self._visits[other].too_many(self._peers[dialler], self._fellows())
+            too_many = self._visits[other].too_many(self._peers[dialler], self._stage_peers())
             if refusal is None and not too_many and not self._caught_up(dialler, other):
                 members.append(other)
             if len(members) == self._world.group_size or (len(members) == 1 and self._world.group_size == 2):
                 break
         return tuple(members)
 
-    def _fellows(self) -> int:
+    def _stage_peers(self) -> int:
         """How many live beside each replica."""
         return sum(account.present for account in self._accounts) - 1
 
@@ -240,7 +240,7 @@ class Fellowship:
         else:
             self._commit(meeting)
 
-    def _open(self, members: tuple[int, ...], fragment: int | None, now: int) -> Meeting:
+    def _open(self, members: tuple[int, ...], fragment: int | None, now: int) -> LabMeeting:
         self._held += 1
         replicas = [self.replicas[index] for index in members]
         snapshots = tuple(self._accounts[index].progress for index in members)
@@ -250,9 +250,9 @@ class Fellowship:
         for index, replica, weight in zip(members, replicas, weights, strict=True):
             replica.snapshot[part.slice].copy_(self._stage.fast[index, part.slice])
             replica.open(part, members=len(members), weight=weight, exchange=f"{self._name}/{self._held}")
-        return Meeting(members, fragment, part, now + self._world.lag, snapshots)
+        return LabMeeting(members, fragment, part, now + self._world.lag, snapshots)
 
-    def _commit(self, meeting: Meeting) -> None:
+    def _commit(self, meeting: LabMeeting) -> None:
         paired = len(meeting.members) > 1
         if paired:
             self._exchange(meeting)
@@ -270,7 +270,7 @@ class Fellowship:
             )
             account.engaged = False
             if place > 0:
-                self._visits[index].made(self._peers[meeting.members[0]], self._fellows())
+                self._visits[index].made(self._peers[meeting.members[0]], self._stage_peers())
             self._visits[index].stepped()
             if paired:
                 account.free_since = account.progress.steps
@@ -291,7 +291,7 @@ class Fellowship:
         replica.slow[part.slice].add_(ahead)
         self._stage.fast[index, part.slice].add_(ahead)
 
-    def _exchange(self, meeting: Meeting) -> None:
+    def _exchange(self, meeting: LabMeeting) -> None:
         """Sketches, then all chunks, each to every other member."""
         group = [self.replicas[index] for index in meeting.members]
         sketches = [replica.sketch() for replica in group]
@@ -304,13 +304,13 @@ class Fellowship:
                     if other != place:
                         replica.add_chunk(chunk, wire)
 
-    def _clip(self, index: int, meeting: Meeting) -> float:
+    def _clip(self, index: int, meeting: LabMeeting) -> float:
         if self._everyone:
             return 1.0
         replica = self.replicas[index]
         bound = self._bounds[index][-1 if meeting.fragment is None else meeting.fragment]
         others = "+".join(self._peers[member] for member in meeting.members if member != index)
-        judgement = bound.judge(replica, others, fellows=self._fellows())
+        judgement = bound.judge(replica, others, stage_peers=self._stage_peers())
         bound.accept(others, judgement)
         self.tally.clipped += judgement.scale < 1.0
         return judgement.scale

@@ -47,7 +47,7 @@ class Permutation:
         return int.from_bytes(digest, "little") & self._mask
 
 
-class WalkPosition(BaseModel):
+class SamplerPosition(BaseModel):
     """How far a walk has come: passes over all windows completed, and windows taken in the present one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,11 +56,11 @@ class WalkPosition(BaseModel):
     offset: Annotated[int, Field(ge=0)] = 0
 
 
-BEGINNING = WalkPosition()
+BEGINNING = SamplerPosition()
 """Before the first window."""
 
 
-class WindowWalk:
+class WindowSampler:
     """An endless walk over `count` windows: each pass visits each once, in an order of its own.
 
     The order of a pass depends on (seed, peer id, epoch): replicas need not agree on anything to walk differently.
@@ -73,7 +73,7 @@ class WindowWalk:
         self._go_to(BEGINNING)
 
     @classmethod
-    def at(cls, count: int, seed: int, peer_id: str, position: WalkPosition) -> WindowWalk:
+    def at(cls, count: int, seed: int, peer_id: str, position: SamplerPosition) -> WindowSampler:
         """A walk that goes on from `position`. ValueError when it lies outside a pass over `count` windows."""
         if position.offset >= count:
             raise ValueError(f"offset {position.offset} in a pass over {count} windows")
@@ -82,9 +82,9 @@ class WindowWalk:
         return walk
 
     @property
-    def position(self) -> WalkPosition:
+    def position(self) -> SamplerPosition:
         """Where the next window comes from."""
-        return WalkPosition(epoch=self._epoch, offset=self._offset)
+        return SamplerPosition(epoch=self._epoch, offset=self._offset)
 
     def take(self, count: int) -> list[int]:
         """The next `count` window indices."""
@@ -94,11 +94,11 @@ class WindowWalk:
         window = self._order[self._offset]
         following = self._offset + 1
         if following == self._count:
-            self._go_to(WalkPosition(epoch=self._epoch + 1))
+            self._go_to(SamplerPosition(epoch=self._epoch + 1))
         else:
             self._offset = following
         return window
 
-    def _go_to(self, position: WalkPosition) -> None:
+    def _go_to(self, position: SamplerPosition) -> None:
         self._epoch, self._offset = position.epoch, position.offset
         self._order = Permutation(self._count, f"walk/{self._seed}/{self._peer_id}/{position.epoch}")
