@@ -46,6 +46,9 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 TENSOR_ROOMS = ("outer", "model", "training", "data")
 """Rooms of pure computation: no swarm, no network."""
 
+MOST_LINES = 500
+MOST_METHODS = 20
+
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -150,6 +153,21 @@ def house() -> Iterator[str]:
             lines = sum(path.read_text(encoding="utf-8").count("\n") for path in files)
             yield f"{room:15} {len(files):3} files {lines:6} lines  {said.splitlines()[0] if said else ''}"
         yield ""
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_of)
+def test_a_file_has_at_most_500_lines_and_a_class_of_many_methods_a_reason(path: Path) -> None:
+    """Above 20 methods a class says in its docstring why."""
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MOST_LINES
+    classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    large = [node for node in classes if sum(map(is_function, node.body)) > MOST_METHODS]
+    assert [node.name for node in large if "Many methods: " not in (ast.get_docstring(node) or "")] == []
+
+
+def is_function(node: ast.AST) -> bool:
+    """Whether it is a method, properties and class methods included."""
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,8 @@ class SlotBook:
     `row`: slots of a pass.
 
     `look` takes in what was said, `choose` names a slot to claim, `keeps` says whether to hold on to one.
+
+    Many methods: each is one rule on the same claims, and a rule apart from them could not be read.
     """
 
     own: str

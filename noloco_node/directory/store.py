@@ -77,6 +77,8 @@ class RecordStore:
 
     Whatever end a record claims, it lives `longest` seconds of the monotonic `clock` here, unless a newer one comes in
     time: the room that is left for clocks that differ is no life for ghosts.
+
+    Many methods: each is one rule about which of the same rows stays.
     """
 
     def __init__(

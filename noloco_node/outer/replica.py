@@ -73,6 +73,8 @@ class OuterReplica:
 
     Which way this replica itself has been learning is a moving average of its own Δ, with no part in it that came from
     partners; by it they are measured (`PartnerBound`). It is nobody else's business and is given to nobody.
+
+    Many methods: an open step is taken in small parts between device operations, and each part is one.
     """
 
     def __init__(self, rule: OuterRule, slow: Tensor, *, codec: Codec, chunk_bytes: int, fragments: int = 1) -> None:

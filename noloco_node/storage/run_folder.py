@@ -41,7 +41,10 @@ class TokenizerPlace(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths inside a run folder that can be written."""
+    """Paths inside a run folder that can be written.
+
+    Many methods: one for the path of each thing that lies in it.
+    """
 
     path: Path
 

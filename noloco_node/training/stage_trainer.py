@@ -83,7 +83,10 @@ class StepResult:
 
 
 class StageTrainer:
-    """One stage with its optimizer. Gradients of losses summed over tokens accumulate until `step` divides them."""
+    """One stage with its optimizer. Gradients of losses summed over tokens accumulate until `step` divides them.
+
+    Many methods: forward, backward, step and loading work on the same weights, gradients and optimizer.
+    """
 
     def __init__(self, stage: Stage, inner: InnerSpec, *, device: str, wire_dtype: torch.dtype) -> None:
         self.device = torch.device(device)

@@ -61,7 +61,10 @@ NOBODY = Acquaintance()
 
 class Acquaintances:
     """One node's acquaintances. Bounded: who has only answered is forgotten before who has worked, who was
-    heard of longest ago first."""
+    heard of longest ago first.
+
+    Many methods: what is noted of a peer and what is asked of it are one line each.
+    """
 
     def __init__(self, clock: Callable[[], float] = ambient.monotonic) -> None:
         self._clock = clock
