@@ -89,7 +89,7 @@ class HostileReplica(Replica):
 
     async def run(self) -> None:
         """See `Replica.run`."""
-        TALLY.path = self._settings.run_folder / "attacks.json"
+        TALLY.path = self.context.settings.run_folder / "attacks.json"
         attacker = asyncio.create_task(Attacker(self).run())
         try:
             await super().run()

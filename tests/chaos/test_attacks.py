@@ -69,7 +69,7 @@ async def test_a_dial_of_the_stranger_is_answered_badly_each_time() -> None:
         [honest] = made.replicas
         for dials in range(1, 9):
             assert not await honest.averaging.exchanger.dial(life.transport.peer_id)
-            assert cast("Any", honest)._transport.conduct.offences == {"bad_answer": dials}
+            assert honest.context.transport.conduct.offences == {"bad_answer": dials}
         counts = life.tally.counts[attack]
         assert counts["proposals answered"] == 8
         assert 0 < counts["openings answered"] < 8
