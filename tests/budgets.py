@@ -34,7 +34,7 @@ BUDGETS: Mapping[str, Budget] = {
     "tests/data": Budget(25, 45, 5, 10),
     "tests/model": Budget(35, 45, 8, 12),
     "tests/outer": Budget(40, 45, 8, 10),
-    "tests/report": Budget(5, 8, 1, 2),
+    "tests/report": Budget(6, 10, 2, 4),
     "tests/simulator": Budget(40, 50, 25, 30),
     "tests/sizing": Budget(8, 12, 1, 2),
     "tests/storage": Budget(8, 12, 2, 4),
