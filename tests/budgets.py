@@ -27,8 +27,8 @@ class Budget(NamedTuple):
 
 
 BUDGETS: Mapping[str, Budget] = {
-    "tests": Budget(150, 220, 30, 50),
-    "tests/chaos": Budget(60, 100, 20, 40),
+    "tests": Budget(220, 280, 45, 60),
+    "tests/chaos": Budget(75, 110, 25, 40),
     "tests/config": Budget(8, 12, 2, 4),
     "tests/daemons": Budget(380, 420, 45, 60),
     "tests/data": Budget(25, 45, 5, 10),
