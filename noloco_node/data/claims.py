@@ -156,7 +156,7 @@ class SlotBook:
     def look(self, said: Iterable[Said], now: float, live: int) -> None:
         """Take in the newest word of each stage peer that counts, of which `live` replicas train in all, own
         included."""
-        self.live, words = max(1, live), [word for word in said if word.peer != self.own]
+        self.live, words = max(1, live), [_each_slot_once(word) for word in said if word.peer != self.own]
         self._note_share(len(words))
         news = [word for word in words if self._is_news(word, now)]
         if now - self.judged >= self.patience / JUDGED_IN_PATIENCE or not self.started:
@@ -164,8 +164,11 @@ class SlotBook:
             self._forget_vanished(now)
             self.reach = self._reach(news)
             self.pace = self._usual_pace(now)
-        dropped = [claim for word in news for claim in self._take_in(word, now)]
-        self.closed.update(claim.slot for claim in dropped if not self._was_yielded(claim))
+        dropped = [(word.peer, claim) for word in news if not word.leaving for claim in self._take_in(word, now)]
+        self.closed.update(claim.slot for peer, claim in dropped if not self._was_yielded(peer, claim))
+        for word in news:  # last: who left a slot to one that leaves has not finished it
+            if word.leaving:
+                self._leave(word, now)
         if news:
             self._settle()
 
@@ -190,12 +193,7 @@ class SlotBook:
         so long that whoever claims the slot now came later."""
         if settled and (claim.begun or self.share >= WHOLE_VIEW):
             return True
-        for peer in self.holders.get(claim.slot, ()):
-            other = next(other for other in self.stage_peers[peer].claims if other.slot == claim.slot)
-            known = replace(other, begun=other.begun and other.slot in self.stage_peers[peer].earlier)
-            if not _first(claim, self.own, known, peer):
-                return False
-        return True
+        return self._goes_first(self.own, claim)
 
     def kept(self, own: Iterable[Claim], given_back: Iterable[Claim], time: float) -> SharedPosition:
         """What to keep for this replica's next life, where it holds `own` and has given others back."""
@@ -263,25 +261,39 @@ class SlotBook:
         paces = [seen.taken / (now - seen.since + PACE_SECONDS) for seen in self.stage_peers.values() if not seen.left]
         return median_low([*paces, self.own_taken / (now - self.since + PACE_SECONDS)])
 
-    def _was_yielded(self, claim: Claim) -> bool:
-        """Whether a stage peer that ceased to speak of this claim left the slot to another, and was not at its end."""
-        return claim.position == 0 and claim.slot in self.holders
+    def _goes_first(self, peer: str, claim: Claim) -> bool:
+        """Whether no stage peer's claim on the same slot goes before it."""
+        for holder in self.holders.get(claim.slot, ()):
+            seen = self.stage_peers[holder]
+            other = next(other for other in seen.claims if other.slot == claim.slot)
+            known = replace(other, begun=other.begun and other.slot in seen.earlier)
+            if not _first(claim, peer, known, holder):
+                return False
+        return True
+
+    def _was_yielded(self, peer: str, claim: Claim) -> bool:
+        """Whether a stage peer that ceased to speak of this claim left the slot to another, and was not at its end: it
+        had read nothing that it told of, and the other's claim goes before its own."""
+        return claim.position == 0 and not self._goes_first(peer, claim)
+
+    def _leave(self, word: Said, now: float) -> None:
+        """This stage peer gives back what it was known to claim."""
+        seen = self._seen(word, now)
+        before, seen.said = seen.claims, word
+        if not seen.left:
+            known = {claim.slot for claim in before}
+            seen.claims, seen.left = (), True
+            self._hold(word.peer, before, ())
+            self._give_back(claim for claim in word.claims if claim.slot in known)
+
+    def _seen(self, word: Said, now: float) -> _StagePeer:
+        return self.stage_peers.setdefault(word.peer, _StagePeer(now, now, word, word.overdue))
 
     def _take_in(self, word: Said, now: float) -> Iterable[Claim]:
         """Claims of which this stage peer has ceased to speak."""
-        seen = self.stage_peers.get(word.peer)
-        new = seen is None
-        if seen is None:
-            seen = self.stage_peers[word.peer] = _StagePeer(now, now, word, word.overdue)
-        before, seen.said = seen.claims, word
-        if word.leaving:
-            if not seen.left:
-                known = {claim.slot for claim in before}
-                seen.claims, seen.left = (), True
-                self._hold(word.peer, before, ())
-                self._give_back(claim for claim in word.claims if claim.slot in known)
-            return ()
-        seen.left = False
+        new = word.peer not in self.stage_peers
+        seen = self._seen(word, now)
+        before, seen.said, seen.left = seen.claims, word, False
         held = {claim.slot for claim in before}
         allowance = ALLOWED_AT_ONCE + CREDIBLE_PACE * self.pace * (now - seen.since) - seen.taken
         believed, earlier = list[Claim](), set[int]()
@@ -362,6 +374,12 @@ class SlotBook:
     def _is_first(self) -> bool:
         """Others are there, and none of them has claimed any yet."""
         return not self.stage_peers and self.live > 1
+
+
+def _each_slot_once(word: Said) -> Said:
+    """The same word, where it names no slot twice; of claims on one slot the last counts."""
+    once = {claim.slot: claim for claim in word.claims}
+    return word if len(once) == len(word.claims) else replace(word, claims=tuple(once.values()))
 
 
 def _first(claim: Claim, peer: str, other: Claim, other_peer: str) -> bool:

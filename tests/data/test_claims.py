@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_node.data.claims import FURTHEST, MOST_CLAIMS, REACH_AT_LEAST, Claim, Said, SharedPosition, SlotBook
@@ -149,6 +149,50 @@ def test_a_slot_that_was_finished_is_not_read_again_because_another_who_claimed_
     book.look([Said("reader", (Claim(5, begun=True),)), Said("liar", (Claim(3, 1),), leaving=True)], 9.0, 2)
     assert not book.holes
     assert 3 not in {book.choose((), random.Random(seed))[0] for seed in range(50)}
+
+
+def test_a_slot_finished_between_two_records_is_not_read_again_because_a_liar_that_claimed_it_leaves() -> None:
+    """Its reader told of nothing that it had drawn: but it had begun, and would not have left it to who came later."""
+    book = SlotBook("own", 60.0, 64, base=3, started=True)
+    book.look([Said("reader", (Claim(3, begun=True), Claim(5)))], 0.0, 3)
+    for second, claims in ((1.0, (Claim(3, begun=True), Claim(5))), (2.0, (Claim(5, begun=True), Claim(6)))):
+        book.look([Said("reader", claims), Said("liar", (Claim(3),))], second, 3)
+    book.look([Said("reader", (Claim(5, begun=True), Claim(6))), Said("liar", (Claim(3),), leaving=True)], 3.0, 2)
+    assert 3 not in {book.choose((), random.Random(seed))[0] for seed in range(50)} | book.holes.keys()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["winner heard first", "loser heard first"])
+def test_a_slot_that_one_yielded_to_another_who_leaves_at_once_is_gone_on_with(first: bool) -> None:
+    """One look shows both: that of two claims one is gone, and that who had the other one leaves."""
+    book = SlotBook("own", 60.0, 64, base=3, started=True)
+    book.look([Said("winner", (Claim(3), Claim(7))), Said("loser", (Claim(3), Claim(5)))], 0.0, 3)
+    words = [Said("winner", (Claim(3, 12, begun=True), Claim(7)), leaving=True), Said("loser", (Claim(5),))]
+    book.look(words if first else words[::-1], 2.0, 2)
+    assert book.holes == {3: 12}
+    book.look([Said("next", (Claim(3, 12, begun=True),))], 4.0, 2)
+    book.look([Said("next", (Claim(3, 20, begun=True),), leaving=True)], 6.0, 1)
+    assert book.holes == {3: 20}, "and again, when that one leaves"
+
+
+claims_said = st.lists(st.builds(Claim, st.integers(0, 9), st.integers(0, 3), st.booleans()), max_size=2 * MOST_CLAIMS)
+words_said = st.builds(Said, st.sampled_from("abc"), claims_said.map(tuple), st.booleans(), st.booleans())
+looks_said = st.lists(words_said, max_size=3, unique_by=lambda word: word.peer)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(looks_said, st.sampled_from((1.0, 70.0))), max_size=12))
+def test_no_word_of_a_peer_ends_a_look_and_who_holds_a_slot_is_who_claims_it(
+    looks: list[tuple[list[Said], float]],
+) -> None:
+    """Slots named twice in one record, too: a peer signs whatever it likes."""
+    book, now = SlotBook("own", 60.0, 64, started=True), 0.0
+    for said, seconds in looks:
+        now += seconds
+        book.look(said, now, 3)
+        claimed = {(claim.slot, peer) for peer, seen in book.stage_peers.items() for claim in seen.claims}
+        assert claimed == {(slot, peer) for slot, holders in book.holders.items() for peer in holders}
+        assert all(len({claim.slot for claim in seen.claims}) == len(seen.claims) for seen in book.stage_peers.values())
+        book.choose((), random.Random(0))
 
 
 def test_one_far_claim_draws_nobody_after_it() -> None:
