@@ -69,10 +69,12 @@ class Exchanger(Side):
         self.responder.serve()
 
     async def run(self) -> None:
-        """Commit exchanges that others dialled, and give up those that make no progress."""
+        """Commit exchanges that others dialled, and give up those that make no progress, until cancelled. What is not
+        complete is over then."""
         try:
             await self.responder.run()
         finally:
+            self.responder.leave()
             await self.stop()
 
     async def dial(self, partner: PeerId, fragment: int | None = None) -> bool:

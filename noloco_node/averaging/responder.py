@@ -76,6 +76,12 @@ class Responder:
             self._side.report_abort(session, late)
             self._side.close(session)
 
+    def leave(self) -> None:
+        """This replica leaves. What is not complete is over, by no fault of the partner's: nothing is booked."""
+        engagement = self._side.engagement
+        if engagement.phase in DIALLED:
+            engagement.go_on(engagement.session, Change.BREAK_OFF)
+
     async def handle_leave(self, peer: PeerId, leave: Leave) -> Nothing:
         """The partner gives it up."""
         session = self._session_of(peer, leave.exchange)
@@ -148,6 +154,7 @@ class Responder:
         side.engagement.go_on(session, Change.OPEN)
         if not await all_finite(tensors[0]):
             raise self._broken_off(session, "not_finite: the gauge holds NaN or infinity")
+        self._check_still_open(session)
         snapshot = await side.worker.snapshot(session.fragment)
         self._check_still_open(session)
 

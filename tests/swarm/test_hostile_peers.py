@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import torch
 
+from noloco_node.aio import cancel_and_wait
 from noloco_node.averaging import messages as exchange
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PipelineSpec
@@ -14,9 +15,11 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
 from noloco_node.pipeline.limiter import MicrobatchLimiter
 from noloco_node.pipeline.messages import MicrobatchAnswer, MicrobatchHeader, read_answer
+from noloco_node.transport import calls, tensor_checks
 from noloco_node.transport.calls import Answer, BadAnswer, Reply
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Release
+from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message, specs_of
 from tests.support import eventually, one_turn
 from tests.swarm.test_exchange import outer_steps, state_of, two_replicas, unchanged
@@ -198,6 +201,43 @@ async def test_an_opening_that_was_given_up_meanwhile_touches_no_buffer() -> Non
             await handling
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
         assert bool((right.worker.outer._difference == 7.0).all())
+
+
+async def test_an_opening_that_was_given_up_while_its_gauge_was_looked_at_takes_no_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A large gauge is looked at beside the event loop: the next outer step may have its snapshot by then."""
+    monkeypatch.setattr(tensor_checks, "INLINE_ELEMENTS", 0)
+    async with two_replicas() as (_, _, right):
+        await propose(right)
+        handling = asyncio.create_task(right.averaging.exchanger.responder.handle_open(STRANGER, *opening(right)))
+        await one_turn()
+        right.averaging.exchanger.responder.give_up_if_stalled(-1.0)
+        right.worker.outer.snapshot.fill_(7.0)
+        with pytest.raises(Refused) as refused:
+            await handling
+        assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
+        assert bool((right.worker.outer.snapshot == 7.0).all())
+
+
+async def test_who_has_left_knows_no_exchange_any_more(caplog: pytest.LogCaptureFixture) -> None:
+    """One that was dialled and not complete: its partner is refused, which is no failure here and nobody's fault."""
+    async with world(micro_spec(stages=1), replicas=1) as made:
+        left, partner = made.replicas[0], MemoryTransport(made.network, STRANGER)
+        exchanger, here = left.averaging.exchanger, left.context.transport
+        exchanger.accepting = True
+        running = asyncio.create_task(exchanger.run())
+        await one_turn()
+        await propose(left)
+        header, tensors = opening(left)
+        await cancel_and_wait((running,))
+        assert not exchanger.engaged
+        with pytest.raises(Refused) as refused:
+            await calls.ask(partner, here.peer_id, exchange.OPEN, header, tensors=tensors, seconds=5.0)
+        assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
+        assert here.acquaintances.of(STRANGER).idles == 0
+        await partner.close()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_a_chunk_whose_caller_left_during_the_arithmetic_counts_when_it_comes_again() -> None:
