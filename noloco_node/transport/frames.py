@@ -23,6 +23,7 @@ from typing import Any, NoReturn, cast
 import numpy as np
 import torch
 
+from noloco_node.identity.addresses import shown
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.messages import (
     MAX_DIMENSIONS,
@@ -173,16 +174,18 @@ def encode_refusal(refused: Refused) -> bytes:
 
 
 def decode_refusal(payload: bytes) -> Refused:
-    """Parse a REFUSE payload. A reason this version does not know becomes `internal`, its name kept in the detail."""
+    """Parse a REFUSE payload. A reason this version does not know becomes `internal`, its name kept in the detail.
+
+    The detail is one printable line: it ends in logs and events."""
     fields = _decode_object(payload)
     reason, detail = fields.get("reason"), fields.get("detail", "")
     if not isinstance(reason, str) or not isinstance(detail, str):
         raise FrameError("the refusal has no reason")
     detail = detail[:MAX_DETAIL_CHARACTERS]
     try:
-        return Refused(Refusal(reason), detail)
+        return Refused(Refusal(reason), shown(detail))
     except ValueError:
-        return Refused(Refusal.INTERNAL, f"{reason[:MAX_METHOD_CHARACTERS]}: {detail}")
+        return Refused(Refusal.INTERNAL, shown(f"{reason[:MAX_METHOD_CHARACTERS]}: {detail}"))
 
 
 def frame_lengths(nbytes: int) -> Iterator[tuple[int, int]]:

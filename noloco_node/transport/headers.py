@@ -7,6 +7,7 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from noloco_node import PROTOCOL_VERSION
+from noloco_node.identity.addresses import shown
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.messages import JsonObject
 
@@ -50,6 +51,7 @@ def check_run(run: str, own_run: str, protocol: int) -> None:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first mistake in a message, as one short line for its sender."""
+    """The first mistake in a message, as one short printable line for its sender, and for a log: the place of a mistake
+    may have a name of the sender's own."""
     problem = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
+    return shown(f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}")

@@ -287,7 +287,8 @@ def test_each_trap_in_an_envelope_is_refused(text: str) -> None:
 
 
 def test_refusals_survive_the_wire_and_hostile_ones_do_no_harm() -> None:
-    """Any reason and detail comes back; an unknown reason becomes `internal`; anything else is a FrameError."""
+    """Any reason comes back, and its detail as one printable line; an unknown reason becomes `internal`; anything else
+    is a FrameError."""
 
     @settings(max_examples=REFUSALS)
     @given(reason=st.sampled_from(Refusal), detail=st.text(max_size=400), noise=st.binary(max_size=80))
@@ -295,12 +296,15 @@ def test_refusals_survive_the_wire_and_hostile_ones_do_no_harm() -> None:
         frame = encode_refusal(Refused(reason, detail))
         prefix, payload = decode_prefix(frame[:PREFIX_BYTES]), frame[PREFIX_BYTES:]
         assert prefix.length == len(payload)
-        assert decode_refusal(payload).reason is reason
+        told = decode_refusal(payload)
+        assert told.reason is reason
+        assert told.detail.isprintable(), "it is logged, and must not speak to the terminal or make up a line"
         with contextlib.suppress(FrameError):
             decode_refusal(noise)
 
     check()
-    assert decode_refusal(b'{"reason":"from_the_future","detail":"x"}').reason is Refusal.INTERNAL
+    newer = decode_refusal(b'{"reason":"from_the_\\nfuture","detail":"x"}')
+    assert (newer.reason, newer.detail) == (Refusal.INTERNAL, "from_the_ future: x")
 
 
 def test_the_number_of_examples_is_what_we_promise() -> None:

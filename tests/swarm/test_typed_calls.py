@@ -25,7 +25,7 @@ from noloco_node.pipeline import messages as microbatch
 from noloco_node.training.progress import Progress
 from noloco_node.transport.calls import NOTHING, BadAnswer, Method, Nothing, ask, judging
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused
-from noloco_node.transport.headers import WireModel
+from noloco_node.transport.headers import WireModel, parse
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec
@@ -210,6 +210,14 @@ async def test_an_answer_is_what_was_asked_for_or_an_offence(answer: Message, so
     assert asking.conduct.offences.total() == (0 if sound else 1)
     await asking.close()
     await answering.close()
+
+
+def test_a_strangers_mistake_is_named_in_one_printable_line() -> None:
+    """Also where the name of its place is the stranger's own."""
+    header = {"seen_at": [], "results": {"\x1b[2J\n12:00:00 E [node] all is lost": "reached"}}
+    with pytest.raises(Refused, match=r"results\..\[2J 12:00:00 E \[node\] all is lost") as refused:
+        parse(dial_back.Dialled, header)
+    assert refused.value.detail.isprintable()
 
 
 async def test_judging_books_once_and_only_bad_answers() -> None:
