@@ -75,6 +75,8 @@ class SharedPosition(BaseModel):
     """Slots that nobody holds and that were begun, each with the windows that are drawn."""
     own: tuple[tuple[Count, Count], ...]
     """Slots that it holds itself, likewise."""
+    left: bool = False
+    """It has given these back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,26 +197,31 @@ class SlotBook:
             return True
         return self._goes_first(self.own, claim)
 
-    def kept(self, own: Iterable[Claim], given_back: Iterable[Claim], time: float) -> SharedPosition:
-        """What to keep for this replica's next life, where it holds `own` and has given others back."""
+    def kept(self, own: Iterable[Claim], time: float, *, left: bool) -> SharedPosition:
+        """What to keep for this replica's next life, where it holds `own`, or held it until it `left`."""
         bits = sum(1 << slot - self.base for slot in self.taken if slot >= self.base)
-        open_slots = self.holes | {claim.slot: claim.position for claim in given_back}
         return SharedPosition(
             time=time,
             row=self.row,
             base=self.base,
             taken=f"{bits:x}",
-            open=tuple(open_slots.items()),
+            open=tuple(self.holes.items()),
             own=tuple((claim.slot, claim.position) for claim in own),
+            left=left,
         )
 
-    def restore(self, kept: SharedPosition) -> None:
-        """Go on from what was kept, where nobody knows better."""
+    def restore(self, kept: SharedPosition) -> bool:
+        """Go on from what was kept. False where others have claimed beyond it since: what was open then they know."""
         bits = int(kept.taken or "0", 16)
-        self.base, self.started = kept.base, True
-        self.taken = {kept.base + place for place in range(bits.bit_length()) if bits >> place & 1}
+        taken = {kept.base + place for place in range(bits.bit_length()) if bits >> place & 1}
+        self.base = max(self.base, kept.base)
+        self.taken |= {slot for slot in taken if slot >= self.base}
+        self.started |= not self.stage_peers
+        if self.frontier > max(taken, default=kept.base - 1):
+            return False
         for slot, position in kept.open:
             self._give_back([Claim(slot, position)])
+        return True
 
     def _note_share(self, words: int) -> None:
         """A look shows so many stage peers: fewer than there are where this replica sees the swarm in part."""

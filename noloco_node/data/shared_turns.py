@@ -128,9 +128,7 @@ class SharedTurns:
     def position(self) -> SharedPosition:
         """Where drawing goes on, for a checkpoint."""
         with self._lock:
-            held = tuple(self._own.values())
-            own, given_back = ((), held) if self._leaving else (held, ())
-            return self._book.kept(own, given_back, self._clock())
+            return self._book.kept(self._own.values(), self._clock(), left=self._leaving)
 
     @property
     def claims(self) -> tuple[Claim, ...]:
@@ -187,17 +185,15 @@ class SharedTurns:
             return told
 
     def _resume(self) -> None:
-        """Go on from the position of an earlier life: with its own slots, if it was away for no longer than others wait
-        for it and none of them has taken them; with what it knew of the row, if nobody else knows better."""
+        """Go on from the position of an earlier life: with what it knew of the row, and with its own slots that nobody
+        else has taken, where none of the others has come further since, or while they wait for who has not left."""
         kept, self._kept = self._kept, None
         if kept is None:
             return
-        alone = not self._book.stage_peers
-        if alone:
-            self._book.restore(kept)
-        if alone or self._clock() - kept.time <= self._book.patience:
+        newest = self._book.restore(kept)
+        if newest or (not kept.left and self._clock() - kept.time <= self._book.patience):
             for slot, start in kept.own:
-                if alone or slot not in self._book.holders:
+                if slot not in self._book.holders:
                     self._claim(slot, start)
 
     def _claim(self, slot: int, start: int) -> None:

@@ -275,6 +275,60 @@ def test_a_swarm_that_starts_again_as_a_whole_reads_nothing_twice() -> None:
     assert set(range(12)) <= set(done)
 
 
+def stopped(clock: Clock, *names: str) -> tuple[dict[str, SharedPosition], set[int]]:
+    """Replicas that read for a while and are told to leave all at once: what each keeps, and what was finished."""
+    made = {name: turns_of(name, clock) for name in names}
+    finished: set[int] = set()
+    for step in range(12):
+        for name, turns in made.items():
+            turns.heard([say(other, each) for each, other in made.items() if each != name], len(made))
+            if (turn := turns.take()) is not None:
+                turns.reached(turn.slot, 7)
+                if step < 10:
+                    finished.add(turn.slot)
+                    turns.finished(turn.slot)
+        clock.now += 4.0
+    for turns in made.values():
+        turns.leave()
+    return {name: turns.position for name, turns in made.items()}, finished
+
+
+@pytest.mark.parametrize("away", [10.0, 86_400.0], ids=["for seconds", "for a day"])
+def test_of_a_swarm_that_was_told_to_stop_each_goes_on_with_its_own_blocks(away: float) -> None:
+    """Also who comes when others are there already, and hears of what they go on with: low slots."""
+    clock = Clock()
+    kept, finished = stopped(clock, "one", "two")
+    clock.now += away
+    one = turns_of("one", clock, position=kept["one"])
+    one.heard([], 1)
+    two = turns_of("two", clock, position=kept["two"])
+    two.heard([say(one, "one")], 2)
+    for name, turns in (("one", one), ("two", two)):
+        assert {(claim.slot, claim.position) for claim in turns.claims} >= set(kept[name].own)
+        assert any(position == 7 for _, position in kept[name].own)
+    drawn: set[int] = set()
+    for _ in range(200):
+        for name, turns, other in (("one", one, two), ("two", two, one)):
+            turns.heard([say(other, "two" if name == "one" else "one")], 2)
+            if (turn := turns.take()) is not None:
+                assert turn.slot not in drawn | finished
+                drawn.add(turn.slot)
+                turns.finished(turn.slot)
+        clock.now += 4.0
+    assert set(range(40)) <= drawn | finished, "and no block is left out"
+
+
+def test_who_comes_back_when_others_have_come_further_leaves_what_it_gave_back_to_them() -> None:
+    """They heard that it left: whether they have read its blocks since, it cannot know."""
+    clock = Clock()
+    kept, finished = stopped(clock, "one", "two")
+    clock.now += 10.0
+    further = Said("two", (Claim(30, 5, begun=True), Claim(31)))
+    one = turns_of("one", clock, position=kept["one"])
+    one.heard([further], 2)
+    assert not {claim.slot for claim in one.claims} & ({slot for slot, _ in kept["one"].own} | finished)
+
+
 def test_a_pass_takes_each_block_once() -> None:
     clock = Clock()
     turns = turns_of("one", clock, row=8)
