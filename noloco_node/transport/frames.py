@@ -268,7 +268,7 @@ def _decode_spec(entry: object) -> TensorSpec:
         raise FrameError("a tensor spec is no pair of dtype and shape")
     dtype, shape = pair[0], tuple(_dimension(size) for size in cast("list[object]", pair[1]))
     if dtype not in WIRE_DTYPES:
-        raise FrameError(f"unknown dtype {dtype[:16]}")
+        raise FrameError(f"unknown dtype {shown(dtype[:16])}")
     if len(shape) > MAX_DIMENSIONS:
         raise FrameError(f"a tensor has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
     if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:

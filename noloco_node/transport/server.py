@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from noloco_node.config.run_spec import MAX_BODY_BYTES
+from noloco_node.identity.addresses import shown
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.transport.bans import OFFENSIVE, Bans
@@ -143,7 +144,7 @@ class RequestDesk:
         self.acquaintances.answered(peer)
         method, limits = self._methods.get(envelope.method), self.limits
         if method is None:
-            raise Refused(Refusal.UNKNOWN_METHOD, envelope.method)
+            raise Refused(Refusal.UNKNOWN_METHOD, shown(envelope.method))
         if envelope.body_bytes > limits.max_body_bytes:
             raise Refused(Refusal.TOO_LARGE, f"body of {envelope.body_bytes} bytes, at most {limits.max_body_bytes}")
         if method.running[peer] >= method.max_concurrent_per_peer:

@@ -276,14 +276,16 @@ def told(number: int) -> Iterator[None]:
         '{"m":"a","h":{},"t":[["fp32",[1.0]]]}',
         '{"m":"a","h":{},"t":[["fp32",[1,1,1,1,1]]]}',
         '{"m":"a","h":{},"t":[["fp32",[0,2147483647,2147483647,2147483647]]]}',
+        '{"m":"a","h":{},"t":[["\\u001b[2J\\n12:00",[1]]]}',
         "[]",
         "",
     ],
 )
 def test_each_trap_in_an_envelope_is_refused(text: str) -> None:
-    """One by one, so that none depends on luck."""
-    with pytest.raises(FrameError):
+    """One by one, so that none depends on luck; in words that a log may hold."""
+    with pytest.raises(FrameError) as refused:
         decode_envelope(text.encode())
+    assert str(refused.value).isprintable()
 
 
 def test_refusals_survive_the_wire_and_hostile_ones_do_no_harm() -> None:

@@ -143,9 +143,10 @@ async def test_a_refusal_by_the_handler_comes_back_typed(world: World) -> None:
 
 
 async def test_an_unknown_method_is_refused(world: World) -> None:
-    """And strangers cannot grow the traffic table with invented names."""
-    assert (await refused(world.call("nobody-serves-this"))).reason is Refusal.UNKNOWN_METHOD
-    assert "nobody-serves-this" not in world.server.traffic.received
+    """And strangers cannot grow the traffic table with invented names, nor speak to the terminal by them."""
+    told = await refused(world.call("nobody-serves\n\x1bthis"))
+    assert (told.reason, told.detail) == (Refusal.UNKNOWN_METHOD, "nobody-serves ?this")
+    assert "nobody-serves\n\x1bthis" not in world.server.traffic.received
 
 
 @pytest.mark.parametrize("failing", ["admission", "handler", "answer"])
