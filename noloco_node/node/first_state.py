@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
 
 from noloco_node.accounting.activity import Activity
 from noloco_node.bootstrap.spec_fetch import run_has_ended
-from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS
 from noloco_node.directory.membership import SERVING, Membership
 from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.participant import ReplicaContext
 from noloco_node.placement.initial_state import (
     ASK_SECONDS,
     BEGINNINGS,
@@ -35,35 +35,24 @@ STARTS_ALONE = (
 
 
 class FirstState:
-    """Where a replica of `stage` begins, and whom it may copy. `entrances` are the peers by which it came in; the run
-    begins with a node that has none."""
+    """Where a replica begins, and whom it may copy. The initial peers are those by which it came in; the run begins
+    with a node that has none."""
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        stage: int,
-        own: PeerId,
-        membership: Membership,
-        copier: StateCopier,
-        watch: Activity,
-        *,
-        entrances: Collection[PeerId],
-    ) -> None:
-        self._spec = spec
-        self._stage = stage
-        self._own = own
+    def __init__(self, context: ReplicaContext, membership: Membership, copier: StateCopier, watch: Activity) -> None:
+        self._spec = context.spec
+        self._stage = context.stage
+        self._own = context.transport.peer_id
         self._membership = membership
         self._copier = copier
         self._watch = watch
-        self._entrances = entrances
-        self._joined = bool(entrances)
+        self._entrances = peers_at(context.settings.initial_peers)
+        self._joined = bool(self._entrances)
 
     async def take(self, own_clock: float | None) -> PeerId | None:
         """Copy a stage peer's state where that is where to begin (`where_to_begin`); the donor, or None where the
-        weights
-        stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError (NO_DONOR)
-        where a stage peer's state is needed and nobody gave it; it is needed, too, where the run began with weights
-        that this node has no folder of."""
+        weights stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError
+        (NO_DONOR) where a stage peer's state is needed and nobody gave it; it is needed, too, where the run began with
+        weights that this node has no folder of."""
         there, joined = await self._who_answers(), self._joined
         begin = where_to_begin(
             own_clock,

@@ -22,13 +22,12 @@ from noloco_node.data.samples import Samples
 from noloco_node.directory.membership import OwnFigures
 from noloco_node.directory.peer_clocks import FarBehind, PeerClocks
 from noloco_node.directory.records import Directory, PeerState
-from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.course import ReplicaCourse
 from noloco_node.node.first_state import FirstState
 from noloco_node.node.neighbourhood import Neighbourhood
 from noloco_node.node.outer_steps import OuterSteps
-from noloco_node.participant import Participant, ReplicaContext
+from noloco_node.participant import ReplicaContext
 from noloco_node.pipeline.messages import Ledger
 from noloco_node.pipeline.participant import Pipeline
 from noloco_node.placement.run_end import EndOfRun
@@ -89,24 +88,11 @@ class Replica:
             on_probation_end=lambda reason, steps: self.outer_steps.probation_ended(reason, steps),
         )
         self.state_transfer = StateTransfer(context, self._clocks.not_beyond, relayed)
-        self.participants: tuple[Participant, ...] = (
-            self._neighbourhood,
-            self.pipeline,
-            self.averaging,
-            self.state_transfer,
-        )
+        self.participants = (self._neighbourhood, self.pipeline, self.averaging, self.state_transfer)
         self.outer_steps: OuterSteps = OuterSteps(
             context, self.membership, self.averaging, self.state_transfer.copier, self._pace, self._behind
         )
-        self.first_state = FirstState(
-            spec,
-            self.stage,
-            transport.peer_id,
-            self.membership,
-            self.state_transfer.copier,
-            self._watch,
-            entrances=peers_at(settings.initial_peers),
-        )
+        self.first_state = FirstState(context, self.membership, self.state_transfer.copier, self._watch)
         self.missing = MissingStages()
         self._end = self._make_end()
         self.course = ReplicaCourse(
@@ -168,9 +154,8 @@ class Replica:
 
     async def become_current(self, own_clock: float | None = None) -> PeerId | None:
         """Begin where `where_to_begin` says, on probation with a stage peer's state; the donor, or None where the
-        weights
-        stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError (NO_DONOR)
-        where a stage peer's state is needed and nobody gave it."""
+        weights stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError
+        (NO_DONOR) where a stage peer's state is needed and nobody gave it."""
         donor = await self.first_state.take(own_clock)
         if donor is not None:
             self._end.copied = True
