@@ -16,7 +16,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(rooms.split())
     for rooms in (
         "ambient",
-        "errors aio address_space collector marks",
+        "errors aio address_space collector marks peer_table",
         "outer",
         "config",
         "model data",

@@ -23,6 +23,7 @@ from noloco_node.accounting.statements import (
 )
 from noloco_node.aio import Pulse, cancel_and_wait, run_to_end
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
 from noloco_node.pipeline.messages import Ledger
 from noloco_node.training.progress import Progress
 from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
@@ -83,7 +84,7 @@ class Receipts:
         self._serials: dict[PeerId, int] = {}
         self._pending: dict[PeerId, _Pending] = {}
         self._filed: dict[tuple[PeerId, str], int] = {}
-        self._settled: dict[PeerId, float] = {}
+        self._settled = PeerTable[PeerId, float]()
         """When each peer would have sent as many receipts as it has, one in `LEAST_SECONDS`."""
         self._last = False
         self._writing = asyncio.Lock()

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
 from noloco_node.transport.bans import ban_seconds
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Visits:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._saved: OrderedDict[PeerId, tuple[float, int]] = OrderedDict()
+        self._saved = PeerTable[PeerId, tuple[float, int]](STAGE_PEERS_REMEMBERED)
         """Visits that a stage peer might still make, after that many outer steps."""
 
     def stepped(self) -> None:
@@ -89,9 +89,6 @@ class Visits:
     def made(self, dialler: PeerId, stage_peers: int) -> None:
         """An exchange that `dialler` had dialled was committed; `stage_peers` live beside this replica."""
         self._saved[dialler] = self._left(dialler, stage_peers) - 1.0, self._steps
-        self._saved.move_to_end(dialler)
-        if len(self._saved) > STAGE_PEERS_REMEMBERED:
-            self._saved.popitem(last=False)
 
     def too_many(self, dialler: PeerId, stage_peers: int) -> bool:
         """Whether `dialler` has had its part for now."""
@@ -107,15 +104,13 @@ class BackOff:
     offence and lead to no ban."""
 
     def __init__(self) -> None:
-        self._rests: OrderedDict[PeerId, Rest] = OrderedDict()
-        self._abandoned: OrderedDict[PeerId, float] = OrderedDict()
-        self._distances: OrderedDict[PeerId, dict[int | None, Distance]] = OrderedDict()
+        self._rests = PeerTable[PeerId, Rest](STAGE_PEERS_REMEMBERED)
+        self._abandoned = PeerTable[PeerId, float](STAGE_PEERS_REMEMBERED)
+        self._distances = PeerTable[PeerId, dict[int | None, Distance]](STAGE_PEERS_REMEMBERED)
 
     def lost(self, peer: PeerId, seconds: float, now: float) -> None:
         """An exchange with `peer` came to nothing after so many seconds."""
-        self._rests[peer] = after_lost_exchange(self._rests.pop(peer, Rest()), seconds, now)
-        if len(self._rests) > STAGE_PEERS_REMEMBERED:
-            self._rests.popitem(last=False)
+        self._rests[peer] = after_lost_exchange(self._rests.get(peer, Rest()), seconds, now)
 
     def abandoned(self, account: PeerId, seconds: float, now: float) -> None:
         """An exchange that `account` had dialled came to nothing after so many seconds. It is left alone for three
@@ -123,9 +118,6 @@ class BackOff:
         that died and came back must not wait."""
         first = self._abandoned.get(account, -math.inf) < now - LONGEST_REST_SECONDS
         self._abandoned[account] = now if first else now + REST_PER_SECOND_LOST * seconds
-        self._abandoned.move_to_end(account)
-        if len(self._abandoned) > STAGE_PEERS_REMEMBERED:
-            self._abandoned.popitem(last=False)
 
     def dials_too_soon(self, account: PeerId, now: float) -> bool:
         """Whether `account` has abandoned an exchange that it dialled, and must wait before it may dial again."""
@@ -137,12 +129,9 @@ class BackOff:
 
     def met(self, peer: PeerId, fragment: int | None, norm: float, bound: float, now: float) -> None:
         """A fragment (None: all) was averaged with `peer`; see `after_meeting`."""
-        distances = self._distances.pop(peer, {})
+        distances = self._distances[peer] = self._distances.get(peer, {})
         before = distances.get(fragment, Distance())
         after = distances[fragment] = after_meeting(before, norm, bound, now)
-        self._distances[peer] = distances
-        if len(self._distances) > STAGE_PEERS_REMEMBERED:
-            self._distances.popitem(last=False)
         if after.rests != before.rests:
             what = "its weights stay %.1f times as far away as is taken whole: it is left alone for %.0f s"
             logger.warning(f"%s: {what}", peer, norm / bound, after.until - now)

@@ -10,12 +10,13 @@ what is broken, not what is hostile and patient: against that stands the bound o
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
 
 PROBATION_ROUNDS = 4
 """The bound, in outer rounds: so many times H inner steps."""
@@ -86,7 +87,7 @@ class ProbationStanding:
         self.loss = RecentLoss()
         self._joined_at: int | None = None
         self._drawn = False
-        self._since: OrderedDict[PeerId, int | None] = OrderedDict()
+        self._since = PeerTable[PeerId, int | None](PEERS_REMEMBERED)
         self._settled = False
         self._last_given = -(1 << 62)
 
@@ -147,6 +148,4 @@ class ProbationStanding:
         """The step at which this peer came to be known as a newcomer; None for one that was there before."""
         if peer not in self._since:
             self._since[peer] = steps if self._settled else None
-            if len(self._since) > PEERS_REMEMBERED:
-                self._since.popitem(last=False)
         return self._since[peer]

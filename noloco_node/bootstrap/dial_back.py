@@ -20,6 +20,7 @@ from noloco_node import ambient
 from noloco_node.bootstrap.hello import Plain
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.tls_probe import NoAnswer, who_answers
+from noloco_node.peer_table import PeerTimes
 from noloco_node.transport.calls import Method, call, on
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.headers import WireModel
@@ -71,15 +72,14 @@ class DialBackTurns:
     """Who may ask now: each peer once in a while, few at the same time."""
 
     def __init__(self) -> None:
-        self._last: dict[PeerId, float] = {}
+        self._rest = PeerTimes[PeerId]()
         self._running = 0
 
     def begin(self, peer: PeerId, now: float) -> bool:
         """Whether a question of this peer is taken at this time; `end` must follow where it is."""
-        self._last = {other: at for other, at in self._last.items() if now - at < PEER_SECONDS}
-        if peer in self._last or self._running >= AT_ONCE:
+        if self._rest.holds(peer, now) or self._running >= AT_ONCE:
             return False
-        self._last[peer] = now
+        self._rest[peer] = now + PEER_SECONDS
         self._running += 1
         return True
 

@@ -31,6 +31,7 @@ from noloco_node.bootstrap.reachability import (
 from noloco_node.identity.addresses import PeerAddress, Reach, dialable, parse_address, reach_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.relay.places import MOST_RELAYS, RelayedHost, ask_for_place, circuit_address, only_relayed
+from noloco_node.peer_table import PeerTimes
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.interface import Transport
 
@@ -107,7 +108,7 @@ class ReachWatch:
         self._policy = policy
         self.readdress = readdress
         self._rng = rng
-        self._asked: dict[PeerId, float] = {}
+        self._asked = PeerTimes[PeerId]()
         self._announced: Place | None = None
         self._changes: list[float] = []
         self._misses = 0
@@ -280,15 +281,14 @@ class ReachWatch:
     def _to_ask(self, hosts: Mapping[PeerId, str]) -> list[PeerId]:
         """Peers to ask now: of each network one, of the only one two; none that was asked a moment ago."""
         now = asyncio.get_running_loop().time()
-        self._asked = {peer: at for peer, at in self._asked.items() if now - at < PEER_SECONDS}
-        free = [peer for peer in sorted(hosts) if peer not in self._asked]
+        free = [peer for peer in sorted(hosts) if not self._asked.holds(peer, now)]
         self._rng.shuffle(free)
         by_network: dict[str, list[PeerId]] = {}
         for peer in free:
             by_network.setdefault(network_of(hosts[peer]), []).append(peer)
         each = 1 if len(by_network) > 1 else MOST_OF_THE_ONLY_NETWORK
         asked = [peer for peers in by_network.values() for peer in peers[:each]][:MOST_ASKED]
-        self._asked |= dict.fromkeys(asked, now)
+        self._asked.update(dict.fromkeys(asked, now + PEER_SECONDS))
         return asked
 
     async def _dialled_back(self, peer: PeerId, ports: Sequence[int]) -> Dialled | None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass
 from statistics import median, median_low
-from typing import TypeVar
 
 from noloco_node.outer.replica import OuterReplica
-
-T = TypeVar("T")
+from noloco_node.peer_table import PeerTable
 
 _PEERS_REMEMBERED = 64
 _NEAR_REMEMBERED = 4096
@@ -44,8 +42,8 @@ class DifferenceBound:
 
     def __init__(self, multiple: float) -> None:
         self._multiple = multiple
-        self._latest: OrderedDict[str, float] = OrderedDict()
-        self._near: OrderedDict[str, None] = OrderedDict()
+        self._latest = PeerTable[str, float](_PEERS_REMEMBERED)
+        self._near = PeerTable[str, None](_NEAR_REMEMBERED)
         self._motions: deque[float] = deque(maxlen=_MOTIONS_REMEMBERED)
 
     def bound(self, own_motion: float) -> float:
@@ -79,8 +77,8 @@ class DifferenceBound:
     def accept(self, peer: str, difference: float, bound: float) -> None:
         """Remember the norm of a committed exchange with `peer`; beyond the bound that held, it counts as that."""
         if difference <= bound:
-            _remember(self._near, peer, None, _NEAR_REMEMBERED)
-        _remember(self._latest, peer, min(difference, bound), _PEERS_REMEMBERED)
+            self._near[peer] = None
+        self._latest[peer] = min(difference, bound)
 
 
 class Regress:
@@ -95,7 +93,7 @@ class Regress:
     """
 
     def __init__(self) -> None:
-        self._latest: OrderedDict[str, float] = OrderedDict()
+        self._latest = PeerTable[str, float](_PEERS_REMEMBERED)
         self._learnt: deque[float] = deque(maxlen=_MOTIONS_REMEMBERED)
 
     def scale(self, peer: str, taken: float, learnt: float, own_motion: float, *, stage_peers: int) -> float:
@@ -109,7 +107,7 @@ class Regress:
         if self._learnt and (others or stage_peers > 1):
             like_others = _LIKE_OTHERS * median(others) if others else 0.0
             most = max(_TAKEN * median_low(self._learnt), like_others, _CHANCE * own_motion)
-        _remember(self._latest, peer, min(max(0.0, taken), most), _PEERS_REMEMBERED)
+        self._latest[peer] = min(max(0.0, taken), most)
         return min(1.0, most / taken) if taken > 0.0 else 1.0
 
 
@@ -153,10 +151,3 @@ class PartnerBound:
     def accept(self, peer: str, judgement: Judgement) -> None:
         """The exchange that was judged so is committed."""
         self.difference.accept(peer, judgement.norm, judgement.bound)
-
-
-def _remember(table: OrderedDict[str, T], peer: str, value: T, most: int) -> None:
-    table[peer] = value
-    table.move_to_end(peer)
-    if len(table) > most:
-        table.popitem(last=False)

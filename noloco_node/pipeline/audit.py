@@ -21,6 +21,7 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTimes
 from noloco_node.pipeline.messages import COME_BACK, Outgoing, Trained
 from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.training.norm_bound import NormBound
@@ -121,7 +122,7 @@ class Auditor:
         self._credit, self._most_credit = allowance, max(allowance, float(JURY))
         """Copies that may be asked for now without a doubt."""
         self._norms = NormBound(UNUSUAL)
-        self._silent_until: dict[PeerId, float] = {}
+        self._silent = PeerTimes[PeerId]()
         """Doubted peers that did not answer, and when they are asked again: they must not hold the audits up."""
         self.findings: Counter[str] = Counter()
         """Audits so far, by `Finding`."""
@@ -207,7 +208,7 @@ class Auditor:
         except (TransportError, TimeoutError) as error:
             why = repr(error)
         logger.debug("%s gave no answer to an audit: %s", peer, why)
-        self._silent_until[peer] = self._clock() + silent
+        self._silent[peer] = self._clock() + silent
         return None
 
     def _next_juror(self, asked: Collection[PeerId]) -> PeerId | None:
@@ -220,8 +221,7 @@ class Auditor:
     def _to_be_heard(self) -> list[PeerId]:
         """Peers on trial that are worth asking now."""
         now, book = self._clock(), self._book
-        self._silent_until = {peer: until for peer, until in self._silent_until.items() if until > now}
-        willing = book.doubted.difference(self._silent_until)
+        willing = (peer for peer in book.doubted if not self._silent.holds(peer, now))
         return sorted(peer for peer in willing if book.trust(peer) is Trust.ON_TRIAL)
 
 

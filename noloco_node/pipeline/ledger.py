@@ -14,6 +14,7 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
 from noloco_node.pipeline.messages import MicrobatchAnswer, Mode
 from noloco_node.transport.calls import Reply
 from noloco_node.transport.errors import Refusal, Refused
@@ -48,7 +49,7 @@ class Repeats:
     """The books of one replica. Bounded in microbatches, answers and their bytes."""
 
     def __init__(self) -> None:
-        self._trained: OrderedDict[MicrobatchName, None] = OrderedDict()
+        self._trained = PeerTable[MicrobatchName, None](MICROBATCHES_REMEMBERED, self._uncount)
         self._ids: Counter[str] = Counter()
         self._answers: OrderedDict[MicrobatchName, Reply[MicrobatchAnswer]] = OrderedDict()
         self._kept_bytes = 0
@@ -68,8 +69,6 @@ class Repeats:
         again = self._ids[name.id] > 0
         self._trained[name] = None
         self._ids[name.id] += 1
-        if len(self._trained) > MICROBATCHES_REMEMBERED:
-            self._forget(next(iter(self._trained)))
         return again
 
     def was_trained(self, name: MicrobatchName) -> bool:
@@ -79,7 +78,8 @@ class Repeats:
     def unmark(self, name: MicrobatchName) -> None:
         """It came to nothing after all."""
         if name in self._trained:
-            self._forget(name)
+            del self._trained[name]
+            self._uncount(name)
 
     def keep(self, name: MicrobatchName, answer: Reply[MicrobatchAnswer]) -> None:
         """Remember the answer, for a repeat."""
@@ -89,8 +89,7 @@ class Repeats:
             _, dropped = self._answers.popitem(last=False)
             self._kept_bytes -= _size(dropped)
 
-    def _forget(self, name: MicrobatchName) -> None:
-        del self._trained[name]
+    def _uncount(self, name: MicrobatchName, _: None = None) -> None:
         self._ids[name.id] -= 1
         if not self._ids[name.id]:
             del self._ids[name.id]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTimes
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Release
 
@@ -32,10 +33,10 @@ class MicrobatchLimiter:
         self._taken: Counter[PeerId] = Counter()
         self._answered: Counter[PeerId] = Counter()
         """Of these, those that an answer was given to."""
-        self._reliable: OrderedDict[PeerId, float] = OrderedDict()
-        """Whose last place came to something, and when."""
-        self._wanted: OrderedDict[PeerId, float] = OrderedDict()
-        """Who was refused last, and until when it is taken to want a place; at most `limit` of them."""
+        self._reliable = PeerTimes[PeerId](PEERS_REMEMBERED)
+        """Whose last place came to something, and until when that counts."""
+        self._wanted = PeerTimes[PeerId](limit)
+        """Who was refused last, and until when it is taken to want a place."""
 
     @property
     def taken(self) -> int:
@@ -59,10 +60,7 @@ class MicrobatchLimiter:
     def answered(self, peer: PeerId) -> None:
         """A place of `peer` came to something: the answer to its microbatch is ready."""
         self._answered[peer] += 1
-        self._reliable[peer] = self._clock()
-        self._reliable.move_to_end(peer)
-        if len(self._reliable) > PEERS_REMEMBERED:
-            self._reliable.popitem(last=False)
+        self._reliable[peer] = self._clock() + RELIABLE_SECONDS
 
     def _release(self, peer: PeerId) -> None:
         if self._answered[peer] > 0:
@@ -76,17 +74,13 @@ class MicrobatchLimiter:
 
     def _strangers_have_theirs(self) -> bool:
         """Whether peers that are not reliable hold all places that may be theirs."""
-        now = self._clock()
-        while self._reliable and next(iter(self._reliable.values())) <= now - RELIABLE_SECONDS:
-            self._reliable.popitem(last=False)
+        self._reliable.expire(self._clock())
         strangers = sum(count for peer, count in self._taken.items() if peer not in self._reliable)
         return bool(self._reliable) and strangers >= max(1, self._limit - self._limit // 2)
 
     def _keeps_for_others(self, peer: PeerId) -> bool:
         """Whether the places that are left are for others than `peer`."""
-        now = self._clock()
-        while self._wanted and next(iter(self._wanted.values())) <= now:
-            self._wanted.popitem(last=False)
+        self._wanted.expire(self._clock())
         others = len(self._wanted.keys() - {peer})
         if self._limit - self.taken > others:
             return False
@@ -94,6 +88,3 @@ class MicrobatchLimiter:
 
     def _want(self, peer: PeerId) -> None:
         self._wanted[peer] = self._clock() + WANTED_SECONDS
-        self._wanted.move_to_end(peer)
-        if len(self._wanted) > self._limit:
-            self._wanted.popitem(last=False)

@@ -9,7 +9,6 @@ narrower codes, and harms nobody.
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, token_bytes
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
 from noloco_node.training.activation_codec import DTYPES, decode, encode
 
 CARRIED_SHARE = 1 / 4
@@ -47,7 +47,7 @@ class LinkCodecs:
         self._allowed = tuple(allowed)
         self._bytes: dict[ActivationCodec, int] = {codec: token_bytes(INT8_BLOCK, codec) for codec in self._allowed}
         self._rng = rng
-        self._links: OrderedDict[PeerId, _Link] = OrderedDict()
+        self._links = PeerTable[PeerId, _Link](LINKS_REMEMBERED)
 
     @property
     def widest(self) -> ActivationCodec:
@@ -68,14 +68,11 @@ class LinkCodecs:
         its work took `work`; None: it says nothing."""
         if len(self._allowed) == 1 or work is None:
             return
-        link = self._links.pop(peer, None) or _Link()
-        self._links[peer] = link
+        link = self._links[peer] = self._links.get(peer) or _Link()
         seconds, work = max(0.0, took - work), min(work, took)
         before = link.carrying.get(codec)
         link.work = work if not link.carrying else link.work + OF_A_MICROBATCH * (work - link.work)
         link.carrying[codec] = seconds if before is None else before + OF_A_MICROBATCH * (seconds - before)
-        if len(self._links) > LINKS_REMEMBERED:
-            self._links.popitem(last=False)
 
 
 def codec_for(

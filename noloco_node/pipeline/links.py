@@ -5,11 +5,11 @@ A relayed or slow way is asked less where there is another, and never not at all
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
 
 RELAYED_WEIGHT = 1 / 4
 """How often a peer behind a relay is chosen, beside one that is connected directly."""
@@ -34,18 +34,16 @@ class PeerWays:
     """What one replica's exchanges took. Times are seconds of one clock."""
 
     def __init__(self) -> None:
-        self._ways: OrderedDict[PeerId, _Way] = OrderedDict()
+        self._ways = PeerTable[PeerId, _Way](STAGE_PEERS_REMEMBERED)
 
     def exchanged(self, stage_peer: PeerId, seconds: float, sent_and_received: int, now: float) -> None:
         """An exchange with a stage peer took so long, for so many bytes both ways together."""
         if sent_and_received <= 0:
             return
-        taken, before = seconds / sent_and_received, self._ways.pop(stage_peer, None)
+        taken, before = seconds / sent_and_received, self._ways.get(stage_peer)
         if before is not None and now - before.at < REMEMBERED_SECONDS:
             taken = before.seconds_per_byte + OF_AN_EXCHANGE * (taken - before.seconds_per_byte)
         self._ways[stage_peer] = _Way(taken, now)
-        if len(self._ways) > STAGE_PEERS_REMEMBERED:
-            self._ways.popitem(last=False)
 
     def weights(self, stage_peers: Sequence[PeerId], relayed: Collection[PeerId], now: float) -> list[float]:
         """How often to choose each of the stage peers, in their order."""

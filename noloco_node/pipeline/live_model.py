@@ -20,6 +20,7 @@ from noloco_node.directory.records import Directory, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import build_config
+from noloco_node.peer_table import PeerTimes
 from noloco_node.pipeline.inference import FORWARD, ForwardHeader, window_spec
 from noloco_node.transport.calls import ask
 from noloco_node.transport.errors import (
@@ -81,7 +82,7 @@ class LiveModel:
         self._pause = pause
         self._patience = patience
         self._looked = -math.inf
-        self._silent: dict[PeerId, float] = {}
+        self._silent = PeerTimes[PeerId]()
         self.replaced = 0
         """Peers that were asked for their part of a token and did not give it, full ones not counted."""
 
@@ -143,7 +144,7 @@ class LiveModel:
         now, view = ambient.monotonic(), self._directory.view
         records = [record for record in view.live(stage, self._directory.now()) if record.state in ANSWERING]
         there = [PeerId(record.peer_id) for record in records]
-        heard = [peer for peer in there if self._silent.get(peer, 0.0) <= now]
+        heard = [peer for peer in there if not self._silent.holds(peer, now)]
         left = [peer for peer in heard or there if peer not in asked]
         return self._rng.choice(left) if left else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
@@ -19,6 +19,7 @@ from noloco_node.data.sampler import SamplerPosition
 from noloco_node.data.samples import Position
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.router import Router
+from noloco_node.peer_table import PeerTable
 from noloco_node.pipeline.link_codecs import from_wire
 from noloco_node.training.activation_codec import DTYPES, wire_length
 from noloco_node.transport.calls import Answer, BadAnswer, Method
@@ -181,9 +182,9 @@ class Ledger:
     """Samples that were put back. A node that leaves stage 0 keeps them, and trains them should it return."""
     walk: Position = field(default_factory=SamplerPosition)
     """Where the next sample of its text comes from, once it has left stage 0."""
-    done_for: OrderedDict[PeerId, Done] = field(default_factory=OrderedDict[PeerId, Done])
+    done_for: PeerTable[PeerId, Done] = field(default_factory=lambda: PeerTable(PEERS_COUNTED))
     """What this node did for peers that have not receipted it yet."""
-    done_by: OrderedDict[PeerId, Done] = field(default_factory=OrderedDict[PeerId, Done])
+    done_by: PeerTable[PeerId, Done] = field(default_factory=lambda: PeerTable(PEERS_COUNTED))
     """What peers did for this node, and it has not receipted yet."""
 
     @property
@@ -206,13 +207,10 @@ class Ledger:
         _note(self.done_by, peer, tokens)
 
 
-def _note(table: OrderedDict[PeerId, Done], peer: PeerId, tokens: int) -> None:
-    done = table.setdefault(peer, Done())
+def _note(table: PeerTable[PeerId, Done], peer: PeerId, tokens: int) -> None:
+    done = table[peer] = table.get(peer) or Done()
     done.microbatches += 1
     done.tokens += tokens
-    table.move_to_end(peer)
-    while len(table) > PEERS_COUNTED:
-        table.popitem(last=False)
 
 
 def activation_spec(rows: int, length: int, hidden: int, codec: ActivationCodec) -> TensorSpec:

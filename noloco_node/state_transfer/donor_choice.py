@@ -18,6 +18,7 @@ from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTimes
 from noloco_node.state_transfer.donor_pace import DonorPace, DonorPaces, TooSlow, floor_of
 from noloco_node.state_transfer.fetch import Download, fetch_state, load_download, new_download
 from noloco_node.state_transfer.messages import OFFER, StateManifest, StateOffer, StateRequest, packed_size
@@ -125,7 +126,7 @@ class StateCopier:
         self._believe = believe
         self._emit = emit
         self._rng = rng
-        self._resting: dict[PeerId, float] = {}
+        self._resting = PeerTimes[PeerId]()
         """Until when donors are not asked again to which there is only a relayed connection."""
         self._relayed_told = False
         limits, size = spec.limits, packed_size(worker.state_sizes())
@@ -176,7 +177,7 @@ class StateCopier:
         """Take the state of this donor; TooSlow where one of `others` may be faster. Raises Refused or TransportError;
         the replica is unchanged then. One that gives nothing through a relay is asked every `RELAYED_REST_SECONDS` at
         most, and Refused for it between."""
-        if ambient.monotonic() < self._resting.get(donor, 0.0):
+        if self._resting.holds(donor, ambient.monotonic()):
             raise Refused(Refusal.RELAYED, "it said so a moment ago")
         try:
             await self._ask(donor)  # there must be something to come before there is room made for it
@@ -190,9 +191,7 @@ class StateCopier:
         return manifest
 
     def _let_rest(self, donor: PeerId) -> None:
-        now = ambient.monotonic()
-        self._resting = {peer: until for peer, until in self._resting.items() if until > now}
-        self._resting[donor] = now + RELAYED_REST_SECONDS
+        self._resting[donor] = ambient.monotonic() + RELAYED_REST_SECONDS
         level = logging.DEBUG if self._relayed_told else logging.WARNING
         self._relayed_told = True
         logger.log(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from statistics import median_low
+
+from noloco_node.peer_table import PeerTable
 
 NORMS_OF_A_SOURCE = 9
 SOURCES_REMEMBERED = 128
@@ -27,8 +29,8 @@ class NormBound:
         assert multiple > 1.0
         self._multiple = multiple
         self._floor = floor
-        self._norms: OrderedDict[str, deque[float]] = OrderedDict()
-        self._heard: dict[str, int] = {}
+        self._norms = PeerTable[str, tuple[deque[float], int]](SOURCES_REMEMBERED)
+        """Of each source its last norms, and how many there had been of all with the latest of them."""
         self._count = 0
         self.usual = 0.0
         """0 before the first norm."""
@@ -49,11 +51,11 @@ class NormBound:
 
     def _remember(self, source: str, norm: float) -> None:
         self._count += 1
-        self._heard[source] = self._count
-        self._norms.setdefault(source, deque(maxlen=NORMS_OF_A_SOURCE)).append(norm)
-        self._norms.move_to_end(source)
-        oldest = next(iter(self._norms))
-        if len(self._norms) > SOURCES_REMEMBERED or self._count - self._heard[oldest] > FORGOTTEN_AFTER:
-            del self._norms[oldest], self._heard[oldest]
-        middle = median_low(median_low(norms) for norms in self._norms.values())
+        norms, _ = self._norms.get(source) or (deque[float](maxlen=NORMS_OF_A_SOURCE), 0)
+        norms.append(norm)
+        self._norms[source] = norms, self._count
+        _, heard = next(iter(self._norms.values()))
+        if self._count - heard > FORGOTTEN_AFTER:
+            self._norms.popitem(last=False)
+        middle = median_low(median_low(norms) for norms, _ in self._norms.values())
         self.usual = min(middle, LARGEST_RISE * self.usual) if self.usual > 0.0 else middle

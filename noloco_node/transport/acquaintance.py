@@ -7,12 +7,13 @@ that somebody is there; only work shows a replica. All of it is this node's own 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
 
 ANSWER_SECONDS = 60.0
 """How long an answer counts."""
@@ -68,8 +69,8 @@ class Acquaintances:
 
     def __init__(self, clock: Callable[[], float] = ambient.monotonic) -> None:
         self._clock = clock
-        self._met: OrderedDict[PeerId, Acquaintance] = OrderedDict()
-        self._workers: OrderedDict[PeerId, Acquaintance] = OrderedDict()
+        self._met = PeerTable[PeerId, Acquaintance](PEERS_REMEMBERED)
+        self._workers = PeerTable[PeerId, Acquaintance](PEERS_REMEMBERED)
         self._asks: deque[tuple[PeerId, float]] = deque(maxlen=ASKS_REMEMBERED)
 
     def answered(self, peer: PeerId) -> None:
@@ -90,8 +91,6 @@ class Acquaintances:
         known = self._workers.get(peer)
         if known is None:
             known = self._workers[peer] = self._met.pop(peer, None) or Acquaintance()
-            if len(self._workers) > PEERS_REMEMBERED:
-                self._workers.popitem(last=False)
         else:
             self._workers.move_to_end(peer)
         known.worked_at = known.answered_at = self._clock()
@@ -191,6 +190,4 @@ class Acquaintances:
         known = self._workers.get(peer) or self._met.get(peer)
         if known is None:
             known = self._met[peer] = Acquaintance()
-            if len(self._met) > PEERS_REMEMBERED:
-                self._met.popitem(last=False)
         return known

@@ -10,13 +10,14 @@ from __future__ import annotations
 import heapq
 import logging
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class Bans:
 
     def __init__(self, clock: Callable[[], float] = ambient.monotonic) -> None:
         self._clock = clock
-        self._standings: OrderedDict[PeerId, BanRecord] = OrderedDict()
+        self._standings = PeerTable[PeerId, BanRecord](PEERS_REMEMBERED, self._forgotten)
         self.offences: Counter[str] = Counter()
         """So far, by `Offence`."""
         self.bans: Counter[str] = Counter()
@@ -112,11 +113,8 @@ class Bans:
     def offended(self, peer: PeerId, offence: Offence, detail: str = "") -> None:
         """Count an offence of `peer`; a ban that follows is logged once, with its reason and its end."""
         now = self._clock()
-        before = self._standings.pop(peer, BanRecord())
+        before = self._standings.get(peer, BanRecord())
         after = self._standings[peer] = after_offence(before, offence, now)
-        if len(self._standings) > PEERS_REMEMBERED:
-            self._standings.popitem(last=False)
-            self._changes += 1
         self.offences[offence.value] += 1
         if not after.banned(now) or before.banned(now):
             return
@@ -127,6 +125,9 @@ class Bans:
         logger.warning("%s is banned here for %.0f s: %s (%s)", peer, seconds, offence.value, detail[:200])
         if self.on_ban is not None:
             self.on_ban(peer)
+
+    def _forgotten(self, *_: object) -> None:
+        self._changes += 1
 
     def judge(self, peer: PeerId, error: Exception) -> None:
         """Count an answer of `peer` that broke the protocol; a link that failed says nothing against it."""

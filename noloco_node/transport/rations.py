@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
 
 PEERS_REMEMBERED = 1024
 
@@ -36,15 +36,13 @@ class PeerBudgets:
 
     def __init__(self, most: float, a_second: float, clock: Callable[[], float]) -> None:
         self._most, self._a_second, self._clock = most, a_second, clock
-        self._budgets: OrderedDict[PeerId, Budget] = OrderedDict()
+        self._budgets = PeerTable[PeerId, Budget](PEERS_REMEMBERED)
 
     def of(self, peer: PeerId) -> Budget:
         """The budget of `peer`, a full one where it was not met before."""
         budget = self._budgets.get(peer)
         if budget is None:
             budget = self._budgets[peer] = Budget(self._most, self._a_second, self._clock)
-            if len(self._budgets) > PEERS_REMEMBERED:
-                self._budgets.popitem(last=False)
         else:
             self._budgets.move_to_end(peer)
         return budget

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from noloco_node.directory.records import LiveRecord
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.invitations import PREFIX, BadInvitation, Invitation, Proof, read_invitation
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
 from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.headers import WireModel
@@ -48,7 +48,7 @@ class Access:
         self._run = spec.run_id
         self._rule = spec.access
         self._now = now
-        self._guests: OrderedDict[tuple[PeerId, Proof], bool] = OrderedDict()
+        self._guests = PeerTable[tuple[PeerId, Proof], bool](GUESTS_REMEMBERED, self._forgotten)
         self._until: dict[PeerId, int] = {}
         self._changes = 0
         self._ends: list[int] = []
@@ -69,15 +69,15 @@ class Access:
             owner = self._rule.owner
             holds = owner is not None and proof.admits(peer, run=self._run, owner=owner)
             self._guests[place] = holds
-            if len(self._guests) > GUESTS_REMEMBERED:
-                (forgotten, _), _ = self._guests.popitem(last=False)
-                self._until.pop(forgotten, None)
-                self._changes += 1
             if holds:
                 self._changes += 1
                 heapq.heappush(self._ends, proof.grant.expires)
                 self._until[peer] = max(proof.grant.expires, self._until.get(peer, 0))
         return self._guests[place]
+
+    def _forgotten(self, shown: tuple[PeerId, Proof], _: bool) -> None:
+        self._until.pop(shown[0], None)
+        self._changes += 1
 
     @property
     def changes(self) -> int:

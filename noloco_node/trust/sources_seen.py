@@ -8,13 +8,14 @@ names cost nothing, work does.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
 
 SENDERS_REMEMBERED = 256
 ORIGINS_OF_A_SENDER = 64
@@ -91,24 +92,18 @@ class OriginsSeen:
 
     def __init__(self, now: Callable[[], float] = ambient.monotonic) -> None:
         self._now = now
-        self._by_sender: OrderedDict[PeerId, OrderedDict[PeerId, OriginSeen]] = OrderedDict()
+        self._by_sender = PeerTable[PeerId, PeerTable[PeerId, OriginSeen]](SENDERS_REMEMBERED)
         self._recent: deque[_Trained] = deque(maxlen=RECENT_MICROBATCHES)
 
     def saw(self, drawn: DrawnBy, sender: PeerId, *, tokens: int, own_clock: float) -> None:
         """A microbatch of so many tokens that `sender` sent was trained here; this stage's clock is `own_clock`
         (tokens) after it."""
         now = self._now()
-        heard = self._by_sender.setdefault(sender, OrderedDict())
+        heard = self._by_sender[sender] = self._by_sender.get(sender) or PeerTable(ORIGINS_OF_A_SENDER)
         before = heard.get(drawn.origin)
         rose_at = now if before is None or drawn.clock > before.clock else before.rose_at
         in_all = tokens + (0 if before is None else before.tokens)
         heard[drawn.origin] = OriginSeen(sender, drawn.origin, drawn.clock, rose_at, now, in_all)
-        heard.move_to_end(drawn.origin)
-        self._by_sender.move_to_end(sender)
-        if len(heard) > ORIGINS_OF_A_SENDER:
-            heard.popitem(last=False)
-        if len(self._by_sender) > SENDERS_REMEMBERED:
-            self._by_sender.popitem(last=False)
         self._recent.append(_Trained(Voice(sender, drawn.origin, drawn.clock - own_clock, tokens), now))
 
     def latest(self, within: float = math.inf) -> list[OriginSeen]:

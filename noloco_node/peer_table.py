@@ -1,0 +1,48 @@
+"""What a node remembers by peer, bounded: a key costs a stranger nothing, so nothing may grow with the keys it uses."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+MOST_PEERS = 1024
+"""Entries of a table that is told no other number."""
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class PeerTable(OrderedDict[K, V]):
+    """At most `most` entries, by peer or by what else strangers can make up: what was set longest ago goes first.
+
+    It is read like any dictionary. What is in use without being set anew is kept by `move_to_end`.
+    """
+
+    def __init__(self, most: int = MOST_PEERS, forgotten: Callable[[K, V], object] | None = None) -> None:
+        """`forgotten` is called with each entry that has to go."""
+        super().__init__()
+        self._most = most
+        self._forgotten = forgotten
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self._most:
+            gone = self.popitem(last=False)
+            if self._forgotten is not None:
+                self._forgotten(*gone)
+
+
+class PeerTimes(PeerTable[K, float]):
+    """Until when something holds for a peer: `times[peer] = until`. All times are seconds of one clock."""
+
+    def holds(self, key: K, now: float) -> bool:
+        """Whether it holds still."""
+        return now < self.get(key, now)
+
+    def expire(self, now: float) -> None:
+        """Forget those that it holds for no longer, up to the first that it does: where it holds for all equally long,
+        all of them, and else nobody is left where it holds for none."""
+        while self and next(iter(self.values())) <= now:
+            self.popitem(last=False)
