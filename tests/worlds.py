@@ -31,7 +31,7 @@ from noloco_node.training.placing import on_its_device
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.libp2p import Libp2pTransport
-from noloco_node.transport.memory import Fault, Link, MemoryNetwork, MemoryTransport
+from noloco_node.transport.memory import Carrier, Fault, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import JsonObject, TensorSpec
 from tests.support import eventually, last_account
 
@@ -214,10 +214,10 @@ async def world(
     replicas: int = 1,
     settings: NodeSettings | None = None,
     device: Callable[[], Compute] | None = None,
-    link: Link | None = None,
+    carrier: Carrier | None = None,
 ) -> AsyncIterator[World]:
     """A swarm of `replicas` a stage, served but not yet running; compute threads and transports end with the block."""
-    made = World(network=MemoryNetwork(link), hub=MemoryDirectoryHub(spec.stages))
+    made = World(network=MemoryNetwork(carrier), hub=MemoryDirectoryHub(spec.stages))
 
     @asynccontextmanager
     async def place(stage: int, index: int) -> AsyncIterator[Place]:

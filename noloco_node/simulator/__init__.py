@@ -1,1 +1,1 @@
-"""The node's own code in virtual time: an event loop whose clock jumps, and a device that takes modelled time."""
+"""A swarm in virtual time: the node's own code on a loop whose clock jumps, on modelled links and devices."""

@@ -1,15 +1,19 @@
 """An event loop in virtual time: its clock jumps to the next timer, its chance comes from one seed, and work elsewhere
-is done in its turn on the loop's own thread. Whatever takes time and chance from `noloco_node.ambient` runs on it."""
+is done in its turn on the loop's own thread. Whatever takes time and chance from `noloco_node.ambient` runs on it.
+
+What runs belongs to a `Machine`, or to none: each has a wall clock and chance of its own, and can be halted.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import random
-import selectors
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Executor
-from contextvars import Context
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,26 +32,44 @@ class Stuck(RuntimeError):
     """The simulation cannot go on: no timer runs and nothing is ready, or time does not move any more."""
 
 
-class _Jump(selectors.DefaultSelector):
-    """Waits for nobody, and for no socket; what it would have waited is added to the clock."""
+class Machine:
+    """Where a node's code runs: its own wall clock and source of chance. While it is halted nothing runs on it, as
+    when its process is stopped or its lid is closed; what came due meanwhile is done at once when it goes on.
+    """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.stuck: Callable[[str], Exception] = Stuck
-        self._turns = 0
+    def __init__(self, name: str, *, clock_ahead: float = 0.0) -> None:
+        self.name = name
+        self.clock_ahead = clock_ahead
+        """Seconds by which its wall clock is wrong."""
+        self.sources = 0
+        self.held: list[_Handle] | None = None
+        """What waits for it to go on; None while it runs."""
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """See `selectors`. Raises Stuck."""
-        if timeout is None:
-            raise self.stuck("nothing is ready, and no timer runs")
-        if timeout > 0:
-            self.now += timeout
-            self._turns = 0
-        self._turns += 1
-        if self._turns > TURNS_AT_ONE_MOMENT:
-            raise self.stuck(f"{TURNS_AT_ONE_MOMENT:,} turns at one moment")
-        return []
+    def context(self) -> Context:
+        """For tasks that are this machine's, whoever begins them."""
+        context = copy_context()
+        context.run(_MACHINE.set, self)
+        return context
+
+
+_MACHINE: ContextVar[Machine | None] = ContextVar("machine", default=None)
+
+
+class _Handle(asyncio.TimerHandle):
+    """A call that is due at a moment, on a machine."""
+
+    __slots__ = ("machine",)
+
+    def __init__(
+        self, when: float, callback: Callable[..., object], args: Any, loop: SimulatedLoop, context: Context | None
+    ) -> None:
+        context = copy_context() if context is None else context
+        super().__init__(when, callback, args, loop, context)
+        self.machine = context.get(_MACHINE)
+
+    def run(self) -> None:
+        """Call."""
+        self._run()  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue] - asyncio's types leave it out
 
 
 class _Numbered:
@@ -67,19 +89,24 @@ class _Task(_Numbered, asyncio.Task[Any]):
     __hash__ = _Numbered.__hash__
 
 
-class SimulatedLoop(asyncio.SelectorEventLoop, Ambience):
+class SimulatedLoop(asyncio.BaseEventLoop, Ambience):
     """One seed, one course of events. `elsewhere_seconds` is what each piece of work off the loop takes.
 
     There are no threads, sockets or processes here: call_soon_threadsafe from another thread is refused, and who waits
     for a socket waits for ever, which is told as `Stuck`.
+
+    Many methods: those of an event loop and those of an `Ambience` are given.
     """
 
     def __init__(self, seed: int, elsewhere_seconds: float = 0.0) -> None:
-        self._jump = _Jump()
-        self._jump.stuck = self._stuck
-        self._made = 0
-        super().__init__(self._jump)
+        super().__init__()
         self.set_task_factory(self._task)
+        self._now = 0.0
+        self._soon: deque[_Handle] = deque()
+        self._timers: list[tuple[float, int, _Handle]] = []
+        self._timed = 0
+        self._turns = 0
+        self._made = 0
         self._seed = seed
         self._sources = 0
         self._tokens = random.Random(f"tokens/{seed}")
@@ -89,16 +116,21 @@ class SimulatedLoop(asyncio.SelectorEventLoop, Ambience):
 
     def time(self) -> float:
         """Virtual seconds since the beginning."""
-        return self._jump.now
+        return self._now
 
     def wall(self) -> float:
-        """See `Ambience.wall`."""
-        return WALL + self._jump.now
+        """See `Ambience.wall`: that of the machine whose code asks."""
+        machine = _MACHINE.get()
+        return WALL + self._now + (machine.clock_ahead if machine else 0.0)
 
     def chance(self) -> random.Random:
-        """See `Ambience.chance`."""
-        self._sources += 1
-        return random.Random(f"chance/{self._seed}/{self._sources}")
+        """See `Ambience.chance`: a machine's draws are not moved by what others draw."""
+        machine = _MACHINE.get()
+        if machine is None:
+            self._sources += 1
+            return random.Random(f"chance/{self._seed}/{self._sources}")
+        machine.sources += 1
+        return random.Random(f"chance/{self._seed}/{machine.name}/{machine.sources}")
 
     def token(self, octets: int) -> str:
         """See `Ambience.token`."""
@@ -108,21 +140,27 @@ class SimulatedLoop(asyncio.SelectorEventLoop, Ambience):
         """See `asyncio`."""
         return self._number(_Future(loop=self))
 
-    def run_in_executor(  # pyright: ignore[reportIncompatibleMethodOverride] - asyncio's own type says `Any` here
-        self, executor: Executor | None, func: Callable[..., T], *args: Any
-    ) -> asyncio.Future[T]:
-        """Done when its time is over, on this thread; one after another where there is an `executor`."""
-        future: asyncio.Future[T] = self.create_future()
-        now = self.time()
-        begin = now if executor is None else max(now, self._free_at.get(executor, now))
-        end = begin + self._elsewhere_seconds
-        if executor is not None:
-            self._free_at[executor] = end
-        if end > now:
-            self.call_at(end, _carry_out, future, func, args)
-        else:  # timers of one moment come in no order
-            self.call_soon(_carry_out, future, func, args)
-        return future
+    def call_soon(
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """See `asyncio`."""
+        handle = _Handle(self._now, callback, args, self, context)
+        self._put_soon(handle)
+        return handle
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """See `asyncio`; calls of one moment come in the order in which they were asked for."""
+        handle = _Handle(when, callback, args, self, context)
+        self._put_timer(handle)
+        return handle
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """See `asyncio`."""
+        return self.call_at(self._now + delay, callback, *args, context=context)
 
     def call_soon_threadsafe(
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -131,6 +169,76 @@ class SimulatedLoop(asyncio.SelectorEventLoop, Ambience):
         if threading.get_ident() != self._thread:
             raise RuntimeError("a simulation has one thread")
         return self.call_soon(callback, *args, context=context)
+
+    def run_in_executor(  # pyright: ignore[reportIncompatibleMethodOverride] - asyncio's own type says `Any` here
+        self, executor: Executor | None, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        """Done when its time is over, on this thread; one after another where there is an `executor`."""
+        future: asyncio.Future[T] = self.create_future()
+        begin = self._now if executor is None else max(self._now, self._free_at.get(executor, self._now))
+        end = begin + self._elsewhere_seconds
+        if executor is not None:
+            self._free_at[executor] = end
+        if end > self._now:
+            self.call_at(end, _carry_out, future, func, args)
+        else:
+            self.call_soon(_carry_out, future, func, args)
+        return future
+
+    def halt(self, machine: Machine) -> None:
+        """Let nothing run on it from now on. Halting one that is halted does nothing."""
+        if machine.held is not None:
+            return
+        soon = [handle for handle in self._soon if handle.machine is machine]
+        timers = sorted(entry for entry in self._timers if entry[2].machine is machine)
+        self._soon = deque(handle for handle in self._soon if handle.machine is not machine)
+        self._timers = [entry for entry in self._timers if entry[2].machine is not machine]
+        heapq.heapify(self._timers)
+        machine.held = [*soon, *(handle for _, _, handle in timers)]
+
+    def go_on(self, machine: Machine) -> None:
+        """Do what has come due meanwhile, and the rest in its time. Nothing for a machine that runs."""
+        held, machine.held = machine.held or [], None
+        for handle in held:
+            (self._put_timer if handle.when() > self._now else self._put_soon)(handle)
+
+    def _put_soon(self, handle: _Handle) -> None:
+        if handle.machine is not None and handle.machine.held is not None:
+            handle.machine.held.append(handle)
+        else:
+            self._soon.append(handle)
+
+    def _put_timer(self, handle: _Handle) -> None:
+        if handle.machine is not None and handle.machine.held is not None:
+            handle.machine.held.append(handle)
+        else:
+            self._timed += 1
+            heapq.heappush(self._timers, (handle.when(), self._timed, handle))
+
+    def _run_once(self) -> None:
+        """One turn, as `BaseEventLoop.run_forever` asks for it: what was ready as it began, and timers of now."""
+        timers, soon = self._timers, self._soon
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+        if not soon:
+            if not timers:
+                raise self._stuck("nothing is ready, and no timer runs")
+            if timers[0][0] > self._now:
+                self._now, self._turns = timers[0][0], 0
+        while timers and timers[0][0] <= self._now:
+            soon.append(heapq.heappop(timers)[2])
+        self._turns += 1
+        if self._turns > TURNS_AT_ONE_MOMENT:
+            raise self._stuck(f"{TURNS_AT_ONE_MOMENT:,} turns at one moment")
+        for _ in range(len(soon)):
+            if not self._soon:  # a machine was halted meanwhile
+                break
+            handle = self._soon.popleft()
+            if not handle.cancelled():
+                handle.run()
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """See `BaseEventLoop`: what is cancelled is passed over when its time comes."""
 
     def _task(
         self, loop: asyncio.AbstractEventLoop, work: Generator[Any, None, T] | Coroutine[Any, Any, T], **options: Any
@@ -176,3 +284,11 @@ def in_virtual_time(work: Callable[[], Coroutine[Any, Any, T]], *, seed: int = 0
     """Run `work()` on a loop of its own to its end. Raises what it raises, and Stuck."""
     with asyncio.Runner(loop_factory=lambda: SimulatedLoop(seed, elsewhere_seconds)) as runner:
         return runner.run(work())
+
+
+def this_loop() -> SimulatedLoop:
+    """The loop that runs. RuntimeError outside a simulation."""
+    loop = asyncio.get_running_loop()
+    if not isinstance(loop, SimulatedLoop):
+        raise RuntimeError("this needs a loop in virtual time")
+    return loop

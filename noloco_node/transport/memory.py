@@ -10,8 +10,10 @@ import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextvars import copy_context
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from noloco_node.aio import cancel_and_wait
 from noloco_node.identity.peer_id import PeerId
@@ -69,16 +71,24 @@ class Fault:
         )
 
 
-Link = Callable[[PeerId, PeerId, int], float]
-"""Seconds in which so many bytes go from one peer to another."""
+class Carrier(Protocol):
+    """What lies between the peers of a network and takes time."""
+
+    async def open(self, source: PeerId, target: PeerId) -> None:
+        """Return when a stream to `target` is open. Raises PeerUnreachable."""
+        ...
+
+    async def carry(self, source: PeerId, target: PeerId, octets: int) -> None:
+        """Return when so many bytes are there."""
+        ...
 
 
 class MemoryNetwork:
     """What the transports of one test share: who is there, and which faults are injected. What is sent takes the time
-    that `link` says; without one, none."""
+    that `carrier` says; without one, none."""
 
-    def __init__(self, link: Link | None = None) -> None:
-        self._link = link
+    def __init__(self, carrier: Carrier | None = None) -> None:
+        self._carrier = carrier
         self.fired: Counter[FaultKind] = Counter()
         """Faults that happened, by kind."""
         self._transports: dict[PeerId, MemoryTransport] = {}
@@ -87,8 +97,13 @@ class MemoryNetwork:
 
     async def carry(self, source: PeerId, target: PeerId, octets: int) -> None:
         """Return when so many bytes are there."""
-        if self._link is not None:
-            await asyncio.sleep(self._link(source, target, octets))
+        if self._carrier is not None:
+            await self._carrier.carry(source, target, octets)
+
+    async def open(self, source: PeerId, target: PeerId) -> None:
+        """Return when a stream is open. Raises PeerUnreachable."""
+        if self._carrier is not None:
+            await self._carrier.open(source, target)
 
     def inject(self, fault: Fault) -> Fault:
         """Add a rule; returned so that it can be handed to `lift`."""
@@ -149,6 +164,8 @@ class MemoryTransport(CommonTransport):
         self._calls: dict[asyncio.Future[Message], PeerId] = {}
         self._handlers: dict[asyncio.Task[Message], None] = {}  # in the order in which they began
         self._closed = False
+        self._context = copy_context()
+        """In which it was made: what it answers runs there, whoever asks."""
         network.attach(self)
 
     @property
@@ -193,6 +210,7 @@ class MemoryTransport(CommonTransport):
         delay = network.fire(FaultKind.DELAY, self._peer_id, peer, method)
         if delay and delay.wait:
             await delay.wait()
+        await network.open(self._peer_id, peer)
         target = network.find(self._peer_id, peer)
         if network.fire(FaultKind.LOSE_REQUEST, self._peer_id, peer, method):
             raise BrokenStream(f"{peer}: injected fault")
@@ -229,7 +247,7 @@ class MemoryTransport(CommonTransport):
         self, caller: PeerId, payload: bytes, request: Message, sent: TrafficCount
     ) -> asyncio.Task[Message]:
         """Called by the caller's transport: answer a request in a task that this transport owns."""
-        task = asyncio.create_task(self._answer(caller, payload, request, sent))
+        task = asyncio.create_task(self._answer(caller, payload, request, sent), context=self._context.copy())
         self._handlers[task] = None
         task.add_done_callback(self._handler_done)
         return task

@@ -1,4 +1,4 @@
-"""Whole replicas in virtual time: to the end of their run, the same again from the same seed, and nobody waits."""
+"""Whole nodes in virtual time: to the end of their run, the same again from the same seed, and nobody waits."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import asyncio
 import hashlib
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import TypeVar
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.simulator.device import SimulatedDevice
-from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.telemetry.events import Evaluation, OuterStep
+from noloco_node.simulator.links import Links
+from noloco_node.simulator.loop import WALL, in_virtual_time
+from noloco_node.simulator.world import SECONDS, World
+from noloco_node.telemetry.events import AnyEvent, Evaluation, OuterStep, StateDownload
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.memory import Fault, FaultKind
-from tests.worlds import World, last_accounts, micro_spec, peer_name, world
+from tests.worlds import micro_spec
 
-SECONDS = {Priority.STEP: 0.01, Priority.BACKWARD: 0.4, Priority.FORWARD: 0.2, Priority.DRAW: 0.2}
-"""What the modelled device takes for each kind of work."""
+T = TypeVar("T")
+
 REPLICAS = 4
 SPEC = micro_spec(steps=8, microbatches_a_step=4, outer=OuterSpec(inner_steps=2, min_inner_steps=1))
 
@@ -32,73 +34,135 @@ def link(source: PeerId, target: PeerId, octets: int) -> float:
 
 @dataclass(frozen=True)
 class Course:
-    """What came of a simulated run: everything that was told, with its teller and time, and the weights at its end."""
+    """What came of a simulated run: the hash of all that was told and learnt, and how long it took."""
 
-    events: tuple[str, ...]
-    weights: str
+    trace: str
+    weights: tuple[str, ...]
     seconds: float
 
 
-def trouble(made: World, lives: Sequence[asyncio.Task[None]], seed: int) -> set[int]:
-    """A replica of each stage dies and some calls fail, at moments that the seed draws; the numbers of the dead."""
-    rng, loop = random.Random(f"trouble/{seed}"), asyncio.get_running_loop()
-    dead = {rng.randrange(REPLICAS), REPLICAS + rng.randrange(REPLICAS)}
+def simulated(course: Callable[[World], Coroutine[None, None, T]], seed: int = 1) -> T:
+    """What a course of eight nodes gives, which all start at once; nothing of it is left on any thread."""
 
-    def die(number: int) -> None:
-        made.network.kill(peer_name(*divmod(number, REPLICAS)))
-        lives[number].cancel()
-
-    for number in sorted(dead):
-        loop.call_later(rng.uniform(0.5, 4.0), die, number)
-    for kind in (FaultKind.LOSE_REQUEST, FaultKind.LOSE_ANSWER, FaultKind.UNREACHABLE):
-        loop.call_later(rng.uniform(0.5, 4.0), made.network.inject, Fault(kind, times=rng.randint(1, 9)))
-    return dead
-
-
-async def run_of_eight(seed: int, *, troubled: bool) -> Course:
-    """Two stages of four replicas each, from the first microbatch to the end; of those that live so long."""
-    threads = threading.active_count()
-    settings = NodeSettings(in_flight=2, drain_seconds=1, seed=seed)
-    async with world(SPEC, REPLICAS, settings, lambda: SimulatedDevice(SECONDS.__getitem__), link) as made:
-        lives = [asyncio.ensure_future(replica.run()) for replica in made.replicas]
-        dead = trouble(made, lives, seed) if troubled else set[int]()
-        async with asyncio.timeout(600.0):
-            ends = await asyncio.gather(*lives, return_exceptions=True)
-        assert {number for number, end in enumerate(ends) if end is not None} == dead
-        assert (made.network.fired.keys() >= {FaultKind.LOSE_ANSWER, FaultKind.LOSE_REQUEST}) is troubled
-        weights, events = hashlib.sha256(), list[str]()
-        for number, (replica, told) in enumerate(zip(made.replicas, made.events, strict=True)):
-            peer = peer_name(*divmod(number, REPLICAS))
-            events += [f"{peer} {event.model_dump_json()}" for event in told]
-            for each in await replica.worker.named_weights():
-                for name in sorted(each):
-                    weights.update(each[name].numpy().tobytes())
-        accounts = {number: account for number, account in enumerate(last_accounts(made)) if number not in dead}
-        assert all(accounts[number].clock >= SPEC.inner.target_tokens for number in {*range(REPLICAS)} - dead)
-        assert all(each.drawn == each.trained + each.dropped + each.held_at_end for each in accounts.values())
-        every = [event for told in made.events for event in told]
-        assert any(isinstance(event, OuterStep) and event.kind == "paired" for event in every)
-        assert any(isinstance(event, Evaluation) for event in every)
+    async def work() -> T:
+        threads = threading.active_count()
+        settings = NodeSettings(in_flight=2, drain_seconds=1, seed=seed)
+        async with World(SPEC, settings, links=Links(link), seed=seed) as world:
+            world.populate(REPLICAS)
+            result = await course(world)
         assert threading.active_count() <= threads, "something works on a thread of its own"
-        return Course(tuple(events), weights.hexdigest(), asyncio.get_running_loop().time())
+        return result
+
+    return in_virtual_time(work, seed=seed)
 
 
-def simulated(seed: int, *, troubled: bool = False) -> Course:
-    """The run of this seed."""
-    return in_virtual_time(lambda: run_of_eight(seed, troubled=troubled), seed=seed)
+def told(world: World) -> list[AnyEvent]:
+    """By all nodes."""
+    return [event for events in world.events for event in events]
+
+
+def trouble(world: World, seed: int) -> None:
+    """A replica of each stage dies and some calls fail, at moments that the seed draws."""
+    rng, loop = random.Random(f"trouble/{seed}"), asyncio.get_running_loop()
+    for stage in range(SPEC.stages):
+        victim = world.nodes[stage * REPLICAS + rng.randrange(REPLICAS)]
+        loop.call_later(rng.uniform(0.5, 4.0), world.kill, victim)
+    for kind in (FaultKind.LOSE_REQUEST, FaultKind.LOSE_ANSWER, FaultKind.UNREACHABLE):
+        loop.call_later(rng.uniform(0.5, 4.0), world.network.inject, Fault(kind, times=rng.randint(1, 9)))
+
+
+def course_of(*, troubled: bool) -> Callable[[World], Coroutine[None, None, Course]]:
+    """From the first microbatch to the end; of those that live so long."""
+
+    async def course(world: World) -> Course:
+        if troubled:
+            trouble(world, world.settings.seed)
+        await world.ended(600.0)
+        dead = [node for node in world.nodes if node.condition == "killed"]
+        assert len(dead) == (SPEC.stages if troubled else 0)
+        assert [node.error for node in world.nodes if node.condition == "failed"] == []
+        assert (world.network.fired.keys() >= {FaultKind.LOSE_ANSWER, FaultKind.LOSE_REQUEST}) is troubled
+        accounts = world.accounts()
+        survivors = [accounts[node.number] for node in world.nodes if node not in dead]
+        assert all(each.clock >= SPEC.inner.target_tokens for each in survivors)
+        assert all(each.drawn == each.trained + each.dropped + each.held_at_end for each in survivors)
+        assert any(isinstance(event, OuterStep) and event.kind == "paired" for event in told(world))
+        assert any(isinstance(event, Evaluation) for event in told(world))
+        weights = tuple(node.weights for node in world.nodes)
+        return Course(world.trace, weights, asyncio.get_running_loop().time())
+
+    return course
 
 
 def test_eight_replicas_come_to_the_end_of_their_run_and_the_same_seed_gives_the_same_trace() -> None:
     """Every event with its time, and every weight; another seed gives another course."""
-    first, again, other = simulated(1), simulated(1), simulated(2)
+    first, again, other = (simulated(course_of(troubled=False), seed) for seed in (1, 1, 2))
     assert first == again
-    assert other.events != first.events
-    assert other.weights != first.weights
+    assert other.trace != first.trace
+    assert set(other.weights).isdisjoint(first.weights)
     assert first.seconds > SPEC.inner.target_tokens / SPEC.microbatch_tokens / REPLICAS * SECONDS[Priority.BACKWARD]
 
 
 def test_deaths_and_lost_calls_repeat_with_their_seed() -> None:
     """The survivors reach the end of the run, their accounts are closed, and it is the same course again."""
-    first = simulated(1, troubled=True)
-    assert first == simulated(1, troubled=True)
-    assert first.events != simulated(1).events
+    first = simulated(course_of(troubled=True))
+    assert first == simulated(course_of(troubled=True))
+    assert first.trace != simulated(course_of(troubled=False)).trace
+
+
+def test_a_node_that_joins_copies_a_stage_peer_and_comes_to_the_end_with_the_others() -> None:
+    """Also where its wall clock is a second wrong."""
+
+    async def course(world: World) -> None:
+        await asyncio.sleep(6.0)
+        joiner = world.start(1, clock_ahead=1.0)
+        await world.ended(600.0)
+        assert [node.condition for node in world.nodes] == ["ended"] * 9
+        download = next(event for event in world.events[joiner.number] if isinstance(event, StateDownload))
+        assert download.time > WALL + 7.0
+        assert world.accounts()[joiner.number].clock >= SPEC.inner.target_tokens
+
+    simulated(course)
+
+
+def test_a_frozen_node_does_nothing_and_goes_on_where_it_stood() -> None:
+    """Nothing is told by it meanwhile; the others wait for nobody."""
+
+    async def course(world: World) -> None:
+        await asyncio.sleep(3.0)
+        victim = world.nodes[0]
+        world.freeze(victim)
+        before = len(world.events[0])
+        await asyncio.sleep(3.0)
+        assert len(world.events[0]) == before
+        assert all(events[-1].time > WALL + 3.5 for events in world.events[1:])
+        world.thaw(victim)
+        await world.ended(600.0)
+        assert [node.condition for node in world.nodes] == ["ended"] * 8
+
+    simulated(course)
+
+
+def test_nothing_goes_between_sides_that_are_apart_and_all_again_once_they_are_together() -> None:
+    """Each side trains on by itself; averaged is within a side only."""
+
+    async def course(world: World) -> None:
+        await asyncio.sleep(3.0)
+        sides = [node for node in world.nodes if node.number % 2], [node for node in world.nodes if not node.number % 2]
+        world.part(*sides)
+        since = world.events[0][-1].time + 1.0
+        await asyncio.sleep(5.0)
+        until = world.events[0][-1].time
+        world.heal()
+        await world.ended(600.0)
+        assert [node.condition for node in world.nodes] == ["ended"] * 8
+        met = [
+            (number, world.node_of(PeerId(event.partner)).number)
+            for number, events in enumerate(world.events)
+            for event in events
+            if isinstance(event, OuterStep) and event.partner and since < event.time < until
+        ]
+        assert met
+        assert all(one % 2 == other % 2 for one, other in met)
+
+    simulated(course)

@@ -1,0 +1,199 @@
+"""A swarm in virtual time: whole nodes, and what may happen to them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Self
+
+from noloco_node.aio import Pulse, cancel_and_wait
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.memory import MemoryDirectoryHub
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.simulator.directory import SimulatedDirectory
+from noloco_node.simulator.learning import Learning, RealTensors
+from noloco_node.simulator.links import Links
+from noloco_node.simulator.loop import Machine, this_loop
+from noloco_node.simulator.node import Node, peer_of
+from noloco_node.telemetry.events import Account, AnyEvent
+from noloco_node.training.compute_thread import Priority
+from noloco_node.transport.memory import MemoryNetwork
+
+ENTRANCES = 3
+"""Nodes that a joiner names, of those that live."""
+SECONDS = {Priority.STEP: 0.01, Priority.BACKWARD: 0.4, Priority.FORWARD: 0.2, Priority.DRAW: 0.2}
+"""What a device takes for each kind of work where nothing else is said."""
+
+Device = Callable[[int], Callable[[Priority], float]]
+"""Of the node with this number: what its device takes for each kind of work, seconds."""
+
+
+class World:
+    """All nodes that were ever started, by number, and what lies between them. Use it as a context on a
+    `SimulatedLoop`; at its end every node is gone.
+
+    Everything that a node tells goes into `trace`, whose hash is the course of the simulation: one seed, one hash.
+
+    Many methods: each is one thing that may happen to a node or to the links.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        settings: NodeSettings | None = None,
+        *,
+        learning: Learning | None = None,
+        device: Device = lambda _number: SECONDS.__getitem__,
+        links: Links | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.spec = spec
+        self.settings = settings or NodeSettings(in_flight=2, drain_seconds=1, seed=seed)
+        self.links = links or Links()
+        self.network = MemoryNetwork(self.links)
+        self.hub = MemoryDirectoryHub(spec.stages)
+        self.nodes: list[Node] = []
+        self.events: list[list[AnyEvent]] = []
+        """What each node told, by number."""
+        self.on_event: Callable[[Node, AnyEvent], None] = lambda _node, _event: None
+        self.changed = Pulse()
+        """Fires when a node starts or ends."""
+        self._learning = learning or RealTensors()
+        self._device = device
+        self._rng = random.Random(f"world/{seed}")
+        self._directories: list[SimulatedDirectory] = []
+        self._lives: list[asyncio.Task[None]] = []
+        self._loop = this_loop()
+        self._trace = hashlib.sha256()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for node in self.nodes:
+            self._loop.go_on(node.machine)
+        await cancel_and_wait(self._lives)
+
+    @property
+    def trace(self) -> str:
+        """Hash of all that was told so far, by whom, when, and of the weights of those that have ended."""
+        whole = self._trace.copy()
+        for node in self.nodes:
+            whole.update(f"{node.number} {node.condition} {node.weights}\n".encode())
+        return whole.hexdigest()
+
+    @property
+    def running(self) -> list[Node]:
+        """Nodes that have not come to any end."""
+        return [node for node in self.nodes if node.condition == "running"]
+
+    def start(self, stage: int, *, clock_ahead: float = 0.0, twin_of: Node | None = None) -> Node:
+        """Start a node at a stage, now. It joins by nodes that run; the first begins the swarm. `clock_ahead`: seconds
+        by which its wall clock is wrong; `twin_of`: it has that node's identity, as where a folder was copied."""
+        number = len(self.nodes)
+        running = [node.peer for node in self.running]
+        entrances = self._rng.sample(running, min(ENTRANCES, len(running)))
+        machine = Machine(f"node {number}", clock_ahead=clock_ahead)
+        peer = peer_of(number) if twin_of is None else twin_of.peer
+        directory = SimulatedDirectory(self.hub, lambda other: self.links.apart(peer, other))
+        node = Node(
+            number,
+            peer,
+            stage,
+            self.spec,
+            self.settings,
+            self._learning,
+            self.network,
+            directory,
+            self._device(number),
+            self._take,
+            machine,
+            entrances,
+        )
+        self.nodes.append(node)
+        self.events.append([])
+        self._directories.append(directory)
+        life = self._loop.create_task(node.live(), name=f"node {number}", context=machine.context())
+        life.add_done_callback(lambda _: self.changed.fire())
+        self._lives.append(life)
+        self.changed.fire()
+        return node
+
+    def populate(self, replicas: int) -> None:
+        """Start so many replicas of every stage at once, those of stage 0 first."""
+        for stage in range(self.spec.stages):
+            for _ in range(replicas):
+                self.start(stage)
+
+    def stop(self, node: Node) -> None:
+        """Ask a node to leave in order, as SIGINT does."""
+        if node.replica is not None:
+            node.replica.stop.set()
+
+    def kill(self, node: Node) -> None:
+        """A node is gone from one moment to the next; its record lives on until it expires."""
+        if node.condition != "running":
+            return
+        node.condition = "killed"
+        self._directories[node.number].dead = True
+        self.network.kill(node.peer)
+        self._lives[node.number].cancel()
+        self._loop.go_on(node.machine)
+
+    def freeze(self, node: Node) -> None:
+        """Nothing runs on a node any more, until `thaw`; its connections stay open."""
+        self._loop.halt(node.machine)
+
+    def thaw(self, node: Node) -> None:
+        """A frozen node goes on; all that came due meanwhile comes at once."""
+        self._loop.go_on(node.machine)
+
+    def part(self, *sides: Iterable[Node]) -> None:
+        """Cut all links between nodes of different `sides`; those that no side names are together."""
+        self.links.part(*([node.peer for node in side] for side in sides))
+
+    def heal(self) -> None:
+        """Undo `part`."""
+        self.links.heal()
+
+    def slow(self, node: Node, times: float) -> None:
+        """All that goes to and from a node takes so many times as long; 1 is as it was."""
+        self.links.slow(node.peer, times)
+
+    async def until(self, holds: Callable[[], bool], within: float) -> None:
+        """Return when `holds`, which is looked at whenever a node starts or ends. TimeoutError after so many virtual
+        seconds."""
+        async with asyncio.timeout(within):
+            while not holds():
+                await self.changed.wait()
+
+    async def ended(self, within: float) -> None:
+        """Return when no node runs any more. TimeoutError after so many virtual seconds."""
+        await self.until(lambda: not self.running, within)
+        await asyncio.wait(self._lives)
+
+    def accounts(self) -> dict[int, Account]:
+        """The books of every node as it told them last, by number."""
+        told = (
+            (number, [event for event in events if isinstance(event, Account)])
+            for number, events in enumerate(self.events)
+        )
+        return {number: accounts[-1] for number, accounts in told if accounts}
+
+    def node_of(self, peer: PeerId) -> Node:
+        """The latest node with this id. KeyError where there is none."""
+        for node in reversed(self.nodes):
+            if node.peer == peer:
+                return node
+        raise KeyError(peer)
+
+    def _take(self, node: Node, event: AnyEvent) -> None:
+        self._trace.update(f"{node.number} {event.model_dump_json()}\n".encode())
+        self.events[node.number].append(event)
+        self.on_event(node, event)
