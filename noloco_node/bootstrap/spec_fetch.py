@@ -14,8 +14,9 @@ from pydantic_core import from_json
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.bootstrap.hello import Hello, ask_hello, other_protocol, said_to_be_over
-from noloco_node.config.data_spec import BYTES, FOLDER, NO_TOKENIZER, NOT_READ
+from noloco_node.config.data_spec import BYTES, FOLDER, NO_TOKENIZER, NOT_READ, MixedSource
 from noloco_node.config.load import OwnData
+from noloco_node.config.own_paths import key_of, named_in_words, not_own, numbered
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.config.tokenizer_files import check_tokenizer
 from noloco_node.errors import ExitCode, UserError
@@ -119,9 +120,8 @@ def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
     files of this machine without the volunteer's word, since a stranger must not choose what is read here; DATA as
     `with_own_tokenizer` does.
     """
-    if spec.data.mixture:
-        _check_mixture(spec, own, reads_text=reads_text)
-    data = spec.data.model_copy(update={"prepared": own.prepared})
+    mixture = _with_own_sources(spec, own, reads_text=reads_text)
+    data = spec.data.model_copy(update={"prepared": own.prepared, "mixture": mixture})
     if data.source == "text":
         if own.path is None and own.prepared is None and reads_text:
             raise _no_text(spec)
@@ -148,22 +148,77 @@ def with_own_tokenizer(spec: RunSpec, named: str | None, *, reads: bool = True) 
     return spec.model_copy(update={"data": data})
 
 
-def _check_mixture(spec: RunSpec, own: OwnData, *, reads_text: bool) -> None:
-    """Raise UserError (CONFIG) where a mixture is read of which something lies on this machine: a word for each of its
-    sources has no place among a joiner's settings, unless all of them are prepared."""
-    if own.prepared is not None:
+def _with_own_sources(spec: RunSpec, own: OwnData, *, reads_text: bool) -> tuple[MixedSource, ...]:
+    """The sources of a mixture, each text with its place here; none where the run has one text.
+
+    Raises UserError (CONFIG) where `own` names a place of what is no text of the run's; and where a text is read here
+    whose place is not named, or which the run names on this machine without the volunteer's word, unless all of them
+    are prepared.
+    """
+    if not spec.data.mixture:
+        if own.paths:
+            raise _not_several(spec, next(iter(own.paths)))
+        return ()
+    if own.path is not None:
+        raise _not_one(spec)
+    sources = spec.data.mixture
+    given = numbered([(source.name, source.source == "text") for source in sources], own.paths)
+    for number, path in given.items():
+        if sources[number].source != "text" and path != sources[number].path:
+            raise not_own(key_of(sources[number], number))
+    if reads_text and own.prepared is None:
+        _check_named(spec, [number for number in range(len(sources)) if number not in given])
+    return tuple(
+        source.model_copy(update={"path": given[number]}) if number in given else source
+        for number, source in enumerate(sources)
+    )
+
+
+def _check_named(spec: RunSpec, unnamed: Sequence[int]) -> None:
+    """Raise UserError (CONFIG) for the sources with these numbers that are read from this machine."""
+    sources = spec.data.mixture
+    texts = [number for number in unnamed if sources[number].source == "text"]
+    of_here = [number for number in unnamed if number not in texts and _is_local(sources[number].path or BYTES)]
+    if not texts and not of_here:
         return
-    for number, part in enumerate(spec.data.mixture if reads_text else ()):
-        if part.source == "text" or (part.path is not None and _is_local(part.path)):
-            lies = "of which each volunteer has its own copy" if part.source == "text" else "which lies on this machine"
-            raise UserError(
-                ExitCode.CONFIG,
-                f"run.data.mixture[{number}] of run '{spec.name}' is a text {lies}",
-                "get the run's configuration from its owner, set the paths of that list to your own, and use that: "
-                "`noloco-node run CONFIG`, or --config CONFIG of export and eval; or prepare the text with it, and set "
-                "run.data.prepared as you join"
-                + ("; a node of a later stage needs none: --stage 1" if spec.stages > 1 else ""),
-            )
+    numbers = texts or of_here
+    named = ", ".join(f"run.data.mixture[{number}]{_in_brackets(sources[number].name)}" for number in numbers)
+    words = shown(named_in_words([key_of(sources[number], number) for number in numbers]))
+    if texts:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"no path is named for {named} of run '{spec.name}', a text of which each volunteer has its own copy",
+            f"get the text from whoever started the run, and say where it lies with {words}"
+            + ("; a node of a later stage needs none: --stage 1" if spec.stages > 1 else ""),
+        )
+    raise UserError(
+        ExitCode.CONFIG,
+        f"{named} of run '{spec.name}' is {_quoted(sources[numbers[0]].path)}, which lies on this machine: a run that "
+        "comes from a stranger may not choose which of your files are read",
+        f"if it may read that, say so with {words}, that name as PATH; else do not join this run",
+    )
+
+
+def _in_brackets(name: str | None) -> str:
+    return f" ({shown(name)})" if name else ""
+
+
+def _not_several(spec: RunSpec, key: str) -> UserError:
+    return UserError(
+        ExitCode.CONFIG,
+        f"a path is named for '{key}', but run '{spec.name}' has one text",
+        "name its place alone: --data-path PATH",
+    )
+
+
+def _not_one(spec: RunSpec) -> UserError:
+    texts = [key_of(each, number) for number, each in enumerate(spec.data.mixture) if each.source == "text"]
+    return UserError(
+        ExitCode.CONFIG,
+        f"one path is named, but run '{spec.name}' mixes {len(spec.data.mixture)} sources, {len(texts)} of them texts "
+        "of each volunteer's own",
+        f"name each one's: {shown(named_in_words(texts))}" if texts else "leave it out",
+    )
 
 
 def check_own_word(spec: RunSpec, name: str, value: str | None, named: str | None, *, reads: bool = True) -> None:

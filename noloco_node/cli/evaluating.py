@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from noloco_node.cli.node_options import CONFIG_HELP, OWN_TEXT, guest_arguments, set_argument
+from noloco_node.cli.node_options import CONFIG_HELP, OWN_TEXT, guest_arguments, own_text_argument, set_argument
 from noloco_node.collector import loading
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.sources import (
@@ -45,6 +45,7 @@ def eval_arguments(command: argparse.ArgumentParser) -> None:
     add("--limit", metavar="N", type=int, help="only so many samples of each task")
     guest_arguments(command)
     set_argument(command, OWN_TEXT)
+    own_text_argument(command)
     command.set_defaults(call=_eval)
 
 

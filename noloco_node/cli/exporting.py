@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from noloco_node import ambient
-from noloco_node.cli.node_options import CONFIG_HELP, OWN_TEXT, guest_arguments, set_argument
+from noloco_node.cli.node_options import CONFIG_HELP, OWN_TEXT, guest_arguments, own_text_argument, set_argument
 from noloco_node.collector import loading
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.sources import (
@@ -42,6 +42,7 @@ def export_arguments(command: argparse.ArgumentParser) -> None:
     add("--public", action="store_true", help="a repository that --push makes is for everybody")
     guest_arguments(command)
     set_argument(command, OWN_TEXT)
+    own_text_argument(command)
     command.set_defaults(call=_export)
 
 

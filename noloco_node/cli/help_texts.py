@@ -33,7 +33,8 @@ run folder. Ctrl-C leaves in order; the same command goes on from this node's la
 
 example:
   noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm...
-  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31337 --devices all"""
+  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31337 --devices all
+  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm... --data-path code=my/code --data-path books=my/books"""
 
 STATUS_HELP = """\
 Show what a node is doing or waiting for, how far it is, and what it has contributed: its own signed record, and the

@@ -62,6 +62,7 @@ from noloco_node.cli.node_options import (
     doctor_settings,
     node_arguments,
     node_overrides,
+    own_text_argument,
     seed_arguments,
     seed_settings,
     set_argument,
@@ -175,6 +176,7 @@ def parser() -> argparse.ArgumentParser:
     join = _command(commands, "join", "join a run with the address of one of its nodes", JOIN_HELP)
     join.add_argument("initial_peers", metavar="ADDRESS", nargs="*", default=None, help="address that a node printed")
     set_argument(join, "node.device=cuda")
+    own_text_argument(join)
     node_arguments(join)
     join.set_defaults(call=_join)
     status_arguments(_command(commands, "status", "show what a node does and what it has contributed", STATUS_HELP))
@@ -274,6 +276,7 @@ def _command(
 def _config_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", metavar="CONFIG", type=Path, help="YAML file, or a name from `config list`")
     set_argument(command, "run.inner.learning_rate=3e-3")
+    own_text_argument(command)
 
 
 def _swarm(options: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 
 OWN_TEXT = "run.data.path=FILE, run.data.tokenizer=DIR where the run's text or tokenizer is each volunteer's own"
+PATHS = "run.data.paths="
 CONFIG_HELP = "the run's configuration, where its folders do not say which run it is"
 
 
@@ -28,6 +30,35 @@ def set_argument(command: argparse.ArgumentParser, example: str) -> None:
     """`--set NAME=VALUE`."""
     help_text = f"override a setting, for example {example} (may be repeated)"
     command.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help=help_text)
+
+
+class _OwnPath(argparse.Action):
+    """`--data-path` as the override that it stands for, among those of `--set`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[object] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """PATH is that of the run's one text, NAME=PATH of a mixture's source: begin a path with = in it with ./."""
+        given = str(values)
+        name, equals, path = given.partition("=")
+        if not equals or given.startswith(("/", ".", "~")):
+            namespace.set = [*namespace.set, f"run.data.path={json.dumps(given)}"]
+            return
+        if not name or not path:
+            parser.error(f"argument {option_string}: '{given}' is neither PATH nor NAME=PATH")
+        before = next((each for each in namespace.set if each.startswith(PATHS)), PATHS + "{}")
+        paths = json.loads(before.removeprefix(PATHS)) | {name: path}
+        namespace.set = [each for each in namespace.set if each != before] + [PATHS + json.dumps(paths)]
+
+
+def own_text_argument(command: argparse.ArgumentParser) -> None:
+    """`--data-path`, beside `--set`."""
+    help_text = "where this machine keeps the run's text; of a mixture, one source's (may be repeated)"
+    command.add_argument("--data-path", metavar="[NAME=]PATH", action=_OwnPath, dest="set", help=help_text)
 
 
 def sizing_arguments(command: argparse.ArgumentParser) -> None:

@@ -10,12 +10,13 @@ from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import yaml
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from noloco_node.config.environment import node_environment, variable_of
 from noloco_node.config.lab_spec import LabSpec
 from noloco_node.config.node_settings import LocalSwarmSettings, NodeSettings
+from noloco_node.config.own_paths import OWN_PATHS, with_own_paths
 from noloco_node.config.pretrained import with_pretrained
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.config.settings import Settings
@@ -60,6 +61,9 @@ class OwnData(Settings):
 
     path: str | None = None
     """Where this machine keeps the text of a `text` source; else the run's own value, as consent to read it here."""
+    paths: dict[str, str] = Field(default_factory=dict[str, str])
+    """The same for a mixture: for each of its `text` sources where this machine keeps it, by the source's name, or by
+    its number where it has none."""
     prepared: str | None = None
     """Where this machine keeps what `noloco-node data prepare` made of it."""
     tokenizer: str | None = None
@@ -124,7 +128,7 @@ def load_join(overrides: Sequence[str], environ: Mapping[str, str] = NO_ENVIRONM
     own = {f"run.{name}" for name in setting_names(OwnRun)}
     for override in overrides:
         name = override.partition("=")[0].strip()
-        if name.startswith("run.") and name not in own:
+        if name.startswith("run.") and name not in own and not name.startswith(f"run.data.{OWN_PATHS}."):
             raise UserError(
                 ExitCode.CONFIG,
                 f"--set {override}: who joins takes the run's settings from a peer, and cannot change them",
@@ -138,8 +142,8 @@ def load_join(overrides: Sequence[str], environ: Mapping[str, str] = NO_ENVIRONM
 
 def validate(raw: Mapping[str, Any], where: str) -> Config:
     """Validate a parsed configuration; `where` names it in messages. Raises `UserError` (CONFIG), and as
-    `with_pretrained` and `with_tokenizer` do."""
-    raw = with_tokenizer(with_pretrained(raw))
+    `with_own_paths`, `with_pretrained` and `with_tokenizer` do."""
+    raw = with_tokenizer(with_pretrained(with_own_paths(raw)))
     return _validated(Config, raw, where, f"correct it, then check with: noloco-node config validate {where}")
 
 

@@ -115,18 +115,18 @@ Walk = WindowSampler | MixedSampler
 
 
 @contextmanager
-def naming_source(number: int) -> Generator[None]:
-    """A UserError within it says of which source of a mixture it is."""
+def naming_source(number: int, name: str | None = None) -> Generator[None]:
+    """A UserError within it says of which source of a mixture it is, by its number and the name that it may have."""
     try:
         yield
     except UserError as error:
-        message = f"run.data.mixture[{number}]: {error.message}"
+        message = f"run.data.mixture[{number}]{f' ({name})' if name else ''}: {error.message}"
         raise UserError(error.exit_code, message, error.remedy) from error
 
 
 def naming_part(spec: DataSpec, number: int) -> AbstractContextManager[None]:
     """`naming_source`, where it is a mixture."""
-    return naming_source(number) if spec.mixture else nullcontext()
+    return naming_source(number, spec.mixture[number].name) if spec.mixture else nullcontext()
 
 
 def mixed_fingerprint(parts: Sequence[str]) -> str:

@@ -31,7 +31,9 @@ def check_own_data(own: OwnData) -> None:
     """Raise UserError (DATA) where a joiner names a file or a folder of this machine that is not there. What may be a
     name of the Hugging Face hub is for the run to judge."""
     text, folder = "an existing file or folder, or a glob of files", "an existing folder"
-    for name, value, what in (("path", own.path, text), ("tokenizer", own.tokenizer, folder)):
+    named = [("path", own.path, text), ("tokenizer", own.tokenizer, folder)]
+    named += [(f"paths.{key}", path, text) for key, path in own.paths.items()]
+    for name, value, what in named:
         if value is not None and _is_of_this_machine(value) and not _is_there(value):
             message = f"run.data.{name} is '{value}', which does not exist"
             raise UserError(ExitCode.DATA, message, f"name {what}; nobody was asked for a run yet")

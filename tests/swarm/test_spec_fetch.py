@@ -461,8 +461,8 @@ async def test_no_text_of_a_mixture_is_chosen_by_a_stranger(tmp_path: Path, monk
         for own in (OwnData(), OwnData(path=str(tmp_path)), OwnData(tokenizer="bytes")):
             error = await made.refusal(own)
             assert error.exit_code is ExitCode.CONFIG
-            assert "run.data.mixture[1]" in error.message
-            assert "noloco-node run CONFIG" in error.remedy
+            assert "--data-path 1=PATH" in error.remedy
+        assert "run.data.mixture[1]" in (await made.refusal()).message
         assert (await made.fetch(reads_text=False)).data.mixture[1].path == NOT_READ
         prepared = (await made.fetch(OwnData(prepared="tokens"))).data
         assert [part.prepared for part in prepared.parts] == ["tokens/source-00", "tokens/source-01"]
@@ -470,7 +470,37 @@ async def test_no_text_of_a_mixture_is_chosen_by_a_stranger(tmp_path: Path, monk
     async with swarm() as made:
         made.sound(hub)
         assert await made.fetch() == hub
-        assert "it is not set" in (await made.refusal(OwnData(path="book.txt"))).message
+        assert "mixes 2 sources" in (await made.refusal(OwnData(path="book.txt"))).message
         monkeypatch.chdir(tmp_path)
         (tmp_path / "owner" / "name").mkdir(parents=True)
         assert "run.data.mixture[1]" in (await made.refusal()).message
+        assert await made.fetch(OwnData(paths={"1": "owner/name"})) == hub
+        assert "the same on every machine" in (await made.refusal(OwnData(paths={"1": "owner/other"}))).message
+
+
+async def test_who_joins_a_mixture_names_each_of_its_texts(tmp_path: Path) -> None:
+    """By the source's name, or by its number where it has none; the run stays the one that was joined. What is missing
+    is named all at once, and so is what no source is."""
+    parts = "{source: stdlib}, {source: text, name: code, path: /a}, {source: text, path: /b}"
+    several = load_config(MICRO, [f"run.data.mixture=[{parts}]"]).run
+    mine = {"code": str(tmp_path / "code"), "2": str(tmp_path / "books")}
+    async with swarm() as made:
+        made.sound(several)
+        joined = await made.fetch(OwnData(paths=mine))
+        assert joined.run_id == several.run_id
+        assert [part.path for part in joined.data.mixture] == [None, mine["code"], mine["2"]]
+        error = await made.refusal()
+        assert "run.data.mixture[1] (code), run.data.mixture[2]" in error.message
+        assert "--data-path code=PATH --data-path 2=PATH" in error.remedy
+        error = await made.refusal(OwnData(paths={"code": "a"}))
+        assert "run.data.mixture[2]" in error.message
+        assert "code" not in error.message + error.remedy
+        error = await made.refusal(OwnData(paths=mine | {"cdoe": "b"}))
+        assert "'cdoe'" in error.message
+        assert "its texts are code, 2" in error.message
+        assert "each one's: --data-path code=PATH" in (await made.refusal(OwnData(path="a"))).remedy
+        assert (await made.fetch(reads_text=False)).data.mixture[1].path == NOT_READ
+        assert (await made.fetch(OwnData(paths=mine), reads_text=False)).data.mixture[2].path == mine["2"]
+    async with swarm() as made:
+        made.sound(OWN_TEXT)
+        assert "has one text" in (await made.refusal(OwnData(paths={"code": "a"}))).message
