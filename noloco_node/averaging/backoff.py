@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pauses import Doubling
 from noloco_node.peer_table import PeerTable
 from noloco_node.transport.bans import ban_seconds
 
@@ -17,9 +18,8 @@ logger = logging.getLogger(__name__)
 
 REST_PER_SECOND_LOST = 3.0
 """Rest for each second that an exchange took in vain: one stage peer costs another a quarter of its time at most."""
-SHORTEST_REST_SECONDS = 1.0
-LONGEST_REST_SECONDS = 120.0
-"""Of the doubled shortest ones."""
+RESTS = Doubling(1.0, 120.0)
+"""The shortest ones."""
 FAR = 2.0
 """Times the bound on differences from which a stage peer's weights are far away."""
 STAGE_PEERS_REMEMBERED = 1024
@@ -42,8 +42,7 @@ def after_lost_exchange(rest: Rest, seconds: float, now: float) -> Rest:
     that died and came back must not wait. Each further one doubles the shortest rest."""
     if rest.in_vain == 0:
         return Rest(1, now)
-    shortest = min(LONGEST_REST_SECONDS, SHORTEST_REST_SECONDS * 2.0 ** min(rest.in_vain, 16))
-    return Rest(rest.in_vain + 1, now + max(shortest, REST_PER_SECOND_LOST * seconds))
+    return Rest(rest.in_vain + 1, now + max(RESTS.after(rest.in_vain), REST_PER_SECOND_LOST * seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ class BackOff:
         """An exchange that `account` had dialled came to nothing after so many seconds. It is left alone for three
         times as long, whatever it brought to an end in between; but not for the first in a while, since a stage peer
         that died and came back must not wait."""
-        first = self._abandoned.get(account, -math.inf) < now - LONGEST_REST_SECONDS
+        first = self._abandoned.get(account, -math.inf) < now - RESTS.longest
         self._abandoned[account] = now if first else now + REST_PER_SECOND_LOST * seconds
 
     def dials_too_soon(self, account: PeerId, now: float) -> bool:

@@ -31,6 +31,7 @@ from noloco_node.bootstrap.reachability import (
 from noloco_node.identity.addresses import PeerAddress, Reach, dialable, parse_address, reach_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.relay.places import MOST_RELAYS, RelayedHost, ask_for_place, circuit_address, only_relayed
+from noloco_node.pauses import Doubling
 from noloco_node.peer_table import PeerTimes
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.interface import Transport
@@ -43,10 +44,9 @@ MOST_OF_THE_ONLY_NETWORK = 2
 MOST_ASKED_TO_RELAY = 8
 LOOK_SECONDS = 300.0
 """Between two looks while all is well."""
-SOON_SECONDS = PEER_SECONDS + 5.0
-"""After a look that said nothing, or something else than the one before: the same peers answer again by then."""
-LONGEST_PAUSE_SECONDS = 600.0
-"""Between two looks of a node that nobody reaches and nobody relays for."""
+SOON = Doubling(PEER_SECONDS + 5.0, 600.0)
+"""After looks in a row that said nothing, or something else than the one before (the same peers answer again by then),
+and up to the longest where nobody reaches a node and nobody relays for it."""
 REMEDY = (
     "others wait for its calls: open the port in the firewall or forward it in the router (docker run -p), tell others "
     "another one with --announce HOST:PORT, or join by a seed that was started with --relay-for-others"
@@ -167,8 +167,7 @@ class ReachWatch:
         )
         settled = await self._follow(step, finding)
         self._unsettled = 0 if settled else self._unsettled + 1
-        soon = min(LONGEST_PAUSE_SECONDS, SOON_SECONDS * 2.0 ** min(self._unsettled - 1, 9))
-        pause = LOOK_SECONDS if settled else soon
+        pause = LOOK_SECONDS if settled else SOON.after(self._unsettled - 1)
         self._due = asyncio.get_running_loop().time() + pause * self._rng.uniform(1.0, 1.3)
 
     async def _follow(self, step: Step, finding: ReachFinding | None) -> bool:

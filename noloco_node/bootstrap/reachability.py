@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 from noloco_node.identity.addresses import Reach, reach_of
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pauses import Doubling
 
 NETWORKS_AGREED = 2
 """Networks whose peers must have reached an address that only they know to be this node's, before it is announced."""
 MISSES = 2
 """Looks in a row that must find a node out of reach before it asks for a relay."""
-FIRST_CHANGE_SECONDS = 60.0
-LONGEST_CHANGE_SECONDS = 960.0
+CHANGES = Doubling(60.0, 960.0)
+"""Between changes of what others are told: each costs all connections for a moment."""
 CHANGES_COUNT_SECONDS = 3600.0
 
 
@@ -141,12 +142,12 @@ def next_step(
 
 
 def may_change(changes: Sequence[float], now: float) -> bool:
-    """Whether what others are told may be changed, after changes at these times. Each costs all connections for a
-    moment: the next one waits a minute, twice as long for each more within the hour, up to 16 minutes."""
+    """Whether what others are told may be changed, after changes at these times: the more of
+    them within the hour, the longer the next one waits."""
     recent = [at for at in changes if now - at < CHANGES_COUNT_SECONDS]
     if not recent:
         return True
-    return now - recent[-1] >= min(LONGEST_CHANGE_SECONDS, FIRST_CHANGE_SECONDS * 2.0 ** (len(recent) - 1))
+    return now - recent[-1] >= CHANGES.after(len(recent) - 1)
 
 
 def is_elsewhere(host: str) -> bool:

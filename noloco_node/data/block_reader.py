@@ -19,13 +19,14 @@ from noloco_node.data.samples import Position
 from noloco_node.data.tokenizers import Tokens
 from noloco_node.data.turns import MOST_BEGUN, Turn, Turns
 from noloco_node.errors import UserError
+from noloco_node.pauses import Doubling
 
 OPEN_TURNS = 2
 """Blocks that may have been taken and not drawn to their end: the present one and the next."""
 MOST_FAILED = 10
 """So many different blocks in a row that broke off end the run of this node, or all there are, where they are fewer."""
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
-"""After a block that broke off: the disk or the hub may be away for a while."""
+PAUSES = Doubling(1.0, 60.0)
+"""After blocks in a row that broke off: the disk or the hub may be away for a while."""
 ASK_AGAIN_SECONDS = 1.0
 
 
@@ -230,9 +231,8 @@ class _RowReader:
             self._pause()
 
     def _pause(self) -> None:
-        seconds = min(FIRST_PAUSE_SECONDS * 2 ** min(self._failed - 1, MOST_FAILED), LONGEST_PAUSE_SECONDS)
         with self._changed:
-            self._changed.wait_for(lambda: self.closed, seconds)
+            self._changed.wait_for(lambda: self.closed, PAUSES.after(self._failed - 1))
 
     def _note_empty(self, turn: Turn, reached: int) -> None:
         """What others say that they have read of a block, or that it is theirs, is no word about the text."""

@@ -15,10 +15,12 @@ from noloco_node.aio import Pulse
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
+from noloco_node.pauses import Doubling
 
 logger = logging.getLogger(__name__)
 
 WINDOW_SECONDS = 600.0
+RESTARTS = Doubling(1.0, 4.0)
 MOST_DEATHS = 5
 """Deaths within the window after which something is wrong that starting again does not mend."""
 CONNECT_SECONDS = 5.0
@@ -51,7 +53,7 @@ def restart_delay(deaths: Sequence[float], now: float) -> float | None:
     recent = sum(now - death <= WINDOW_SECONDS for death in deaths)
     if recent >= MOST_DEATHS:
         return None
-    return 0.0 if recent <= 1 else 2.0 ** (recent - 2)
+    return 0.0 if recent <= 1 else RESTARTS.after(recent - 2)
 
 
 def _first(errors: BaseExceptionGroup[UserError]) -> UserError:

@@ -16,6 +16,7 @@ from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples, by_source, inputs_and_labels
 from noloco_node.marks import positions_of
+from noloco_node.pauses import Doubling
 from noloco_node.pipeline.messages import HopFailed, Ledger, Mode, Outgoing, Sample
 from noloco_node.pipeline.passing import Downstream
 from noloco_node.training.stage_trainer import ForwardContext, MicrobatchNotFinite
@@ -25,8 +26,8 @@ from noloco_node.trust.sources_seen import DrawnBy
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_SECONDS = 0.05
-LONGEST_PAUSE_SECONDS = 5.0
+PAUSES = Doubling(0.05, 5.0)
+"""After samples in a row that were put back: others are in trouble."""
 EVALUATED_AT_ONCE = 2
 
 
@@ -88,16 +89,16 @@ class MicrobatchSource:
         """
 
         async def keep_drawing() -> None:
-            pause = FIRST_PAUSE_SECONDS
+            in_vain = 0
             while True:
                 await way_is_open()
                 if not training_goes_on():
                     return
                 if await self.train_one():
-                    pause = FIRST_PAUSE_SECONDS
-                else:  # others are in trouble: come back later and later, and not all at once
-                    await asyncio.sleep(pause * self._rng.uniform(0.5, 1.5))
-                    pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                    in_vain = 0
+                else:
+                    await asyncio.sleep(PAUSES.about(in_vain, self._rng))
+                    in_vain += 1
 
         async with asyncio.TaskGroup() as group:
             for _ in range(in_flight):

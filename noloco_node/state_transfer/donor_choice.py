@@ -18,6 +18,7 @@ from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pauses import Doubling
 from noloco_node.peer_table import PeerTimes
 from noloco_node.state_transfer.donor_pace import DonorPace, DonorPaces, TooSlow, floor_of
 from noloco_node.state_transfer.fetch import Download, fetch_state, load_download, new_download
@@ -39,8 +40,8 @@ BUSY_PAUSE_SECONDS = (1.0, 4.0)
 BUSY_PATIENCE_SECONDS = 1800.0
 AWAY_TRIES = 6
 """Times that donors are asked of which none could be reached, or none was ready to give."""
-AWAY_PAUSE_SECONDS = 0.25
-"""After the first of those times; twice as long after each further one."""
+AWAY_PAUSES = Doubling(0.25, 4.0)
+"""Between those times."""
 NOT_READY = (Refusal.DRAINING, Refusal.UNKNOWN_METHOD, Refusal.UNKNOWN_SNAPSHOT, Refusal.INTERNAL)
 """Refusals of a donor that may give its state a moment later: it has just come, or its snapshot has been replaced."""
 RELAYED_TRIES = 4
@@ -171,7 +172,7 @@ class StateCopier:
             if search.busy or in_vain or search.rounds >= AWAY_TRIES:
                 raise NoDonor(search.failed | search.busy | search.away)
             # Nothing tells that a link is mended or a donor ready: asking again is the only way.
-            await asyncio.sleep(AWAY_PAUSE_SECONDS * 2.0 ** (search.rounds - 1) * self._rng.uniform(0.5, 1.5))
+            await asyncio.sleep(AWAY_PAUSES.about(search.rounds - 1, self._rng))
 
     async def copy_from(self, donor: PeerId, others: Collection[PeerId] = ()) -> StateManifest:
         """Take the state of this donor; TooSlow where one of `others` may be faster. Raises Refused or TransportError;

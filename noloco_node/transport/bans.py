@@ -17,6 +17,7 @@ from enum import StrEnum
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pauses import Doubling
 from noloco_node.peer_table import PeerTable
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused
 
@@ -26,9 +27,8 @@ TOLERATED = 10.0
 """Offences that a peer may have on its account; the next one brings a ban."""
 FORGIVEN_A_SECOND = 1.0 / 30.0
 """Offences that each second takes off the account."""
-FIRST_BAN_SECONDS = 60.0
-LONGEST_BAN_SECONDS = 3600.0
-"""Each ban is twice as long as the one before, up to this; after as long without a ban the count begins anew."""
+BAN_SECONDS = Doubling(60.0, 3600.0)
+"""One peer's, one after the other; after as long as the longest without a ban the count begins anew."""
 PEERS_REMEMBERED = 4096
 
 
@@ -89,9 +89,9 @@ def after_offence(standing: BanRecord, offence: Offence, now: float) -> BanRecor
 
 def ban_seconds(earlier: int, last_end: float, now: float) -> tuple[float, int]:
     """How long to shut a peer out that was shut out `earlier` times, to `last_end`; and how many times that makes."""
-    if now - last_end >= LONGEST_BAN_SECONDS:
+    if now - last_end >= BAN_SECONDS.longest:
         earlier = 0
-    return min(LONGEST_BAN_SECONDS, FIRST_BAN_SECONDS * 2.0 ** min(earlier, 32)), earlier + 1
+    return BAN_SECONDS.after(earlier), earlier + 1
 
 
 class Bans:

@@ -31,6 +31,7 @@ from noloco_node.data.tokenizers import ByteTokenizer
 from noloco_node.data.turns import OwnTurns, Turn, TurnPosition
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.pauses import Doubling
 from noloco_node.sizing.preflight import note_on_blocks
 from tests.data.made_files import write_texts
 from tests.data.test_prepared_shards import InTurn
@@ -182,7 +183,7 @@ async def test_what_is_wrong_with_a_block_names_its_source(
     streamed: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A source that cannot be read at all ends the reading, however well the others are."""
-    monkeypatch.setattr(block_reader, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(block_reader, "PAUSES", Doubling(0.001, 60.0))
     (tmp_path / "bad").mkdir()
     write_texts(tmp_path / "bad" / "0.jsonl", [f"b{number:09}" * 4 for number in range(40)])
     parts = list(streamed.mixture)

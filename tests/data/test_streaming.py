@@ -31,6 +31,7 @@ from noloco_node.data.tokenizers import ByteTokenizer, Tokens
 from noloco_node.data.turns import OwnTurns, Turn, TurnPosition
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.pauses import Doubling
 from noloco_node.sizing.preflight import note_on_blocks
 from tests.data.made_files import lines, write_texts
 from tests.data.test_sources import text_spec
@@ -304,7 +305,7 @@ async def test_blocks_smaller_than_a_microbatch_do_not_end_the_reading(
 
 async def test_a_shared_text_that_is_gone_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each replica finds that out by itself."""
-    monkeypatch.setattr(block_reader, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(block_reader, "PAUSES", Doubling(0.001, 60.0))
     turns = SharedTurns(SmallBlocks.count, 0, "own", 20.0, random.Random(0))
     turns.heard((), 1)
     reader = BlockReader([Row(SmallBlocks([-1]), turns)], 8)
@@ -320,7 +321,7 @@ async def test_a_shared_text_that_is_gone_ends_the_reading(monkeypatch: pytest.M
 
 def test_one_damaged_block_that_comes_again_and_again_does_not_end_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the others hold the sound ones, a replica may be left with it for some passes."""
-    monkeypatch.setattr(block_reader, "LONGEST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(block_reader, "PAUSES", Doubling(0.0, 0.0))
     turns = Watching(12)
     take = turns.take
     turns.take = lambda: replace(take(), block=5)  # pyright: ignore
@@ -364,7 +365,7 @@ async def test_a_shard_that_goes_bad_under_way_is_passed_over_and_named_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What can be read of it is trained on, and the rest of the text goes on, pass after pass."""
-    monkeypatch.setattr(block_reader, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(block_reader, "PAUSES", Doubling(0.001, 60.0))
     spec = streamed(write_shards(tmp_path / "text", ".jsonl"), parts_per_shard=1)
     if harm is cut_off:
         spec = streamed(write_shards(tmp_path / "gz"), parts_per_shard=1)
@@ -383,7 +384,7 @@ async def test_a_shard_that_goes_bad_under_way_is_passed_over_and_named_once(
 
 async def test_a_text_that_is_gone_ends_the_reading(spec: DataSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """After as many tries as there are blocks, ten at most: who draws is told."""
-    monkeypatch.setattr(block_reader, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(block_reader, "PAUSES", Doubling(0.001, 60.0))
     async with opened(spec) as samples:
         for path in files_of(spec):
             path.unlink()

@@ -21,7 +21,7 @@ from noloco_node.pipeline.audit import ALIKE, Auditor, Finding, likeness, odd_on
 from noloco_node.pipeline.messages import MICROBATCH, Ledger, MicrobatchHeader, Outgoing, Trained
 from noloco_node.pipeline.passing import Downstream
 from noloco_node.pipeline.routing import RoutingBook
-from noloco_node.transport.bans import FIRST_BAN_SECONDS
+from noloco_node.transport.bans import BAN_SECONDS
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
@@ -161,7 +161,7 @@ async def test_who_is_on_trial_is_only_compared_until_it_is_cleared_or_set_aside
     asked = [await stage.microbatch(suspect, size=3.0)] + [await stage.microbatch() for _ in range(3)]
     assert [len(some) for some in asked] == [2, 2, 2, 0]
     assert (stage.trust(0), stage.book.set_aside_now) == (Trust.SET_ASIDE, 1)
-    stage.now = FIRST_BAN_SECONDS
+    stage.now = BAN_SECONDS.first
     assert (stage.trust(0), stage.book.set_aside_now) == (Trust.ON_TRIAL, 0)
     assert stage.served() == set(others)
     assert suspect in await stage.microbatch()

@@ -16,6 +16,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec, PipelineSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
+from noloco_node.pauses import Doubling
 from noloco_node.pipeline.audit import Finding
 from noloco_node.pipeline.messages import MICROBATCH, MicrobatchHeader
 from noloco_node.pipeline.passing import PipelineServer
@@ -164,8 +165,7 @@ async def test_a_replica_that_has_lost_its_weights_is_set_aside_copies_a_stage_p
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Honest, but useless until it has a good state again: it gets no work, lags, copies, and works as before."""
-    monkeypatch.setattr(conduct, "FIRST_BAN_SECONDS", 4.0)
-    monkeypatch.setattr(conduct, "LONGEST_BAN_SECONDS", 4.0)
+    monkeypatch.setattr(conduct, "BAN_SECONDS", Doubling(4.0, 4.0))
     outer = OuterSpec(inner_steps=5, codec="fp32", max_lag_tokens=4_000)
     async with world(micro_spec(steps=2000, microbatches_a_step=3, pipeline=ALWAYS, outer=outer), replicas=3) as made:
         lost, stage_peer = made.of_stage(1)[:2]

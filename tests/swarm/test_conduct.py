@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport import bans as conduct
 from noloco_node.transport.bans import (
-    FIRST_BAN_SECONDS,
+    BAN_SECONDS,
     FORGIVEN_A_SECOND,
-    LONGEST_BAN_SECONDS,
     OFFENSIVE,
     TOLERATED,
     BanRecord,
@@ -57,8 +56,8 @@ def test_a_few_offences_are_borne_and_one_more_brings_a_ban_with_a_reason_and_an
     assert not offended(int(TOLERATED)).banned(0.0)
     banned = offended(int(TOLERATED) + 1)
     assert banned.banned(0.0)
-    assert banned.banned(FIRST_BAN_SECONDS - 1)
-    assert not banned.banned(FIRST_BAN_SECONDS)
+    assert banned.banned(BAN_SECONDS.first - 1)
+    assert not banned.banned(BAN_SECONDS.first)
     assert banned.reason is Offence.MALFORMED
 
 
@@ -69,10 +68,10 @@ def test_each_ban_is_twice_as_long_up_to_an_hour_and_good_conduct_makes_it_short
         standing = offended(int(TOLERATED) + 1, now, standing)
         lengths.append(standing.banned_until - now)
         now = standing.banned_until
-    assert lengths[:3] == [FIRST_BAN_SECONDS, 2 * FIRST_BAN_SECONDS, 4 * FIRST_BAN_SECONDS]
-    assert lengths[-1] == LONGEST_BAN_SECONDS
-    now += LONGEST_BAN_SECONDS
-    assert offended(int(TOLERATED) + 1, now, standing).banned_until - now == FIRST_BAN_SECONDS
+    assert lengths[:3] == [BAN_SECONDS.first, 2 * BAN_SECONDS.first, 4 * BAN_SECONDS.first]
+    assert lengths[-1] == BAN_SECONDS.longest
+    now += BAN_SECONDS.longest
+    assert offended(int(TOLERATED) + 1, now, standing).banned_until - now == BAN_SECONDS.first
 
 
 def test_time_forgives() -> None:
@@ -91,7 +90,7 @@ def test_a_ban_is_never_shortened_and_never_longer_than_an_hour(course: list[tup
     for now, offence in sorted(course, key=lambda entry: entry[0]):
         before, standing = standing, after_offence(standing, offence, now)
         assert standing.banned_until >= before.banned_until
-        assert standing.banned_until <= now + LONGEST_BAN_SECONDS
+        assert standing.banned_until <= now + BAN_SECONDS.longest
         assert 0.0 <= standing.offences <= TOLERATED
 
 
@@ -139,7 +138,7 @@ def test_a_ban_is_logged_once_counted_by_reason_and_refuses_with_the_time_left(
     with pytest.raises(Refused, match="bad_answer, 40 s more") as refused:
         book.refuse_banned(PEER)
     assert refused.value.reason is Refusal.BANNED
-    clock.now = FIRST_BAN_SECONDS
+    clock.now = BAN_SECONDS.first
     book.refuse_banned(PEER)
     assert not book.banned(PEER)
     assert book.banned_now == 0

@@ -28,6 +28,7 @@ from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
+from noloco_node.pauses import Doubling
 from noloco_node.sizing.memory import Memory
 from noloco_node.state_transfer import donor as state_donor
 from noloco_node.state_transfer import donor_choice as late_join
@@ -236,7 +237,7 @@ def caught_up(made: Swarm) -> list[OuterStep]:
 @pytest.fixture
 def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Donors that are away are asked again at once."""
-    monkeypatch.setattr(late_join, "AWAY_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(late_join, "AWAY_PAUSES", Doubling(0.001, 0.1))
 
 
 @pytest.mark.usefixtures("quick_tries")

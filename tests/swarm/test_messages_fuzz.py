@@ -39,6 +39,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.node.replica import Replica
 from noloco_node.outer.replica import Part
+from noloco_node.pauses import Doubling
 from noloco_node.pipeline import inference
 from noloco_node.pipeline import ledger as repeats
 from noloco_node.pipeline import messages as microbatch
@@ -406,7 +407,7 @@ def keep_few(monkeypatch: pytest.MonkeyPatch) -> None:
 def never_tire_of_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or they would be banned, or left alone, after the first few examples."""
     monkeypatch.setattr(conduct, "TOLERATED", math.inf)
-    monkeypatch.setattr(patience, "LONGEST_REST_SECONDS", 0.0)
+    monkeypatch.setattr(patience, "RESTS", Doubling(0.0, 0.0))
     monkeypatch.setattr(patience, "REST_PER_SECOND_LOST", 0.0)
 
 

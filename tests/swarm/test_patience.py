@@ -21,7 +21,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import PartnerBound
 from noloco_node.outer.codec import BLOCK
 from noloco_node.outer.update import OuterRule
-from noloco_node.transport.bans import FIRST_BAN_SECONDS, LONGEST_BAN_SECONDS
+from noloco_node.transport.bans import BAN_SECONDS
 from tests.outer.groups import average, learn, replica_of
 
 RULE = OuterRule(0.5, 0.5, 0.5, "averaged")
@@ -70,7 +70,7 @@ def test_who_stays_far_away_is_left_alone_for_longer_each_time() -> None:
             distance, now = after_meeting(distance, 30.0, 10.0, now), now + 1.0
         rests.append(distance.until - now + 1.0)
         now = distance.until
-    assert rests == [min(LONGEST_BAN_SECONDS, FIRST_BAN_SECONDS * 2**n) for n in range(9)]
+    assert rests == [min(BAN_SECONDS.longest, BAN_SECONDS.first * 2**n) for n in range(9)]
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_each_fragment_has_a_distance_of_its_own() -> None:
     patience.met(ONE, 0, 30.0, 10.0, now=0.0)
     patience.met(ONE, 1, 5.0, 10.0, now=0.0)
     patience.committed(ONE)
-    assert patience.stays_far(ONE, FIRST_BAN_SECONDS - 1.0)
+    assert patience.stays_far(ONE, BAN_SECONDS.first - 1.0)
     assert list(patience.ready([ONE, OTHER], 1.0)) == [OTHER]
-    assert not patience.stays_far(ONE, FIRST_BAN_SECONDS)
+    assert not patience.stays_far(ONE, BAN_SECONDS.first)
     patience.met(ONE, 0, 30.0, 10.0, now=100.0)
     assert patience.stays_far(ONE, 101.0)
     patience.met(ONE, 0, 10.0, 10.0, now=101.0)

@@ -18,8 +18,8 @@ from noloco_node.bootstrap import dial_back
 from noloco_node.bootstrap.dial_back import DialBack, Dialled, Reached
 from noloco_node.bootstrap.reach_watch import Policy, ReachWatch
 from noloco_node.bootstrap.reachability import (
+    CHANGES,
     CHANGES_COUNT_SECONDS,
-    FIRST_CHANGE_SECONDS,
     Place,
     ReachFinding,
     ReachStanding,
@@ -32,6 +32,7 @@ from noloco_node.bootstrap.reachability import (
 from noloco_node.identity.addresses import PeerAddress, parse_address
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.relay.server import CircuitRelay
+from noloco_node.pauses import Doubling
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
@@ -102,8 +103,8 @@ def test_what_others_are_told_changes_seldom() -> None:
     """The second time after a minute, then twice as late each time within the hour; it is forgiven."""
     changes, now = [0.0], 0.0
     for wait in (1, 2, 4, 8, 16, 16):
-        assert not may_change(changes, now + FIRST_CHANGE_SECONDS * wait - 1.0)
-        now += FIRST_CHANGE_SECONDS * wait
+        assert not may_change(changes, now + CHANGES.first * wait - 1.0)
+        now += CHANGES.first * wait
         assert may_change(changes, now)
         changes.append(now)
     assert may_change(changes, now + CHANGES_COUNT_SECONDS)
@@ -170,11 +171,8 @@ class World:
 @contextlib.asynccontextmanager
 async def watching(world: World, monkeypatch: pytest.MonkeyPatch, policy: Policy = FREE) -> AsyncIterator[ReachWatch]:
     """The watch of a node in that world, which may ask the same peers again at once and change as often as it likes."""
-    for place in (
-        "noloco_node.bootstrap.reach_watch.PEER_SECONDS",
-        "noloco_node.bootstrap.reachability.FIRST_CHANGE_SECONDS",
-    ):
-        monkeypatch.setattr(place, 0.0)
+    monkeypatch.setattr("noloco_node.bootstrap.reach_watch.PEER_SECONDS", 0.0)
+    monkeypatch.setattr("noloco_node.bootstrap.reachability.CHANGES", Doubling(0.0, 0.0))
     network = MemoryNetwork()
     peers = [MemoryTransport(network, peer) for peer in world.answers]
     for transport in peers:

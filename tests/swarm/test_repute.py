@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.transport.bans import FIRST_BAN_SECONDS, LONGEST_BAN_SECONDS
+from noloco_node.transport.bans import BAN_SECONDS
 from noloco_node.trust.reputation import FORGIVEN, SET_ASIDE_AT, TRIAL_SECONDS, Reputation, Trust, after_audit
 
 
@@ -21,11 +21,11 @@ def test_a_liar_is_set_aside_soon_and_for_longer_each_time() -> None:
         assert contradictions == (1 if now else SET_ASIDE_AT)
         now = repute.aside_until
         assert repute.trust(now) is Trust.ON_TRIAL
-    assert lengths == [min(LONGEST_BAN_SECONDS, FIRST_BAN_SECONDS * 2**n) for n in range(10)]
-    later = now + LONGEST_BAN_SECONDS
+    assert lengths == [min(BAN_SECONDS.longest, BAN_SECONDS.first * 2**n) for n in range(10)]
+    later = now + BAN_SECONDS.longest
     while repute.trust(later) is not Trust.SET_ASIDE:
         repute = after_audit(repute, True, later)
-    assert repute.aside_until - later == FIRST_BAN_SECONDS
+    assert repute.aside_until - later == BAN_SECONDS.first
 
 
 @pytest.mark.parametrize("against", [True, False, None])

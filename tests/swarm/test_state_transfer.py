@@ -18,6 +18,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
 from noloco_node.outer.names import CodecName
+from noloco_node.pauses import Doubling
 from noloco_node.state_transfer import donor_choice as late_join
 from noloco_node.state_transfer import fetch as state_transfer
 from noloco_node.state_transfer import messages as state_messages
@@ -100,7 +101,7 @@ async def test_who_has_no_first_weights_copies_a_stage_peer_before_any_outer_rou
 
 async def test_who_has_no_first_weights_and_finds_nobody_is_told_what_to_bring(monkeypatch: pytest.MonkeyPatch) -> None:
     """It neither begins from a seed nor waits."""
-    monkeypatch.setattr(late_join, "AWAY_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(late_join, "AWAY_PAUSES", Doubling(0.001, 0.1))
     async with world(begun_with_weights()) as made:
         with pytest.raises(UserError, match="begins with the weights weights-0000") as error:
             await made.replicas[0].become_current()

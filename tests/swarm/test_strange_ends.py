@@ -25,6 +25,7 @@ from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.node import first_state
 from noloco_node.node.replica import Replica
+from noloco_node.pauses import Doubling
 from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.links import Links
 from noloco_node.simulator.loop import in_virtual_time
@@ -242,7 +243,7 @@ async def test_a_stranger_that_answers_and_claims_to_be_ahead_keeps_no_run_from_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It says that its stage is past its first round, and gives no state. Another node that answers has just begun."""
-    monkeypatch.setattr(late_join, "AWAY_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(late_join, "AWAY_PAUSES", Doubling(0.001, 0.1))
     async with world(short_run(), replicas=2, settings=JOINS) as made:
         stranger, joiner, other = made.replicas[0], made.replicas[1], made.replicas[2]
         await haunt(made, PeerState.FINISHING, name=peer_name(0, 0), finished=True)
@@ -257,7 +258,7 @@ async def test_most_of_those_that_answer_may_claim_to_be_ahead_and_keep_no_run_f
 ) -> None:
     """Two keys at the joiner's stage say that it is past its first round, and give nothing or are busy for ever. The
     one node that it was told to join has just begun."""
-    monkeypatch.setattr(late_join, "AWAY_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(late_join, "AWAY_PAUSES", Doubling(0.001, 0.1))
     monkeypatch.setattr(late_join, "BUSY_PAUSE_SECONDS", (0.001, 0.001))
     monkeypatch.setattr(first_state, "DOUBT_SECONDS", 0.05)
     async with world(short_run(), replicas=3, settings=JOINS) as made:

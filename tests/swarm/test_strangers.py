@@ -23,7 +23,7 @@ from noloco_node.pipeline.messages import MicrobatchAnswer
 from noloco_node.telemetry.events import Account
 from noloco_node.telemetry.metrics import Metrics
 from noloco_node.transport import bans as conduct
-from noloco_node.transport.bans import FIRST_BAN_SECONDS, Offence
+from noloco_node.transport.bans import BAN_SECONDS, Offence
 from noloco_node.transport.calls import Reply
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.frames import (
@@ -128,7 +128,7 @@ async def test_a_banned_peer_is_not_answered_routed_to_paired_with_or_counted() 
                 max_answer_bytes=0,
             )
         assert refused.value.reason is Refusal.BANNED
-        clock[0] = FIRST_BAN_SECONDS
+        clock[0] = BAN_SECONDS.first
         assert head.membership.stage_peers() == [stage_peer]
 
 
@@ -349,7 +349,7 @@ def test_who_sends_broken_frames_is_banned_at_the_opening_of_a_stream(hostile: H
     assert run(hostile.hear()) == "banned"
     assert run(hostile.hear(whole)) == "banned"
     assert book.bans == {"malformed": 1}
-    clock[0] = FIRST_BAN_SECONDS
+    clock[0] = BAN_SECONDS.first
     assert run(hostile.hear(whole)) == "answered"
 
 

@@ -26,7 +26,7 @@ from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport import bans as conduct
-from noloco_node.transport.bans import FIRST_BAN_SECONDS, Bans, Offence
+from noloco_node.transport.bans import BAN_SECONDS, Bans, Offence
 from noloco_node.trust.admission import Access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from tests.worlds import micro_spec, run_to_the_end, world
@@ -96,7 +96,7 @@ async def test_a_view_is_screened_once_for_each_refresh_and_each_change_of_the_s
     for _ in range(5):
         assert set(directory.view.stages[0]) == set(PEERS[1:])
     assert book.asked == 2 * len(PEERS)
-    clock[0] = FIRST_BAN_SECONDS
+    clock[0] = BAN_SECONDS.first
     for _ in range(5):
         assert set(directory.view.stages[0]) == set(PEERS)
     assert book.asked == 3 * len(PEERS)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn, Protocol
 
@@ -22,6 +23,7 @@ from noloco_node.libp2p.relay.messages import (
     write_message,
 )
 from noloco_node.libp2p.tls_probe import NoAnswer, who_answers
+from noloco_node.pauses import Doubling
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.pool import StreamHost
 
@@ -35,10 +37,8 @@ ASK_SECONDS = 10.0
 DIAL_SECONDS = 3.0
 MOST_RELAYS = 3
 NOT_A_RELAY = "it relays for nobody"
-DIRECT_AGAIN_SECONDS = 4.0
-"""Between the first two attempts at a direct connection to one peer, then twice as long each time: it may only just
-have told others where it is reached."""
-LONGEST_DIRECT_AGAIN_SECONDS = 300.0
+DIRECT_AGAIN = Doubling(4.0, 300.0)
+"""Between attempts at a direct connection to one peer: it may only just have told others where it is reached."""
 
 
 class RelayedHost(StreamHost, Protocol):
@@ -157,10 +157,10 @@ async def _ask_again(host: RelayedHost, relay: PeerAddress) -> str | None:
 
 
 class Attempt(NamedTuple):
-    """At a direct connection to one peer."""
+    """At a direct connection to one peer: how many there were, and when the next is due."""
 
-    again_at: float
-    pause: float
+    made: int = 0
+    again_at: float = -math.inf
 
 
 async def _go_direct(host: RelayedHost, tried: dict[PeerId, Attempt]) -> None:
@@ -172,17 +172,15 @@ async def _go_direct(host: RelayedHost, tried: dict[PeerId, Attempt]) -> None:
         return
     for gone in tried.keys() - connected.keys():
         del tried[gone]
-    begun = Attempt(now, DIRECT_AGAIN_SECONDS / 2)
-    relayed = [
-        peer for peer, ends in connected.items() if only_relayed(ends) and tried.get(peer, begun).again_at <= now
-    ]
+    before = {peer: tried.get(peer, Attempt()) for peer, ends in connected.items() if only_relayed(ends)}
+    relayed = [peer for peer, attempt in before.items() if attempt.again_at <= now]
     dialled = await asyncio.gather(*(_dial_directly(host, peer) for peer in relayed), return_exceptions=True)
     for peer, done in zip(relayed, dialled, strict=True):
         if isinstance(done, BaseException):
             logger.error("a direct connection to %s failed", peer, exc_info=done)
         if done is not False:
-            pause = min(2.0 * tried.get(peer, begun).pause, LONGEST_DIRECT_AGAIN_SECONDS)
-            tried[peer] = Attempt(now + pause, pause)
+            made = before[peer].made
+            tried[peer] = Attempt(made + 1, now + DIRECT_AGAIN.after(made))
 
 
 async def _dial_directly(host: RelayedHost, peer: PeerId) -> bool:
