@@ -18,13 +18,15 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NoReturn, cast
+from typing import Annotated, Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from noloco_node.identity.addresses import shown
 from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.headers import first_problem
 from noloco_node.transport.messages import (
     MAX_DIMENSIONS,
     MAX_HEADER_BYTES,
@@ -45,6 +47,11 @@ MAX_JSON_DEPTH = 12
 MAX_JSON_INTEGER = (1 << 63) - 1
 MAX_DIMENSION = (1 << 31) - 1
 MAX_ELEMENTS = 1 << 48
+
+_Dimension = Annotated[int, Field(ge=0, le=MAX_DIMENSION)]
+_Shape = Annotated[tuple[_Dimension, ...], Field(max_length=MAX_DIMENSIONS, strict=False)]
+_Dtype = Annotated[str, Field(pattern=f"^({'|'.join(WIRE_DTYPES)})$")]
+_Spec = Annotated[tuple[_Dtype, _Shape], Field(strict=False)]
 
 _FIELDS = struct.Struct(">2sBBI")
 _CHECKSUM = struct.Struct(">I")
@@ -89,6 +96,28 @@ class Prefix:
         """Compare with a checksum continued from `checksum_start` over the payload; FrameError if they differ."""
         if payload_checksum != self.checksum:
             raise FrameError(f"checksum of a {self.kind.name} frame is wrong")
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _EnvelopeFields(_Fields):
+    """A HEADER payload."""
+
+    m: Annotated[str, Field(max_length=MAX_METHOD_CHARACTERS)]
+    h: dict[str, Any]
+    t: Annotated[tuple[_Spec, ...], Field(max_length=MAX_TENSORS, strict=False)]
+
+
+class _RefusalFields(_Fields):
+    """A REFUSE payload."""
+
+    reason: str
+    detail: str = ""
+
+
+F = TypeVar("F", bound=_Fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +181,11 @@ def encode_envelope(method: str, header: JsonObject, specs: Sequence[TensorSpec]
 
 def decode_envelope(payload: bytes) -> Envelope:
     """Parse a HEADER payload. Unknown fields are ignored, for newer senders. FrameError if it breaks a rule."""
-    fields = _decode_object(payload)
-    method, header, tensors = fields.get("m"), fields.get("h"), fields.get("t")
-    if not isinstance(method, str) or len(method) > MAX_METHOD_CHARACTERS:
-        raise FrameError("the envelope's method is no short string")
-    if not isinstance(header, dict):
-        raise FrameError("the envelope's header is no object")
-    if not isinstance(tensors, list) or len(cast("list[Any]", tensors)) > MAX_TENSORS:
-        raise FrameError(f"the envelope's tensors are no list of at most {MAX_TENSORS}")
-    specs = tuple(_decode_spec(entry) for entry in cast("list[Any]", tensors))
-    return Envelope(method, cast("JsonObject", header), specs)
+    fields = _decode(_EnvelopeFields, payload)
+    for _, shape in fields.t:
+        if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+            raise FrameError("a tensor has too many elements")
+    return Envelope(fields.m, fields.h, tuple(TensorSpec(dtype, shape) for dtype, shape in fields.t))
 
 
 def encode_refusal(refused: Refused) -> bytes:
@@ -177,15 +201,12 @@ def decode_refusal(payload: bytes) -> Refused:
     """Parse a REFUSE payload. A reason this version does not know becomes `internal`, its name kept in the detail.
 
     The detail is one printable line: it ends in logs and events."""
-    fields = _decode_object(payload)
-    reason, detail = fields.get("reason"), fields.get("detail", "")
-    if not isinstance(reason, str) or not isinstance(detail, str):
-        raise FrameError("the refusal has no reason")
-    detail = detail[:MAX_DETAIL_CHARACTERS]
+    fields = _decode(_RefusalFields, payload)
+    detail = fields.detail[:MAX_DETAIL_CHARACTERS]
     try:
-        return Refused(Refusal(reason), shown(detail))
+        return Refused(Refusal(fields.reason), shown(detail))
     except ValueError:
-        return Refused(Refusal.INTERNAL, shown(f"{reason[:MAX_METHOD_CHARACTERS]}: {detail}"))
+        return Refused(Refusal.INTERNAL, shown(f"{fields.reason[:MAX_METHOD_CHARACTERS]}: {detail}"))
 
 
 def frame_lengths(nbytes: int) -> Iterator[tuple[int, int]]:
@@ -206,7 +227,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return array.data
 
 
-def _decode_object(payload: bytes) -> dict[str, Any]:
+def _decode(kind: type[F], payload: bytes) -> F:
     try:
         value: object = json.loads(
             payload.decode("utf-8"),
@@ -215,12 +236,13 @@ def _decode_object(payload: bytes) -> dict[str, Any]:
             parse_float=_finite_float,
             parse_constant=_no_constant,
         )
-        _check_values(value, MAX_JSON_DEPTH)
+        if payload.count(b"{") + payload.count(b"[") > MAX_JSON_DEPTH or b"\\u" in payload:
+            _check_values(value, MAX_JSON_DEPTH)
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise FrameError(first_problem(error)) from None
     except (ValueError, RecursionError) as error:
         raise FrameError(f"not acceptable JSON: {str(error)[:100]}") from None
-    if not isinstance(value, dict):
-        raise FrameError("not a JSON object")
-    return cast("dict[str, Any]", value)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -247,7 +269,8 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _check_values(value: object, depth: int) -> None:
-    """Refuse deep nesting and strings that no UTF-8 can hold (lone surrogates), which would fail much later."""
+    """Refuse deep nesting and strings that no UTF-8 can hold (lone surrogates, which come by escapes only): both would
+    fail much later."""
     if isinstance(value, str):
         value.encode("utf-8")
     elif isinstance(value, dict | list):
@@ -260,23 +283,3 @@ def _check_values(value: object, depth: int) -> None:
         else:
             for item in cast("list[object]", value):
                 _check_values(item, depth - 1)
-
-
-def _decode_spec(entry: object) -> TensorSpec:
-    pair = cast("list[object]", entry) if isinstance(entry, list) else []
-    if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], list):
-        raise FrameError("a tensor spec is no pair of dtype and shape")
-    dtype, shape = pair[0], tuple(_dimension(size) for size in cast("list[object]", pair[1]))
-    if dtype not in WIRE_DTYPES:
-        raise FrameError(f"unknown dtype {shown(dtype[:16])}")
-    if len(shape) > MAX_DIMENSIONS:
-        raise FrameError(f"a tensor has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
-    if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
-        raise FrameError("a tensor has too many elements")
-    return TensorSpec(dtype, shape)
-
-
-def _dimension(size: object) -> int:
-    if type(size) is not int or not 0 <= size <= MAX_DIMENSION:
-        raise FrameError("a tensor's dimension is out of bounds")
-    return size
