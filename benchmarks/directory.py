@@ -1,0 +1,370 @@
+"""What the directory costs one node: bytes and CPU on real p2pd, and microseconds of what is asked of it by size.
+
+    python -m benchmarks.directory members --counts 25 50 100 --out benchmarks/results/directory-members.json
+    python -m benchmarks.directory decisions --out benchmarks/results/directory-decisions.json
+
+`members` are members of one DHT of two stages, each on a p2pd of its own: they publish their record and read the
+directory as a node does, and train nothing. Bytes are those of the DHT's messages. `decisions` are pure: one node in a
+swarm of so many replicas a stage, everything in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+
+from noloco_node import PROTOCOL_VERSION
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.directory.dht import DhtDirectory, join_directory
+from noloco_node.directory.membership import SERVING, Membership, OwnFigures
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.directory.validator import RecordValidator, sign_record, stage_key
+from noloco_node.errors import UserError
+from noloco_node.identity.keys import load_or_create_identity
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.start import running_p2p
+from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.transport.acquaintance import Acquaintances
+
+RUN, STAGES, RECORD_SECONDS = "benchmark-of-the-directory", 2, 20.0
+SETTLING_SECONDS = 20.0
+SIGNED = 64
+"""Records that are signed and read."""
+REPEATS = 7
+
+
+class CountedP2P:
+    """hivemind's `P2P`, whose messages of the DHT are counted: what is sent and received, by kind."""
+
+    def __init__(self, p2p: Any) -> None:
+        self._p2p = p2p
+        self.peer_id = p2p.peer_id
+        self.sent, self.received, self.calls = 0, 0, 0
+
+    async def call_protobuf_handler(self, peer: Any, name: str, request: Any, answer: Any) -> Any:
+        """See hivemind."""
+        self.calls += 1
+        self.sent += request.ByteSize()
+        response = await self._p2p.call_protobuf_handler(peer, name, request, answer)
+        self.received += response.ByteSize()
+        return response
+
+    async def add_protobuf_handler(self, name: str, handler: Any, kind: Any) -> None:
+        """See hivemind."""
+
+        async def counted(request: Any, context: Any) -> Any:
+            self.received += request.ByteSize()
+            response = await handler(request, context)
+            self.sent += response.ByteSize()
+            return response
+
+        await self._p2p.add_protobuf_handler(name, counted, kind)
+
+    async def remove_protobuf_handler(self, name: str) -> None:
+        """See hivemind."""
+        await self._p2p.remove_protobuf_handler(name)
+
+
+@dataclass(frozen=True)
+class MembersPoint:
+    """A second of one member among so many."""
+
+    members: int
+    received_median: float
+    """Bytes a second."""
+    received_most: float
+    sent_median: float
+    sent_most: float
+    calls: float
+    looks: float
+    """Times a second that it read the directory: fewer than it means to where the cores are full."""
+    python_ms: float
+    """CPU milliseconds a second in the node's own process, and in p2pd."""
+    p2pd_ms: float
+    seen_least: int
+    """Records in the view of its own stage of whoever sees fewest."""
+    load: float
+
+
+@dataclass
+class Member:
+    """One member: its directory, what it sends, and its p2pd."""
+
+    counted: CountedP2P
+    directory: DhtDirectory
+    p2pd: psutil.Process
+    stage: int
+    looks: list[int]
+    """One number, which grows with each look."""
+
+
+async def one_member(stack: contextlib.AsyncExitStack, folder: Path, number: int, entrance: tuple[str, ...]) -> Member:
+    """Joins through `entrance` and behaves as a node's membership does until the stack is closed."""
+    identity = load_or_create_identity(folder / f"{number}.key")
+    p2p = await stack.enter_async_context(running_p2p(NodeSettings(initial_peers=entrance), identity))
+    counted: Any = CountedP2P(p2p.hivemind_p2p)
+    daemon: Any = SimpleNamespace(hivemind_p2p=counted, joined_peers=p2p.joined_peers)
+    known, stage = Acquaintances(), number % STAGES
+    directory = await join_directory(daemon, identity, RUN, STAGES, acquaintances=known, record_seconds=RECORD_SECONDS)
+    stack.push_async_callback(directory.close)
+    figures, looks = OwnFigures(clock=1e6, tokens_per_second=500.0, outer_rounds=7, capacity=600.0), [0]
+
+    def looked() -> None:
+        looks[0] += 1
+
+    membership = Membership(directory, known, identity.peer_id, stage, STAGES, RECORD_SECONDS, lambda: figures, looked)
+    membership.state = PeerState.TRAINING
+    running = asyncio.create_task(membership.run())
+    stack.push_async_callback(_ended, running)
+    return Member(counted, directory, psutil.Process(p2p.pid), stage, looks)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait((task,))
+
+
+async def measure_members(counts: Sequence[int], seconds: float) -> list[MembersPoint]:
+    """Grow one swarm to each of the counts in turn, and follow it for so long at each."""
+    points: list[MembersPoint] = []
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        first = await running_entrance(stack, folder)
+        members: list[Member] = []
+        for count in counts:
+            try:
+                while len(members) < count:
+                    members.append(await one_member(stack, folder, len(members), first))
+            except UserError as error:  # the cores are full, and the entrance answers nobody in time
+                print(f"not borne: {len(members) + 1} members ({error})", flush=True)
+                return points
+            await asyncio.sleep(SETTLING_SECONDS)
+            points.append(await follow(members, seconds))
+            print(points[-1], flush=True)
+    return points
+
+
+async def running_entrance(stack: contextlib.AsyncExitStack, folder: Path) -> tuple[str, ...]:
+    """A seed that all members join through; it holds records for others and publishes none."""
+    identity = load_or_create_identity(folder / "entrance.key")
+    p2p = await stack.enter_async_context(running_p2p(NodeSettings(), identity))
+    directory = await join_directory(p2p, identity, RUN, STAGES)
+    stack.push_async_callback(directory.close)
+    return tuple(p2p.visible_addresses())
+
+
+async def follow(members: Sequence[Member], seconds: float) -> MembersPoint:
+    """What each of the members takes for so many seconds."""
+
+    def taken() -> list[tuple[float, ...]]:
+        return [(m.counted.received, m.counted.sent, m.counted.calls, _cpu(m.p2pd), m.looks[0]) for m in members]
+
+    own, began, before = psutil.Process(), time.monotonic(), taken()
+    cpu_before = _cpu(own)
+    await asyncio.sleep(seconds)
+    took, after = time.monotonic() - began, taken()
+    python = (_cpu(own) - cpu_before) / took / len(members)
+    received, sent, calls, p2pd, looks = (
+        [(late[place] - early[place]) / took for early, late in zip(before, after, strict=True)] for place in range(5)
+    )
+    return MembersPoint(
+        members=len(members),
+        received_median=statistics.median(received),
+        received_most=max(received),
+        sent_median=statistics.median(sent),
+        sent_most=max(sent),
+        calls=statistics.mean(calls),
+        looks=statistics.mean(looks),
+        python_ms=1e3 * python,
+        p2pd_ms=1e3 * statistics.mean(p2pd),
+        seen_least=min(len(m.directory.view.live(m.stage, m.directory.now())) for m in members),
+        load=os.getloadavg()[0],
+    )
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+@dataclass(frozen=True)
+class DecisionsPoint:
+    """Microseconds a call for one node in a swarm of so many replicas a stage: medians of some repeats."""
+
+    replicas: int
+    in_view: int
+    """Records of its own stage that it holds."""
+    refresh: float
+    """Reading the directory once, without the network and signatures."""
+    live: float
+    there: float
+    live_replicas: float
+    next_stage_peers: float
+    unserved: float
+    update: float
+    """What changes where the directory was read: the book's peers."""
+    choose: float
+    """A microbatch's next-stage peer."""
+
+
+def median_us(call: Callable[[], object], most_seconds: float = 0.3) -> float:
+    """Microseconds of one call, the median of repeats."""
+    began = time.process_time()
+    call()
+    once = max(1e-7, time.process_time() - began)
+    turns = max(1, int(most_seconds / REPEATS / once))
+    figures: list[float] = []
+    for _ in range(REPEATS):
+        began = time.process_time()
+        for _ in range(turns):
+            call()
+        figures.append(1e6 * (time.process_time() - began) / turns)
+    return statistics.median(figures)
+
+
+def named(stage: int, number: int) -> PeerId:
+    """A peer id of the usual length."""
+    return PeerId(f"12D3KooW{random.Random(f'{stage}/{number}').getrandbits(200):044d}"[:52])
+
+
+def record_of(peer: PeerId, stage: int) -> PeerRecord:
+    """A replica at work."""
+    return PeerRecord(
+        peer_id=peer,
+        stage=stage,
+        state=PeerState.TRAINING,
+        clock=1e6,
+        tokens_per_second=500.0,
+        capacity=600.0,
+        outer_rounds=7,
+        protocol=PROTOCOL_VERSION,
+        version="0",
+    )
+
+
+async def decide_among(replicas: int) -> DecisionsPoint:
+    """Everybody that this node sees answers it, and says that it serves its stage."""
+    hub, known = MemoryDirectoryHub(STAGES, lambda: 1000.0), Acquaintances(lambda: 1000.0)
+    for stage in range(STAGES):
+        for number in range(replicas):
+            await MemoryDirectory(hub).publish(record_of(named(stage, number), stage), RECORD_SECONDS)
+    directory, own = MemoryDirectory(hub), named(0, 0)
+    figures = OwnFigures(clock=1e6, tokens_per_second=500.0, outer_rounds=7, capacity=600.0)
+    membership = Membership(directory, known, own, 0, STAGES, RECORD_SECONDS, lambda: figures, lambda: None)
+    await membership.refresh()
+    for record in membership.introduced():
+        known.answered(PeerId(record.peer_id))
+        known.said(PeerId(record.peer_id), record.stage)
+    book = RoutingBook("balanced", random.Random(7), lambda: 1000.0)
+    peers = membership.next_stage_peers()
+    book.update(peers, 0)
+    for peer in random.Random(7).sample(peers, min(64, len(peers))):
+        book.reported(peer, 1)
+    turn = iter(range(1 << 60))
+
+    def updated() -> None:  # one peer more or less, as at most looks
+        book.update(peers[: len(peers) - next(turn) % 2], 0)
+
+    refreshed: list[float] = []
+    for _ in range(REPEATS):
+        began = time.process_time()
+        await directory.refresh()
+        refreshed.append(1e6 * (time.process_time() - began))
+    return DecisionsPoint(
+        replicas=replicas,
+        in_view=len(membership.live(0)),
+        refresh=statistics.median(refreshed),
+        live=median_us(lambda: membership.live(0, *SERVING)),
+        there=median_us(lambda: membership.there(0, *SERVING)),
+        live_replicas=median_us(membership.live_replicas),
+        next_stage_peers=median_us(membership.next_stage_peers),
+        unserved=median_us(membership.unserved),
+        update=median_us(updated),
+        choose=median_us(book.choose),
+    )
+
+
+def reading() -> dict[str, float]:
+    """Bytes of a signed record, and microseconds of judging one the first time and again."""
+    key, expires, first = stage_key(RUN, 0), 2e9, list[float]()
+    with tempfile.TemporaryDirectory() as folder:
+        identities = [load_or_create_identity(Path(folder) / f"{number}.key") for number in range(SIGNED)]
+        signed = [sign_record(i, key, record_of(i.peer_id, 0), expires) for i in identities]
+    digest, validator = _digest_of(key), RecordValidator(RUN, STAGES)
+    rows = list(zip(identities, signed, strict=True))
+    for identity, value in rows:
+        began = time.process_time()
+        found = validator.read_at(digest, identity.peer_id, value, expires)
+        first.append(1e6 * (time.process_time() - began))
+        assert found is not None
+    turn = iter(range(1 << 60))
+
+    def again() -> object:
+        identity, value = rows[next(turn) % SIGNED]
+        return validator.read_at(digest, identity.peer_id, value, expires)
+
+    return {
+        "bytes": statistics.median(map(len, signed)),
+        "first_us": statistics.median(first),
+        "again_us": median_us(again),
+    }
+
+
+def _digest_of(key: str) -> bytes:
+    from hivemind.dht.routing import DHTID
+
+    identifier: Any = DHTID.generate(source=key)
+    return bytes(identifier.to_bytes())
+
+
+def as_table(points: Sequence[MembersPoint] | Sequence[DecisionsPoint]) -> str:
+    """Markdown."""
+    names = list(asdict(points[0]))
+    rows = [
+        [f"{value:.3g}" if isinstance(value, float) and value < 100 else f"{value:,.0f}" for value in each]
+        for each in (asdict(point).values() for point in points)
+    ]
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("members", "decisions"))
+    parser.add_argument("--counts", type=int, nargs="+", help="members, or replicas of a stage")
+    parser.add_argument("--seconds", type=float, default=30.0, help="for which members are followed")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    content: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    if options.what == "members":
+        points: Any = asyncio.run(measure_members(options.counts or (25, 50), options.seconds))
+    else:
+        content["reading"] = reading()
+        print(content["reading"])
+        points = [asyncio.run(decide_among(count)) for count in options.counts or (10, 100, 1_000, 10_000)]
+    print(as_table(points))
+    content["points"] = [asdict(point) for point in points]
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
