@@ -1,0 +1,217 @@
+"""A stage's records by buckets: which keys a node writes and reads where the stage is too large to be read whole.
+
+A bucket holds the peers whose hash begins with the same bits; how many bits is the level. Each node finds the level
+alone, from how full the buckets are that it reads, so that some 64 records lie in each. Level 0 is the one key of the
+whole stage: up to about 64 replicas everybody sees everybody there.
+
+A record lies at its owner's level and at the levels beside it, or nodes of different levels would not see each other
+and each side would take itself for the whole stage. The nodes of bucket 0 write at level 0 as well: so that key always
+shows some 64 nodes of a stage of any size, to newcomers, to swarms that meet, and to whoever asks whether the stage is
+served at all. How far their hashes begin with zeros tells the level that they come from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import median
+from typing import NamedTuple
+
+from noloco_node.identity.peer_id import PeerId
+
+TARGET = 64
+"""Records of a bucket."""
+RAISE, LOWER = 1.5, 0.375
+"""Times the target above which a bucket is too full, and below which it is too empty: between a level's bounds lies
+more than a factor of two, or nodes would go up and down."""
+HIGHER_TOO = 0.75
+"""Times the target from which the next level would be half full enough to be somebody's: records are written there."""
+MOST_LEVEL = 20
+"""64 million replicas of a stage."""
+PREFIX_BITS = 32
+LOOKED_BACK = 4
+"""Buckets, one after another, that must agree before the level is changed; no bucket decides alone."""
+KEPT = 10
+"""Buckets whose counts make the estimate."""
+CONFIRMING = 3
+"""Buckets of a level far above that must be as full as it says before a node goes there."""
+CONFIRMED_AGAIN = 8
+"""Looks at level 0 for which a level that was not confirmed is left alone."""
+FALL = 3
+"""Levels down at once, where all is empty."""
+MEDIAN_COSTS = 1.2533
+"""Standard error of a median beside that of a mean of the same values."""
+SPREAD = 1.4826
+"""Standard deviation beside the median absolute deviation."""
+
+
+class Place(NamedTuple):
+    """A bucket: one key of the directory."""
+
+    stage: int
+    level: int
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """How many records a stage has."""
+
+    number: float
+    error: float = 0.0
+    """Relative, one standard deviation; 0 where all are seen."""
+
+
+@lru_cache(maxsize=16_384)
+def prefix_of(peer: PeerId) -> int:
+    """The first 32 bits of the hash that names a peer's buckets."""
+    return int.from_bytes(hashlib.sha256(peer.encode()).digest()[: PREFIX_BITS // 8], "big")
+
+
+def bucket_of(prefix: int, level: int) -> int:
+    """The bucket at a level of whoever has this prefix."""
+    return prefix >> (PREFIX_BITS - level)
+
+
+def levels_to_write(prefix: int, level: int, fullness: float) -> tuple[int, ...]:
+    """Levels at which who has found `level`, and so many records in its buckets, writes its record."""
+    levels = [level]
+    if level > 0:
+        levels.append(level - 1)
+    if fullness >= HIGHER_TOO * TARGET and level < MOST_LEVEL:
+        levels.append(level + 1)
+    if level > 1 and bucket_of(prefix, level) == 0:
+        levels.append(0)
+    return tuple(sorted(levels))
+
+
+def level_behind(prefixes: Collection[int]) -> int:
+    """The highest level whose first bucket is full enough, among those found at level 0."""
+    zeros = [0] * (PREFIX_BITS + 1)
+    for prefix in prefixes:
+        zeros[PREFIX_BITS - prefix.bit_length()] += 1
+    found = 0
+    for level in range(PREFIX_BITS, 0, -1):
+        found += zeros[level]
+        if found >= LOWER * TARGET:
+            return min(level, MOST_LEVEL)
+    return 0
+
+
+def estimated(densities: Sequence[float], counts: Sequence[int]) -> Estimate:
+    """The number that the middle one of some buckets speaks for, and its error: what such counts vary by chance, or
+    what these vary by, whichever is more."""
+    middle = median(densities)
+    if middle <= 0.0:
+        return Estimate(0.0, 1.0)
+    chance = 1.0 / math.sqrt(max(1.0, median(counts)))
+    seen = SPREAD * median(abs(density - middle) for density in densities) / middle
+    return Estimate(middle, MEDIAN_COSTS * max(chance, seen) / math.sqrt(len(densities)))
+
+
+class StageLevel:
+    """How one node sees one stage: at which level, and what its buckets say of the number. `took` is told what was
+    found where."""
+
+    def __init__(self, rng: random.Random, level: int = 0) -> None:
+        self._rng = rng
+        self.level = level
+        self._counts: deque[tuple[int, int]] = deque(maxlen=KEPT)
+        """Bucket's level and records, the latest last."""
+        self._here: deque[int] = deque(maxlen=LOOKED_BACK)
+        """Records of the latest buckets of this level."""
+        self._turn: list[int] = []
+        self._candidate: int | None = None
+        self._votes: list[int] = []
+        self._doubted_for = 0
+
+    @property
+    def estimate(self) -> Estimate:
+        """How many records the stage has."""
+        if not self._counts:
+            return Estimate(0.0, 1.0)
+        if self.level == 0:
+            level, count = self._counts[-1]
+            return Estimate(float(count << level))
+        return estimated([float(count << level) for level, count in self._counts], [n for _, n in self._counts])
+
+    @property
+    def fullness(self) -> float:
+        """Records that the middle one of the latest buckets of this level held."""
+        if not self._here:
+            return self.estimate.number / (1 << self.level)
+        return sorted(self._here)[len(self._here) // 2]
+
+    @property
+    def read(self) -> bool:
+        """Whether anything was read yet."""
+        return bool(self._counts)
+
+    @property
+    def confirming(self) -> bool:
+        """Whether level 0 speaks of a level far above, of which some buckets are read next."""
+        return self._candidate is not None
+
+    def next_bucket(self) -> tuple[int, int]:
+        """Level and bucket to read next, drawn so that none of a few comes twice before all have come."""
+        if self._candidate is not None:
+            return self._candidate, self._rng.randrange(1, 1 << self._candidate)
+        if self.level > LOOKED_BACK:
+            return self.level, self._rng.randrange(1 << self.level)
+        if not self._turn:
+            self._turn = list(range(1 << self.level))
+            self._rng.shuffle(self._turn)
+        return self.level, self._turn.pop()
+
+    def took(self, level: int, bucket: int, prefixes: Collection[int]) -> None:
+        """These records were found in a bucket."""
+        if level == 0:
+            self._look_behind(prefixes)
+        if level == self._candidate and bucket:
+            self._vote(len(prefixes))
+        elif level == self.level:
+            self._counts = deque((each for each in self._counts if abs(each[0] - level) <= 1), KEPT)
+            self._counts.append((level, len(prefixes)))
+            self._here.append(len(prefixes))
+            self._decide()
+
+    def _look_behind(self, prefixes: Collection[int]) -> None:
+        self._doubted_for = max(0, self._doubted_for - 1)
+        behind = level_behind(prefixes) - 1  # whoever is at a level writes surely at the one below
+        if behind > self.level and self._candidate is None and not self._doubted_for:
+            self._candidate, self._votes = behind, []
+
+    def _vote(self, count: int) -> None:
+        """A level far above is real where most of its buckets are as full as that: ids that were sought for one bucket
+        say nothing of the others."""
+        self._votes.append(count)
+        if len(self._votes) < CONFIRMING or self._candidate is None:
+            return
+        level, votes = self._candidate, self._votes
+        self._candidate, self._votes = None, []
+        if median(votes) >= LOWER * TARGET:
+            self._go_to(level)
+            self._counts.extend((level, vote) for vote in votes)
+        else:
+            self._doubted_for = CONFIRMED_AGAIN
+
+    def _decide(self) -> None:
+        if len(self._here) < (1 if self.level == 0 else LOOKED_BACK):
+            return
+        ordered = sorted(self._here)
+        least, most = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+        if least > RAISE * TARGET and self.level < MOST_LEVEL:
+            self._go_to(min(MOST_LEVEL, self.level + max(1, int(math.log2(least / TARGET)))))
+        elif most < LOWER * TARGET and self.level > 0:
+            down = int(math.log2(TARGET / max(most, 1)))
+            self._go_to(max(0, self.level - min(FALL, max(1, down))))
+
+    def _go_to(self, level: int) -> None:
+        self.level = level
+        self._turn = []
+        self._here.clear()

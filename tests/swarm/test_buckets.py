@@ -1,0 +1,161 @@
+"""Each node finds alone at which level a stage's records lie, and how many there are, from any start."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from noloco_node.directory.buckets import (
+    LOWER,
+    TARGET,
+    StageLevel,
+    bucket_of,
+    level_behind,
+    levels_to_write,
+    prefix_of,
+)
+from noloco_node.identity.peer_id import PeerId
+from tests.swarm.bucket_world import LIFE, LOOK, BucketWorld
+
+
+def within_one(levels: set[int]) -> bool:
+    """Neighbours see each other."""
+    return max(levels) - min(levels) <= 1
+
+
+def test_up_to_64_replicas_there_is_one_key_and_the_number_is_exact() -> None:
+    """And nobody writes anywhere else while there are fewer than 48."""
+    world = BucketWorld()
+    world.add(47)
+    world.look(20)
+    assert world.levels == {0}
+    assert {place[:2] for place, rows in world.records.items() if rows} == {(0, 0)}
+    assert world.rms_error() == 0.0
+    world.add(17)
+    world.look(20)
+    assert world.levels == {0}
+    assert world.rms_error() == 0.0
+
+
+@pytest.mark.parametrize("many", [100, 150, 200, 300, 700])
+def test_a_flash_crowd_finds_its_level_and_its_number(many: int) -> None:
+    """Within 40 looks all are at neighbouring levels, and their estimates within 10 % rms, as they say."""
+    world = BucketWorld(many)
+    world.add(many)
+    world.look(40)
+    assert within_one(world.levels)
+    assert world.rms_error() < 0.1
+    said = [node.level.estimate.error for node in world.nodes]
+    assert 0.5 * world.rms_error() < sum(said) / len(said) < 0.15
+
+
+def test_a_swarm_that_grows_from_one_node_stays_one() -> None:
+    """A tenth more at each look, a hundredfold in all."""
+    world = BucketWorld()
+    world.add(1)
+    while len(world.nodes) < 600:
+        world.add(max(1, len(world.nodes) // 10))
+        world.look()
+    world.look(20)
+    assert within_one(world.levels)
+    assert world.rms_error() < 0.1
+
+
+@pytest.mark.parametrize(("few", "many"), [(5, 600), (40, 600), (100, 700)])
+def test_swarms_of_very_different_size_become_one(few: int, many: int) -> None:
+    """The small one is at a level that the large one does not write at, but for the nodes of its first bucket."""
+    world = BucketWorld()
+    world.add(few, half=0)
+    world.add(many, half=1)
+    world.look(25)
+    small, large = ({node.level.level for node in world.nodes if node.half == half} for half in (0, 1))
+    assert max(small) < min(large)
+    world.heal()
+    world.look(24)
+    assert within_one(world.levels)
+    assert world.rms_error() < 0.1
+
+
+def test_a_swarm_of_which_few_are_left_falls_to_the_level_of_these() -> None:
+    """They end where everybody sees everybody."""
+    world = BucketWorld()
+    world.add(600)
+    world.look(25)
+    assert min(world.levels) >= 2
+    world.nodes = world.nodes[:20]
+    world.look(40)
+    assert world.levels == {0}
+    assert world.rms_error() == 0.0
+
+
+def test_a_stage_that_everybody_left_is_empty_at_level_0_when_the_last_life_ends() -> None:
+    """While it is served, that key shows some of its nodes, however many there are."""
+    world = BucketWorld()
+    world.add(600)
+    world.look(30)
+    assert LOWER * TARGET <= len(list(world.read(0, 0, 0))) <= 3 * TARGET
+    world.nodes = []
+    world.look(int(LIFE / LOOK) + 1)
+    assert list(world.read(0, 0, 0)) == []
+
+
+def test_ids_that_are_sought_for_one_bucket_move_nobody() -> None:
+    """Five hundred in a bucket of the others' level, renewed for as long as they look."""
+    world = BucketWorld()
+    world.add(300)
+    world.look(30)
+    levels = Counter(node.level.level for node in world.nodes)
+    level = levels.most_common(1)[0][0]
+    crowd = [(1 << (32 - level)) + number for number in range(500)]
+    for _ in range(30):
+        for prefix in crowd:
+            world.write(0, level, prefix)
+        world.look()
+    assert within_one(world.levels | {level})
+    assert world.rms_error() < 0.15
+
+
+def test_ids_that_are_sought_for_the_first_bucket_draw_nobody_to_their_level() -> None:
+    """A hundred at level 0 whose hashes begin with twenty zeros: the buckets there are looked at, and are empty."""
+    world = BucketWorld()
+    world.add(60)
+    for _ in range(40):
+        for number in range(25):
+            world.write(0, 0, number)
+        world.look()
+    assert max(world.levels) <= 1
+
+
+def test_each_level_halves_the_buckets_of_the_one_before() -> None:
+    """Whatever the peer."""
+    rng = random.Random(3)
+    for _ in range(50):
+        prefix = prefix_of(PeerId(str(rng.random())))
+        assert [bucket_of(prefix, level) for level in (0, 1)] == [0, prefix >> 31]
+        assert all(bucket_of(prefix, level + 1) // 2 == bucket_of(prefix, level) for level in range(20))
+
+
+def test_who_is_in_the_first_bucket_writes_at_level_0_too() -> None:
+    """And each at its own level, below it, and above it where that is soon somebody's."""
+    assert levels_to_write(1 << 31, 0, 10) == (0,)
+    assert levels_to_write(1 << 31, 0, 60) == (0, 1)
+    assert levels_to_write(1 << 31, 5, 30) == (4, 5)
+    assert levels_to_write(1 << 31, 5, 60) == (4, 5, 6)
+    assert levels_to_write(3, 5, 30) == (0, 4, 5)
+
+
+def test_level_0_tells_what_level_lies_behind_it() -> None:
+    """Sixty of the first bucket of level 9, among others."""
+    rng = random.Random(5)
+    first = [rng.getrandbits(32 - 9) for _ in range(60)]
+    assert level_behind(first) in (9, 10)
+    assert level_behind([*first, *(rng.getrandbits(32) for _ in range(60))]) in (9, 10)
+    assert level_behind([rng.getrandbits(32) for _ in range(40)]) == 0
+
+
+def test_none_of_a_few_buckets_is_read_twice_before_all_were() -> None:
+    """So that no chance, and nobody who fills one of two, decides."""
+    level = StageLevel(random.Random(1), 2)
+    assert sorted(level.next_bucket()[1] for _ in range(4)) == [0, 1, 2, 3]
