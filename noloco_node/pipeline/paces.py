@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from noloco_node.identity.peer_id import PeerId
 
@@ -29,6 +30,9 @@ REST_MULTIPLE = 3.0
 """Times what the last such failure took that a peer rests, for each time but the first that it has held requests up."""
 LONGEST_REST_SECONDS = 600.0
 """Also how long such a time is remembered."""
+FEW = 8
+"""Peers among which it is looked anew each time what is quick; among more, once in `BOUNDS_SECONDS`."""
+BOUNDS_SECONDS = 1.0
 
 
 class Outcome(Enum):
@@ -72,12 +76,28 @@ class _Pace:
         return reference + (seconds - reference) * 0.5 ** ((now - self.at) / (FORGOTTEN_AFTER * seconds))
 
 
+class _Bounds(NamedTuple):
+    """What is quick among some peers, in seconds, and the largest share of requests that bring something."""
+
+    reference: float
+    best: float
+
+
+class _Kept(NamedTuple):
+    """Bounds among some peers as of a time."""
+
+    among: Sequence[PeerId]
+    at: float
+    bounds: _Bounds
+
+
 class Paces:
     """One sender's view of its next-stage peers. Times are seconds of `clock`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._paces: dict[PeerId, _Pace] = {}
+        self._kept: _Kept | None = None
 
     def began(self, peer: PeerId) -> float:
         """A request is under way; returns when it began."""
@@ -108,29 +128,42 @@ class Paces:
             pace.hangs.append(now)
         return min(LONGEST_REST_SECONDS, REST_MULTIPLE * (len(pace.hangs) - 1) * (now - began))
 
-    def weights(self, peers: Sequence[PeerId]) -> dict[PeerId, float]:
-        """How often to ask each, beside 1 for one as quick as its stage peers; who is not named has 1. The second
-        quickest says what is quick, so that one that answers anything at once says nothing of the others."""
+    def weights(self, peers: Sequence[PeerId], among: Sequence[PeerId] | None = None) -> dict[PeerId, float]:
+        """How often to ask each, beside 1 for one as quick as its stage peers, which are those in `among`; who is not
+        named has 1. The second quickest says what is quick, so that one that answers anything at once says nothing of
+        the others."""
         now = self._clock()
-        self._forget(peers)
-        known = {peer: self._paces[peer] for peer in peers if peer in self._paces}
-        quick = sorted(pace.seconds for pace in known.values() if pace.seconds is not None)
-        reference = quick[len(quick) > 2] if quick else 0.0
-        best = max((pace.came_at(now) for pace in known.values()), default=1.0)
+        reference, best = self._bounds(peers if among is None else among, now)
+        known = ((peer, self._paces[peer]) for peer in peers if peer in self._paces)
         return {
             peer: _slowness(pace.seconds_at(now, reference), reference) * _yield(pace.came_at(now), best)
-            for peer, pace in known.items()
+            for peer, pace in known
         }
 
     def yields_little(self, peer: PeerId, peers: Sequence[PeerId]) -> bool:
         """Whether asking `peer` brings far less than asking the best of `peers`."""
+        if peer not in self._paces:
+            return False
         now = self._clock()
-        best = max((self._paces[each].came_at(now) for each in peers if each in self._paces), default=1.0)
-        return peer in self._paces and self._paces[peer].came_at(now) < LITTLE * best
+        return self._paces[peer].came_at(now) < LITTLE * self._bounds(peers, now).best
+
+    def _bounds(self, peers: Sequence[PeerId], now: float) -> _Bounds:
+        """Of a stage that is large: as of a moment ago, since every microbatch asks."""
+        kept = self._kept
+        if len(peers) > FEW and kept is not None and kept.among is peers and 0.0 <= now - kept.at < BOUNDS_SECONDS:
+            return kept.bounds
+        self._forget(peers)
+        known = [self._paces[peer] for peer in peers if peer in self._paces]
+        quick = sorted(pace.seconds for pace in known if pace.seconds is not None)
+        reference = quick[len(quick) > 2] if quick else 0.0
+        bounds = _Bounds(reference, max((pace.came_at(now) for pace in known), default=1.0))
+        self._kept = _Kept(peers, now, bounds)
+        return bounds
 
     def _forget(self, peers: Sequence[PeerId]) -> None:
         if len(self._paces) > 2 * len(peers) + 64:
-            self._paces = {peer: pace for peer, pace in self._paces.items() if peer in peers or pace.under_way}
+            live = set(peers)
+            self._paces = {peer: pace for peer, pace in self._paces.items() if peer in live or pace.under_way}
 
 
 def _slowness(seconds: float, reference: float) -> float:

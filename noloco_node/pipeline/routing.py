@@ -7,12 +7,13 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from noloco_node.aio import Pulse
 from noloco_node.config.run_spec import RoutingName
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.links import share_of_relayed
-from noloco_node.pipeline.paces import Outcome, Paces
+from noloco_node.pipeline.paces import FEW, Outcome, Paces
 from noloco_node.transport.bans import PEERS_REMEMBERED
 from noloco_node.trust.reputation import Reputation, Trust, after_audit
 
@@ -29,6 +30,8 @@ again, and so from correcting its figure: routes would lock in, and the mixing t
 
 FULL = 1 << 20
 """Load of a peer that refuses since it is full: as large as one may be."""
+
+UNBLEMISHED = Reputation()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +112,18 @@ def _burden(candidate: Candidate) -> int:
 
 class RoutingBook:
     """What this node knows of its next-stage peers: who lives, own requests under way, reported load, suspensions,
-    and what audits say of them."""
+    and what audits say of them.
+
+    Many methods: each notes or answers one thing of a peer.
+    """
 
     def __init__(self, strategy: RoutingName, rng: random.Random, clock: Callable[[], float]) -> None:
         self._strategy: RoutingName = strategy
         self._rng = rng
         self._clock = clock
         self._peers: tuple[PeerId, ...] = ()
+        self._live: frozenset[PeerId] = frozenset()
+        self._in_order: tuple[PeerId, ...] = ()
         self._outstanding: dict[PeerId, int] = {}
         self._load: dict[PeerId, tuple[int, float]] = {}
         self._suspended: dict[PeerId, float] = {}
@@ -132,18 +140,39 @@ class RoutingBook:
     def update(self, peers: Sequence[PeerId], own_rank: int) -> None:
         """Take over the directory's live next-stage peers and this peer's place among its stage peers."""
         if tuple(peers) != self._peers:
-            self._peers = tuple(peers)
-            self._load = {peer: load for peer, load in self._load.items() if peer in peers}
-            self._suspended = {peer: until for peer, until in self._suspended.items() if peer in peers}
-            self._failures = {peer: count for peer, count in self._failures.items() if peer in peers}
+            self._peers, self._live = tuple(peers), frozenset(peers)
+            self._in_order = tuple(sorted(peers))
+            self._load = {peer: load for peer, load in self._load.items() if peer in self._live}
+            self._suspended = {peer: until for peer, until in self._suspended.items() if peer in self._live}
+            self._failures = {peer: count for peer, count in self._failures.items() if peer in self._live}
             self.changed.fire()
         self.own_rank = own_rank
 
     def choose(self, excluded: Collection[PeerId] = (), *, desperate: bool = False) -> PeerId | None:
-        """A peer for one microbatch, or None where nobody may be asked now. `desperate`: also those on trial."""
-        now, relayed = self._clock(), self.relayed()
-        weights = self._paces.weights(self._peers)
-        candidates = [
+        """A peer for one microbatch, or None where nobody may be asked now. `desperate`: also those on trial.
+
+        Of many peers a few are drawn and looked at, so that this costs the same whatever their number: who is drawn
+        from a few drawn ones is drawn from all alike. All are looked at where none of the few may be asked.
+        """
+        now, few = self._clock(), not desperate and len(self._peers) > FEW
+        if few and self._strategy == "fixed" and not excluded and not self._doubted:
+            return self._in_order[self.own_rank % len(self._in_order)]
+        if few and self._strategy != "fixed":
+            drawn = self._described(self._drawn(excluded), now)
+            asked = (c for c in drawn if c.peer not in excluded)
+            if any(c.trust is Trust.ORDINARY and c.suspended_until <= now for c in asked):
+                return self._chosen(drawn, now, excluded, desperate=False)
+        return self._chosen(self._described(self._peers, now), now, excluded, desperate=desperate)
+
+    def _drawn(self, excluded: Collection[PeerId]) -> list[PeerId]:
+        """A few live peers, and beside them a few of those that are excluded: these say whether others are full."""
+        drawn = self._rng.sample(self._peers, min(len(self._peers), FEW + len(excluded)))
+        out = [peer for peer in islice(excluded, FEW) if peer in self._live]
+        return [*[peer for peer in drawn if peer not in excluded][:FEW], *out]
+
+    def _described(self, peers: Sequence[PeerId], now: float) -> list[Candidate]:
+        relayed, weights = self.relayed(), self._paces.weights(peers, self._peers)
+        return [
             Candidate(
                 peer,
                 self._outstanding.get(peer, 0),
@@ -153,8 +182,12 @@ class RoutingBook:
                 weights.get(peer, 1.0),
                 peer in relayed,
             )
-            for peer in self._peers
+            for peer in peers
         ]
+
+    def _chosen(
+        self, candidates: Sequence[Candidate], now: float, excluded: Collection[PeerId], *, desperate: bool
+    ) -> PeerId | None:
         return choose_peer(
             self._strategy,
             candidates,
@@ -232,7 +265,7 @@ class RoutingBook:
 
     def repute(self, peer: PeerId) -> Reputation:
         """What audits have said of a peer."""
-        return self._reputes.get(peer, Reputation())
+        return self._reputes.get(peer, UNBLEMISHED)
 
     def trust(self, peer: PeerId) -> Trust:
         """Which microbatches a peer gets now."""
@@ -241,7 +274,7 @@ class RoutingBook:
     def audited(self, peer: PeerId, *, against: bool | None, by_copy: bool) -> None:
         """An audit of a peer is over; see `after_audit`. It is remembered whatever the directory says meanwhile."""
         now = self._clock()
-        before = self._reputes.pop(peer, Reputation())
+        before = self._reputes.pop(peer, UNBLEMISHED)
         after = self._reputes[peer] = after_audit(before, against, now, by_copy=by_copy)
         if len(self._reputes) > PEERS_REMEMBERED:
             self._doubted.discard(self._reputes.popitem(last=False)[0])

@@ -182,3 +182,94 @@ def test_a_peer_that_keeps_failing_is_passed_over_longer_each_time() -> None:
     book.failed(PEERS[0])
     now[0] += 5.1
     assert {book.choose() for _ in range(50)} == {"a", "b"}
+
+
+class Counted(frozenset[PeerId]):
+    """Nobody; counts who was asked for."""
+
+    asked = 0
+
+    def __contains__(self, peer: object) -> bool:
+        self.asked += 1
+        return False
+
+
+def book_of(strategy: RoutingName, many: int, seed: int = 1) -> tuple[RoutingBook, list[PeerId]]:
+    """A book with so many peers; its time stands still."""
+    book, peers = RoutingBook(strategy, random.Random(seed), lambda: 100.0), [PeerId(f"p{n:05}") for n in range(many)]
+    book.update(peers, own_rank=7)
+    return book, peers
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "balanced"])
+def test_a_choice_looks_at_a_few_peers_however_many_there_are(strategy: RoutingName) -> None:
+    """As many at 10,000 as at 100."""
+    looks: list[int] = []
+    for many in (100, 10_000):
+        book, _ = book_of(strategy, many)
+        counted = Counted()
+        book.relayed = lambda counted=counted: counted
+        for _ in range(20):
+            assert book.choose() is not None
+        looks.append(counted.asked)
+    assert looks[0] == looks[1] <= 20 * 8
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "balanced"])
+def test_of_many_peers_all_are_equally_likely(strategy: RoutingName) -> None:
+    """Chi-square against uniform over 40 peers: 39 degrees of freedom, within four standard deviations of the mean."""
+    book, peers = book_of(strategy, 40)
+    counts = Counter(book.choose() for _ in range(8000))
+    assert sum((counts[peer] - 200) ** 2 / 200 for peer in peers) < 39 + 4 * (2 * 39) ** 0.5
+
+
+def test_balanced_takes_the_less_loaded_of_two_among_many() -> None:
+    """A quarter of the peers are loaded: one of them is taken where both of two are, which is one time in sixteen."""
+    book, peers = book_of("balanced", 40)
+    for peer in peers[:10]:
+        book.reported(peer, 5)
+    loaded = sum(book.choose() in peers[:10] for _ in range(4000))
+    assert loaded == pytest.approx(4000 * 10 * 9 / (40 * 39), abs=70)
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "balanced"])
+def test_of_many_peers_only_those_are_asked_that_may_be(strategy: RoutingName) -> None:
+    """Whoever is suspended, on trial, or excluded gets nothing while three of a hundred others are free; then None."""
+    book, peers = book_of(strategy, 100)
+    free = set(peers[20:23])
+    for peer in peers[:20]:
+        book.audited(peer, against=True, by_copy=False)
+    for peer in peers[23:60]:
+        book.failed(peer)
+    excluded = set(peers[60:])
+    assert {book.choose(excluded) for _ in range(100)} == free
+    book, peers = book_of(strategy, 100)
+    assert book.choose(set(peers)) is None
+
+
+def test_fixed_routing_among_many_is_that_of_all() -> None:
+    """With and without peers that are on trial or excluded."""
+    book, peers = book_of("fixed", 100)
+    shuffled = peers[:]
+    random.Random(2).shuffle(shuffled)
+    book.update(shuffled, own_rank=107)
+    assert book.choose() == peers[7]
+    assert book.choose({peers[3]}) == peers[107 % 99 + 1]
+    book.audited(peers[0], against=True, by_copy=False)
+    assert book.choose() == peers[107 % 99 + 1]
+
+
+def test_who_is_slow_among_many_is_asked_less() -> None:
+    """What is quick is said by all stage peers, not by those that happen to be drawn."""
+    now = [0.0]
+    book, peers = RoutingBook("balanced", random.Random(1), lambda: now[0]), [PeerId(f"p{n:02}") for n in range(30)]
+    book.update(peers, 0)
+    for peer in peers:
+        now[0] = 0.0
+        began = book.sent(peer)
+        now[0] = 1.0 if peer in peers[:5] else 6.0
+        book.done(peer, began, Outcome.CAME)
+    now[0] = 6.0
+    counts = Counter(book.choose() for _ in range(3000))
+    quick, slow = (sum(counts[peer] for peer in some) / len(some) for some in (peers[:5], peers[5:]))
+    assert 8 * slow < quick
