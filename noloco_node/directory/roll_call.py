@@ -83,8 +83,8 @@ class RollCall:
     ) -> None:
         self._transport = transport
         self._calls_a_second = calls_a_second
-        self._entrances = set(entrances) - {transport.peer_id}
-        """Initial peers: asked, and for whom they know, before anybody whom only a record introduces."""
+        self._entrances = {peer: None for peer in entrances if peer != transport.peer_id}
+        """Initial peers, in order: asked, and for whom they know, before anybody whom only a record introduces."""
         self._named: dict[PeerId, None] = {}
         """Whom peers told of that answered in a sweep, the entrances' word first."""
         self._directory = directory
@@ -112,7 +112,7 @@ class RollCall:
         records = {PeerId(record.peer_id): record for record in self._introduced()}
         workers = [peer for peer in self._known.known_workers() if peer not in records]
         before = self._asked
-        kept = () if self._running else self._entrances & before.keys()
+        kept = () if self._running else [peer for peer in self._entrances if peer in before]
         self._asked = {peer: before.get(peer) or _Asked(None) for peer in (*records, *workers, *kept)}
         now = asyncio.get_running_loop().time()
         for peer, record in records.items():

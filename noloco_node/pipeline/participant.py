@@ -8,7 +8,6 @@ from noloco_node import ambient
 from noloco_node.data.samples import Position, Samples
 from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.model.stage import Stage
 from noloco_node.participant import Participant, ReplicaContext
 from noloco_node.pipeline.blockage import patience
 from noloco_node.pipeline.inference import InferenceServer
@@ -16,6 +15,7 @@ from noloco_node.pipeline.messages import Ledger, Sample
 from noloco_node.pipeline.passing import Downstream, PipelineServer
 from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.pipeline.source import MicrobatchSource
+from noloco_node.training.trainer import StageFacts
 
 
 class Pipeline(Participant):
@@ -23,7 +23,7 @@ class Pipeline(Participant):
     node, which outlives its replicas."""
 
     def __init__(
-        self, context: ReplicaContext, stage: Stage, samples: Samples | None, ledger: Ledger, behind: FarBehind
+        self, context: ReplicaContext, stage: StageFacts, samples: Samples | None, ledger: Ledger, behind: FarBehind
     ) -> None:
         assert (samples is not None) == context.cut.is_first, "stage 0, and only it, has the text"
         spec, settings, worker = context.spec, context.settings, context.worker

@@ -44,13 +44,13 @@ class RealTensors:
 
     def samples(self, spec: RunSpec, number: int, drawn: int) -> Samples:
         """See `Learning.samples`."""
-        return numbered_samples(spec, number, drawn)
+        vocabulary: int = build_config(spec.model).vocab_size
+        return numbered_samples(spec, number, drawn, vocabulary)
 
 
-def numbered_samples(spec: RunSpec, number: int, drawn: int) -> Samples:
+def numbered_samples(spec: RunSpec, number: int, drawn: int, vocabulary: int) -> Samples:
     """Windows that count up from where a node's own begin, made up from their numbers."""
     size, length = spec.inner.microbatch_windows, spec.data.sequence_length
-    vocabulary: int = build_config(spec.model).vocab_size
     begin, count = number * NODE_WINDOWS, drawn
 
     async def draw() -> Tensor:

@@ -134,6 +134,13 @@ class StageTrainer:
         """Published weights that are current or held by a microbatch."""
         return self._versions.live
 
+    @property
+    def bounded(self) -> dict[str, int]:
+        """Gradients scaled down so far: those that the next stage `returned`, and those that microbatches `caused`; and
+        microbatches answered and not taken in, since their `losses` are a guesser's."""
+        bounds = {"returned": self.returned_bound.exceeded, "caused": self.caused_bound.exceeded}
+        return {**bounds, "losses": self.loss_bound.left_out}
+
     def compile_for(self, shape: tuple[int, int], *, documents: bool, backend: CompileBackend) -> None:
         """Train microbatches of `shape` (windows, tokens) by a compiled form from now on, which is made here: a minute
         and more on a processor. Evaluations and other shapes go by the plain one. `documents`: where they are cut apart

@@ -27,6 +27,7 @@ from noloco_node.training.fair_queue import OWN, QueueTurn
 from noloco_node.training.progress import LastTrained, Progress, staggered
 from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch, tied_pace
 from noloco_node.training.stage_trainer import ForwardContext, LossResult, StageTrainer, StepResult
+from noloco_node.training.trainer import StageFacts, Trainer
 
 T = TypeVar("T")
 
@@ -96,8 +97,8 @@ class WholeState:
 class PlacedStage:
     """A stage with all vectors that its training takes: several times its weights, so it is never made on the loop."""
 
-    stage: Stage
-    trainer: StageTrainer
+    stage: StageFacts
+    trainer: Trainer
     outer: OuterReplica
 
 
@@ -155,7 +156,7 @@ class StageWorker:
     def __init__(
         self,
         spec: RunSpec,
-        trainer: StageTrainer,
+        trainer: Trainer,
         outer: OuterReplica,
         thread: Compute,
         on_inner_step: Callable[[InnerReport], None],
@@ -238,11 +239,8 @@ class StageWorker:
 
     @property
     def bounded(self) -> dict[str, int]:
-        """Gradients scaled down so far: those that the next stage `returned`, and those that microbatches `caused`; and
-        microbatches answered and not taken in, since their `losses` are a guesser's."""
-        trainer = self._trainer
-        bounds = {"returned": trainer.returned_bound.exceeded, "caused": trainer.caused_bound.exceeded}
-        return {**bounds, "losses": trainer.loss_bound.left_out}
+        """See `StageTrainer.bounded`."""
+        return self._trainer.bounded
 
     def current_learning_rate(self) -> float:
         """The schedule at this replica's clock."""

@@ -1,0 +1,248 @@
+"""A model of learning that costs next to nothing: each stage is a noisy quadratic of 64 dimensions, and the outer step
+is the node's own.
+
+Nothing here is summed by a library: products and differences of single numbers are the same everywhere, and sums are
+`math.fsum`, which is exact whatever the order.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.data.samples import Samples
+from noloco_node.model.cut import StageCut
+from noloco_node.model.router import Router
+from noloco_node.simulator.learning import numbered_samples
+from noloco_node.training.activation_codec import carried_dtype
+from noloco_node.training.compute_thread import Compute, Priority
+from noloco_node.training.layout import FlatLayout
+from noloco_node.training.loss_bound import LossBound
+from noloco_node.training.stage_trainer import ForwardContext, LossResult, StepResult
+from noloco_node.training.stage_worker import PlacedStage, outer_of
+from noloco_node.training.versions import VersionStore
+
+DIMENSIONS = 64
+HIDDEN = 1
+"""Numbers of a token's stand-in for activations."""
+VOCABULARY = 256
+NOISES = 512
+"""Noises of microbatches; which one a microbatch has, its inputs say."""
+BEST_LOSS = 2.0
+"""Nats per token at the optimum; a stage adds half of its squared distance to it, a dimension."""
+
+
+@dataclass(frozen=True)
+class QuadraticFacts:
+    """Implements `StageFacts`."""
+
+    cut: StageCut
+    hidden_size: int = HIDDEN
+    vocab_size: int = VOCABULARY
+    router: Router | None = None
+
+    def full_names(self) -> dict[str, str]:
+        """See `StageFacts`."""
+        return {"weights": f"stage.{self.cut.index}.weights"}
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """What one stage learns: where it begins, where the optimum lies, and how noisy a microbatch is."""
+
+    begin: Tensor
+    optimum: Tensor
+    noises: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, seed: int, stage: int, noise: float) -> Landscape:
+        """The same for all replicas of a stage."""
+        rng = random.Random(f"landscape/{seed}/{stage}")
+
+        def row(size: float) -> Tensor:
+            return torch.tensor([rng.gauss(0.0, size) for _ in range(DIMENSIONS)])
+
+        return cls(row(1.0), row(1.0), tuple(row(noise) for _ in range(NOISES)))
+
+    @cached_property
+    def goal(self) -> list[float]:
+        """The optimum as numbers."""
+        return _numbers(self.optimum)
+
+
+class QuadraticTrainer:
+    """Implements `Trainer`: the gradient at θ is θ − θ* and the microbatch's noise; inner steps are plain descent.
+
+    Many methods: those of a `Trainer` are given.
+    """
+
+    def __init__(self, facts: QuadraticFacts, land: Landscape, wire_dtype: torch.dtype) -> None:
+        self.device = torch.device("cpu")
+        self.router: Router | None = None
+        self.loss_bound = LossBound(VOCABULARY)
+        self.bounded: dict[str, int] = {}
+        self.master = land.begin.clone()
+        self.layout = FlatLayout.of({"weights": self.master.view(8, -1)})
+        self.tokens_accumulated = 0
+        self.loss_accumulated = 0.0
+        self._first = facts.cut.is_first
+        self._wire_dtype = wire_dtype
+        self._land = land
+        self._gradient = torch.zeros(DIMENSIONS)
+        self._versions = VersionStore(self.layout, torch.float32)
+        self._versions.publish(self.master)
+        self._loss: float | None = None
+        """Of the present weights; None until somebody asks."""
+
+    @property
+    def live_versions(self) -> int:
+        """See `Trainer`."""
+        return self._versions.live
+
+    def forward(self, inputs: Tensor, passage: ForwardContext) -> Tensor:
+        """See `Trainer`: the first token of each row goes on, as a stand-in for the activations."""
+        passage.version = self._versions.acquire()
+        passage.inputs = inputs
+        return self._stand_in(inputs)
+
+    def backward(
+        self,
+        passage: ForwardContext,
+        output_gradient: Tensor,
+        loss_sum: float,
+        tokens: int,
+        *,
+        source: str = "",
+        chosen: Sequence[int] = (),
+    ) -> Tensor | None:
+        """See `Trainer`."""
+        del source, chosen
+        assert passage.version is not None, "backward needs a forward"
+        assert passage.inputs is not None
+        self._gather(passage.version.flat, passage.inputs, loss_sum, tokens)
+        self.discard(passage)
+        return None if self._first else output_gradient
+
+    def loss(self, inputs: Tensor, labels: Tensor, *, source: str = "", chosen: Sequence[int] = ()) -> LossResult:
+        """See `Trainer`."""
+        del source, chosen
+        tokens = labels.numel()
+        loss_sum = self._present_loss() * tokens
+        self._gather(self._versions.current.flat, inputs, loss_sum, tokens)
+        return LossResult(loss_sum, tokens, None if self._first else torch.ones_like(inputs))
+
+    def evaluate(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
+        """See `Trainer`."""
+        del positions
+        return self._stand_in(inputs)
+
+    def evaluate_loss(self, inputs: Tensor, labels: Tensor) -> float:
+        """See `Trainer`."""
+        del inputs
+        return self._present_loss() * labels.numel()
+
+    def last_logits(self, inputs: Tensor) -> Tensor:
+        """See `Trainer`: it has no words to say."""
+        return torch.zeros(inputs.shape[0], VOCABULARY)
+
+    def discard(self, passage: ForwardContext) -> None:
+        """See `Trainer`."""
+        version, passage.version, passage.inputs = passage.version, None, None
+        if version is not None:
+            self._versions.release(version)
+
+    def step(self, learning_rate: float) -> StepResult:
+        """See `Trainer`; nothing is clipped."""
+        tokens, loss = self.tokens_accumulated, self.loss_accumulated / self.tokens_accumulated
+        mean = self._gradient.div_(tokens)
+        norm = math.sqrt(math.fsum(number * number for number in _numbers(mean)))
+        self.master.sub_(mean.mul(learning_rate))
+        self._publish()
+        self._gradient.zero_()
+        self.tokens_accumulated, self.loss_accumulated = 0, 0.0
+        return StepResult(tokens, loss, norm, skipped=False)
+
+    def add_to_weights(self, correction: Tensor, part: slice = slice(None)) -> None:
+        """See `Trainer`."""
+        self.master[part].add_(correction)
+        self._publish()
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """See `Trainer`: plain descent has none, and what a real one has takes its bytes."""
+        moments = {name: torch.zeros(DIMENSIONS) for name in ("exp_avg", "exp_avg_sq")}
+        return {**moments, "optimizer_steps": torch.tensor(0)}
+
+    def load(self, fast: Tensor, optimizer_state: Mapping[str, Tensor]) -> None:
+        """See `Trainer`."""
+        del optimizer_state
+        self.master.copy_(fast)
+        self._publish()
+
+    def copy_into(self, room: Mapping[str, Tensor]) -> None:
+        """See `Trainer`."""
+        room["fast"].copy_(self.master)
+        room["gradient"].copy_(self._gradient)
+
+    def load_gradient(self, gradient: Tensor, tokens: int, loss_sum: float) -> None:
+        """See `Trainer`."""
+        self._gradient.copy_(gradient)
+        self.tokens_accumulated, self.loss_accumulated = tokens, loss_sum
+
+    def _stand_in(self, inputs: Tensor) -> Tensor:
+        if inputs.dim() == 2:
+            return inputs[..., None].to(self._wire_dtype)
+        return inputs
+
+    def _gather(self, weights: Tensor, inputs: Tensor, loss_sum: float, tokens: int) -> None:
+        first = inputs[0].flatten()[:4]
+        noise = self._land.noises[int(math.fsum(_numbers(first)) * 31 + float(first[-1])) % NOISES]
+        self._gradient.add_(weights.sub(self._land.optimum).add_(noise).mul_(tokens))
+        self.tokens_accumulated += tokens
+        self.loss_accumulated += loss_sum
+
+    def _present_loss(self) -> float:
+        if self._loss is None:
+            away = zip(_numbers(self.master), self._land.goal, strict=True)
+            self._loss = BEST_LOSS + math.fsum((own - best) ** 2 for own, best in away) / 2 / DIMENSIONS
+        return self._loss
+
+    def _publish(self) -> None:
+        self._loss = None
+        self._versions.publish(self.master)
+
+
+class Quadratic:
+    """Implements `Learning`. `noise` is the standard deviation of a microbatch's gradient in each dimension."""
+
+    def __init__(self, seed: int = 0, noise: float = 1.0) -> None:
+        self._seed = seed
+        self._noise = noise
+        self._lands: dict[int, Landscape] = {}
+
+    async def place(self, spec: RunSpec, settings: NodeSettings, stage: int, thread: Compute) -> PlacedStage:
+        """See `Learning.place`."""
+        del settings
+        land = self._lands.get(stage) or self._lands.setdefault(stage, Landscape.of(self._seed, stage, self._noise))
+        facts = QuadraticFacts(StageCut(stage, spec.stages, stage, stage + 1))
+
+        def work() -> PlacedStage:
+            trainer = QuadraticTrainer(facts, land, carried_dtype(spec.pipeline.activations))
+            return PlacedStage(facts, trainer, outer_of(spec, trainer.master))
+
+        return await thread.run(Priority.STEP, work)
+
+    def samples(self, spec: RunSpec, number: int, drawn: int) -> Samples:
+        """See `Learning.samples`."""
+        return numbered_samples(spec, number, drawn, VOCABULARY)
+
+
+def _numbers(vector: Tensor) -> list[float]:
+    return vector.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

@@ -1,0 +1,66 @@
+"""The cheap model of learning: it learns, by the node's own outer step, and is the same everywhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import torch
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import OuterSpec
+from noloco_node.model.cut import StageCut
+from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.simulator.quadratic import BEST_LOSS, Landscape, Quadratic, QuadraticFacts, QuadraticTrainer
+from noloco_node.simulator.world import World
+from noloco_node.telemetry.events import InnerStep
+from noloco_node.training.stage_trainer import ForwardContext
+from tests.worlds import micro_spec
+
+SPEC = micro_spec(
+    steps=16, microbatches_a_step=4, inner={"learning_rate": 0.5}, outer=OuterSpec(inner_steps=4, min_inner_steps=2)
+)
+NOISE = 0.5
+
+
+async def small_swarm(seed: int) -> tuple[str, float]:
+    """Two stages of four replicas to the end of their run: its trace, and the mean of the losses that were met last."""
+    settings = NodeSettings(in_flight=2, drain_seconds=1, seed=seed)
+    async with World(SPEC, settings, learning=Quadratic(seed, NOISE), seed=seed) as world:
+        world.populate(4)
+        await world.ended(3600.0)
+        assert [node.condition for node in world.nodes] == ["ended"] * 8
+        steps = [[event for event in events if isinstance(event, InnerStep)] for events in world.events]
+        return world.trace, sum(each[-1].loss for each in steps) / len(steps)
+
+
+def test_it_learns_until_the_noise_is_all_that_is_left() -> None:
+    """A whole swarm, whose losses end a little above the best there is; another seed gives another course."""
+    trace, loss = in_virtual_time(lambda: small_swarm(1), seed=1)
+    assert BEST_LOSS < loss < BEST_LOSS + NOISE**2
+    assert in_virtual_time(lambda: small_swarm(2), seed=2)[0] != trace
+
+
+def test_another_process_with_another_hash_seed_has_the_same_trace() -> None:
+    """Bit for bit."""
+    program = (
+        "from tests.simulator.test_quadratic import small_swarm\n"
+        "from noloco_node.simulator.loop import in_virtual_time\n"
+        "print(in_virtual_time(lambda: small_swarm(1), seed=1)[0])"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    other = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert other.stdout.split()[-1] == in_virtual_time(lambda: small_swarm(1), seed=1)[0]
+
+
+def test_its_gradient_leads_to_the_optimum_and_belongs_to_the_weights_of_the_forward() -> None:
+    """Without noise one step of rate 1 is there, also where an outer step moved the weights meanwhile."""
+    land = Landscape.of(3, 0, 0.0)
+    trainer = QuadraticTrainer(QuadraticFacts(StageCut(0, 2, 0, 1)), land, torch.float32)
+    passage, inputs = ForwardContext(), torch.arange(8).view(2, 4)
+    activations = trainer.forward(inputs, passage)
+    trainer.add_to_weights(torch.ones(64))
+    assert trainer.backward(passage, torch.ones_like(activations), 16.0, 8) is None
+    assert trainer.step(1.0).loss == 2.0
+    torch.testing.assert_close(trainer.master, land.optimum + 1.0)
