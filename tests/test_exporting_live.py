@@ -9,10 +9,12 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from noloco_node.bootstrap.hello import HeldOutLoss, Hello, serve_hello
 from noloco_node.config.run_spec import LimitsSpec
@@ -26,14 +28,16 @@ from noloco_node.exporting.sources import check_own_files
 from noloco_node.exporting.write import export
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.export import load_exported
+from noloco_node.model.stage import build_stage
 from noloco_node.node.replica import Replica
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.state_transfer.given_copies import GivenCopies
 from noloco_node.state_transfer.slow_weights import of_one_mind
+from noloco_node.training.layout import FlatLayout
 from noloco_node.transport.memory import MemoryTransport
 from tests.support import files_up_to
-from tests.worlds import World, micro_spec, world
+from tests.worlds import World, micro_spec, window_rows, world
 
 LIMITS = LimitsSpec(record_seconds=5.0, chunk_bytes=4096, exchange_progress_seconds=5.0)
 OUTSIDER = PeerId("one-who-looks-on")
@@ -144,6 +148,55 @@ async def test_an_export_of_a_live_run_is_the_mean_of_its_replicas_in_full_preci
     loaded = dict(torch.nn.Module.named_parameters(load_exported(tmp_path / "out")))
     assert same({name: value.detach() for name, value in loaded.items()}, expected)
     assert exported.parameters == sum(sizes)
+
+
+async def test_the_export_loses_what_the_swarm_measures_at_the_same_weights(tmp_path: Path) -> None:
+    """Where the replicas of a stage hold the same and stand still, as at the end of a rate that comes to nothing: the
+    evaluation through the swarm, whichever way it goes, and transformers on the folder differ by rounding alone. So
+    what they differ by under way is that they are of other weights."""
+    rows = window_rows(range(10**6, 10**6 + 8))
+    async with trained() as swarm:
+        heads = [replica for replica in swarm.made.replicas if replica.stage == 0]
+        for replica in swarm.made.replicas:
+            parameters = dict(build_stage(replica.context.spec.model, replica.stage).named_parameters())
+            first = FlatLayout.of(parameters).flatten(parameters)
+            noise = 0.05 * torch.randn(first.shape, generator=torch.Generator().manual_seed(replica.stage))
+            await replica.worker.load_slow_weights(100.0, 1, first + noise)
+            replica.pipeline.server.accepting = True
+        origins = [head.pipeline.origin for head in heads if head.pipeline.origin is not None]
+        for head in heads:
+            await head.membership.refresh()
+        sums = [(await origin.evaluate(rows))[0] for origin in origins]
+        export(await swarm.gather(tmp_path / "spool"), tmp_path / "out", "mean", lambda _: None)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        alone = float(model(rows.long(), labels=rows.long()).loss)
+    assert len(sums) == 2
+    assert [loss / tokens for loss, tokens in sums] == pytest.approx([alone, alone], abs=1e-4)
+
+
+async def test_a_replicas_copy_is_of_one_moment_however_long_it_takes(tmp_path: Path) -> None:
+    """An outer step between any two chunks moves nothing in it; its clock is that of the moment at which it was asked
+    for. The replica's own weights go on."""
+    before: dict[PeerId, tuple[float, Tensor]] = {}
+
+    async def goes_on(replica: Replica) -> None:
+        progress, slow = await replica.worker.slow_weights()
+        before.setdefault(replica.context.transport.peer_id, (progress.clock, slow))
+        await replica.worker.load_slow_weights(progress.clock + 64.0, progress.outer_rounds + 1, slow + 0.5)
+
+    async with trained() as swarm:
+        swarm.before_chunk = goes_on
+        gathered = await swarm.gather(tmp_path / "spool")
+        moved = [(await replica.worker.slow_weights())[0].clock for replica in swarm.made.replicas]
+    shapes = Shapes(gathered.run)
+    taken = [copy for copies in gathered.replicas.values() for copy in copies]
+    assert len(taken) == len(before) == 4
+    for copy in taken:
+        clock, slow = before[PeerId(copy.peer)]
+        assert copy.clock == clock == 100.0
+        assert same(dict(copy.load()), dict(shapes.unflattened(copy.stage, slow, "")))
+    assert min(moved) > 100.0 + 2 * 64.0, "several outer steps came between"
 
 
 async def test_a_donor_that_dies_is_left_out_or_replaced(tmp_path: Path) -> None:
