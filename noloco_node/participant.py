@@ -12,7 +12,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.cut import StageCut
 from noloco_node.telemetry.events import AnyEvent
 from noloco_node.training.stage_worker import StageWorker
-from noloco_node.transport.interface import Transport
+from noloco_node.transport.interface import Transport, Withdraw
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,9 @@ class Participant:
     """A protocol in the life of a replica: `serve`, `open`, `run` beside the training, `drain`, `shut`, `close`. Each
     does nothing where a participant has nothing to do."""
 
-    def serve(self) -> None:
-        """Register the methods with the transport; nothing is accepted before `open`."""
+    def serve(self) -> tuple[Withdraw, ...]:
+        """Register the methods with the transport, and how each is taken back; nothing is accepted before `open`."""
+        return ()
 
     def open(self) -> None:
         """Accept what peers ask from now on."""

@@ -109,7 +109,6 @@ async def test_who_leaves_a_stage_alone_is_told_as_far_as_answers_tell() -> None
 def stays_of(made: World, replica: Replica, warnings: list[Warned]) -> StageLifecycle:
     """The stays of a node with this replica."""
     transport = replica.context.transport
-    transport.withdraw("copy")  # the copies of the world that this replica has trained in
     stays = StageLifecycle(
         replica.context.spec, NodeSettings(), footprint_of(replica.context.spec), transport, MemoryDirectory(made.hub)
     )
@@ -125,7 +124,7 @@ async def test_who_comes_without_a_state_waits_once_for_who_held_it(
     monkeypatch.setattr(custody, "HOLDER_SECONDS", 5.0 if comes_back else 0.1)
     monkeypatch.setattr(custody, "LOOK_SECONDS", 0.05)
     warnings: list[Warned] = []
-    async with trained_world(guards=0) as (made, (_, _, holder, newcomer), _copies):
+    async with trained_world(guards=0, giving=0) as (made, (_, _, holder, newcomer), _):
         holder.state_transfer.donor.accepting = True
         await lose(made, 2)
         held = HeldState(stage=1, clock=holder.worker.progress.clock, seen=time.time())

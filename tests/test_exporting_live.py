@@ -253,7 +253,7 @@ async def test_what_the_swarm_has_measured_comes_with_the_weights(tmp_path: Path
         spec = swarm.made.replicas[0].context.spec
         for number, replica in enumerate(swarm.made.replicas[:3]):
             said = HeldOutLoss(loss=2.0 + number, clock=1000.0 + number)
-            replica.context.transport.withdraw("hello")
+            swarm.made.hellos[number]()
             serve_hello(replica.context.transport, spec, lambda: 0, held_out=lambda said=said: said)
         gathered = await swarm.gather(tmp_path / "spool")
     assert gathered.reported == Reported(3.0, 1001.0)

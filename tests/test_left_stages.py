@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from noloco_node.averaging.messages import PROPOSE
+from noloco_node.directory.records_call import RECORDS
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.checkpointing import CheckpointKeeper
 from noloco_node.node.replica import Replica
+from noloco_node.state_transfer.messages import OFFER
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.training.compute_thread import ComputeThread, Priority
 from noloco_node.transport.bans import Offence
@@ -88,6 +91,28 @@ async def test_the_compute_thread_keeps_nothing_of_its_last_call(no_collector: N
     await thread.close()
 
 
+async def test_who_leaves_takes_back_its_own_methods_and_no_others() -> None:
+    """All that its protocols answer, so that the next stay may serve it; what another part of the node serves stays,
+    also where its name is of the same family."""
+    async with replicas(2) as made:
+        asking, leaver = (replica.context.transport for replica in made)
+
+        async def handle(_peer: PeerId, message: Message) -> Message:
+            return message
+
+        async def ask(method: str) -> Message:
+            return await asking.call(peer_name(0, 1), method, Message(), timeout=5, progress=5, max_answer_bytes=0)
+
+        leaver.serve("outer.by_another", lambda *_: None, handle, max_concurrent_per_peer=1)
+        made[1].close()
+        await ask("outer.by_another")
+        for method in (PROPOSE, OFFER, RECORDS):
+            with pytest.raises(Refused) as refused:
+                await ask(method.name)
+            assert refused.value.reason is Refusal.UNKNOWN_METHOD
+        made[1].serve()
+
+
 async def test_a_request_that_outlives_its_replica_is_told_that_it_has_left(caplog: pytest.LogCaptureFixture) -> None:
     """`draining`, which nobody holds against the node, and no failure in its log."""
     async with replicas(2) as made:
@@ -101,10 +126,11 @@ async def test_a_request_that_outlives_its_replica_is_told_that_it_has_left(capl
             await made[1].worker.full_state()
             return Message()
 
-        leaver.serve("state.test", lambda *_: None, handle, max_concurrent_per_peer=1)
+        withdraw = leaver.serve("state.test", lambda *_: None, handle, max_concurrent_per_peer=1)
         call = asking.call(peer_name(0, 1), "state.test", Message(), timeout=5, progress=5, max_answer_bytes=0)
         asked = asyncio.create_task(call)
         await began.wait()
+        withdraw()
         made[1].close()
         left.set()
         with pytest.raises(Refused) as refused:

@@ -49,8 +49,9 @@ def copies_of(made: World, replica: Replica) -> StageCopies:
 
 
 @contextlib.asynccontextmanager
-async def trained_world(guards: int) -> AsyncIterator[tuple[World, list[Replica], list[StageCopies]]]:
-    """Two stages of two replicas; all but the last are past an outer round and say that they train."""
+async def trained_world(guards: int, giving: int = 4) -> AsyncIterator[tuple[World, list[Replica], list[StageCopies]]]:
+    """Two stages of two replicas; all but the last are past an outer round and say that they train. The first `giving`
+    of them give copies."""
     spec = micro_spec(outer=OuterSpec(inner_steps=2, min_inner_steps=1), limits=LIMITS)
     async with world(spec.model_copy(update={"guard_copies": guards}), replicas=2) as made:
         for replica in made.replicas[:-1]:
@@ -67,7 +68,7 @@ async def trained_world(guards: int) -> AsyncIterator[tuple[World, list[Replica]
             await replica.membership.announce(PeerState.TRAINING)
         heartbeats = [asyncio.create_task(replica.membership.run()) for replica in made.replicas[:2]]
         try:
-            yield made, made.replicas, [copies_of(made, replica) for replica in made.replicas]
+            yield made, made.replicas, [copies_of(made, replica) for replica in made.replicas[:giving]]
         finally:
             for task in heartbeats:
                 task.cancel()

@@ -51,7 +51,6 @@ def stays_in(made: World, settings: NodeSettings) -> StageLifecycle:
     """Those of the world's first replica."""
     replica = made.replicas[0]
     transport = replica.context.transport
-    transport.withdraw("copy")  # those of the node's life before this one
     return StageLifecycle(
         replica.context.spec, settings, footprint_of(replica.context.spec), transport, MemoryDirectory(made.hub)
     )
@@ -65,7 +64,8 @@ async def test_who_is_alone_waits_for_others_once(
         assert await stays_in(made, JOINS).begin(made.replicas[0], None, checkpoints) == "seed"
         assert looks == [SECONDS]
         assert [r.levelno for r in caplog.records if r.getMessage() == STARTS_ALONE] == [logging.WARNING]
-        looks.clear()
+    looks.clear()
+    async with world(micro_spec(stages=1), settings=JOINS) as made:
         stays = stays_in(made, JOINS)
         await stays.look_around()
         assert await stays.begin(made.replicas[0], None, checkpoints) == "seed"

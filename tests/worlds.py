@@ -29,7 +29,7 @@ from noloco_node.telemetry.events import Account, AnyEvent, Evaluation
 from noloco_node.training.compute_thread import Compute, ComputeThread
 from noloco_node.training.placing import on_its_device
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.interface import Transport
+from noloco_node.transport.interface import Transport, Withdraw
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import Carrier, Fault, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import JsonObject, TensorSpec
@@ -149,6 +149,8 @@ class Swarm:
     replicas: list[Replica] = field(default_factory=list[Replica])
     drawn: list[Drawn] = field(default_factory=list[Drawn])
     events: list[list[AnyEvent]] = field(default_factory=list[list[AnyEvent]])
+    hellos: list[Withdraw] = field(default_factory=list[Withdraw])
+    """How each replica's answer to `hello` is taken back."""
 
     def of_stage(self, stage: int) -> list[Replica]:
         """Replicas of one stage."""
@@ -201,7 +203,7 @@ async def _populate(
             samples=samples_of(drawn) if stage == 0 else None,
             emit=events.append,
         )
-        serve_hello(transport, spec, lambda stage=stage: stage)
+        made.hellos.append(serve_hello(transport, spec, lambda stage=stage: stage))
         replica.serve()
         made.replicas.append(replica)
         made.drawn.append(drawn)

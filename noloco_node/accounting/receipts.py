@@ -29,7 +29,7 @@ from noloco_node.training.progress import Progress
 from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError
 from noloco_node.transport.headers import WireModel
-from noloco_node.transport.interface import Transport
+from noloco_node.transport.interface import Transport, Withdraw
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ class Receipts:
         self._writing = asyncio.Lock()
         self._since = ambient.wall()
         self._counted = (0, 0, 0, 0)
+        self._withdraw: Withdraw | None = None
 
     def recall(self, entries: list[Entry | None]) -> None:
         """Take over which receipts were filed by earlier runs of this node."""
@@ -101,7 +102,12 @@ class Receipts:
     def start(self) -> None:
         """Register with the transport, and count from here."""
         self._counted = self._counts()
-        on(self._transport, RECEIPT, self._handle)
+        self._withdraw = on(self._transport, RECEIPT, self._handle)
+
+    def close(self) -> None:
+        """Take no more receipts."""
+        if self._withdraw is not None:
+            self._withdraw()
 
     async def beside(self, work: Awaitable[None], moved: Pulse, leaving: Callable[[], bool]) -> None:
         """Await `work` while the file is kept, and settle a last time at its end; not where it is cancelled, since that

@@ -22,7 +22,7 @@ from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.stage_worker import StageWorker
-from noloco_node.transport.interface import Transport
+from noloco_node.transport.interface import Transport, Withdraw
 
 
 class Exchanger(Side):
@@ -64,9 +64,9 @@ class Exchanger(Side):
         """True while an exchange is open or proposed, or a stage peer's state is being taken over."""
         return self.engagement.phase is not Phase.FREE
 
-    def serve(self) -> None:
-        """Register the methods with the transport."""
-        self.responder.serve()
+    def serve(self) -> tuple[Withdraw, ...]:
+        """Register the methods with the transport, and how each is taken back."""
+        return self.responder.serve()
 
     async def run(self) -> None:
         """Commit exchanges that others dialled, and give up those that make no progress, until cancelled. What is not

@@ -9,6 +9,7 @@ from noloco_node.averaging.probation import Ending, ProbationStanding
 from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.participant import Participant, ReplicaContext
 from noloco_node.telemetry.events import OuterStep
+from noloco_node.transport.interface import Withdraw
 
 
 class Averaging(Participant):
@@ -22,7 +23,6 @@ class Averaging(Participant):
         on_outer_step: Callable[[OuterStep], None],
         on_probation_end: Callable[[Ending, int], None],
     ) -> None:
-        self._transport = context.transport
         self.standing = ProbationStanding(context.spec.outer.inner_steps, on_probation_end)
         self.exchanger = Exchanger(
             context.spec,
@@ -36,9 +36,9 @@ class Averaging(Participant):
             moved=context.moved,
         )
 
-    def serve(self) -> None:
+    def serve(self) -> tuple[Withdraw, ...]:
         """Register the methods of an exchange."""
-        self.exchanger.serve()
+        return self.exchanger.serve()
 
     def open(self) -> None:
         """Accept proposals."""
@@ -56,7 +56,3 @@ class Averaging(Participant):
     def under_way(self) -> bool:
         """Whether an exchange is open."""
         return self.exchanger.engaged
-
-    def close(self) -> None:
-        """Answer no more."""
-        self._transport.withdraw("outer")

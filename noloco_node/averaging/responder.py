@@ -28,6 +28,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.replica import NotFinite
 from noloco_node.transport.calls import NOTHING, Nothing, Reply, on, on_tensors
 from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.interface import Withdraw
 from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec, specs_of
 from noloco_node.transport.tensor_checks import all_finite
 
@@ -45,13 +46,15 @@ class Responder:
         """Exchanges that are complete and not yet taken up by `run`."""
         return self._complete.qsize()
 
-    def serve(self) -> None:
-        """Register the methods with the transport."""
+    def serve(self) -> tuple[Withdraw, ...]:
+        """Register the methods with the transport, and how each is taken back."""
         transport = self._side.transport
-        on(transport, PROPOSE, self.handle_propose)
-        on_tensors(transport, OPEN, self.handle_open, self.admit_open)
-        on_tensors(transport, CHUNK, self.handle_chunk, self.admit_chunk)
-        on(transport, LEAVE, self.handle_leave)
+        return (
+            on(transport, PROPOSE, self.handle_propose),
+            on_tensors(transport, OPEN, self.handle_open, self.admit_open),
+            on_tensors(transport, CHUNK, self.handle_chunk, self.admit_chunk),
+            on(transport, LEAVE, self.handle_leave),
+        )
 
     async def run(self) -> None:
         """Commit what is complete, and give up what makes no progress, until cancelled."""

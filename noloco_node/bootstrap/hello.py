@@ -20,7 +20,7 @@ from noloco_node.telemetry.events import Evaluation
 from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.headers import ClockValue, ProtocolVersion, StageIndex, WireModel
-from noloco_node.transport.interface import Transport
+from noloco_node.transport.interface import Transport, Withdraw
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def serve_hello(
     stage: Callable[[], int | None],
     over: Callable[[], bool] = lambda: False,
     held_out: Callable[[], HeldOutLoss | None] = lambda: None,
-) -> None:
+) -> Withdraw:
     """Answer `hello` from now on; `stage` gives the one that this node serves when it is asked. A seed has no stage,
     and need not know of any run; `over` says whether it remembers the run's end, `held_out` what a node of stage 0 has
     measured last."""
@@ -85,7 +85,7 @@ def serve_hello(
             held_out=held_out(),
         )
 
-    on(transport, HELLO, handle)
+    return on(transport, HELLO, handle)
 
 
 def held_out_loss(last: Evaluation | None) -> HeldOutLoss | None:

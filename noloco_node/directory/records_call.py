@@ -21,7 +21,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.calls import Method, call, on
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.headers import ProtocolVersion, RunName, StageIndex, WireModel, check_run
-from noloco_node.transport.interface import Transport
+from noloco_node.transport.interface import Transport, Withdraw
 
 TIMEOUT_SECONDS = 5.0
 MOST_TOLD = 12
@@ -67,7 +67,7 @@ class ToldRecords:
 
 def serve_records(
     transport: Transport, run_id: str, directory: Directory, stage: Callable[[], int | None] = lambda: None
-) -> None:
+) -> Withdraw:
     """Answer `records` from now on: take in what the caller tells, and tell it what this node knows. `stage` gives the
     one that this node serves when it is asked."""
 
@@ -77,7 +77,7 @@ def serve_records(
         directory.told(peer, _unpacked(told.records))
         return _packed(run_id, stage(), directory.to_tell(MOST_TOLD))
 
-    on(transport, RECORDS, handle)
+    return on(transport, RECORDS, handle)
 
 
 async def tell(

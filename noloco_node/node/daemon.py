@@ -248,6 +248,7 @@ async def _stay(place: _Place, stage_index: int) -> AsyncGenerator[_Stay | None]
                 replica.pipeline.ledger,
                 lambda: replica.worker.progress,
             )
+            stack.callback(receipts.close)
             replica.serve()
             holders = net.known.holders(spec.run_id, stage_index)
             origin = await net.beside(stays.begin(replica, clock, place.checkpoints, holders))

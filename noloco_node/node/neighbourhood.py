@@ -14,6 +14,7 @@ from noloco_node.directory.roll_call import SWEEP_SECONDS, RollCall
 from noloco_node.directory.shared_text import SharedText
 from noloco_node.identity.addresses import peers_at
 from noloco_node.participant import Participant, ReplicaContext
+from noloco_node.transport.interface import Withdraw
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 
 
@@ -60,17 +61,13 @@ class Neighbourhood(Participant):
         """Before it serves; from then on the roll call asks by itself."""
         await self.roll.sweep(SWEEP_SECONDS)
 
-    def serve(self) -> None:
+    def serve(self) -> tuple[Withdraw, ...]:
         """Tell records to who asks, at once: a joiner asks before anybody trains."""
         context = self._context
-        serve_records(context.transport, context.spec.run_id, self._directory, lambda: context.stage)
+        return (serve_records(context.transport, context.spec.run_id, self._directory, lambda: context.stage),)
 
     async def run(self) -> None:
         """Announce this replica, read the directory, call the roll."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.membership.run())
             group.create_task(self.roll.run())
-
-    def close(self) -> None:
-        """Tell no more."""
-        self._context.transport.withdraw("records")

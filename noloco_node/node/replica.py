@@ -38,7 +38,7 @@ from noloco_node.telemetry.events import AnyEvent, InnerStep
 from noloco_node.training.compute_thread import Compute
 from noloco_node.training.pace import Capacity, Pace
 from noloco_node.training.stage_worker import InnerReport, PlacedStage, StageWorker
-from noloco_node.transport.interface import Transport
+from noloco_node.transport.interface import Transport, Withdraw
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ class Replica:
             on_probation_end=lambda reason, steps: self.outer_steps.probation_ended(reason, steps),
         )
         self.state_transfer = StateTransfer(context, self._clocks.not_beyond, relayed)
+        self._served: list[Withdraw] = []
         self.participants = (self._neighbourhood, self.pipeline, self.averaging, self.state_transfer)
         self.outer_steps: OuterSteps = OuterSteps(
             context, self.membership, self.averaging, self.state_transfer.copier, self._pace, self._behind
@@ -164,16 +165,16 @@ class Replica:
 
     def serve(self) -> None:
         """Register all methods with the transport; nothing is accepted before `run`."""
-        for participant in self.participants:
-            participant.serve()
+        self._served = [withdraw for participant in self.participants for withdraw in participant.serve()]
 
     def close(self) -> None:
-        """Take back what `serve` and its receipts registered, and let go of the stage, so that another replica can take
-        this one's place: two stages may be more than the memory holds."""
+        """Take back what `serve` registered, and let go of the stage, so that another replica can take this one's
+        place: two stages may be more than the memory holds."""
         self.context.transport.conduct.on_ban = None
+        for withdraw in self._served:
+            withdraw()
         for participant in reversed(self.participants):
             participant.close()
-        self.context.transport.withdraw("contribution")
         self.worker.let_go()
 
     async def run(self) -> None:

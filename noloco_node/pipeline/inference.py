@@ -23,7 +23,7 @@ from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import NOTHING, Method, Nothing, Reply, on_tensors
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.headers import ProtocolVersion, RunName, StageIndex, WireModel, check_addressed
-from noloco_node.transport.interface import Release, Transport
+from noloco_node.transport.interface import Release, Transport, Withdraw
 from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec
 from noloco_node.transport.rations import Budget, PeerBudgets
 from noloco_node.transport.tensor_checks import all_finite
@@ -98,10 +98,9 @@ class InferenceServer:
         self.accepting = False
         self._behind = behind
 
-    def serve(self, transport: Transport) -> None:
+    def serve(self, transport: Transport) -> tuple[Withdraw, ...]:
         """Register with the transport, where the node gives anything."""
-        if self._share > 0.0:
-            on_tensors(transport, FORWARD, self.handle, self.admit)
+        return (on_tensors(transport, FORWARD, self.handle, self.admit),) if self._share > 0.0 else ()
 
     def admit(self, peer: PeerId, request: ForwardHeader, specs: tuple[TensorSpec, ...]) -> Release:
         """Refuse what is not meant for this node, malformed, or too much now, before a byte of the body is read."""

@@ -16,6 +16,7 @@ from noloco_node.pipeline.passing import Downstream, PipelineServer
 from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.pipeline.source import MicrobatchSource
 from noloco_node.training.trainer import StageFacts
+from noloco_node.transport.interface import Withdraw
 
 
 class Pipeline(Participant):
@@ -53,11 +54,11 @@ class Pipeline(Participant):
         )
         self.origin = MicrobatchSource(spec, worker, self.downstream, ledger, samples, context.rng) if samples else None
 
-    def serve(self) -> None:
+    def serve(self) -> tuple[Withdraw, ...]:
         """Register the methods; stage 0 answers no microbatch."""
-        if self.origin is None:
-            self.server.serve(self._context.transport)
-        self.inference.serve(self._context.transport)
+        transport = self._context.transport
+        work = (self.server.serve(transport),) if self.origin is None else ()
+        return (*work, *self.inference.serve(transport))
 
     def open(self) -> None:
         """Accept microbatches and windows."""
@@ -89,7 +90,6 @@ class Pipeline(Participant):
     def close(self) -> None:
         """Keep in the ledger where the text goes on."""
         self.ledger.walk = self.walk_position()
-        self._context.transport.withdraw("microbatch", "inference")
 
     def walk_position(self) -> Position:
         """Where the next sample comes from, also on a later stage: this node may return to stage 0."""

@@ -54,7 +54,7 @@ from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.transport.calls import Reply, ask, judging, on_tensors
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError
 from noloco_node.transport.headers import check_addressed
-from noloco_node.transport.interface import Release, Transport
+from noloco_node.transport.interface import Release, Transport, Withdraw
 from noloco_node.transport.messages import TensorSpec
 from noloco_node.transport.tensor_checks import all_finite, scale_of
 from noloco_node.trust.sources_seen import OriginsSeen
@@ -308,9 +308,9 @@ class PipelineServer:
         """Microbatches of others that this node holds now, those on their way to it included."""
         return self._places.taken
 
-    def serve(self, transport: Transport) -> None:
+    def serve(self, transport: Transport) -> Withdraw:
         """Register with the transport."""
-        on_tensors(transport, MICROBATCH, self.handle, self.admit)
+        return on_tensors(transport, MICROBATCH, self.handle, self.admit)
 
     def admit(self, peer: PeerId, header: MicrobatchHeader, specs: tuple[TensorSpec, ...]) -> Release:
         """Refuse what is not meant for this node, malformed, too large, or too much now; else keep a place for it, from

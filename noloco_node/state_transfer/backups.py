@@ -39,7 +39,7 @@ from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import NOTHING, BadAnswer, Method, Nothing, Reply, ask, call, judging, on
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.headers import RunName, StageIndex, WireModel
-from noloco_node.transport.interface import Transport
+from noloco_node.transport.interface import Transport, Withdraw
 from noloco_node.transport.messages import TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -103,10 +103,12 @@ class StageCopies:
         """The stage of which this node keeps a copy."""
         return self.kept.stage if self.kept else None
 
-    def serve(self) -> None:
-        """Register with the transport."""
-        on(self._transport, OPEN, self._handle_open, self._admit)
-        on(self._transport, CHUNK, self._handle_chunk, self._admit)
+    def serve(self) -> tuple[Withdraw, ...]:
+        """Register with the transport, and how each method is taken back."""
+        return (
+            on(self._transport, OPEN, self._handle_open, self._admit),
+            on(self._transport, CHUNK, self._handle_chunk, self._admit),
+        )
 
     async def keep(self, membership: Membership, worker: StageWorker, pace: Pace = unpaced) -> None:
         """During one stay: give copies of this stage, those in full precision at this `pace`, and keep that of another

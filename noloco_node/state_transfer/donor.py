@@ -32,7 +32,7 @@ from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import NOTHING, Nothing, Reply, on
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.headers import check_addressed
-from noloco_node.transport.interface import Transport
+from noloco_node.transport.interface import Transport, Withdraw
 
 SNAPSHOT_LIFE_SECONDS = 60.0
 SNAPSHOT_SHARED_SECONDS = 10.0
@@ -90,11 +90,13 @@ class StateDonor:
         )
         self.accepting = False
 
-    def serve(self) -> None:
-        """Register with the transport."""
-        on(self._transport, OFFER, self._handle_offer, self._admit)
-        on(self._transport, OPEN, self._handle_open, self._admit)
-        on(self._transport, CHUNK, self._handle_chunk, self._admit)
+    def serve(self) -> tuple[Withdraw, ...]:
+        """Register with the transport, and how each method is taken back."""
+        return (
+            on(self._transport, OFFER, self._handle_offer, self._admit),
+            on(self._transport, OPEN, self._handle_open, self._admit),
+            on(self._transport, CHUNK, self._handle_chunk, self._admit),
+        )
 
     @property
     def readers(self) -> int:

@@ -8,6 +8,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import Participant, ReplicaContext
 from noloco_node.state_transfer.donor import StateDonor
 from noloco_node.state_transfer.donor_choice import StateCopier
+from noloco_node.transport.interface import Withdraw
 
 
 class StateTransfer(Participant):
@@ -21,7 +22,6 @@ class StateTransfer(Participant):
         relayed: Callable[[PeerId], Awaitable[bool]],
     ) -> None:
         spec, settings, worker = context.spec, context.settings, context.worker
-        self._transport = context.transport
         self.donor = StateDonor(
             spec, context.stage, context.transport, worker, places=settings.donor_places, relayed=relayed
         )
@@ -36,9 +36,9 @@ class StateTransfer(Participant):
             rng=context.rng,
         )
 
-    def serve(self) -> None:
+    def serve(self) -> tuple[Withdraw, ...]:
         """Register the donor's methods."""
-        self.donor.serve()
+        return self.donor.serve()
 
     def open(self) -> None:
         """Give the state to who asks."""
@@ -53,5 +53,4 @@ class StateTransfer(Participant):
 
     def close(self) -> None:
         """Free the snapshot."""
-        self._transport.withdraw("state")
         self.donor.let_go()

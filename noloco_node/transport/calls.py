@@ -22,7 +22,7 @@ from torch import Tensor
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused
 from noloco_node.transport.headers import WireModel, first_problem, parse
-from noloco_node.transport.interface import Admitted, Release, Transport
+from noloco_node.transport.interface import Admitted, Release, Transport, Withdraw
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec
 from noloco_node.transport.tensor_checks import scale_of
 
@@ -85,7 +85,7 @@ class Answer(Generic[A]):
     """Root mean square of each tensor of floating-point numbers, in their order; all finite."""
 
 
-def on(transport: Transport, method: Method[Q, A], handle: Handler[Q, A], admit: Judge[Q] | None = None) -> None:
+def on(transport: Transport, method: Method[Q, A], handle: Handler[Q, A], admit: Judge[Q] | None = None) -> Withdraw:
     """Answer `method`, which takes no tensors, from now on. What is none of its requests is refused as `malformed`."""
 
     def without_tensors(peer: PeerId, request: Q, specs: tuple[TensorSpec, ...]) -> None:
@@ -94,10 +94,12 @@ def on(transport: Transport, method: Method[Q, A], handle: Handler[Q, A], admit:
         if admit is not None:
             admit(peer, request)
 
-    on_tensors(transport, method, lambda peer, request, _: handle(peer, request), without_tensors)
+    return on_tensors(transport, method, lambda peer, request, _: handle(peer, request), without_tensors)
 
 
-def on_tensors(transport: Transport, method: Method[Q, A], handle: TensorHandler[Q, A], admit: TensorJudge[Q]) -> None:
+def on_tensors(
+    transport: Transport, method: Method[Q, A], handle: TensorHandler[Q, A], admit: TensorJudge[Q]
+) -> Withdraw:
     """Answer `method`, whose tensors `admit` must judge, from now on. What is none of its requests is refused as
     `malformed`."""
 
@@ -110,7 +112,7 @@ def on_tensors(transport: Transport, method: Method[Q, A], handle: TensorHandler
         header, tensors = (reply.header, reply.tensors) if isinstance(reply, Reply) else (reply, ())
         return Message(header.model_dump(mode="json", exclude_defaults=method.brief), tensors)
 
-    transport.serve(method.name, admitted, answered, max_concurrent_per_peer=method.at_once)
+    return transport.serve(method.name, admitted, answered, max_concurrent_per_peer=method.at_once)
 
 
 async def call(

@@ -9,7 +9,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.transport.bans import Bans
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
-from noloco_node.transport.interface import Admit, Gate, Handle, TrafficCount
+from noloco_node.transport.interface import Admit, Gate, Handle, TrafficCount, Withdraw
 from noloco_node.transport.messages import Message
 from noloco_node.transport.server import OPEN_TO_ALL, RequestDesk, TransportLimits
 
@@ -48,13 +48,9 @@ class CommonTransport(ABC):
         """See `Transport.guard`."""
         self._desk.gate = gate
 
-    def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> None:
+    def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> Withdraw:
         """See `Transport.serve`."""
-        self._desk.serve(method, admit, handle, max_concurrent_per_peer=max_concurrent_per_peer)
-
-    def withdraw(self, *families: str) -> None:
-        """See `Transport.withdraw`."""
-        self._desk.withdraw(*families)
+        return self._desk.serve(method, admit, handle, max_concurrent_per_peer=max_concurrent_per_peer)
 
     def introduce_with(self, introduce: Introduce | None) -> None:
         """From now on ask once more, after an introduction, where a peer refuses as `not_admitted`: it did nothing."""

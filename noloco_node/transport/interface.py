@@ -22,6 +22,11 @@ Release = Callable[[], None]
 """Gives back what an admission reserved."""
 
 
+Withdraw = Callable[[], None]
+"""Ends the answering of one method by whoever served it: the handler is let go of, requests under way go on to their
+end. Where another serves a method of that name by then it does nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """What an admission made of a request."""
@@ -90,13 +95,8 @@ class Transport(Protocol):
         """From now on refuse (`not_admitted`) all methods but those named `hello...` to peers that `gate` denies."""
         ...
 
-    def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> None:
+    def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> Withdraw:
         """Answer `method` from now on. More than `max_concurrent_per_peer` requests of one peer get `busy`."""
-        ...
-
-    def withdraw(self, *families: str) -> None:
-        """No longer answer methods of these families (`outer` is that of `outer.open`): their handlers are let go of,
-        requests under way go on to their end."""
         ...
 
     async def call(

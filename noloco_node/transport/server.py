@@ -18,7 +18,7 @@ from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.transport.bans import OFFENSIVE, Bans
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.frames import Envelope, encode_envelope, tensor_bytes
-from noloco_node.transport.interface import Admit, Admitted, Gate, Handle, Release, TrafficCount
+from noloco_node.transport.interface import Admit, Admitted, Gate, Handle, Release, TrafficCount, Withdraw
 from noloco_node.transport.messages import Message, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -94,15 +94,17 @@ class RequestDesk:
         """Refusals so far, by reason."""
         return self._refusals
 
-    def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> None:
+    def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> Withdraw:
         """Answer `method` from now on. Serving a method twice is a programming error."""
         assert method not in self._methods, f"{method} is served already"
         assert max_concurrent_per_peer > 0
-        self._methods[method] = _Method(admit, handle, max_concurrent_per_peer)
+        served = self._methods[method] = _Method(admit, handle, max_concurrent_per_peer)
 
-    def withdraw(self, *families: str) -> None:
-        """No longer answer methods of these families. What is under way goes on."""
-        self._methods = {name: how for name, how in self._methods.items() if name.partition(".")[0] not in families}
+        def withdraw() -> None:
+            if self._methods.get(method) is served:
+                del self._methods[method]
+
+        return withdraw
 
     def count_refusal(self, peer: PeerId, refused: Refused) -> None:
         """Count a refusal that goes out to `peer`, and the offence that it answers, if it is one."""

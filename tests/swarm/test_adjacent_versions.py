@@ -25,7 +25,7 @@ from noloco_node.node.checks import CheckOutcome, check_versions
 from noloco_node.telemetry.events import AnyEvent, OuterStep
 from noloco_node.transport.bans import Bans
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.interface import Admit, Handle
+from noloco_node.transport.interface import Admit, Handle, Withdraw
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
 from noloco_node.trust.filtered_directory import ScreenedDirectory
@@ -137,11 +137,11 @@ class NewerTransport(MemoryTransport):
     ) -> Message:
         return await super()._call(peer, method, _newer(request), timeout, progress, max_answer_bytes)
 
-    def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> None:
+    def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> Withdraw:
         async def newer(peer: PeerId, message: Message) -> Message:
             return _newer(await handle(peer, message))
 
-        super().serve(method, admit, newer, max_concurrent_per_peer=max_concurrent_per_peer)
+        return super().serve(method, admit, newer, max_concurrent_per_peer=max_concurrent_per_peer)
 
 
 def _newer(message: Message) -> Message:

@@ -37,6 +37,7 @@ from noloco_node.transport.frames import (
     encode_frame,
     encode_prefix,
 )
+from noloco_node.transport.interface import Withdraw
 from noloco_node.transport.libp2p import STREAM_PROTOCOL, Libp2pTransport
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message, TensorSpec
@@ -238,17 +239,18 @@ async def test_what_one_stage_admitted_is_not_answered_by_the_next() -> None:
     """A node leaves its stage while a body is on its way, and serves a method of this name for another stage."""
     desk, handled = RequestDesk(TransportLimits()), list[str]()
 
-    def serve(stage: str) -> None:
+    def serve(stage: str) -> Withdraw:
         async def handle(_peer: PeerId, message: Message) -> Message:
             handled.append(stage)
             return message
 
-        desk.serve("work", lambda *_: None, handle, max_concurrent_per_peer=1)
+        return desk.serve("work", lambda *_: None, handle, max_concurrent_per_peer=1)
 
-    serve("former")
+    withdraw = serve("former")
     with desk.admitted(STRANGER, Envelope("work", {}, ())) as place:
-        desk.withdraw("work")
+        withdraw()
         serve("next")
+        withdraw()
         with pytest.raises(Refused) as refused:
             await desk.answer(STRANGER, "work", Message(), place)
     assert refused.value.reason is Refusal.DRAINING
