@@ -1,0 +1,145 @@
+"""What a node costs before it has anything to do: its start, its memory, and its processor while it waits.
+
+    python -m benchmarks.idle configs/tiny.yaml --out benchmarks/results/idle.json
+
+One daemon serves the last stage of a run of which nobody serves the first: it is up, and waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from noloco_node.config.load import load_config
+from noloco_node.telemetry.events import EventReader, NodeStarted
+
+START_SECONDS = 300.0
+LOOK_SECONDS = 0.05
+LIBRARIES = ("torch", "hivemind", "transformers.modeling_utils", "noloco_node.node.daemon")
+MEMORY_AFTER_IMPORT = """
+import importlib, json, psutil
+own, found = psutil.Process(), {"python": 0}
+found["python"] = own.memory_info().rss
+for name in NAMES:
+    before = own.memory_info().rss
+    importlib.import_module(name)
+    found[name] = own.memory_info().rss - before
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True)
+class Idle:
+    """One daemon's life so far."""
+
+    help_seconds: float
+    """`noloco-node --help`, wall clock."""
+    start_seconds: float
+    """From its command until it is about to advertise itself, wall clock."""
+    start_cpu_seconds: float
+    memory_bytes: int
+    """Resident, daemon."""
+    private_bytes: int
+    """Of these, what no other process shares."""
+    p2pd_bytes: int
+    daemon_share: float
+    """Of one core while it waits."""
+    p2pd_share: float
+
+
+def seconds_of_help() -> float:
+    """Median of five."""
+    taken: list[float] = []
+    for _ in range(5):
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-m", "noloco_node", "--help"], check=True, stdout=subprocess.DEVNULL)
+        taken.append(time.monotonic() - began)
+    return statistics.median(taken)
+
+
+def memory_of_imports() -> dict[str, int]:
+    """Bytes that each library adds to a fresh process, in this order."""
+    program = f"NAMES = {LIBRARIES!r}\n{MEMORY_AFTER_IMPORT}"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def idle(config: Path, seconds: float) -> Idle:
+    """Start a daemon, wait until it is up, look at it for so long, end it."""
+    last = load_config(config).run.stages - 1
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "node"
+        command = [sys.executable, "-m", "noloco_node", "run", str(config), "--stage", str(last)]
+        command += ["--run-folder", str(folder), "--metrics-port", "0"]
+        began = time.monotonic()
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as child:
+            try:
+                daemon = psutil.Process(child.pid)
+                _wait_until_up(child, folder / "events.jsonl", began)
+                start, start_cpu = time.monotonic() - began, _cpu(daemon)
+                time.sleep(seconds / 4)  # what a start leaves behind is over
+                p2pd = next(each for each in daemon.children() if "p2pd" in each.name())
+                before, before_p2pd, at = _cpu(daemon), _cpu(p2pd), time.monotonic()
+                time.sleep(seconds)
+                passed = time.monotonic() - at
+                memory = daemon.memory_full_info()
+                return Idle(
+                    help_seconds=seconds_of_help(),
+                    start_seconds=start,
+                    start_cpu_seconds=start_cpu,
+                    memory_bytes=memory.rss,
+                    private_bytes=memory.uss,
+                    p2pd_bytes=p2pd.memory_info().rss,
+                    daemon_share=(_cpu(daemon) - before) / passed,
+                    p2pd_share=(_cpu(p2pd) - before_p2pd) / passed,
+                )
+            finally:
+                child.terminate()
+                child.communicate()
+
+
+def _wait_until_up(child: subprocess.Popen[str], events: Path, began: float) -> None:
+    while time.monotonic() - began < START_SECONDS:
+        if child.poll() is not None:
+            raise SystemExit(f"benchmarks.idle: the daemon ended with {child.returncode}: {child.communicate()[1]}")
+        if events.is_file() and any(isinstance(each, NodeStarted) for each in EventReader(events).new_events()):
+            return
+        time.sleep(LOOK_SECONDS)
+    raise SystemExit(f"benchmarks.idle: the daemon was not up within {START_SECONDS:.0f} s")
+
+
+def main() -> None:
+    """Measure, print, write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--seconds", type=float, default=60.0, help="to look at the daemon for")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found, imports = idle(options.config, options.seconds), memory_of_imports()
+    print(f"--help                 {found.help_seconds:.2f} s")
+    print(f"up after               {found.start_seconds:.1f} s, {found.start_cpu_seconds:.1f} s of CPU")
+    print(f"memory                 {found.memory_bytes / 1e6:.0f} MB, {found.private_bytes / 1e6:.0f} of it its own")
+    for name, size in imports.items():
+        print(f"  import {name:<30} {size / 1e6:.0f} MB")
+    print(f"memory of p2pd         {found.p2pd_bytes / 1e6:.0f} MB")
+    print(f"waiting                {found.daemon_share:.2%} of a core, p2pd {found.p2pd_share:.2%}")
+    if options.out:
+        options.out.write_text(json.dumps(asdict(found) | {"imports": imports}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
