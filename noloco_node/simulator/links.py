@@ -1,30 +1,166 @@
-"""What lies between the nodes of a simulation: who reaches whom, and how long bytes take."""
+"""What lies between the nodes of a simulation: who reaches whom, how long bytes take, and how many went."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import itertools
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from noloco_node.aio import Pulse
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.simulator.pipes import Pipe, Pipes
+from noloco_node.transport.errors import PeerUnreachable
+from noloco_node.transport.memory import Parcel
 
 Seconds = Callable[[PeerId, PeerId, int], float]
 """In which so many bytes go from one peer to another."""
 
+STALL_SECONDS = 0.2
+"""Least time after which what was lost is sent again."""
+SEGMENT_OCTETS = 1460
+MATHIS = 1.22
+"""A stream that loses the share p of its segments brings about 1.22 / sqrt(p) of them in a round trip (Mathis and
+others, 1997)."""
 
-def at_once(_source: PeerId, _target: PeerId, _octets: int) -> float:
-    """Bytes take no time."""
-    return 0.0
+
+class Way(Protocol):
+    """How long bytes take from one peer to another."""
+
+    async def carry(self, source: PeerId, target: PeerId, octets: float) -> None:
+        """Return when so many are there."""
+        ...
+
+    def slow(self, peer: PeerId, times: float) -> None:
+        """Let all to and from `peer` take so many times as long; 1 is as it was."""
+        ...
+
+    def via(self, source: PeerId, target: PeerId) -> Sequence[PeerId]:
+        """Peers in between, who carry it."""
+        ...
+
+    def round_trip(self, one: PeerId, other: PeerId) -> float:
+        """Seconds there and back, without what the bytes take."""
+        ...
+
+
+class PlainWay:
+    """Implements `Way`: as long as `seconds` says; transfers know nothing of each other."""
+
+    def __init__(self, seconds: Seconds) -> None:
+        self._seconds = seconds
+        self._slowed: dict[PeerId, float] = {}
+
+    async def carry(self, source: PeerId, target: PeerId, octets: float) -> None:
+        """See `Way.carry`."""
+        slowed = max(self._slowed.get(source, 1.0), self._slowed.get(target, 1.0))
+        await asyncio.sleep(self._seconds(source, target, math.ceil(octets)) * slowed)
+
+    def slow(self, peer: PeerId, times: float) -> None:
+        """See `Way.slow`."""
+        self._slowed[peer] = times
+
+    def via(self, source: PeerId, target: PeerId) -> Sequence[PeerId]:
+        """See `Way.via`."""
+        del source, target
+        return ()
+
+    def round_trip(self, one: PeerId, other: PeerId) -> float:
+        """See `Way.round_trip`."""
+        return self._seconds(one, other, 0) + self._seconds(other, one, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """How a node hangs on the network."""
+
+    region: int
+    up: float
+    """Bytes a second that it can send; all of its streams share them."""
+    down: float
+    """The same of what it receives."""
+    loss: float = 0.0
+    """Share of its packets that are lost, either way."""
+    relay: PeerId | None = None
+    """Nobody can dial it: all goes through this one, on whose links it counts as well."""
+
+
+class SharedWay:
+    """Implements `Way`: a round trip by the regions at both ends, and up- and downlinks that transfers share.
+
+    Loss is stalls: a small message that is lost comes `STALL_SECONDS` and a round trip later, and a transfer is held to
+    what a stream brings at that loss. `seconds[a][b]` is the round trip from region to region.
+    """
+
+    def __init__(self, seconds: Sequence[Sequence[float]], rng: random.Random) -> None:
+        self._seconds = seconds
+        self._rng = rng
+        self._pipes = Pipes()
+        self._ends: dict[PeerId, Attachment] = {}
+        self._up: dict[PeerId, Pipe] = {}
+        self._down: dict[PeerId, Pipe] = {}
+        self._slowed: dict[PeerId, float] = {}
+
+    def attach(self, peer: PeerId, end: Attachment) -> None:
+        """From now on it is there."""
+        self._ends[peer] = end
+        self._up[peer], self._down[peer] = Pipe(end.up), Pipe(end.down)
+
+    def slow(self, peer: PeerId, times: float) -> None:
+        """See `Way.slow`."""
+        end = self._ends[peer]
+        self._slowed[peer] = times
+        self._pipes.resize(self._up[peer], end.up / times)
+        self._pipes.resize(self._down[peer], end.down / times)
+
+    def round_trip(self, one: PeerId, other: PeerId) -> float:
+        """See `Way.round_trip`."""
+        slowed = max(self._slowed.get(one, 1.0), self._slowed.get(other, 1.0))
+        stops = [one, *self.via(one, other), other]
+        regions = [self._ends[stop].region for stop in stops]
+        return slowed * sum(self._seconds[here][there] for here, there in itertools.pairwise(regions))
+
+    def via(self, source: PeerId, target: PeerId) -> Sequence[PeerId]:
+        """See `Way.via`: the relays of those that nobody can dial, unless they are its ends."""
+        relays = (self._ends[source].relay, self._ends[target].relay)
+        return tuple(dict.fromkeys(relay for relay in relays if relay not in (None, source, target)))
+
+    async def carry(self, source: PeerId, target: PeerId, octets: float) -> None:
+        """See `Way.carry`."""
+        stops = [source, *self.via(source, target), target]
+        hops = itertools.pairwise(stops)
+        pipes = [pipe for one, other in hops for pipe in (self._up[one], self._down[other])]
+        trip = self.round_trip(source, target)
+        loss = 1.0 - math.prod(1.0 - self._ends[stop].loss for stop in stops)
+        stall = STALL_SECONDS + trip if loss and self._rng.random() < loss else 0.0
+        most = MATHIS * SEGMENT_OCTETS / (trip * math.sqrt(loss)) if loss and trip else math.inf
+        await asyncio.sleep(trip / 2 + stall)
+        await self._pipes.carry(octets, *pipes, most=most)
+
+
+def as_they_are(parcel: Parcel) -> float:
+    """A parcel's bytes as they were sent in memory."""
+    return parcel.octets
 
 
 class Links:
-    """Implements `Carrier`: bytes take the time that `seconds` says, times what either end is slowed by. Between
-    peers that are apart they wait until these are together again, as on a connection that is cut and not closed."""
+    """Implements `Carrier`. Between peers that are apart bytes wait until these are together again, as on a connection
+    that is cut and not closed. `weigh` says how many bytes a parcel stands for, where models of tensors are smaller
+    than what they model."""
 
-    def __init__(self, seconds: Seconds = at_once) -> None:
-        self._seconds = seconds
+    def __init__(self, way: Way | None = None, weigh: Callable[[Parcel], float] = as_they_are) -> None:
+        self.way = way or PlainWay(lambda _source, _target, _octets: 0.0)
+        self.weigh = weigh
+        self.sent: defaultdict[PeerId, Counter[str]] = defaultdict(Counter)
+        """Bytes that each peer sent, by method; of a relay, what it carried is `relay`."""
+        self.received: defaultdict[PeerId, Counter[str]] = defaultdict(Counter)
+        self.lost: Callable[[PeerId], bool] = lambda _: False
+        """Whether a peer is dead: no relay carries then."""
         self._side: dict[PeerId, int] = {}
-        self._slowed: dict[PeerId, float] = {}
         self._together = Pulse()
 
     def part(self, *sides: Iterable[PeerId]) -> None:
@@ -36,24 +172,30 @@ class Links:
         """Everybody reaches everybody again."""
         self.part()
 
-    def slow(self, peer: PeerId, times: float) -> None:
-        """Let all that goes to and from `peer` take so many times as long; 1 is as it was."""
-        self._slowed[peer] = times
-
     def apart(self, one: PeerId, other: PeerId) -> bool:
         """Whether nothing goes between them now."""
         return self._side.get(one, 0) != self._side.get(other, 0)
 
     async def open(self, source: PeerId, target: PeerId) -> None:
         """See `Carrier.open`: streams of a connection open with what is sent."""
+        if any(map(self.lost, self.way.via(source, target))):
+            raise PeerUnreachable(f"the relay of {source} or {target} is gone")
         await self._reached(source, target)
 
-    async def carry(self, source: PeerId, target: PeerId, octets: int) -> None:
+    async def carry(self, source: PeerId, target: PeerId, parcel: Parcel) -> None:
         """See `Carrier.carry`."""
+        octets = self.weigh(parcel)
+        self.count(source, target, parcel.method, octets)
         await self._reached(source, target)
-        slowed = max(self._slowed.get(source, 1.0), self._slowed.get(target, 1.0))
-        await asyncio.sleep(self._seconds(source, target, octets) * slowed)
+        await self.way.carry(source, target, octets)
         await self._reached(source, target)
+
+    def count(self, source: PeerId, target: PeerId, method: str, octets: float) -> None:
+        """Write down what goes."""
+        self.sent[source][method] += round(octets)
+        self.received[target][method] += round(octets)
+        for relay in self.way.via(source, target):
+            self.sent[relay]["relay"] += round(octets)
 
     async def _reached(self, source: PeerId, target: PeerId) -> None:
         while self.apart(source, target):

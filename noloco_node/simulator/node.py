@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import base58
 
+from noloco_node import ambient
 from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.first_look import FIRST_LOOK_SECONDS
-from noloco_node.directory.records import Directory
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
 from noloco_node.simulator.device import SimulatedDevice
+from noloco_node.simulator.directory import SimulatedDht, SimulatedDirectory
 from noloco_node.simulator.learning import Learning
 from noloco_node.simulator.loop import Machine
 from noloco_node.telemetry.events import AnyEvent
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+
+logger = logging.getLogger(__name__)
 
 Condition = Literal["running", "ended", "failed", "killed"]
 """`ended`: it left in order, at the run's end or told to; `failed`: its own code gave up."""
@@ -53,7 +57,7 @@ class Node:
         settings: NodeSettings,
         learning: Learning,
         network: MemoryNetwork,
-        directory: Directory,
+        dht: SimulatedDht,
         seconds: Callable[[Priority], float],
         told: Callable[[Node, AnyEvent], None],
         machine: Machine,
@@ -75,7 +79,8 @@ class Node:
         self._settings = settings.model_copy(update={"initial_peers": addresses, "stage": stage})
         self._learning = learning
         self._network = network
-        self._directory = directory
+        self._dht = dht
+        self._directory: SimulatedDirectory | None = None
         self._seconds = seconds
         self._told = told
 
@@ -84,25 +89,33 @@ class Node:
         if self.condition == "running":
             self._told(self, event)
 
+    def die(self) -> None:
+        """It is gone from one moment to the next: nothing of what it still does is seen by anybody."""
+        self.condition = "killed"
+        if self._directory is not None:
+            self._directory.die()
+
     async def live(self) -> None:
         """From the start to the end. Never raises but when cancelled: see `condition` and `error`."""
         try:
             await self._live()
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001 - not hidden: it is this node's end, which the world tells
+        except BaseException as error:
             self.condition, self.error = "failed", error
+            logger.warning("node %d failed at %.3f s: %r", self.number, ambient.monotonic(), error, exc_info=error)
         else:
             self.condition = "ended"
 
     async def _live(self) -> None:
         device = SimulatedDevice(self._seconds)
         transport = MemoryTransport(self._network, self.peer)
+        directory = self._directory = SimulatedDirectory(self._dht, self.peer, transport.acquaintances)
         try:
             placed = await self._learning.place(self._spec, self._settings, self.stage, device)
             samples = self._learning.samples(self._spec, self.number, 0) if self.stage == 0 else None
             replica = self.replica = Replica(
-                self._spec, self._settings, placed, transport, self._directory, device, samples=samples, emit=self.emit
+                self._spec, self._settings, placed, transport, directory, device, samples=samples, emit=self.emit
             )
             serve_hello(transport, self._spec, lambda: self.stage)
             replica.serve()
@@ -114,6 +127,8 @@ class Node:
             finally:
                 replica.close()
         finally:
+            if self.condition != "killed":
+                directory.close()
             await transport.close()
             await device.close()
 

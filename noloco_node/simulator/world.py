@@ -12,9 +12,8 @@ from typing import Self
 from noloco_node.aio import Pulse, cancel_and_wait
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.memory import MemoryDirectoryHub
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.simulator.directory import SimulatedDirectory
+from noloco_node.simulator.directory import SimulatedDht
 from noloco_node.simulator.learning import Learning, RealTensors
 from noloco_node.simulator.links import Links
 from noloco_node.simulator.loop import Machine, this_loop
@@ -54,8 +53,9 @@ class World:
         self.spec = spec
         self.settings = settings or NodeSettings(in_flight=2, drain_seconds=1, seed=seed)
         self.links = links or Links()
+        self.links.lost = lambda peer: self.node_of(peer).condition != "running"
         self.network = MemoryNetwork(self.links)
-        self.hub = MemoryDirectoryHub(spec.stages)
+        self.dht = SimulatedDht(spec.stages, self.links, spec.run_id)
         self.nodes: list[Node] = []
         self.events: list[list[AnyEvent]] = []
         """What each node told, by number."""
@@ -65,7 +65,6 @@ class World:
         self._learning = learning or RealTensors()
         self._device = device
         self._rng = random.Random(f"world/{seed}")
-        self._directories: list[SimulatedDirectory] = []
         self._lives: list[asyncio.Task[None]] = []
         self._loop = this_loop()
         self._trace = hashlib.sha256()
@@ -101,7 +100,6 @@ class World:
         entrances = self._rng.sample(running, min(ENTRANCES, len(running)))
         machine = Machine(f"node {number}", clock_ahead=clock_ahead)
         peer = peer_of(number) if twin_of is None else twin_of.peer
-        directory = SimulatedDirectory(self.hub, lambda other: self.links.apart(peer, other))
         node = Node(
             number,
             peer,
@@ -110,7 +108,7 @@ class World:
             self.settings,
             self._learning,
             self.network,
-            directory,
+            self.dht,
             self._device(number),
             self._take,
             machine,
@@ -118,7 +116,6 @@ class World:
         )
         self.nodes.append(node)
         self.events.append([])
-        self._directories.append(directory)
         life = self._loop.create_task(node.live(), name=f"node {number}", context=machine.context())
         life.add_done_callback(lambda _: self.changed.fire())
         self._lives.append(life)
@@ -140,8 +137,7 @@ class World:
         """A node is gone from one moment to the next; its record lives on until it expires."""
         if node.condition != "running":
             return
-        node.condition = "killed"
-        self._directories[node.number].dead = True
+        node.die()
         self.network.kill(node.peer)
         self._lives[node.number].cancel()
         self._loop.go_on(node.machine)
@@ -164,7 +160,7 @@ class World:
 
     def slow(self, node: Node, times: float) -> None:
         """All that goes to and from a node takes so many times as long; 1 is as it was."""
-        self.links.slow(node.peer, times)
+        self.links.way.slow(node.peer, times)
 
     async def until(self, holds: Callable[[], bool], within: float) -> None:
         """Return when `holds`, which is looked at whenever a node starts or ends. TimeoutError after so many virtual

@@ -29,7 +29,7 @@ from noloco_node.transport.errors import (
 )
 from noloco_node.transport.frames import Envelope, decode_envelope, encode_envelope, tensor_bytes
 from noloco_node.transport.interface import TrafficCount
-from noloco_node.transport.messages import Message
+from noloco_node.transport.messages import Message, TensorSpec
 from noloco_node.transport.server import TransportLimits
 
 
@@ -71,6 +71,20 @@ class Fault:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What is sent at once: a request or an answer of a method."""
+
+    method: str
+    header_octets: int
+    specs: tuple[TensorSpec, ...] = ()
+
+    @property
+    def octets(self) -> int:
+        """Bytes of it all."""
+        return self.header_octets + sum(spec.nbytes for spec in self.specs)
+
+
 class Carrier(Protocol):
     """What lies between the peers of a network and takes time."""
 
@@ -78,8 +92,8 @@ class Carrier(Protocol):
         """Return when a stream to `target` is open. Raises PeerUnreachable."""
         ...
 
-    async def carry(self, source: PeerId, target: PeerId, octets: int) -> None:
-        """Return when so many bytes are there."""
+    async def carry(self, source: PeerId, target: PeerId, parcel: Parcel) -> None:
+        """Return when it is there."""
         ...
 
 
@@ -95,10 +109,10 @@ class MemoryNetwork:
         self._killed: set[PeerId] = set()
         self._faults: list[Fault] = []
 
-    async def carry(self, source: PeerId, target: PeerId, octets: int) -> None:
-        """Return when so many bytes are there."""
+    async def carry(self, source: PeerId, target: PeerId, parcel: Parcel) -> None:
+        """Return when it is there."""
         if self._carrier is not None:
-            await self._carrier.carry(source, target, octets)
+            await self._carrier.carry(source, target, parcel)
 
     async def open(self, source: PeerId, target: PeerId) -> None:
         """Return when a stream is open. Raises PeerUnreachable."""
@@ -260,7 +274,7 @@ class MemoryTransport(CommonTransport):
     async def _answer(self, caller: PeerId, payload: bytes, request: Message, sent: TrafficCount) -> Message:
         envelope = decode_envelope(payload)
         name = self._desk.traffic_name(envelope.method)
-        await self._network.carry(caller, self._peer_id, len(payload) + envelope.body_bytes)
+        await self._network.carry(caller, self._peer_id, Parcel(name, len(payload), request.specs))
         self.traffic.add_received(name, len(payload))
         try:
             with self._desk.admitted(caller, envelope) as place:
@@ -271,11 +285,11 @@ class MemoryTransport(CommonTransport):
                 copied = _copy(decode_envelope(reply), answer)
         except Refused as refused:
             self._desk.count_refusal(caller, refused)
-            await self._network.carry(self._peer_id, caller, 0)
+            await self._network.carry(self._peer_id, caller, Parcel(name, 0))
             raise
         size = len(reply) + sum(spec.nbytes for spec in answer.specs)
         self.traffic.add_sent(name, size)
-        await self._network.carry(self._peer_id, caller, size)
+        await self._network.carry(self._peer_id, caller, Parcel(name, len(reply), answer.specs))
         if self._network.fire(FaultKind.LOSE_ANSWER, caller, self._peer_id, envelope.method):
             raise BrokenStream(f"{self._peer_id}: injected fault")
         return copied

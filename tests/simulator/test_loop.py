@@ -14,7 +14,7 @@ from noloco_node.ambient import OneByOne
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator import loop as simulated_loop
 from noloco_node.simulator.device import SimulatedDevice
-from noloco_node.simulator.links import Links
+from noloco_node.simulator.links import Links, PlainWay
 from noloco_node.simulator.loop import WALL, Stuck, in_virtual_time
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.errors import Refusal, Refused, TransportError
@@ -239,22 +239,22 @@ def test_what_is_sent_in_memory_takes_the_time_of_its_link() -> None:
         return 2.0 if source == CALLER else 3.0
 
     answer = Message({}, (torch.zeros(20, dtype=torch.uint8),))
-    assert in_virtual_time(lambda: _ask(MemoryNetwork(Links(link)), answer)) == 5.0
+    assert in_virtual_time(lambda: _ask(MemoryNetwork(Links(PlainWay(link))), answer)) == 5.0
     assert [source for source, _ in carried] == [CALLER, SERVER]
     assert carried[0][1] > 10
     assert carried[1][1] > 20
     assert in_virtual_time(lambda: _ask(MemoryNetwork(), answer)) == 0.0
     with pytest.raises(Ended, match=r"Refused.*5\.0"):
-        in_virtual_time(lambda: _ask(MemoryNetwork(Links(link)), Refusal.BUSY))
+        in_virtual_time(lambda: _ask(MemoryNetwork(Links(PlainWay(link))), Refusal.BUSY))
     with pytest.raises(Ended, match=r"DeadlinePassed.*4\.0"):
-        in_virtual_time(lambda: _ask(MemoryNetwork(Links(link)), answer, 4.0))
+        in_virtual_time(lambda: _ask(MemoryNetwork(Links(PlainWay(link))), answer, 4.0))
 
 
 def test_who_dies_while_bytes_are_on_their_way_breaks_the_call() -> None:
     """At once, on the way there as on the way back."""
 
     async def work(dies_at: float) -> float:
-        network = MemoryNetwork(Links(lambda *_: 2.0))
+        network = MemoryNetwork(Links(PlainWay(lambda *_: 2.0)))
         asyncio.get_running_loop().call_later(dies_at, network.kill, SERVER)
         return await _ask(network, Message())
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.run_spec import OuterSpec
+from noloco_node.config.run_spec import LimitsSpec, OuterSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.learning import Learning, RealTensors
-from noloco_node.simulator.links import Links
+from noloco_node.simulator.links import Links, PlainWay
 from noloco_node.simulator.loop import WALL, in_virtual_time
 from noloco_node.simulator.quadratic import Quadratic
 from noloco_node.simulator.world import SECONDS, World
@@ -44,14 +44,19 @@ class Course:
 
 
 def simulated(
-    course: Callable[[World], Coroutine[None, None, T]], seed: int = 1, learning: Learning | None = None
+    course: Callable[[World], Coroutine[None, None, T]],
+    seed: int = 1,
+    learning: Learning | None = None,
+    spec: RunSpec = SPEC,
 ) -> T:
     """What a course of eight nodes gives, which all start at once; nothing of it is left on any thread."""
 
     async def work() -> T:
         threads = threading.active_count()
         settings = NodeSettings(in_flight=2, drain_seconds=1, seed=seed)
-        async with World(SPEC, settings, learning=learning or Quadratic(), links=Links(link), seed=seed) as world:
+        async with World(
+            SPEC, settings, learning=learning or Quadratic(), links=Links(PlainWay(link)), seed=seed
+        ) as world:
             world.populate(REPLICAS)
             result = await course(world)
         assert threading.active_count() <= threads, "something works on a thread of its own"
@@ -155,7 +160,7 @@ def test_nothing_goes_between_sides_that_are_apart_and_all_again_once_they_are_t
         sides = [node for node in world.nodes if node.number % 2], [node for node in world.nodes if not node.number % 2]
         world.part(*sides)
         since = world.events[0][-1].time + 1.0
-        await asyncio.sleep(5.0)
+        await asyncio.sleep(12.0)
         until = world.events[0][-1].time
         world.heal()
         await world.ended(600.0)
@@ -169,4 +174,5 @@ def test_nothing_goes_between_sides_that_are_apart_and_all_again_once_they_are_t
         assert met
         assert all(one % 2 == other % 2 for one, other in met)
 
-    simulated(course)
+    longer = micro_spec(steps=40, microbatches_a_step=4, outer=SPEC.outer, limits=LimitsSpec(record_seconds=6))
+    simulated(course, spec=longer)

@@ -27,7 +27,7 @@ from noloco_node.node import first_state
 from noloco_node.node.replica import Replica
 from noloco_node.pauses import Doubling
 from noloco_node.simulator.device import SimulatedDevice
-from noloco_node.simulator.links import Links
+from noloco_node.simulator.links import Links, PlainWay
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.state_transfer import donor_choice as late_join
 from noloco_node.training.compute_thread import Priority
@@ -130,7 +130,7 @@ def test_an_origin_whose_device_hangs_does_not_keep_the_others(origins: int) -> 
 
 async def _beside_a_device_that_hangs(origins: int) -> None:
     device = partial(SimulatedDevice, DEVICE_SECONDS.__getitem__)
-    async with world(short_run(steps=60), origins, device=device, carrier=Links(lambda *_: 0.005)) as made:
+    async with world(short_run(steps=60), origins, device=device, carrier=Links(PlainWay(lambda *_: 0.005))) as made:
         hung, target = made.replicas[0], made.replicas[0].context.spec.inner.target_tokens
         async with lives(*made.replicas) as tasks:
             await eventually(lambda: hung.worker.progress.clock > 0.8 * target, what="it is near the end")
