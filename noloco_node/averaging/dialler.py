@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+from functools import partial
 
 from torch import Tensor
 
 from noloco_node import ambient
+from noloco_node.aio import side_by_side
 from noloco_node.averaging.engagement import Change, Phase
 from noloco_node.averaging.messages import CHUNK, OPEN, PROPOSE, ChunkHeader, Proposal
 from noloco_node.averaging.session import Session, failure_of, opening_of, say_goodbye, streams_for
@@ -15,10 +16,13 @@ from noloco_node.averaging.side import Side
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.replica import NotFinite
 from noloco_node.transport.calls import A, Answer, Method, Q, ask
-from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
+from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.messages import TensorSpec
 
 logger = logging.getLogger(__name__)
+
+CHUNK_ATTEMPTS = 2
+"""One broken stream need not cost the exchange; the partner adds a chunk only once."""
 
 
 class Dialler:
@@ -108,21 +112,11 @@ class Dialler:
         side.refuse_laggards(session.partner, opening.clock)
         await side.arithmetic.take_in(session.partner, lambda: outer.agree(answer.tensors[1:]))
         session.meet(side.clocks.met(opening.clock), own, answer.tensors, opening.bound)
-        pending = list(reversed(range(outer.chunks)))
-
-        async def stripe() -> None:
-            while pending:
-                await self._swap_chunk(session, pending.pop())
-
         began = ambient.monotonic()
-        await self._swap_chunk(session, pending.pop())
+        await self._swap_chunk(session, 0)
         took, limit = ambient.monotonic() - began, side.spec.limits.exchange_progress_seconds
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(streams_for(took, limit, self._streams), len(pending))):
-                    group.create_task(stripe())
-        except* (Refused, TransportError, NotFinite) as failures:
-            raise failures.exceptions[0] from None
+        streams = streams_for(took, limit, self._streams)
+        await side_by_side(range(1, outer.chunks), streams, partial(self._swap_chunk, session))
         side.engagement.go_on(session, Change.COMPLETE)
         await side.commit(session)
 
@@ -130,13 +124,7 @@ class Dialler:
         side, outer = self._side, self._side.worker.outer
         header = ChunkHeader(exchange=session.exchange, index=index)
         own = await side.arithmetic.do(lambda: outer.encoded_chunk(index))
-        specs = (TensorSpec.of(own),)
-        try:
-            answer = await self._ask(session.partner, CHUNK, header, (own,), specs)
-        except ProtocolViolation:
-            raise
-        except TransportError:  # one broken stream need not cost the exchange; the partner adds a chunk only once
-            answer = await self._ask(session.partner, CHUNK, header, (own,), specs)
+        answer = await self._ask(session.partner, CHUNK, header, (own,), (TensorSpec.of(own),), CHUNK_ATTEMPTS)
         taken = answer.tensors[0]
         await side.arithmetic.take_in(session.partner, lambda: outer.add_chunk(index, taken))
         session.swapped(own, taken)
@@ -148,6 +136,9 @@ class Dialler:
         request: Q,
         tensors: tuple[Tensor, ...] = (),
         specs: tuple[TensorSpec, ...] = (),
+        attempts: int = 1,
     ) -> Answer[A]:
-        limit = self._side.spec.limits.exchange_progress_seconds
-        return await ask(self._side.transport, peer, method, request, tensors=tensors, specs=specs, seconds=limit)
+        side, limit = self._side, self._side.spec.limits.exchange_progress_seconds
+        return await ask(
+            side.transport, peer, method, request, tensors=tensors, specs=specs, seconds=limit, attempts=attempts
+        )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from noloco_node import ambient
+from noloco_node.aio import side_by_side
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer.messages import (
@@ -25,11 +25,9 @@ from noloco_node.state_transfer.messages import (
 )
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import BadAnswer, ask, judging
-from noloco_node.transport.errors import DeadlinePassed, ProtocolViolation, Refused, TransportError
+from noloco_node.transport.errors import DeadlinePassed
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import TensorSpec
-
-logger = logging.getLogger(__name__)
 
 CHUNK_ATTEMPTS = 3
 MANIFEST_PATIENCE = 3
@@ -102,28 +100,35 @@ async def fetch_state(
     download.snapshot = manifest.snapshot
     pending = download.missing(digests)
     here = download.size - sum(map(download.length, pending))
-    pending.reverse()
     on_progress(here)
 
-    async def stripe(deadline: asyncio.Timeout) -> None:
+    async def fetch(index: int) -> None:
         nonlocal here
-        while pending:
-            index = pending.pop()
-            named = request.model_copy(update={"snapshot": manifest.snapshot, "index": index})
-            size = download.length(index)
-            data = await _fetch_chunk(transport, donor, named, digests[index], size, limit, (streams + 1) * limit)
-            download.put(index, digests[index], data)
-            here += size
-            deadline.reschedule(asyncio.get_running_loop().time() + limit)
-            on_progress(here)
+        named = request.model_copy(update={"snapshot": manifest.snapshot, "index": index})
+        size = download.length(index)
+        answer = await ask(
+            transport,
+            donor,
+            CHUNK,
+            named,
+            specs=(TensorSpec("u8", (size,)),),
+            seconds=(streams + 1) * limit,
+            progress=limit,
+            attempts=CHUNK_ATTEMPTS,
+        )
+        data = answer.tensors[0].numpy().data
+        with judging(transport, donor, CHUNK.name):
+            if await ambient.elsewhere(digest, data) != digests[index]:
+                raise BadAnswer(f"chunk {index} of its state does not match the manifest")
+        download.put(index, digests[index], data)
+        here += size
+        deadline.reschedule(asyncio.get_running_loop().time() + limit)
+        on_progress(here)
 
     try:
-        async with asyncio.timeout(limit) as deadline, asyncio.TaskGroup() as group:
-            for _ in range(min(streams, len(pending))):
-                group.create_task(stripe(deadline))
-    except* (Refused, TransportError) as failures:
-        raise failures.exceptions[0] from None
-    except* TimeoutError:
+        async with asyncio.timeout(limit) as deadline:
+            await side_by_side(pending, streams, fetch)
+    except TimeoutError:
         raise DeadlinePassed(f"no part of its state came for {limit:g} s") from None
     return manifest
 
@@ -142,38 +147,3 @@ async def load_download(
     manifest = manifest.model_copy(update={"clock": believe(manifest.clock)})
     await worker.load_full_state(manifest.clock, manifest.outer_rounds, state)
     return manifest
-
-
-async def _fetch_chunk(
-    transport: Transport,
-    donor: PeerId,
-    request: StateRequest,
-    wanted: bytes,
-    size: int,
-    limit: float,
-    patience: float,
-) -> memoryview:
-    for attempt in range(CHUNK_ATTEMPTS):
-        try:
-            answer = await ask(
-                transport,
-                donor,
-                CHUNK,
-                request,
-                specs=(TensorSpec("u8", (size,)),),
-                seconds=patience,
-                progress=limit,
-            )
-        except ProtocolViolation:
-            raise
-        except TransportError as error:
-            if attempt + 1 == CHUNK_ATTEMPTS:
-                raise
-            logger.debug("chunk %d from %s failed: %r", request.index, donor, error)
-        else:
-            data = answer.tensors[0].numpy().data
-            with judging(transport, donor, CHUNK.name):
-                if await ambient.elsewhere(digest, data) != wanted:
-                    raise BadAnswer(f"chunk {request.index} of its state does not match the manifest")
-            return data
-    raise AssertionError("unreachable")

@@ -13,7 +13,6 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer.backups import CHUNK, OPEN, CopyRequest
 from noloco_node.state_transfer.copy_manifest import CopyManifest, alike, read_offer, root_of_weights
 from noloco_node.transport.calls import BadAnswer, ask, call, judging
-from noloco_node.transport.errors import ProtocolViolation, TransportError
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import TensorSpec
 
@@ -41,7 +40,9 @@ async def fetch_slow(
     for index in range(math.ceil(into.numel() / step)):
         part = into[index * step : (index + 1) * step]
         chunk = named.model_copy(update={"index": index})
-        part.copy_(await _fetch_chunk(transport, donor, chunk, TensorSpec.of(part), PATIENCE * limit))
+        specs, seconds = (TensorSpec.of(part),), PATIENCE * limit
+        answer = await ask(transport, donor, CHUNK, chunk, specs=specs, seconds=seconds, attempts=CHUNK_ATTEMPTS)
+        part.copy_(answer.tensors[0])
         told(part.numel())
     with judging(transport, donor, CHUNK.name):
         if await ambient.elsewhere(root_of_weights, into) != manifest.root:
@@ -60,19 +61,3 @@ def of_one_mind(copies: Sequence[Tensor], first: Tensor) -> list[int]:
 
 def _others(copies: Collection[Tensor], own: Tensor) -> list[Tensor]:
     return [other for other in copies if other is not own]
-
-
-async def _fetch_chunk(
-    transport: Transport, donor: PeerId, request: CopyRequest, wanted: TensorSpec, limit: float
-) -> Tensor:
-    for attempt in range(CHUNK_ATTEMPTS):
-        try:
-            answer = await ask(transport, donor, CHUNK, request, specs=(wanted,), seconds=limit)
-        except ProtocolViolation:
-            raise
-        except TransportError:
-            if attempt + 1 == CHUNK_ATTEMPTS:
-                raise
-        else:
-            return answer.tensors[0]
-    raise AssertionError("unreachable")

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused
+from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
 from noloco_node.transport.headers import WireModel, first_problem, parse
 from noloco_node.transport.interface import Admitted, Release, Transport, Withdraw
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec
@@ -138,9 +138,11 @@ async def ask(
     specs: tuple[TensorSpec, ...] = (),
     seconds: float,
     progress: float | None = None,
+    attempts: int = 1,
 ) -> Answer[A]:
     """Ask `method` of `peer`, sending `request` and `tensors`. `seconds` is the `timeout` of `Transport.call`, and its
-    `progress` (seconds) where none is named.
+    `progress` (seconds) where none is named. Where the link fails it is asked so many times in all: each must be the
+    same to the peer as one.
 
     The answer's header must be the method's and its tensors exactly `specs`, or one text. Raises as `Transport.call`;
     ProtocolViolation, which is booked against the peer, where the answer is another.
@@ -148,13 +150,19 @@ async def ask(
     message = Message(request.model_dump(mode="json", exclude_none=True), tensors)
     most = sum(spec.nbytes for spec in specs) if method.text_bytes is None else method.text_bytes
     limit = seconds if progress is None else progress
-    try:
-        answer = await transport.call(
-            peer, method.name, message, timeout=seconds, progress=limit, max_answer_bytes=most
-        )
-    except ProtocolViolation as error:
-        transport.conduct.judge(peer, error)
-        raise
+    while True:
+        try:
+            answer = await transport.call(
+                peer, method.name, message, timeout=seconds, progress=limit, max_answer_bytes=most
+            )
+            break
+        except ProtocolViolation as error:
+            transport.conduct.judge(peer, error)
+            raise
+        except TransportError:
+            attempts -= 1
+            if attempts == 0:
+                raise
     with judging(transport, peer, method.name):
         parsed = _parsed(method.answer, answer)
         _check_specs(answer.specs, specs if method.text_bytes is None else None)

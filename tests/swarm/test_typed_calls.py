@@ -15,6 +15,7 @@ import torch
 
 from noloco_node.accounting.receipts import RECEIPT, open_receipts
 from noloco_node.accounting.statements import Receipt, statement_text
+from noloco_node.aio import side_by_side
 from noloco_node.averaging import messages as exchange
 from noloco_node.bootstrap import dial_back, hello, spec_fetch
 from noloco_node.config.run_spec import OuterSpec
@@ -24,10 +25,10 @@ from noloco_node.outer.codec import CODECS
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.training.progress import Progress
 from noloco_node.transport.calls import NOTHING, BadAnswer, Method, Nothing, ask, judging
-from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused
+from noloco_node.transport.errors import BrokenStream, ProtocolViolation, Refusal, Refused
 from noloco_node.transport.headers import WireModel, parse
 from noloco_node.transport.interface import Transport
-from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec
 from tests.worlds import World, micro_spec, peer_name, world
 
@@ -210,6 +211,59 @@ async def test_an_answer_is_what_was_asked_for_or_an_offence(answer: Message, so
     assert asking.conduct.offences.total() == (0 if sound else 1)
     await asking.close()
     await answering.close()
+
+
+@pytest.mark.parametrize(("faults", "answered"), [(0, True), (2, True), (3, False)])
+async def test_a_broken_link_is_tried_again_as_often_as_was_said(faults: int, answered: bool) -> None:
+    """Three times in all. A refusal is an answer, and asked for once."""
+    network = MemoryNetwork()
+    asking, answering = MemoryTransport(network, peer_name(0, 0)), MemoryTransport(network, HOSTILE)
+    handled: list[int] = []
+
+    async def handle(_peer: PeerId, _message: Message) -> Message:
+        handled.append(1)
+        if len(handled) > 1:
+            raise Refused(Refusal.BUSY)
+        return Message({"number": 1})
+
+    answering.serve("method", anything, handle, max_concurrent_per_peer=1)
+    network.inject(Fault(FaultKind.LOSE_REQUEST, times=faults))
+    asked = ask(asking, HOSTILE, NUMBERED, NOTHING, seconds=5, attempts=3)
+    if answered:
+        assert (await asked).header.number == 1
+        with pytest.raises(Refused):
+            await ask(asking, HOSTILE, NUMBERED, NOTHING, seconds=5, attempts=3)
+        assert len(handled) == 2
+    else:
+        with pytest.raises(BrokenStream):
+            await asked
+        assert not handled
+    await asking.close()
+    await answering.close()
+
+
+async def test_pieces_go_side_by_side_in_their_order_and_end_with_the_first_failure() -> None:
+    """So many at once, never more; what fails is raised bare, and little is begun after it."""
+    begun: list[int] = []
+    under_way = most = 0
+
+    async def work(index: int) -> None:
+        nonlocal under_way, most
+        begun.append(index)
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+        if index == 7:
+            raise BrokenStream("7")
+
+    await side_by_side(range(7), 3, work)
+    assert (begun, most) == ([*range(7)], 3)
+    begun.clear()
+    with pytest.raises(BrokenStream, match="7"):
+        await side_by_side(range(5, 100), 2, work)
+    assert begun[:4] == [5, 6, 7, 8]
+    assert len(begun) <= 5, "whoever is free at that moment takes one more"
 
 
 def test_a_strangers_mistake_is_named_in_one_printable_line() -> None:
