@@ -48,8 +48,8 @@ def facts_of(membership: Membership, idle_seconds: float, step_seconds: float, i
         stages=stages,
         idle_seconds=idle_seconds,
         step_seconds=step_seconds,
-        before=len(membership.live(max(0, stage - 1), *SERVING)),
-        after=len(membership.live(min(stage + 1, stages - 1), *SERVING)),
+        before=membership.number(max(0, stage - 1), *SERVING),
+        after=membership.number(min(stage + 1, stages - 1), *SERVING),
         in_hand=in_hand,
     )
 

@@ -32,7 +32,8 @@ def surroundings(
 
     def seen(record: PeerRecord) -> PeerSeen:
         peer = PeerId(record.peer_id)
-        present = membership.present_clock(record, replicas[record.stage])
+        training = round(replicas[record.stage] * membership.scale(record.stage))
+        present = membership.present_clock(record, training)
         under_way, load = book.burden_of(peer)
         return PeerSeen(
             peer_id=record.peer_id,

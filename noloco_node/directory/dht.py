@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,13 +16,22 @@ from hivemind.utils.timed_storage import get_dht_time  # pyright: ignore[reportM
 
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
+from noloco_node.directory.buckets import Place, bucket_of, prefix_of
 from noloco_node.directory.dht_node import CannotBeReached, ClocksDiffer, DhtNode, Stored, peer_name
 from noloco_node.directory.dht_walk import Walker
 from noloco_node.directory.intake import Intake
 from noloco_node.directory.lost_peers import LostPeers
-from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, SignedRecord
+from noloco_node.directory.records import (
+    EVERYBODY,
+    DirectoryView,
+    LiveRecord,
+    PeerRecord,
+    PeerState,
+    SignedRecord,
+)
+from noloco_node.directory.sampled_view import SampledView
 from noloco_node.directory.store import Esteem, RecordStore
-from noloco_node.directory.validator import RecordValidator, sign_record, stage_key
+from noloco_node.directory.validator import RecordValidator, bucket_key, sign_record
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import parse_address, peers_unreachable
 from noloco_node.identity.keys import Identity
@@ -42,6 +52,8 @@ ALSO_ASKED = 8
 """Peers that have answered this node and are asked for records whatever their places: a stranger that took all places
 near a key does not come between those who know each other."""
 MOST_ENTRANCES = 2
+MOST_IDS = 1024
+"""Names of keys that are remembered."""
 ALSO_TOLD = 3
 """Of these, those that an own record is stored at besides the nodes nearest to its key."""
 
@@ -55,7 +67,8 @@ class DhtDirectory:
         intake: Intake,
         records: RecordStore,
         identity: Identity,
-        keys: tuple[str, ...],
+        run_id: str | None,
+        stages: int,
         acquaintances: Acquaintances,
         *,
         only_asks: bool = False,
@@ -65,14 +78,18 @@ class DhtDirectory:
         self._intake = intake
         self._records = records
         self._identity = identity
-        self._keys = keys
-        self._key_ids: tuple[Any, ...] = tuple(DHTID.generate(source=key) for key in keys)
+        self._run_id = run_id or ""
+        self._stages = stages
+        self._ids: OrderedDict[Place, Any] = OrderedDict()
         self._acquaintances = acquaintances
         self._last_expiry: dict[int, float] = {}
+        self._written: dict[Place, float] = {}
+        """Ends of what this node has published."""
         self._entrances: list[PeerId] = []
         self._rng = ambient.chance()
         self._walker = Walker(node, self._rng)
-        self._view = DirectoryView(tuple({} for _ in keys))
+        self._view = DirectoryView(tuple({} for _ in range(stages)))
+        self._sampled = SampledView(stages, ambient.chance())
         self._lost = LostPeers(identity.peer_id, ambient.chance())
         self._seeking: asyncio.Task[None] | None = None
 
@@ -121,65 +138,115 @@ class DhtDirectory:
         (whatever expires later is kept: so a withdrawal always wins over what it withdraws). This node always holds
         and serves its own."""
         assert record.peer_id == self._identity.peer_id, "a node can only publish its own record"
-        key_id, own = self._key_ids[record.stage], self._identity.peer_id
-        last = self._last_expiry.get(record.stage, 0.0)
+        own, stage = self._identity.peer_id, record.stage
+        places = self._to_write(record, life)
+        last = self._last_expiry.get(stage, 0.0)
         if last > self._intake.latest_expiry:  # this clock was ahead for a moment: nobody else holds that record
-            self._records.forget(key_id.to_bytes(), own)
+            for place in places:
+                self._records.forget(self._id_of(place).to_bytes(), own)
             last = 0.0
         expires = max(self.now() + life, last + SMALLEST_EXTENSION)
-        self._last_expiry[record.stage] = expires
-        signed = sign_record(self._identity, self._keys[record.stage], record, expires)
-        row = Stored(key_id.to_bytes(), own, signed, expires)
-        self._intake.take(own, *row)
+        self._last_expiry[stage] = expires
+        rows: list[tuple[Any, Stored]] = []
+        for place in places:
+            key_id, self._written[place] = self._id_of(place), expires
+            signed = sign_record(self._identity, bucket_key(self._run_id, place), record, expires)
+            rows.append((key_id, Stored(key_id.to_bytes(), own, signed, expires)))
+            self._intake.take(own, *rows[-1][1])
         try:
             async with asyncio.timeout(STORE_SECONDS):
-                if not self._walker.near.get(key_id):
-                    await self._walker.walk([key_id], self._also(ALSO_ASKED))
-                peers = dict.fromkeys((*self._walker.near.get(key_id, ()), *self._also(ALSO_TOLD)))
-                answers = await asyncio.gather(*(self._node.store(peer, [row]) for peer in peers))
+                answers = await asyncio.gather(*(self._store(key_id, row) for key_id, row in rows))
         except TimeoutError:
-            logger.debug("publishing at stage %d took more than %g s", record.stage, STORE_SECONDS)
+            logger.debug("publishing at stage %d took more than %g s", stage, STORE_SECONDS)
             return False
+        return any(answers)
+
+    def _to_write(self, record: PeerRecord, life: float) -> tuple[Place, ...]:
+        """Where a record goes; a farewell to all places where an earlier one still lives."""
+        places, now = self._sampled.to_write(self._identity.peer_id, record.stage, life), self.now()
+        self._written = {place: end for place, end in self._written.items() if end > now}
+        if record.state is not PeerState.GONE:
+            return places
+        return tuple(dict.fromkeys((*places, *(place for place in self._written if place.stage == record.stage))))
+
+    async def _store(self, key_id: Any, row: Stored) -> bool:
+        """Store an own record at those nearest to its key. Whether anybody took it, or nobody is there to ask."""
+        if not self._walker.near.get(key_id):
+            await self._walker.walk([key_id], self._also(ALSO_ASKED))
+        peers = dict.fromkeys((*self._walker.near.get(key_id, ()), *self._also(ALSO_TOLD)))
+        answers = await asyncio.gather(*(self._node.store(peer, [row]) for peer in peers))
         return not answers or any(answer is not None and any(answer) for answer in answers)
 
     async def refresh(self) -> DirectoryView:
-        """Read all stages anew. A row stays until a newer one is found, its life ends, or strangers' rows are so many
-        that not all have a place; a look-up that fails, or sees only some of the records, loses nobody."""
-        await self._walker.walk(self._key_ids, self._also(ALSO_ASKED))
+        """Look once: at all stages, or where they are large at some of their buckets (`SampledView`). A row stays until
+        a newer one is found, its life ends, or strangers' rows are so many that not all have a place; a look-up that
+        fails, or sees only some of the records, loses nobody."""
+        places = self._sampled.to_read(self.now())
+        roots = [place for place in places if place.level == 0]
+        buckets = [place for place in places if place.level > 0]
+        _, *answered = await asyncio.gather(
+            self._walker.walk([self._id_of(place) for place in roots], self._also(ALSO_ASKED)),
+            *(self._walker.glance(self._id_of(place)) for place in buckets),
+        )
         now = self.now()
-        view = DirectoryView(tuple(self._rows(key_id, now) for key_id in self._key_ids))
-        self._lost.seen(self._view, view, now)
+        for place in (*roots, *(place for place, found in zip(buckets, answered, strict=True) if found)):
+            self._sampled.took(place, self._rows(place, now), now)
+        view = self._sampled.view(now)
+        self._lost.seen(_whole(self._view, view), _whole(view, view), now)
         self._view = view
         if self._seeking is None or self._seeking.done():
             self._seeking = asyncio.create_task(self._seek_a_lost_peer(), name="seek a lost peer")
         return self._view
 
-    def _rows(self, key_id: Any, now: float) -> dict[PeerId, LiveRecord]:
-        live = sorted(self._records.live(key_id.to_bytes(), now).items())  # once, not at every question to the view
-        return {peer: LiveRecord(held.record, held.expires, held.signed) for peer, held in live}
+    def _id_of(self, place: Place) -> Any:
+        """The DHT's name of a key; that of a bucket is one that the validator may expect."""
+        found = self._ids.get(place)
+        if found is None:
+            found = self._ids[place] = DHTID.generate(source=bucket_key(self._run_id, place))
+            self._intake.expect(found.to_bytes(), place)
+            if len(self._ids) > MOST_IDS:
+                self._ids.popitem(last=False)
+        return found
+
+    def _rows(self, place: Place, now: float) -> dict[PeerId, LiveRecord]:
+        key = self._id_of(place).to_bytes()
+        live = sorted(self._records.live(key, now).items())  # once, not at every question to the view
+        return {peer: LiveRecord(held.record, held.expires, held.signed, place.level) for peer, held in live}
 
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
         """See `Directory.to_tell`. Others are those that have answered this node, first those whose work it has seen:
         nobody's word is passed on."""
         now, own, others, workers = self.now(), list[SignedRecord](), list[SignedRecord](), list[SignedRecord]()
-        for stage, key_id in enumerate(self._key_ids):
-            for peer, held in self._records.live(key_id.to_bytes(), now).items():
-                row = SignedRecord(stage, peer, held.expires, held.signed)
+        for stage in range(self._stages):
+            rows = dict(self._view.stages[stage]) | self._rows(Place(stage, 0, 0), now)
+            for peer, row in rows.items():
+                told = SignedRecord(stage, peer, row.expires, row.signed, row.level)
                 if peer == self._identity.peer_id:
-                    own.append(row)
-                elif self._acquaintances.answers(peer):
-                    (workers if self._acquaintances.works(peer) else others).append(row)
-        own = sorted(own, key=lambda row: -row.expires)[:most]
+                    continue
+                if row.expires > now and self._acquaintances.answers(peer):
+                    (workers if self._acquaintances.works(peer) else others).append(told)
+        own = self._own_to_tell(now)[:most]
         for rows in (workers, others):
             self._rng.shuffle(rows)
         return (*own, *workers, *others)[:most]
 
+    def _own_to_tell(self, now: float) -> list[SignedRecord]:
+        """This node's own live record of each stage, the newest first, at one of its places."""
+        newest: dict[int, SignedRecord] = {}
+        for place in sorted(self._written):
+            held = self._records.held(self._id_of(place).to_bytes(), self._identity.peer_id)
+            if held is not None and held.expires > now:
+                told = SignedRecord(place.stage, self._identity.peer_id, held.expires, held.signed, place.level)
+                if place.stage not in newest or newest[place.stage].expires < told.expires:
+                    newest[place.stage] = told
+        return sorted(newest.values(), key=lambda row: -row.expires)
+
     def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
         """See `Directory.told`."""
         return sum(
-            self._intake.take(teller, self._key_ids[row.stage].to_bytes(), row.peer, row.signed, row.expires)
+            self._intake.take(teller, self._id_of(_place_of(row)).to_bytes(), row.peer, row.signed, row.expires)
             for row in records
-            if row.stage < len(self._keys)
+            if row.stage < self._stages
         )
 
     def neighbours(self) -> list[PeerId]:
@@ -234,7 +301,6 @@ async def join_directory(
     Raises UserError: PEERS_UNREACHABLE where none of them answers in the DHT, CONFIG where clocks differ too much.
     """
     met = acquaintances or Acquaintances()
-    keys = () if run_id is None else tuple(stage_key(run_id, stage) for stage in range(stages))
 
     def esteem(peer: PeerId) -> Esteem:
         if met.works(peer):
@@ -248,13 +314,24 @@ async def join_directory(
     validator = RecordValidator(run_id, stages)
     intake = Intake(identity.peer_id, validator, records, met.answers, get_dht_time, longest)
     node = await DhtNode.open(p2p.hivemind_p2p, intake, records, only_asks=only_asks)
-    directory = DhtDirectory(node, intake, records, identity, keys, met, only_asks=only_asks)
+    looked_up = 0 if run_id is None else stages
+    directory = DhtDirectory(node, intake, records, identity, run_id, looked_up, met, only_asks=only_asks)
     try:
         await directory.enter(p2p.joined_peers)
     except BaseException:
         await directory.close()
         raise
     return directory
+
+
+def _place_of(row: SignedRecord) -> Place:
+    return Place(row.stage, row.level, bucket_of(prefix_of(row.peer), row.level))
+
+
+def _whole(view: DirectoryView, as_of: DirectoryView) -> DirectoryView:
+    """Only stages of which everybody is seen in `as_of`: who is not in a sample has not vanished."""
+    stages = enumerate(view.stages)
+    return DirectoryView(tuple(rows if as_of.scale(stage) == EVERYBODY else {} for stage, rows in stages))
 
 
 async def _leave(node: DhtNode) -> None:

@@ -27,6 +27,9 @@ MOST_BY_ONE = 8
 FIRST_PAUSE_SECONDS = 5.0
 LONGEST_PAUSE_SECONDS = 300.0
 MOST_REMEMBERED = 1024
+GLANCED = 2
+"""Nodes asked at once for one bucket."""
+MOST_GLANCED = 12
 RELIABLE_ASKED = 4
 """Nodes that answered when they were asked last, drawn anew for each walk and asked whatever their places: whoever
 takes the places near a key later does not take the others out of sight."""
@@ -90,6 +93,37 @@ class Walker:
             answered = [node_id for node_id, peer in walk.candidates[key].items() if peer in walk.answered]
             answered.sort(key=key.xor_distance)
             self.near[key] = tuple(walk.candidates[key][node_id] for node_id in answered[:REPLICAS])
+
+    async def glance(self, key: Any) -> bool:
+        """Ask one node that holds a bucket's records, or where none is known find those nearest to its key, a few at a
+        time; whether anybody answered. Of the many buckets of a large stage nobody can ask everybody near each."""
+        known = list(self.near.get(key, ()))
+        self._rng.shuffle(known)
+        for peer in known[:GLANCED]:
+            if await self._node.find(peer, [key]) is not None:
+                return True
+        candidates = {node_id: peer for node_id, peer in self._node.nearest(key)}
+        asked, answered = set[Any](known[:GLANCED]), dict[Any, Any]()
+        began = self._clock()
+        while self._clock() - began < WALK_SECONDS and len(asked) < MOST_GLANCED:
+            nearest = sorted(candidates, key=key.xor_distance)[:REPLICAS]
+            due = [candidates[node_id] for node_id in nearest if candidates[node_id] not in asked][:GLANCED]
+            if not due:
+                break
+            asked.update(due)
+            found = await asyncio.gather(*(self._node.find(peer, [key]) for peer in due))
+            for peer, answer in zip(due, found, strict=True):
+                if answer is None:
+                    candidates.pop(node_id_of(peer), None)
+                else:
+                    answered[node_id_of(peer)] = peer
+                    candidates |= {node_id: other for node_id, other in answer.get(key, ())[:MOST_BY_ONE]}
+        self.near.pop(key, None)
+        if answered:
+            self.near[key] = tuple(answered[node_id] for node_id in sorted(answered, key=key.xor_distance)[:REPLICAS])
+        while len(self.near) > MOST_REMEMBERED:
+            del self.near[next(iter(self.near))]
+        return bool(answered)
 
     def forget(self) -> None:
         """Ask everyone again: that nobody answered was this node's own doing."""

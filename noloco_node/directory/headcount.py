@@ -118,9 +118,10 @@ class Headcount:
             return False
         return self._own_steps - seen.moved_step >= STILL_STEPS and self._clock() - seen.moved_at >= self._still_seconds
 
-    def replicas(self, answering: Iterable[PeerId], unsure: Iterable[PeerId] = ()) -> float:
+    def replicas(self, answering: Iterable[PeerId], unsure: Iterable[PeerId] = (), *, sampled: bool = False) -> float:
         """Replicas of the stage that train, this one included, where these stage peers answer, and nothing is known of
-        whether the `unsure` ones do."""
+        whether the `unsure` ones do. Of a stage that is `sampled` nobody's coming says how long it has been there: all
+        count alike that have shown nothing yet."""
         working, first, later, shares = 0.0, 0.0, list[tuple[float, float]](), dict[float, float]()
         for peer, there in (*((peer, 1.0) for peer in answering), *self._sampled(unsure)):
             if self.idles(peer):
@@ -128,7 +129,7 @@ class Headcount:
             seen = self._seen.get(peer)
             if self._known.has_worked(peer):
                 working += there
-            elif self._settled_at is None or seen is None or seen.since <= self._settled_at:
+            elif sampled or self._settled_at is None or seen is None or seen.since <= self._settled_at:
                 first += there
             else:
                 if seen.since not in shares:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from noloco_node import PROTOCOL_VERSION, __version__, ambient
+from noloco_node.directory.buckets import PREFIX_BITS, prefix_of
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS, look_for_others
 from noloco_node.directory.headcount import Headcount, is_there
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
@@ -89,6 +90,10 @@ class Membership:
         """Live records of a stage, this node's own included if it has been read back: whoever is introduced."""
         return self._directory.view.live(stage, self._directory.now(), *states)
 
+    def number(self, stage: int, *states: PeerState) -> int:
+        """How many live records a stage has: an estimate where it is too large to be read whole."""
+        return self._directory.view.number(stage, self._directory.now(), *states)
+
     def there(self, stage: int, *states: PeerState) -> list[PeerRecord]:
         """Records of the others at a stage that answer this node and say themselves that they serve it."""
         return [
@@ -122,7 +127,7 @@ class Membership:
         """Stage peers that count as replicas beside this one: as many as `headcount` says, those first that have
         worked."""
         stage_peers = [peer for peer in self.stage_peers(*SERVING) if not self._heads.idles(peer)]
-        many = round(self._heads.replicas(stage_peers)) - 1
+        many = round(self._heads.replicas(stage_peers, sampled=self.scale(self.stage) > 1.0)) - 1
         return sorted(stage_peers, key=lambda peer: (not self._heads.works(peer), peer))[:many]
 
     def _once_met(self, peer: PeerId) -> bool:
@@ -142,11 +147,14 @@ class Membership:
         return there or [peer for record in records if self._once_met(peer := PeerId(record.peer_id))]
 
     def own_rank(self) -> int:
-        """This peer's place among the replicas of its stage that are there, by peer id."""
-        return sum(peer < self._own for peer in self.stage_peers(*SERVING))
+        """This peer's place among the replicas of its stage that are there, by peer id. Where only a sample of them is
+        seen, about what it is: some of those that share it in their samples have another then."""
+        rank = sum(peer < self._own for peer in self.stage_peers(*SERVING))
+        return int((rank + prefix_of(self._own) / (1 << PREFIX_BITS)) * self.scale(self.stage))
 
     def live_replicas(self) -> int:
-        """Replicas of the own stage that train, this one included: by what they have shown (`headcount`)."""
+        """Replicas of the own stage that train, this one included: by what they have shown (`headcount`). Where only a
+        sample is seen, as many as its records stand for, at the share of them that counts."""
         answering, unsure = list[PeerId](), list[PeerId]()
         for record in self.live(self.stage, PeerState.TRAINING):
             peer = PeerId(record.peer_id)
@@ -156,7 +164,17 @@ class Membership:
                 answering.append(peer)
             elif self._known.unsure(peer, record.stage):
                 unsure.append(peer)
-        return round(self._heads.replicas(answering, unsure))
+        scale = self.scale(self.stage)
+        return round(1.0 + (self._heads.replicas(answering, unsure, sampled=scale > 1.0) - 1.0) * scale)
+
+    def scale(self, stage: int) -> float:
+        """For how many of a stage each peer that is seen of it stands."""
+        return self._directory.view.scale(stage).each
+
+    @property
+    def error(self) -> float:
+        """Relative standard deviation of the number of the own stage's records: 0 where all are seen."""
+        return self._directory.view.scale(self.stage).error
 
     def recorded_clocks(self) -> list[float]:
         """Clocks of the own stage's live stage peers as their records say: never ahead of the true ones. A newcomer's
@@ -206,7 +224,7 @@ class Membership:
         return [s for s in range(self.stages) if s != self.stage and not self.there(s, *SERVING)]
 
     def replicas_per_stage(self) -> list[int]:
-        """Replicas of each stage that are there, this one included."""
+        """Replicas of each stage that are there, this one included; of a large one an estimate."""
         return self._counts(*SERVING, own=1)
 
     def furthest_clock(self) -> float:
@@ -219,7 +237,7 @@ class Membership:
 
     def _counts(self, *states: PeerState, own: int) -> list[int]:
         """Other nodes of each stage that are there, and `own` at this one's."""
-        counts = [len(self.there(stage, *states)) for stage in range(self.stages)]
+        counts = [round(len(self.there(stage, *states)) * self.scale(stage)) for stage in range(self.stages)]
         counts[self.stage] += own
         return counts
 

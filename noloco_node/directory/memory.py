@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from noloco_node import ambient
-from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, SignedRecord
+from noloco_node.directory.buckets import Place
+from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, SignedRecord
+from noloco_node.directory.sampled_view import SampledView
+from noloco_node.directory.store import MOST_RECORDS
 from noloco_node.identity.peer_id import PeerId
 
 
@@ -17,6 +21,19 @@ class MemoryDirectoryHub:
         self.reachable = True
         """False: publications find nobody and look-ups keep their last rows, as when a node is cut off."""
         self.rows: tuple[dict[PeerId, LiveRecord], ...] = tuple({} for _ in range(stages))
+        """Level 0 of each stage."""
+        self._buckets: dict[Place, dict[PeerId, LiveRecord]] = {}
+
+    def at(self, place: Place) -> dict[PeerId, LiveRecord]:
+        """The records of a place."""
+        return self._buckets.setdefault(place, {}) if place.level else self.rows[place.stage]
+
+    def live(self, place: Place, now: float) -> dict[PeerId, LiveRecord]:
+        """Those of them that live, as far as their holders have room."""
+        rows = {peer: row for peer, row in self.at(place).items() if row.expires > now}
+        if place.level:
+            self._buckets[place] = dict(rows)
+        return rows if len(rows) <= MOST_RECORDS else dict(islice(rows.items(), MOST_RECORDS))
 
 
 class MemoryDirectory:
@@ -25,6 +42,9 @@ class MemoryDirectory:
     def __init__(self, hub: MemoryDirectoryHub) -> None:
         self._hub = hub
         self._view = DirectoryView(tuple({} for _ in hub.rows))
+        self._sampled = SampledView(len(hub.rows), ambient.chance())
+        self._written: dict[Place, float] = {}
+        """Ends of what this node has published."""
 
     @property
     def view(self) -> DirectoryView:
@@ -39,20 +59,24 @@ class MemoryDirectory:
         """Store the record for `life` seconds, or a little longer where an earlier one would outlive it."""
         if not self._hub.reachable:
             return False
-        rows, peer = self._hub.rows[record.stage], PeerId(record.peer_id)
-        expires = self.now() + life
-        if peer in rows:
-            expires = max(expires, rows[peer].expires + 1e-3)
-        rows[peer] = LiveRecord(record, expires)
+        peer, now = PeerId(record.peer_id), self.now()
+        places = self._sampled.to_write(peer, record.stage, life)
+        if record.state is PeerState.GONE:
+            places = (*places, *(place for place, end in self._written.items() if end > now and place not in places))
+        for place in places:
+            rows = self._hub.at(place)
+            expires = now + life if peer not in rows else max(now + life, rows[peer].expires + 1e-3)
+            rows[peer] = LiveRecord(record, expires)
+            self._written[place] = expires
         return True
 
     async def refresh(self) -> DirectoryView:
         """Read all stages; expired rows are gone."""
         if self._hub.reachable:
             now = self.now()
-            self._view = DirectoryView(
-                tuple({peer: row for peer, row in rows.items() if row.expires > now} for rows in self._hub.rows)
-            )
+            for place in self._sampled.to_read(now):
+                self._sampled.took(place, self._hub.live(place, now), now)
+            self._view = self._sampled.view(now)
         return self._view
 
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:

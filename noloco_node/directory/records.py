@@ -78,6 +78,8 @@ class LiveRecord:
     expires: float
     signed: bytes = b""
     """What the owner signed, as it can be told to others; empty where records are not signed (in memory)."""
+    level: int = 0
+    """Of the bucket that it was signed for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +91,30 @@ class SignedRecord:
     expires: float
     """DHT time, seconds."""
     signed: bytes
+    level: int = 0
+    """Of the bucket that it was signed for."""
+
+
+class Scale(NamedTuple):
+    """For how many records of a stage each one in a view stands."""
+
+    each: float = 1.0
+    """1 where all are seen."""
+    error: float = 0.0
+    """Relative, one standard deviation."""
+
+
+EVERYBODY = Scale()
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryView:
-    """What was read last: for each stage, its records by peer id. Life is judged by the reader, per record."""
+    """What was read last: for each stage, its records by peer id. Life is judged by the reader, per record. Of a stage
+    that is too large to be read whole it is a sample, drawn at random by the hash of the peer id."""
 
     stages: tuple[Mapping[PeerId, LiveRecord], ...]
+    scales: tuple[Scale, ...] = ()
+    """By stage; where there is none, everybody is seen."""
 
     def live(self, stage: int, now: float, *states: PeerState) -> tuple[PeerRecord, ...]:
         """Records of `stage` that live at DHT time `now` and are in one of `states` (any but GONE if none is named),
@@ -106,6 +125,15 @@ class DirectoryView:
             rows[peer].record for peer in sorted(rows) if rows[peer].expires > now and rows[peer].record.state in wanted
         )
 
+    def scale(self, stage: int) -> Scale:
+        """For how many of a stage each of its records here stands."""
+        return self.scales[stage] if stage < len(self.scales) else EVERYBODY
+
+    def number(self, stage: int, now: float, *states: PeerState) -> int:
+        """How many records of `stage` live at DHT time `now` in one of `states` (see `live`): an estimate where only a
+        sample of them is here (`scale` says its error)."""
+        return round(len(self.live(stage, now, *states)) * self.scale(stage).each)
+
     def anyone(self, now: float) -> bool:
         """Whether anybody lives at DHT time `now`, at whatever stage."""
         return any(self.live(stage, now) for stage in range(len(self.stages)))
@@ -113,7 +141,8 @@ class DirectoryView:
     def without(self, peer: PeerId) -> DirectoryView:
         """The same without one peer: a node that comes back finds its former life's record still there, and must not
         take itself for somebody else."""
-        return DirectoryView(tuple({p: row for p, row in rows.items() if p != peer} for rows in self.stages))
+        rest = tuple({p: row for p, row in rows.items() if p != peer} for rows in self.stages)
+        return DirectoryView(rest, self.scales)
 
 
 class Directory(Protocol):

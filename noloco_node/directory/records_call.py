@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from noloco_node import PROTOCOL_VERSION
+from noloco_node.directory.buckets import MOST_LEVEL
 from noloco_node.directory.records import Directory, SignedRecord
 from noloco_node.directory.validator import MAX_SIGNED_BYTES
 from noloco_node.identity.peer_id import PeerId
@@ -38,6 +39,13 @@ class ToldRecord(WireModel):
     expires: Annotated[float, Field(gt=0.0, le=1e12, allow_inf_nan=False)]
     """DHT time, seconds."""
     signed: Annotated[str, Field(max_length=MAX_SIGNED_TEXT)]
+    level: Annotated[int, Field(ge=0, le=MOST_LEVEL)] = 0
+    """Of the bucket that it was signed for; it does not travel where that is the whole stage's."""
+
+    @model_serializer(mode="wrap")
+    def _brief(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
+        written: dict[str, object] = write(self)
+        return written if self.level else {name: value for name, value in written.items() if name != "level"}
 
 
 class RecordsMessage(WireModel):
@@ -110,7 +118,13 @@ async def tell(
 
 def _packed(run_id: str, stage: int | None, rows: Sequence[SignedRecord]) -> RecordsMessage:
     told = [
-        ToldRecord(stage=row.stage, peer=row.peer, expires=row.expires, signed=base64.b64encode(row.signed).decode())
+        ToldRecord(
+            stage=row.stage,
+            peer=row.peer,
+            expires=row.expires,
+            signed=base64.b64encode(row.signed).decode(),
+            level=row.level,
+        )
         for row in rows[:MOST_TOLD]
     ]
     return RecordsMessage(run=run_id, stage=stage, records=told)
@@ -124,5 +138,5 @@ def _unpacked(told: Sequence[ToldRecord]) -> list[SignedRecord]:
             signed = base64.b64decode(each.signed, validate=True)
         except binascii.Error:
             continue
-        rows.append(SignedRecord(each.stage, PeerId(each.peer), each.expires, signed))
+        rows.append(SignedRecord(each.stage, PeerId(each.peer), each.expires, signed, each.level))
     return rows

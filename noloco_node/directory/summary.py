@@ -37,6 +37,7 @@ def outlook_of(view: DirectoryView, now: float, target_tokens: int) -> SwarmSumm
     return SwarmSummary(
         clock=median(clocks) if clocks else 0.0,
         target_tokens=target_tokens,
-        replicas=tuple(len(view.live(stage, now)) for stage in stages),
-        tokens_per_second=sum(record.tokens_per_second for record in view.live(0, now, PeerState.TRAINING)),
+        replicas=tuple(view.number(stage, now) for stage in stages),
+        tokens_per_second=view.scale(0).each
+        * sum(record.tokens_per_second for record in view.live(0, now, PeerState.TRAINING)),
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from itertools import islice
 from typing import Any, cast
 
 from hivemind.dht.crypto import DHTRecord, RecordValidatorBase  # pyright: ignore[reportMissingTypeStubs]
@@ -18,9 +19,11 @@ from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs
 from pydantic_core import from_json
 
 from noloco_node import ambient
+from noloco_node.directory.buckets import MOST_LEVEL, Place, bucket_of, prefix_of
 from noloco_node.directory.dht_dictionary import pack_one, unpack_one
 from noloco_node.directory.records import PeerRecord
 from noloco_node.identity.keys import MAX_PUBLIC_KEY_BYTES, Identity, peer_id_of, verify
+from noloco_node.identity.peer_id import PeerId
 
 MAX_RECORD_BYTES = 1664
 """Of what is signed: an honest record has some 320 bytes, an invitation 460 more, and who reads blocks of as many
@@ -36,6 +39,9 @@ CACHED_VERDICTS = 8192
 """Of more records than that some are judged anew at every look. Which verdict makes room is drawn: each look takes the
 records in about the same order, so that the oldest would be forgotten just before it is asked for, and every one."""
 
+MOST_PLACES = 4096
+"""Keys of buckets that are remembered."""
+
 _DOMAIN = b"noloco directory record 1\0"
 _LENGTHS = struct.Struct(">BHH")
 _FORMAT = 1
@@ -44,6 +50,12 @@ _FORMAT = 1
 def stage_key(run_id: str, stage: int) -> str:
     """The DHT key under which the peers of a stage are found."""
     return f"{run_id}.stage.{stage}"
+
+
+def bucket_key(run_id: str, place: Place) -> str:
+    """The DHT key of a bucket; at level 0 that of the stage."""
+    key = stage_key(run_id, place.stage)
+    return f"{key}.{place.level}.{place.bucket}" if place.level else key
 
 
 def sign_record(identity: Identity, key: str, record: PeerRecord, expires: float) -> bytes:
@@ -56,15 +68,20 @@ def sign_record(identity: Identity, key: str, record: PeerRecord, expires: float
 
 
 class RecordValidator(RecordValidatorBase):
-    """Accepts signed records at the stage keys of one run, and nothing else at any key.
+    """Accepts signed records at the stage keys of one run and in the buckets that their peers belong to, and nothing
+    else at any key.
 
     Where `run_id` is None it accepts signed records at any key: what lies behind a key's hash cannot be told.
     """
 
     def __init__(self, run_id: str | None, stages: int) -> None:
         self._any_key = run_id is None
-        named = {} if run_id is None else {stage: stage_key(run_id, stage) for stage in range(stages)}
-        self._stages = {_digest(key): stage for stage, key in named.items()}
+        self._run_id = "" if run_id is None else run_id
+        named = [] if run_id is None else [Place(stage, 0, 0) for stage in range(stages)]
+        self._places = {_digest(bucket_key(self._run_id, place)): place for place in named}
+        self._stages = stages
+        self._likely = 1
+        """The level of the last record that was found in a bucket."""
         self._verdicts: dict[bytes, PeerRecord | None] = {}
         self._judged: list[bytes] = []
         self._rng = ambient.chance()
@@ -83,20 +100,14 @@ class RecordValidator(RecordValidatorBase):
             return None
         if not isinstance(expires, float):
             return None
-        stage = self._stages.get(key)
         bounded = len(value) <= MAX_SIGNED_BYTES and len(subkey) <= MAX_SUBKEY_BYTES
-        if (
-            (stage is None and not self._any_key)
-            or not bounded
-            or not math.isfinite(expires)
-            or not 0 < expires <= MAX_EXPIRY
-        ):
+        if not bounded or not math.isfinite(expires) or not 0 < expires <= MAX_EXPIRY:
             return None
         digest = hashlib.sha256(struct.pack(">dII", expires, len(subkey), len(value)) + key + subkey + value).digest()
         if digest in self._verdicts:
             return self._verdicts[digest]
         try:
-            verdict = _parse(stage, key, subkey, value, expires)
+            verdict = self._parse(key, subkey, value, expires)
         except (ValueError, struct.error, RecursionError):
             verdict = None
         self._remember(digest, verdict)
@@ -115,31 +126,53 @@ class RecordValidator(RecordValidatorBase):
         """Like `read`, for what is at hand unpacked."""
         return self.read(key, pack_one(signer), pack_one(signed), expires)
 
+    def _parse(self, key: bytes, packed_subkey: bytes, packed_value: bytes, expires: float) -> PeerRecord | None:
+        subkey, value = unpack_one(packed_subkey), unpack_one(packed_value)
+        if not isinstance(subkey, str) or not isinstance(value, bytes):
+            return None
+        # Only one spelling of each is accepted, or a copy in another spelling would be a second record.
+        if pack_one(subkey) != packed_subkey or pack_one(value) != packed_value:
+            return None
+        version, public_length, signature_length = cast("tuple[int, int, int]", _LENGTHS.unpack_from(value))
+        public_end = _LENGTHS.size + public_length
+        payload_start = public_end + signature_length
+        if version != _FORMAT or public_length > MAX_PUBLIC_KEY_BYTES or payload_start >= len(value):
+            return None
+        if len(value) - payload_start > MAX_RECORD_BYTES:
+            return None
+        public_key, signature = value[_LENGTHS.size : public_end], value[public_end:payload_start]
+        payload = value[payload_start:]
+        if peer_id_of(public_key) != subkey:
+            return None
+        record = _record_of(payload)
+        if record.peer_id != subkey or not self._belongs(key, record):
+            return None
+        return record if verify(public_key, signature, _place(key, subkey, expires) + payload) else None
 
-def _parse(
-    stage: int | None, key: bytes, packed_subkey: bytes, packed_value: bytes, expires: float
-) -> PeerRecord | None:
-    subkey, value = unpack_one(packed_subkey), unpack_one(packed_value)
-    if not isinstance(subkey, str) or not isinstance(value, bytes):
-        return None
-    # Only one spelling of each is accepted, or a copy in another spelling would be a second record.
-    if pack_one(subkey) != packed_subkey or pack_one(value) != packed_value:
-        return None
-    version, public_length, signature_length = cast("tuple[int, int, int]", _LENGTHS.unpack_from(value))
-    public_end = _LENGTHS.size + public_length
-    payload_start = public_end + signature_length
-    if version != _FORMAT or public_length > MAX_PUBLIC_KEY_BYTES or payload_start >= len(value):
-        return None
-    if len(value) - payload_start > MAX_RECORD_BYTES:
-        return None
-    public_key, signature = value[_LENGTHS.size : public_end], value[public_end:payload_start]
-    payload = value[payload_start:]
-    if peer_id_of(public_key) != subkey:
-        return None
-    record = _record_of(payload)
-    if record.peer_id != subkey or stage not in (None, record.stage):
-        return None
-    return record if verify(public_key, signature, _place(key, subkey, expires) + payload) else None
+    def _belongs(self, key: bytes, record: PeerRecord) -> bool:
+        """Whether a record may lie under a key: that of its stage, or of one of its own peer's buckets there. A bucket
+        that nobody has shown before is looked for level by level, those near the last one first: a key is a hash."""
+        if self._any_key:
+            return True
+        prefix = prefix_of(PeerId(record.peer_id))
+        place = self._places.get(key)
+        if place is not None:
+            return place.stage == record.stage and place.bucket == bucket_of(prefix, place.level)
+        if record.stage >= self._stages:
+            return False
+        for level in sorted(range(1, MOST_LEVEL + 1), key=lambda level: abs(level - self._likely)):
+            place = Place(record.stage, level, bucket_of(prefix, level))
+            if _digest(bucket_key(self._run_id, place)) == key:
+                self._likely = level
+                self.expect(key, place)
+                return True
+        return False
+
+    def expect(self, key: bytes, place: Place) -> None:
+        """A key that is known to be that of a bucket."""
+        self._places.setdefault(key, place)
+        if len(self._places) > self._stages + MOST_PLACES:
+            del self._places[next(islice(self._places, self._stages, None))]
 
 
 def _record_of(payload: bytes) -> PeerRecord:

@@ -95,7 +95,10 @@ def view_swarm(
     return replace(
         earlier,
         time=time,
-        stages=tuple(_stage(claims, clocks, stage, clock, over=over) for stage in range(spec.stages)),
+        stages=tuple(
+            _stage(claims, clocks, stage, clock, over=over, each=directory.scale(stage).each)
+            for stage in range(spec.stages)
+        ),
         nodes=_nodes(claims, clocks, clock),
         introduced=len(claims),
         clock=clock,
@@ -205,16 +208,23 @@ def _changes(
 
 
 def _stage(
-    claims: Mapping[str, _Claim], clocks: Mapping[str, float], stage: int, swarm: float, *, over: bool
+    claims: Mapping[str, _Claim],
+    clocks: Mapping[str, float],
+    stage: int,
+    swarm: float,
+    *,
+    over: bool,
+    each: float = 1.0,
 ) -> StageSeen:
+    """Of a large stage those that are seen stand for others, so many `each`."""
     here = {peer: claim for peer, claim in claims.items() if claim.record.stage == stage}
     states = Counter(claim.record.state.value for claim in here.values() if claim.answers)
     serving = [clocks[peer] for peer, claim in here.items() if claim.serves]
     training = [clocks[peer] for peer, claim in here.items() if claim.trains]
     return StageSeen(
-        nodes={state: states[state] for state in STATES},
-        claimed=sum(not claim.answers for claim in here.values()),
-        capacity=believed(claim.record.capacity for claim in here.values() if claim.serves),
+        nodes={state: round(states[state] * each) for state in STATES},
+        claimed=round(sum(not claim.answers for claim in here.values()) * each),
+        capacity=each * believed(claim.record.capacity for claim in here.values() if claim.serves),
         clock=median(serving) if serving else None,
         lag=max(0.0, swarm - min(training)) if training else None,
         missing=not serving and not over,

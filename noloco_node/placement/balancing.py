@@ -43,6 +43,8 @@ class Server:
     present: bool = True
     guards: int | None = None
     """The stage of which it keeps a copy."""
+    stands_for: float = 1.0
+    """So many of its stage, where only a sample of that is seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,10 @@ def servers_of(
         claimed = record.capacity * work[record.stage] or usual
         return min(claimed, usual * (CREDIBLE_STRENGTH if record.peer_id in worked else 1.0))
 
-    return [Server(PeerId(r.peer_id), r.stage, strength(r), r.state in PRESENT, r.guards) for r in records]
+    return [
+        Server(PeerId(r.peer_id), r.stage, strength(r), r.state in PRESENT, r.guards, view.scale(r.stage).each)
+        for r in records
+    ]
 
 
 def as_seen_at_work(
@@ -108,7 +113,7 @@ def supply_of(servers: Sequence[Server], work: Sequence[float]) -> Supply:
     """Sum the nodes up by stage."""
     totals = [0.0] * len(work)
     for server in servers:
-        totals[server.stage] += server.strength
+        totals[server.stage] += server.strength * server.stands_for
     return Supply(tuple(totals), tuple(work))
 
 
@@ -137,7 +142,7 @@ def settle_among(
     strengths = [0.0] * len(work)
     for server in servers:
         if server not in rivals:
-            strengths[server.stage] += server.strength
+            strengths[server.stage] += server.strength * server.stands_for
 
     def poorest(stages: Collection[int]) -> int:
         return min(stages, key=lambda stage: (strengths[stage] / work[stage], stage != chosen, stage))
@@ -209,6 +214,8 @@ def rescue_rank(
     return order.index(own) if own in order else None
 
 
-def rescue_wait(rank: int, rng: random.Random) -> float:
-    """Seconds that the candidate of this rank waits, at random within its slot, before it looks again and moves."""
-    return (rank + rng.random()) * RESCUE_SLOT_SECONDS
+def rescue_wait(rank: int, rng: random.Random, stands_for: float = 1.0) -> float:
+    """Seconds that the candidate of this rank waits, at random within its slot, before it looks again and moves. Of a
+    stage that is seen in part so many as each one there `stands_for` think that they have this rank, and share as many
+    slots."""
+    return (rank + rng.random()) * stands_for * RESCUE_SLOT_SECONDS

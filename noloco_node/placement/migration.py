@@ -104,7 +104,8 @@ class Relocation:
             if rank is None:
                 self._rescues.pop(stage, None)
             elif stage not in self._rescues:
-                self._rescues[stage] = now + rescue_wait(rank, self.rng)
+                stands_for = max((s.stands_for for s in others if s.stage == here.stage), default=1.0)
+                self._rescues[stage] = now + rescue_wait(rank, self.rng, stands_for)
             elif now >= self._rescues[stage]:
                 return Move(stage, "lost")
         return None

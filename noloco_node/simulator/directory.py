@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from noloco_node import ambient
 from noloco_node.directory.dht import ALSO_ASKED, ALSO_TOLD
-from noloco_node.directory.dht_node import BUCKET_SIZE, REPLICAS, ROW_BYTES
-from noloco_node.directory.dht_walk import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, STRANGERS_SECONDS
+from noloco_node.directory.dht_node import BUCKET_SIZE, REPLICAS, ROW_BYTES, RPC_SECONDS
+from noloco_node.directory.dht_walk import STRANGERS_SECONDS
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, SignedRecord
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.links import Links
@@ -31,7 +31,6 @@ ASKING_OCTETS = 200
 KEY_OCTETS = 22
 FORGOTTEN_SECONDS = 30.0
 """How long routing tables still name who died."""
-NEVER = (0.0, FIRST_PAUSE_SECONDS / 2.0)
 FIND, STORE = "dht.find", "dht.store"
 
 
@@ -45,8 +44,8 @@ class _Member:
     rows: tuple[dict[PeerId, LiveRecord], ...]
     brought: tuple[set[PeerId], ...]
     died: float | None = None
-    silent: dict[PeerId, tuple[float, float]] = field(default_factory=dict[PeerId, tuple[float, float]])
-    """Who did not answer: until when it is not asked, and for how long that was."""
+    silent: dict[PeerId, float] = field(default_factory=dict[PeerId, float])
+    """Who did not answer, and until when it is not asked."""
 
     def vouched(self, stage: int, now: float) -> list[LiveRecord]:
         """What it gives others: of those that brought their records here or answer it."""
@@ -185,7 +184,7 @@ class SimulatedDirectory:
         """Whom to ask, the nearest first: not those that have just not answered."""
         now, silent = asyncio.get_running_loop().time(), self._member.silent
         near = self._dht.near(stage, now)
-        return [each for each in near if each is not self._member and silent.get(each.peer, NEVER)[0] <= now]
+        return [each for each in near if each is not self._member and silent.get(each.peer, 0.0) <= now]
 
     def _some(self, most: int) -> list[_Member]:
         """Some peers of the view that answer this node, wherever they lie."""
@@ -200,13 +199,10 @@ class SimulatedDirectory:
         links = self._dht.links
         trips = [links.way.round_trip(self._own, each.peer) for each in there]
         await asyncio.sleep(max([*trips, 0.0 if len(there) == len(distinct) else STRANGERS_SECONDS]))
-        now, silent = asyncio.get_running_loop().time(), self._member.silent
+        until = asyncio.get_running_loop().time() + RPC_SECONDS + FORGOTTEN_SECONDS
         for member in distinct:
-            if self._reaches(member):
-                silent.pop(member.peer, None)
-            else:
-                pause = min(LONGEST_PAUSE_SECONDS, 2.0 * silent.get(member.peer, NEVER)[1])
-                silent[member.peer] = now + pause, pause
+            if not self._reaches(member):
+                self._member.silent[member.peer] = until
         return [each for each in there if self._reaches(each)]
 
     def _reaches(self, member: _Member) -> bool:

@@ -74,9 +74,8 @@ class ScreenedDirectory:
         changes = self._screen.changes
         if self._from is None or self._from[0] is not view or self._from[1] != changes:
             deals = self._passes
-            self._view = DirectoryView(
-                tuple({peer: row for peer, row in rows.items() if deals(peer, row)} for rows in view.stages)
-            )
+            rows = tuple({peer: row for peer, row in rows.items() if deals(peer, row)} for rows in view.stages)
+            self._view = DirectoryView(rows, view.scales)
             self._from = (view, changes)
         return self._view
 

@@ -1,0 +1,175 @@
+"""What one node makes of the buckets that it reads: which to read and write next, a view that is a sample of each
+stage, and how many records each of its rows stands for. How the keys are read and written is the directory's affair.
+
+While a stage lies at level 0 its whole key is read, and the view is everybody. Above that this node holds two buckets
+of its own stage and of the next, which it reads again before their records end; every other minute another bucket,
+drawn at random, takes the place of the older one. Of other stages it reads level 0, where some nodes of each are; of
+near ones it looks there only for what lies behind: everybody would deal with those few.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from noloco_node.directory.buckets import Place, StageLevel, bucket_of, levels_to_write, prefix_of
+from noloco_node.directory.records import DirectoryView, LiveRecord, Scale
+from noloco_node.identity.peer_id import PeerId
+
+HELD = 2
+"""Buckets of a near stage."""
+RENEWED_SECONDS = 120.0
+"""After which one of them is another: a quarter of the view in a minute."""
+READ_AGAIN = 0.4
+"""Of a record's life, for what is held: a record is renewed at a third of it."""
+WHOLE = 256
+"""Records of all stages together up to which all are read at every look."""
+SAMPLED_AGAIN = 0.6
+"""Of a record's life, between two buckets that are read for the number alone, once that has settled."""
+ROOT_AGAIN = 1.5
+"""Of a record's life, between two looks at level 0 of a near stage that lies above it."""
+MOST_ROWS = 128
+"""Of one bucket: more are somebody's who sought their ids."""
+USUAL_LIFE = 20.0
+SETTLED = 4
+"""Buckets of a level that are read at once, one at each look, when this node has come to it."""
+
+Rows = Mapping[PeerId, LiveRecord]
+
+
+@dataclass(slots=True)
+class _Stage:
+    """One stage, as read so far. Times are DHT time, seconds."""
+
+    level: StageLevel
+    held: list[Place] = field(default_factory=list[Place])
+    """Those that are read again and again, the older first; none at level 0."""
+    rows: dict[Place, Rows] = field(default_factory=dict[Place, Rows])
+    """What was found where, until its life ends."""
+    read_at: dict[Place, float] = field(default_factory=dict[Place, float])
+    drawn: Place | None = None
+    """The bucket that is read for the number at this look."""
+    drawn_at: float = float("-inf")
+    drawn_here: int = 0
+    """Buckets of the present level that were."""
+    renewed_at: float = float("-inf")
+
+    def age(self, place: Place, now: float) -> float:
+        """Seconds since it was read."""
+        return now - self.read_at.get(place, float("-inf"))
+
+
+class SampledView:
+    """One node's. `life` is that of a record, in seconds, until it publishes one."""
+
+    def __init__(self, stages: int, rng: random.Random, life: float = USUAL_LIFE) -> None:
+        self._rng = rng
+        self._stages = [_Stage(StageLevel(rng)) for _ in range(stages)]
+        self._own: int | None = None
+        self._life = life
+
+    def level_of(self, stage: int) -> StageLevel:
+        """What is known of a stage's buckets."""
+        return self._stages[stage].level
+
+    def to_write(self, own: PeerId, stage: int, life: float) -> tuple[Place, ...]:
+        """Under which keys this node, which serves `stage` now, publishes a record of so long a life."""
+        self._own, self._life = stage, life
+        prefix, level = prefix_of(own), self._stages[stage].level
+        written = levels_to_write(prefix, level.level, level.fullness)
+        return tuple(Place(stage, at, bucket_of(prefix, at)) for at in written)
+
+    def to_read(self, now: float) -> list[Place]:
+        """What to read at this look."""
+        sampled = any(each.level.level for each in self._stages)
+        whole = not sampled and sum(len(rows) for each in self._stages for rows in each.rows.values()) <= WHOLE
+        wanted: list[Place] = []
+        for stage, each in enumerate(self._stages):
+            root = Place(stage, 0, 0)
+            at_root = each.level.level == 0
+            again = READ_AGAIN if at_root or not self._near(stage) else ROOT_AGAIN
+            if whole or (at_root and self._near(stage)) or each.age(root, now) >= again * self._life:
+                wanted.append(root)
+            if not at_root or each.level.confirming:
+                wanted += self._buckets_of(stage, each, now)
+        return wanted
+
+    def took(self, place: Place, rows: Rows, now: float) -> None:
+        """A place was read."""
+        each = self._stages[place.stage]
+        each.read_at[place] = now
+        before = each.level.level
+        if place == each.drawn or place.level == 0:
+            each.level.took(place.level, place.bucket, [prefix_of(peer) for peer in rows])
+        if place == each.drawn:
+            each.drawn = None
+            each.drawn_here += 1
+        if each.level.level != before:
+            each.held, each.drawn_here, each.drawn_at = [], 0, float("-inf")
+        elif place not in each.held and place.level == each.level.level > 0 and self._near(place.stage):
+            self._hold(each, place, len(rows), now)
+        if place in each.held or (place.level == 0 and not each.held):
+            each.rows[place] = rows if place.level == 0 else self._bounded(rows)
+
+    def view(self, now: float) -> DirectoryView:
+        """All rows that live, and for how many each stands."""
+        rows = tuple(self._rows_of(each, now) for each in self._stages)
+        scales = (_scale(each.level, here, now) for each, here in zip(self._stages, rows, strict=True))
+        return DirectoryView(rows, tuple(scales))
+
+    def _near(self, stage: int) -> bool:
+        return self._own is not None and self._own <= stage <= self._own + 1
+
+    def _buckets_of(self, stage: int, each: _Stage, now: float) -> list[Place]:
+        wanted = [place for place in each.held if each.age(place, now) >= READ_AGAIN * self._life]
+        hurried = each.drawn_here < SETTLED or each.level.confirming or (len(each.held) < HELD and self._near(stage))
+        if each.drawn is not None and now - each.drawn_at > self._life:  # nobody answers for it
+            each.drawn = None
+        if each.drawn is None and (hurried or now - each.drawn_at >= SAMPLED_AGAIN * self._life):
+            each.drawn, each.drawn_at = Place(stage, *each.level.next_bucket()), now
+        if each.drawn is not None and each.drawn not in wanted:
+            wanted.append(each.drawn)
+        return wanted
+
+    def _hold(self, each: _Stage, place: Place, count: int, now: float) -> None:
+        """A bucket that was drawn takes the place of the older one where its time has come, or where that is crowded:
+        then it is somebody's who sought their ids."""
+        crowded = [held for held in each.held if len(each.rows.get(held, ())) >= MOST_ROWS]
+        if count >= MOST_ROWS:
+            return
+        if len(each.held) >= HELD:
+            if not crowded and now - each.renewed_at < RENEWED_SECONDS:
+                return
+            each.held.remove(crowded[0] if crowded else each.held[0])
+        each.held.append(place)
+        each.renewed_at = now
+
+    def _bounded(self, rows: Rows) -> Rows:
+        if len(rows) <= MOST_ROWS:
+            return rows
+        return {peer: rows[peer] for peer in sorted(self._rng.sample(sorted(rows), MOST_ROWS))}
+
+    def _rows_of(self, each: _Stage, now: float) -> Rows:
+        for place in [place for place, rows in each.rows.items() if not _any_lives(rows, now)]:
+            del each.rows[place]
+        each.read_at = {place: at for place, at in each.read_at.items() if now - at < 2.0 * self._life}
+        if len(each.rows) == 1:
+            return next(iter(each.rows.values()))
+        merged: dict[PeerId, LiveRecord] = {}
+        for rows in each.rows.values():
+            for peer, row in rows.items():
+                if peer not in merged or merged[peer].expires < row.expires:
+                    merged[peer] = row
+        return {peer: merged[peer] for peer in sorted(merged)}
+
+
+def _scale(level: StageLevel, rows: Rows, now: float) -> Scale:
+    seen = sum(row.expires > now for row in rows.values())
+    if level.level == 0 or not seen:
+        return Scale()
+    return Scale(max(1.0, level.estimate.number / seen), level.estimate.error)
+
+
+def _any_lives(rows: Rows, now: float) -> bool:
+    return any(row.expires > now for row in rows.values())

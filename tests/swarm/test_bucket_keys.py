@@ -1,0 +1,124 @@
+"""Buckets in the DHT: real directories and signatures, without p2pd, with buckets of a few records."""
+
+from __future__ import annotations
+
+import pytest
+
+from noloco_node.directory import buckets, sampled_view
+from noloco_node.directory.buckets import MOST_LEVEL, Place, bucket_of, prefix_of
+from noloco_node.directory.records import PeerState
+from noloco_node.directory.validator import RecordValidator, bucket_key, sign_record
+from tests.swarm.hostile_dht import throw_away_key
+from tests.swarm.memory_dht import Member, MemoryP2P
+from tests.swarm.test_directory import record_of
+
+RUN = "run-under-test"
+LIFE = 30.0
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four records a bucket, and more than four are many."""
+    monkeypatch.setattr(buckets, "TARGET", 4)
+    monkeypatch.setattr(sampled_view, "WHOLE", 4)
+    monkeypatch.setattr(sampled_view, "READ_AGAIN", 0.0)
+    monkeypatch.setattr(sampled_view, "SAMPLED_AGAIN", 0.0)
+
+
+async def swarm_of(many: int) -> list[Member]:
+    """Members of one stage, who enter through the first."""
+    network: dict[str, MemoryP2P] = {}
+    members = [await Member(network).join(RUN, 1)]
+    for _ in range(many - 1):
+        members.append(await Member(network).join(RUN, 1, members[0].peer))
+    return members
+
+
+async def live_for_a_while(members: list[Member], looks: int, state: PeerState = PeerState.TRAINING) -> None:
+    """Everybody publishes and looks, in turn."""
+    for sequence in range(looks):
+        for member in members:
+            await member.directory.publish(record_of(member.peer, state=state, sequence=sequence), LIFE)
+            await member.directory.refresh()
+
+
+def digest(place: Place) -> bytes:
+    """The DHT's key of a place."""
+    from hivemind.dht.routing import DHTID
+
+    return bytes(DHTID.generate(source=bucket_key(RUN, place)).to_bytes())
+
+
+@pytest.mark.usefixtures("small_buckets")
+async def test_a_stage_that_grows_beyond_one_key_is_seen_in_part_and_counted() -> None:
+    """Nine members, and then a farewell, which goes wherever the leaver's record still lives."""
+    members = await swarm_of(9)
+    await live_for_a_while(members, 4)
+    assert {member.directory._sampled.level_of(0).level for member in members} <= {1, 2}
+    everybody = {member.peer for member in members}
+    for member in members:
+        view, now = member.directory.view, member.directory.now()
+        assert 2 <= len(view.stages[0]) <= 9
+        assert set(view.stages[0]) <= everybody
+        assert 1 <= view.number(0, now) <= 18
+    leaver = members[-1]
+    written = set(leaver.directory._written)
+    assert {place.level for place in written} >= {0, 1}
+    await leaver.directory.publish(record_of(leaver.peer, state=PeerState.GONE, sequence=99), LIFE + 5)
+    rows = [leaver.directory._records.held(digest(place), leaver.peer) for place in written]
+    assert [row and row.record.state for row in rows] == [PeerState.GONE] * len(written)
+
+
+@pytest.mark.usefixtures("small_buckets")
+async def test_records_of_a_bucket_are_told_over_own_links() -> None:
+    """With the level that they were signed for; who is told takes them in."""
+    members = await swarm_of(8)
+    await live_for_a_while(members, 3)
+    teller = next(m for m in members if m.directory._sampled.level_of(0).level > 0)
+    told = teller.directory.to_tell(12)
+    assert told[0].peer == teller.peer
+    assert [row.peer for row in told].count(teller.peer) == 1
+    stranger = await Member({}).join(RUN, 1)
+    assert stranger.directory.told(teller.peer, told) == len(told)
+
+
+def test_a_record_lies_in_its_own_peers_buckets_only() -> None:
+    """At every level there is one; nothing is accepted under another bucket's key, another stage's, or beyond the
+    highest level, and a validator that has never seen the key finds it out."""
+    identity, expires = throw_away_key(), 2e9
+    record, prefix = record_of(identity.peer_id, stage=1), prefix_of(identity.peer_id)
+    for level in (1, 5, MOST_LEVEL):
+        right = Place(1, level, bucket_of(prefix, level))
+        wrong = [
+            right._replace(bucket=right.bucket ^ 1),
+            right._replace(stage=0),
+            Place(1, MOST_LEVEL + 1, bucket_of(prefix, MOST_LEVEL + 1)),
+        ]
+        for place in (right, *wrong):
+            signed = sign_record(identity, bucket_key(RUN, place), record, expires)
+            for expected in (False, True):
+                validator = RecordValidator(RUN, 2)
+                if expected:
+                    validator.expect(digest(place), place)
+                taken = validator.read_at(digest(place), identity.peer_id, signed, expires)
+                beyond = place.level > MOST_LEVEL and expected
+                assert (taken is not None) == (place == right) or beyond
+            elsewhere = Place(1, 2, bucket_of(prefix, 2))
+            assert RecordValidator(RUN, 2).read_at(digest(elsewhere), identity.peer_id, signed, expires) is None
+
+
+async def test_who_floods_levels_has_few_places_with_each_holder() -> None:
+    """A valid record at all twenty levels: a holder keeps as many as of any signer, and a reader counts one in each
+    bucket that it reads."""
+    [holder] = await swarm_of(1)
+    flooder, prefix = throw_away_key(), 0
+    prefix = prefix_of(flooder.peer_id)
+    expires = holder.directory.now() + LIFE
+    taken = 0
+    for level in range(1, MOST_LEVEL + 1):
+        place = Place(0, level, bucket_of(prefix, level))
+        signed = sign_record(flooder, bucket_key(RUN, place), record_of(flooder.peer_id), expires)
+        taken += holder.directory._intake.take(flooder.peer_id, digest(place), flooder.peer_id, signed, expires)
+    assert taken == 8
+    view = await holder.directory.refresh()
+    assert view.stages[0] == {}

@@ -1,0 +1,204 @@
+"""A view that is a sample of a large stage: bounded, renewed, even, and right in the number that it speaks for."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from noloco_node import PROTOCOL_VERSION
+from noloco_node.directory.buckets import TARGET, Place, bucket_of, levels_to_write, prefix_of
+from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, Scale
+from noloco_node.directory.sampled_view import MOST_ROWS, RENEWED_SECONDS, SampledView
+from noloco_node.identity.peer_id import PeerId
+
+LIFE, LOOK = 20.0, 2.0
+OWN = PeerId("observes-the-others")
+
+
+class Keys:
+    """The keys of two stages of so many nodes, all at the level that is right for them."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.rows: dict[Place, list[PeerId]] = {}
+        self.read = 0
+        for stage, many in enumerate(sizes):
+            level = next(level for level in range(32) if many / (1 << level) <= 1.4 * TARGET)
+            for number in range(many):
+                self.write(PeerId(f"peer-{stage}-{number:06}"), stage, level, many / (1 << level))
+
+    def write(self, peer: PeerId, stage: int, level: int, fullness: float) -> None:
+        """As a node of that level does."""
+        prefix = prefix_of(peer)
+        for at in levels_to_write(prefix, level, fullness):
+            self.rows.setdefault(Place(stage, at, bucket_of(prefix, at)), []).append(peer)
+
+    def at(self, place: Place, now: float) -> dict[PeerId, LiveRecord]:
+        """Records of middle age."""
+        peers = sorted(self.rows.get(place, ()))
+        self.read += len(peers)
+        return {peer: LiveRecord(record_of(peer, place.stage), now + 0.8 * LIFE) for peer in peers}
+
+
+RECORDS: dict[tuple[PeerId, int], PeerRecord] = {}
+
+
+def record_of(peer: PeerId, stage: int) -> PeerRecord:
+    """Made once: thousands are read again and again."""
+    if (peer, stage) not in RECORDS:
+        RECORDS[peer, stage] = PeerRecord(
+            peer_id=peer, stage=stage, state=PeerState.TRAINING, protocol=PROTOCOL_VERSION, version="0"
+        )
+    return RECORDS[peer, stage]
+
+
+class Observer:
+    """A node of stage 0, or of none."""
+
+    def __init__(self, keys: Keys, stages: int = 2, seed: int = 0, *, serves: bool = True) -> None:
+        self.keys, self.now = keys, 1000.0
+        self.sampled = SampledView(stages, random.Random(seed))
+        if serves:
+            self.sampled.to_write(OWN, 0, LIFE)
+        self.view = self.sampled.view(self.now)
+
+    def look(self, times: int = 1, fails: Callable[[Place], bool] = lambda _: False) -> DirectoryView:
+        """Read what is to be read."""
+        for _ in range(times):
+            self.now += LOOK
+            for place in self.sampled.to_read(self.now):
+                if not fails(place):
+                    self.sampled.took(place, self.keys.at(place, self.now), self.now)
+        self.view = self.sampled.view(self.now)
+        return self.view
+
+    def peers(self, stage: int = 0) -> set[PeerId]:
+        """Whom it sees."""
+        return set(self.view.stages[stage])
+
+
+def test_small_stages_are_read_whole_at_every_look() -> None:
+    """As many keys as stages, the stages' own; the view is everybody, and each stands for itself."""
+    observer = Observer(Keys(64, 40, 1), stages=3)
+    for _ in range(5):
+        assert observer.sampled.to_read(observer.now) == [Place(stage, 0, 0) for stage in range(3)]
+        view = observer.look()
+        assert [len(rows) for rows in view.stages] == [64, 40, 1]
+        assert view.scales == (Scale(), Scale(), Scale())
+    assert observer.sampled.to_write(OWN, 1, LIFE) == (Place(1, 0, 0),)
+
+
+@pytest.mark.parametrize("many", [150, 1000, 5000])
+def test_of_a_large_stage_a_bounded_sample_is_seen_and_its_number_known(many: int) -> None:
+    """Of the own stage and of the next. Within 10 % rms over observers, who read 60 records a second at most."""
+    keys, errors, said = Keys(many, many), list[float](), list[float]()
+    for seed in range(10):
+        observer = Observer(keys, seed=seed)
+        observer.look(30)
+        keys.read = 0
+        observer.look(30)
+        assert keys.read / (30 * LOOK) < 60
+        for stage in (0, 1):
+            assert 0.5 * TARGET <= len(observer.peers(stage)) <= 4 * 1.5 * TARGET
+            errors.append(observer.view.number(stage, observer.now) / many - 1.0)
+            said.append(observer.view.scale(stage).error)
+    rms = (sum(error**2 for error in errors) / len(errors)) ** 0.5
+    assert rms < 0.1
+    assert 0.3 * rms < sum(said) / len(said) < 0.15
+
+
+def test_a_view_is_renewed_by_a_quarter_a_minute() -> None:
+    """Two buckets, of which one is another after two minutes."""
+    observer = Observer(Keys(20_000, 10))
+    observer.look(40)
+    lost = list[float]()
+    for _ in range(4):
+        before = observer.peers()
+        observer.look(int(2 * RENEWED_SECONDS / LOOK))
+        lost.append(1.0 - len(before & observer.peers()) / len(before))
+        assert len(observer.peers()) <= 3 * 1.5 * TARGET
+    assert sum(lost) / len(lost) > 0.9
+    before = observer.peers()
+    observer.look(int(RENEWED_SECONDS / 2 / LOOK))
+    assert len(before & observer.peers()) / len(before) >= 0.4
+
+
+def test_everybody_is_seen_as_often_as_anybody() -> None:
+    """Those of the first bucket, who also lie at level 0, no more than others: each within 40 % of its share."""
+    keys, seen = Keys(640, 1), Counter[int]()
+    for seed in range(100):
+        observer = Observer(keys, seed=seed)
+        observer.look(20)
+        for _ in range(2):
+            observer.look(4)
+            seen.update(bucket_of(prefix_of(peer), 3) for peer in observer.peers())
+    sizes = Counter(bucket_of(prefix_of(peer), 3) for peer in keys.rows[Place(0, 3, 0)])
+    assert list(sizes) == [0]
+    sizes = Counter({bucket: len(keys.rows[Place(0, 3, bucket)]) for bucket in range(8)})
+    shares = [seen[bucket] / sizes[bucket] for bucket in range(8)]
+    mean = sum(shares) / 8
+    assert all(0.6 * mean < share < 1.4 * mean for share in shares)
+
+
+def test_a_bucket_that_somebody_filled_is_given_up_and_counts_for_nothing() -> None:
+    """Five hundred ids in each of two buckets of sixteen."""
+    keys, sought = Keys(1000, 1), set[PeerId]()
+    for bucket in (3, 9):
+        number = 0
+        while len(keys.rows[Place(0, 4, bucket)]) < 560:
+            number += 1
+            peer = PeerId(f"sought-{bucket}-{number}")
+            if bucket_of(prefix_of(peer), 4) == bucket:
+                sought.add(peer)
+                keys.rows[Place(0, 4, bucket)].append(peer)
+    shares = list[float]()
+    for seed in range(6):
+        observer = Observer(keys, seed=seed)
+        observer.look(30)
+        for _ in range(3):
+            observer.look(int(RENEWED_SECONDS / LOOK))
+            shares.append(len(observer.peers() & sought) / len(observer.peers()))
+            assert len(observer.peers()) <= 3 * MOST_ROWS
+            assert abs(observer.view.number(0, observer.now) / 1000 - 1.0) < 0.35
+    assert max(shares) == 0.0
+
+
+def test_a_stage_that_everybody_left_is_seen_empty_when_the_last_life_has_ended() -> None:
+    """The next one, and one further on of which only level 0 is read."""
+    keys = Keys(10, 1000, 1000)
+    observer = Observer(keys, stages=3)
+    observer.look(40)
+    assert observer.peers(1)
+    assert observer.peers(2)
+    keys.rows = {place: peers for place, peers in keys.rows.items() if place.stage == 0}
+    observer.look(int(LIFE / LOOK) + 1)
+    assert observer.peers(1) == observer.peers(2) == set()
+    assert observer.peers(0)
+
+
+def test_buckets_that_nobody_answers_for_are_not_empty_ones() -> None:
+    """While every look-up of one fails, level and number stay; the view ends with the records' lives."""
+    observer = Observer(Keys(1000, 1))
+    observer.look(40)
+    level, number = observer.sampled.level_of(0).level, observer.sampled.level_of(0).estimate
+    observer.look(30, fails=lambda place: place.level > 0)
+    assert observer.sampled.level_of(0).level == level
+    assert observer.sampled.level_of(0).estimate == number
+
+
+def test_of_other_stages_some_are_seen_and_the_number_is_known() -> None:
+    """Whoever serves stage 0 sees a hundred at most of the third, of its first bucket, and how many they stand for."""
+    observer = Observer(Keys(10, 10, 2000), stages=3)
+    observer.look(150)
+    assert 20 <= len(observer.peers(2)) <= MOST_ROWS
+    assert observer.view.number(2, observer.now) == pytest.approx(2000, rel=0.25)
+
+
+def test_who_serves_no_stage_sees_some_of_each() -> None:
+    """An onlooker: whatever the size."""
+    observer = Observer(Keys(2000, 30), serves=False)
+    observer.look(60)
+    assert observer.view.number(0, observer.now) == pytest.approx(2000, rel=0.25)
+    assert observer.view.number(1, observer.now) == 30
