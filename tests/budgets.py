@@ -32,6 +32,7 @@ BUDGETS: Mapping[str, Budget] = {
     "tests/config": Budget(8, 12, 2, 4),
     "tests/daemons": Budget(380, 420, 45, 60),
     "tests/data": Budget(25, 45, 5, 10),
+    "tests/hunt": Budget(80, 100, 20, 40),
     "tests/model": Budget(35, 45, 8, 12),
     "tests/outer": Budget(40, 45, 8, 10),
     "tests/report": Budget(6, 10, 2, 4),

@@ -61,6 +61,8 @@ class Session:
     spread: float | None = None
     gives_only: bool = False
     """The dialled side of a weightless exchange: nothing changes here."""
+    given_to: bool = False
+    """The dialling side of one: nothing changes there."""
     bound: float | None = None
     """The largest difference that the giving side would accept whole: measured there, told here."""
     stage_peer_loss: float | None = None
@@ -77,6 +79,7 @@ class Session:
     def accepted(self, tokens: int, acceptance: Acceptance) -> None:
         """The partner agrees; `tokens` are this replica's since its last step."""
         self.stage_peer_loss = acceptance.loss
+        self.given_to = acceptance.weightless
         if not acceptance.weightless:
             self.weight, _ = token_weights((tokens, acceptance.tokens))
 
@@ -218,6 +221,7 @@ def commit_event(session: Session, snapshot: Snapshot, commit: Commit, judgement
         spread=session.spread,
         difference_norm=judgement.norm if paired else None,
         clipped=judgement.scale < 1.0,
+        one_sided=session.given_to,
         bytes_sent=session.sent,
         bytes_received=session.received,
         seconds=ambient.monotonic() - session.started,

@@ -44,7 +44,7 @@ class PeerClocks:
         themselves, since whoever has most of the work for a while may say what it likes.
         """
         own, lead = self.own(), self.origins_lead()
-        estimated, recorded = self.estimated() or (own,), self.recorded() or (own,)
+        estimated, recorded = heard(self.estimated(), own) or (own,), heard(self.recorded(), own) or (own,)
         believed = believed_clock(claimed, estimated=estimated, recorded=recorded, max_lag=self.max_lag)
         if lead is None:
             return believed
@@ -54,8 +54,8 @@ class PeerClocks:
     def not_beyond(self, claimed: float) -> float:
         """A donor's clock, unless it is far ahead of what the directory says: it could end this replica's run. Where
         the directory knows no stage peer, as it is claimed: who comes has no clock to hold it against."""
-        believed = believed_clock(claimed, estimated=self.estimated(), recorded=self.recorded(), max_lag=self.max_lag)
-        return min(claimed, believed)
+        estimated, recorded = heard(self.estimated(), self.own()), heard(self.recorded(), self.own())
+        return min(claimed, believed_clock(claimed, estimated=estimated, recorded=recorded, max_lag=self.max_lag))
 
     def laggard(self, claimed: float) -> Literal["own", "other"] | None:
         """Which of this replica and a partner lags the other too far, if one does (`laggard`)."""
@@ -94,6 +94,12 @@ class FarBehind:
         return self._since is not None and self._clock() - self._since < STANDS_BACK_SECONDS
 
 
+def heard(clocks: Sequence[float], own: float) -> Sequence[float]:
+    """Stage peers' clocks of which the median is taken: where they are even in number, the own one is the odd one. Of
+    two stage peers one may lie: half-way between the two is nobody's clock, and one lie would move it without bound."""
+    return [*clocks, own] if clocks and len(clocks) % 2 == 0 else clocks
+
+
 def believed_clock(claimed: float, *, estimated: Sequence[float], recorded: Sequence[float], max_lag: float) -> float:
     """A partner's clock as far as the directory bears it out: one peer's claim cannot push the swarm's time.
 
@@ -110,8 +116,8 @@ def believed_clock(claimed: float, *, estimated: Sequence[float], recorded: Sequ
 
 def lags(own_clock: float, directory_clocks: Sequence[float], max_lag: float) -> bool:
     """Whether the directory agrees that this replica is behind: its clock is more than half of `max_lag` below the
-    median of its stage peers' records. One peer's word alone would let it push its state."""
-    return bool(directory_clocks) and median(directory_clocks) - own_clock > max_lag / 2
+    median of its stage peers' records (`heard`). One peer's word alone would let it push its state."""
+    return bool(directory_clocks) and median(heard(directory_clocks, own_clock)) - own_clock > max_lag / 2
 
 
 def laggard(
@@ -119,12 +125,14 @@ def laggard(
 ) -> Literal["own", "other"] | None:
     """Which of two clocks lags the other by more than `max_lag`, else None.
 
-    What the partner claims is believed as `believed_clock` says. This replica lags only where the `recorded` clocks,
+    What the partner claims is believed as `believed_clock` says, and where it says that it is behind, that: to be
+    believed ahead of its word would only keep it from being told. This replica lags only where the `recorded` clocks,
     which are never ahead of the truth, agree (`lags`). The partner lags only where this replica is not itself ahead of
     its stage peers by as much: it would find nobody who agrees, and train alone from then on. Averaging brings it back.
     """
-    other = believed_clock(claimed, estimated=estimated, recorded=recorded, max_lag=max_lag)
+    votes, records = heard(estimated, own_clock), heard(recorded, own_clock)
+    other = believed_clock(claimed, estimated=votes, recorded=records, max_lag=max_lag)
     if other - own_clock > max_lag and lags(own_clock, recorded, max_lag):
         return "own"
     ahead_of_all = bool(estimated) and own_clock - median_high(estimated) > max_lag
-    return "other" if own_clock - other > max_lag and not ahead_of_all else None
+    return "other" if own_clock - min(claimed, other) > max_lag and not ahead_of_all else None

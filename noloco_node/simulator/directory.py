@@ -108,6 +108,8 @@ class SimulatedDirectory:
         self._rng = ambient.chance()
         self._view = DirectoryView(tuple({} for _ in range(dht.stages)))
         self._last_expiry: dict[int, float] = {}
+        self.change: Callable[[PeerRecord], PeerRecord] = lambda record: record
+        """What becomes of this node's record as it says it."""
 
     @property
     def view(self) -> DirectoryView:
@@ -132,7 +134,7 @@ class SimulatedDirectory:
         stage = record.stage
         expires = max(self.now() + life, self._last_expiry.get(stage, 0.0) + 1e-3)
         self._last_expiry[stage] = expires
-        row = LiveRecord(record, expires)
+        row = LiveRecord(self.change(record), expires)
         self._member.take(stage, row)
         asked = [*self._candidates(stage)[:REPLICAS], *self._some(ALSO_TOLD)]
         there = await self._ask(asked)

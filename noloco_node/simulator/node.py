@@ -72,6 +72,8 @@ class Node:
         """What it failed of."""
         self.replica: Replica | None = None
         """Its last one; closed once the node has left."""
+        self.left_open: tuple[str, ...] = ()
+        """What its replica held still when it had run to its end."""
         self.weights = ""
         """Hash of the weights with which it ended, slow and fast."""
         addresses = tuple(address_of(peer) for peer in entrances)
@@ -80,7 +82,7 @@ class Node:
         self._learning = learning
         self._network = network
         self._dht = dht
-        self._directory: SimulatedDirectory | None = None
+        self.directory: SimulatedDirectory | None = None
         self._seconds = seconds
         self._told = told
 
@@ -92,8 +94,8 @@ class Node:
     def die(self) -> None:
         """It is gone from one moment to the next: nothing of what it still does is seen by anybody."""
         self.condition = "killed"
-        if self._directory is not None:
-            self._directory.die()
+        if self.directory is not None:
+            self.directory.die()
 
     async def live(self) -> None:
         """From the start to the end. Never raises but when cancelled: see `condition` and `error`."""
@@ -110,7 +112,7 @@ class Node:
     async def _live(self) -> None:
         device = SimulatedDevice(self._seconds)
         transport = MemoryTransport(self._network, self.peer)
-        directory = self._directory = SimulatedDirectory(self._dht, self.peer, transport.acquaintances)
+        directory = self.directory = SimulatedDirectory(self._dht, self.peer, transport.acquaintances)
         try:
             placed = await self._learning.place(self._spec, self._settings, self.stage, device)
             samples = self._learning.samples(self._spec, self.number, 0) if self.stage == 0 else None

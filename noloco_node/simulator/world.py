@@ -62,6 +62,7 @@ class World:
         self.on_event: Callable[[Node, AnyEvent], None] = lambda _node, _event: None
         self.changed = Pulse()
         """Fires when a node starts or ends."""
+        self._kind = Node
         self._learning = learning or RealTensors()
         self._device = device
         self._rng = random.Random(f"world/{seed}")
@@ -100,7 +101,7 @@ class World:
         entrances = self._rng.sample(running, min(ENTRANCES, len(running)))
         machine = Machine(f"node {number}", clock_ahead=clock_ahead)
         peer = peer_of(number) if twin_of is None else twin_of.peer
-        node = Node(
+        node = self._kind(
             number,
             peer,
             stage,
@@ -114,6 +115,7 @@ class World:
             machine,
             entrances,
         )
+        self._outfit(node)
         self.nodes.append(node)
         self.events.append([])
         life = self._loop.create_task(node.live(), name=f"node {number}", context=machine.context())
@@ -121,6 +123,9 @@ class World:
         self._lives.append(life)
         self.changed.fire()
         return node
+
+    def _outfit(self, node: Node) -> None:
+        """Give a node what else it needs before it lives."""
 
     def populate(self, replicas: int) -> None:
         """Start so many replicas of every stage at once, those of stage 0 first."""

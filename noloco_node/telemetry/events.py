@@ -127,6 +127,8 @@ class OuterStep(Event):
     """Time the compute thread was held by snapshot and apply."""
     inner_steps_meanwhile: int
     """Inner steps taken during the exchange, which the commit kept."""
+    one_sided: bool = False
+    """The partner gave only, as to a newcomer: it took no step with this one, and the mean over replicas moved."""
 
 
 class SourceLoss(BaseModel):

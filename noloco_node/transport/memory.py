@@ -46,6 +46,10 @@ class FaultKind(StrEnum):
     """The peer refuses with `Fault.reason`."""
     DELAY = "delay"
     """The request waits for `Fault.wait()` before it reaches the peer."""
+    REPEAT = "repeat"
+    """The request reaches the peer twice, and what it answers to the second one is lost."""
+    TAMPER = "tamper"
+    """The peer's answer is what `Fault.change` makes of it."""
 
 
 @dataclass(slots=True)
@@ -60,6 +64,7 @@ class Fault:
     times: int | None = None
     reason: Refusal = Refusal.BUSY
     wait: Callable[[], Awaitable[None]] | None = None
+    change: Callable[[Message], Message] | None = None
 
     def fires_on(self, source: PeerId, target: PeerId, method: str) -> bool:
         """Whether the rule matches and has not used up its times."""
@@ -239,6 +244,8 @@ class MemoryTransport(CommonTransport):
         task = target.start_handler(self._peer_id, payload, request, self.traffic)
         outcome: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._calls[outcome] = target.peer_id
+        if self._network.fire(FaultKind.REPEAT, self._peer_id, target.peer_id, decode_envelope(payload).method):
+            target.start_handler(self._peer_id, payload, request, self.traffic)
 
         def settle(done: asyncio.Task[Message]) -> None:
             if outcome.done():
@@ -282,6 +289,8 @@ class MemoryTransport(CommonTransport):
                 sent.add_sent(envelope.method, envelope.body_bytes)
                 self.traffic.add_received(name, envelope.body_bytes)
                 reply, answer = await self._desk.answer(caller, envelope.method, received, place)
+                tamper = self._network.fire(FaultKind.TAMPER, caller, self._peer_id, envelope.method)
+                answer = tamper.change(answer) if tamper and tamper.change else answer
                 copied = _copy(decode_envelope(reply), answer)
         except Refused as refused:
             self._desk.count_refusal(caller, refused)

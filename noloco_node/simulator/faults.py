@@ -1,0 +1,274 @@
+"""Schedules of faults as data: drawn from a seed, written down as JSON, and each fault with the moment at which it
+strikes, which is a share of the run and so comes in every run that does not stand still."""
+
+from __future__ import annotations
+
+import random
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+Node = Annotated[int, Field(ge=0, lt=4096)]
+"""Number of a node, in the order in which they start."""
+Seconds = Annotated[float, Field(gt=0.0, le=86_400.0, allow_inf_nan=False)]
+
+MOST_SKEW_SECONDS = 2.9
+"""Nodes whose clock is further off do not start (`checks.CLOCK_LIMIT_SECONDS`)."""
+
+
+class _Fault(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    at: Annotated[float, Field(ge=0.0, le=1.0)]
+    """Share of the run's target that the furthest clock has reached when it strikes."""
+
+
+class Death(_Fault):
+    """A node dies without a word. `silent`: its machine is gone, and nobody is told that streams have broken."""
+
+    kind: Literal["death"] = "death"
+    node: Node
+    silent: bool = False
+
+
+class Freeze(_Fault):
+    """A node stands still for so long, its links open."""
+
+    kind: Literal["freeze"] = "freeze"
+    node: Node
+    seconds: Seconds
+
+
+class Partition(_Fault):
+    """These nodes and the others do not reach each other for so long; what was sent arrives afterwards."""
+
+    kind: Literal["partition"] = "partition"
+    nodes: tuple[Node, ...]
+    seconds: Seconds
+
+
+class SlowLink(_Fault):
+    """A node's link takes so many times as long."""
+
+    kind: Literal["slow_link"] = "slow_link"
+    node: Node
+    times: Annotated[float, Field(gt=1.0, le=10_000.0)]
+    seconds: Seconds
+
+
+class LostMessages(_Fault):
+    """So many calls to a node come to nothing: `request` before they are there, `answer` on the way back, `dial`
+    without a stream."""
+
+    kind: Literal["lost_messages"] = "lost_messages"
+    node: Node
+    what: Literal["request", "answer", "dial"]
+    calls: Annotated[int, Field(gt=0, le=1000)]
+
+
+class LateMessages(_Fault):
+    """So many calls to a node arrive so much later."""
+
+    kind: Literal["late_messages"] = "late_messages"
+    node: Node
+    calls: Annotated[int, Field(gt=0, le=1000)]
+    seconds: Seconds
+
+
+class RepeatedMessages(_Fault):
+    """So many calls to a node arrive twice."""
+
+    kind: Literal["repeated_messages"] = "repeated_messages"
+    node: Node
+    calls: Annotated[int, Field(gt=0, le=1000)]
+
+
+class FullDisk(_Fault):
+    """A node's disk takes no checkpoint for so long."""
+
+    kind: Literal["full_disk"] = "full_disk"
+    node: Node
+    seconds: Seconds
+
+
+class SkewedClock(_Fault):
+    """A node's clock is set wrong by so much."""
+
+    kind: Literal["skewed_clock"] = "skewed_clock"
+    node: Node
+    by: Annotated[float, Field(ge=-MOST_SKEW_SECONDS, le=MOST_SKEW_SECONDS)]
+    """Seconds; positive: ahead."""
+
+
+class Twin(_Fault):
+    """Somebody starts a second node with a node's key."""
+
+    kind: Literal["twin"] = "twin"
+    node: Node
+
+
+class Liar(_Fault):
+    """A node turns hostile: its gradients are `flipped`, `huge` or `nan`, its weights `huge`, its clock `ahead`; it
+    answers `busy` to all, or agrees to exchanges and is `mute` then."""
+
+    kind: Literal["liar"] = "liar"
+    node: Node
+    how: Literal["flipped", "huge", "nan", "weights", "ahead", "busy", "mute"]
+
+
+class Join(_Fault):
+    """A node joins, at the stage that needs it most."""
+
+    kind: Literal["join"] = "join"
+
+
+class Leave(_Fault):
+    """A node is told to stop, and comes back after so long, from its checkpoint; never where None."""
+
+    kind: Literal["leave"] = "leave"
+    node: Node
+    back_after: Seconds | None = None
+
+
+class Crash(_Fault):
+    """A node dies and is started again after so long, from its checkpoint."""
+
+    kind: Literal["crash"] = "crash"
+    node: Node
+    back_after: Seconds
+
+
+class Relocate(_Fault):
+    """A node leaves for another stage, as where that one is poor."""
+
+    kind: Literal["relocate"] = "relocate"
+    node: Node
+    stage: Annotated[int, Field(ge=0, lt=256)]
+
+
+class LostStage(_Fault):
+    """All nodes that serve a stage die at once."""
+
+    kind: Literal["lost_stage"] = "lost_stage"
+    stage: Annotated[int, Field(ge=0, lt=256)]
+
+
+Fault = Annotated[
+    Death
+    | Freeze
+    | Partition
+    | SlowLink
+    | LostMessages
+    | LateMessages
+    | RepeatedMessages
+    | FullDisk
+    | SkewedClock
+    | Twin
+    | Liar
+    | Join
+    | Leave
+    | Crash
+    | Relocate
+    | LostStage,
+    Field(discriminator="kind"),
+]
+
+KINDS = (
+    "death",
+    "freeze",
+    "partition",
+    "slow_link",
+    "lost_messages",
+    "late_messages",
+    "repeated_messages",
+    "full_disk",
+    "skewed_clock",
+    "twin",
+    "liar",
+    "join",
+    "leave",
+    "crash",
+    "relocate",
+    "lost_stage",
+)
+ENDS_NODES = frozenset({"death", "crash", "leave", "lost_stage", "twin", "liar"})
+"""Kinds after which a node's samples, or its account, may be gone with it."""
+
+
+class Schedule(BaseModel):
+    """One swarm and what befalls it. The seed also draws devices, links, routes and partners."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seed: int
+    replicas: Annotated[tuple[Annotated[int, Field(gt=0, le=64)], ...], Field(min_length=1, max_length=8)]
+    """Nodes of each stage at the start."""
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def nodes(self) -> int:
+        """Nodes at the start."""
+        return sum(self.replicas)
+
+    @property
+    def stages(self) -> int:
+        """Stages of the run."""
+        return len(self.replicas)
+
+    def with_faults(self, faults: tuple[Fault, ...]) -> Schedule:
+        """The same swarm under others."""
+        return self.model_copy(update={"faults": faults})
+
+
+FAULT: TypeAdapter[Fault] = TypeAdapter(Fault)
+
+
+def draw(seed: int, fewest: int = 4, most: int = 8, kinds: tuple[str, ...] = KINDS) -> Schedule:
+    """The schedule of this seed for a swarm of `fewest` to `most` nodes, of these kinds of faults: one fault for two
+    nodes on average, of two or three kinds, since what never comes together cannot be found apart."""
+    rng = random.Random(f"faults/{seed}")
+    nodes = rng.randint(fewest, most)
+    stages = rng.choice([count for count in (1, 2, 2, 2, 3, 3) if 2 * count <= nodes])
+    replicas = [nodes // stages] * stages
+    for _ in range(nodes % stages):
+        replicas[rng.randrange(stages)] += 1
+    mixed = rng.sample(kinds, min(len(kinds), rng.choice((1, 2, 3, 4))))
+    count = 1 + min(rng.randrange(nodes), rng.randrange(nodes))
+    faults = [_draw_one(rng, rng.choice(mixed), nodes, stages) for _ in range(count)]
+    return Schedule(seed=seed, replicas=tuple(replicas), faults=tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+def _draw_one(rng: random.Random, kind: str, nodes: int, stages: int) -> Fault:
+    drawn: dict[str, object] = {"kind": kind, "at": round(rng.choice((rng.random(), rng.random(), 1.0)), 3)}
+    if kind not in ("partition", "join", "lost_stage"):
+        drawn["node"] = rng.randrange(nodes)
+    seconds = round(10 ** rng.uniform(-0.5, 1.6), 2)
+    match kind:
+        case "death":
+            drawn["silent"] = rng.random() < 0.5
+        case "freeze" | "full_disk":
+            drawn["seconds"] = seconds
+        case "partition":
+            drawn["nodes"] = tuple(sorted(rng.sample(range(nodes), rng.randint(1, nodes // 2))))
+            drawn["seconds"] = seconds
+        case "slow_link":
+            drawn |= {"times": round(10 ** rng.uniform(0.5, 3.0), 1), "seconds": seconds}
+        case "lost_messages":
+            drawn |= {"what": rng.choice(("request", "answer", "dial")), "calls": rng.randint(1, 20)}
+        case "late_messages":
+            drawn |= {"calls": rng.randint(1, 20), "seconds": seconds}
+        case "repeated_messages":
+            drawn["calls"] = rng.randint(1, 20)
+        case "skewed_clock":
+            drawn["by"] = round(rng.uniform(-MOST_SKEW_SECONDS, MOST_SKEW_SECONDS), 2)
+        case "liar":
+            drawn["how"] = rng.choice(("flipped", "huge", "nan", "weights", "ahead", "busy", "mute"))
+        case "leave":
+            drawn["back_after"] = rng.choice((None, seconds))
+        case "crash":
+            drawn["back_after"] = seconds
+        case "relocate" | "lost_stage":
+            drawn["stage"] = rng.randrange(stages)
+        case _:
+            pass
+    return FAULT.validate_python(drawn)

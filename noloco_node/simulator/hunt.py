@@ -1,0 +1,223 @@
+"""Hunting the node's faults: schedules drawn from seeds, each carried out on a swarm in virtual time, and what then is
+against the invariants. A failing schedule shrinks to the shortest that still fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+from noloco_node.aio import cancel_and_wait
+from noloco_node.config.data_spec import DataSpec
+from noloco_node.config.model_spec import ModelSpec
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, OuterSpec, RunSpec
+from noloco_node.simulator.faults import ENDS_NODES, Crash, Fault, FullDisk, Leave, Schedule
+from noloco_node.simulator.hunted import HuntedLinks, HuntedWorld
+from noloco_node.simulator.invariants import Run, Told, breaches
+from noloco_node.simulator.learning import RealTensors
+from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.simulator.quadratic import Quadratic
+from noloco_node.simulator.shrink import shortest_failing
+from noloco_node.simulator.strikes import Strikes
+from noloco_node.sizing.footprint import Footprint, footprint_of
+from noloco_node.training.compute_thread import Priority
+
+DEADLINE_SECONDS = 3 * 3600.0
+"""Virtual seconds after which a run that is not over will never be: a node waits an hour at the longest, for a stage
+that has no replica."""
+STEPS = 24
+"""Inner steps of the swarm."""
+INNER_STEPS = 3
+BATCH_MICROBATCHES = 4
+IN_FLIGHT = 2
+NOISE = 0.5
+"""Of a quadratic's gradients."""
+SECONDS = {Priority.STEP: 0.02, Priority.BACKWARD: 0.6, Priority.FORWARD: 0.3, Priority.DRAW: 0.3}
+"""What the fastest device takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one schedule."""
+
+    schedule: Schedule
+    breaches: tuple[str, ...]
+    fired: tuple[bool, ...]
+    """Of each fault, whether it did something."""
+    seconds: float
+    """Virtual."""
+    trace: str
+    """Hash of all that was told."""
+
+
+def run_spec(stages: int) -> RunSpec:
+    """The run of every schedule: as small as a stage can be, with the limits that nodes have by default."""
+    windows, length = 2, 4
+    batch = BATCH_MICROBATCHES * windows * length
+    return RunSpec(
+        name="hunt",
+        model=ModelSpec(
+            config={
+                "model_type": "llama",
+                "vocab_size": 11,
+                "hidden_size": 8,
+                "intermediate_size": 8,
+                "num_hidden_layers": max(2, stages),
+                "num_attention_heads": 1,
+                "num_key_value_heads": 1,
+                "max_position_embeddings": 8,
+                "tie_word_embeddings": False,
+            },
+            stages=stages,
+        ),
+        data=DataSpec(sequence_length=length),
+        inner=InnerSpec(
+            target_tokens=batch * STEPS,
+            global_batch_tokens=batch,
+            microbatch_windows=windows,
+            learning_rate=1e-2,
+            warmup_tokens=2 * batch,
+        ),
+        outer=OuterSpec(inner_steps=INNER_STEPS, min_inner_steps=1),
+        evaluation=EvaluationSpec(every_tokens=batch * STEPS, windows=windows),
+        limits=LimitsSpec(chunk_bytes=4096),
+    )
+
+
+class _Complaints(logging.Handler):
+    """Collects what nobody may have to log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self.lines.append(f"{record.getMessage()}{'' if error is None else f': {error!r}'}")
+
+
+def carry_out(schedule: Schedule, *, real_tensors: bool = False) -> Outcome:
+    """Run a schedule to its end, in virtual time: on quadratics, or on the tiny stages of `run_spec`."""
+    complaints = _Complaints()
+    package = logging.getLogger()
+    package.addHandler(complaints)
+    try:
+        with tempfile.TemporaryDirectory(prefix="hunt-") as folder:
+            return in_virtual_time(
+                lambda: _run(schedule, complaints, Path(folder), real_tensors=real_tensors), seed=schedule.seed
+            )
+    finally:
+        package.removeHandler(complaints)
+
+
+def shrunk(outcome: Outcome, most_tries: int = 200) -> Outcome:
+    """The shortest part of a failing schedule that fails in a like way: in the first word of one of its breaches."""
+    ways = {line.partition(":")[0] for line in outcome.breaches}
+    found = {outcome.schedule.faults: outcome}
+
+    def fails(faults: Sequence[Fault]) -> bool:
+        tried = carry_out(outcome.schedule.with_faults(tuple(faults)))
+        found[tried.schedule.faults] = tried
+        return any(line.partition(":")[0] in ways for line in tried.breaches)
+
+    return found[tuple(shortest_failing(outcome.schedule.faults, fails, most_tries))]
+
+
+async def _run(schedule: Schedule, complaints: _Complaints, folder: Path, *, real_tensors: bool) -> Outcome:
+    spec, loop = run_spec(schedule.stages), asyncio.get_running_loop()
+    own = asyncio.all_tasks()
+    async with HuntedWorld(
+        spec,
+        NodeSettings(
+            in_flight=IN_FLIGHT, seed=schedule.seed, checkpoint_rounds=2, checkpoint_seconds=5, min_stay_seconds=60
+        ),
+        _footprint(schedule.stages),
+        learning=RealTensors() if real_tensors else _quadratic(),
+        device=partial(_device, schedule.seed),
+        links=HuntedLinks(lambda _source, _target, octets: 0.02 + octets / 1e6),
+        seed=schedule.seed,
+        folder=folder,
+        disks=frozenset(fault.node for fault in schedule.faults if isinstance(fault, Crash | Leave | FullDisk)),
+    ) as world:
+        for stage, replicas in enumerate(schedule.replicas):
+            for _ in range(replicas):
+                world.start(stage)
+        strikes = Strikes(world, schedule)
+        striking = loop.create_task(strikes.run())
+        over = True
+        try:
+            await world.ended(DEADLINE_SECONDS)
+        except TimeoutError:
+            over = False
+        await cancel_and_wait((striking,))
+        strikes.settle()
+        tasks = [task for task in asyncio.all_tasks() - own if not task.done()] if over and not world.vanished else []
+        complained = tuple(complaints.lines)
+        run = _told(world, strikes, over=over, complaints=complained, tasks=tuple(sorted(map(_name, tasks))))
+        return Outcome(schedule, tuple(breaches(run)), tuple(strikes.fired), loop.time(), world.trace)
+
+
+def _device(seed: int, number: int) -> Callable[[Priority], float]:
+    """What a node's device takes: one may be four times as fast as another."""
+    slowness = 4.0 ** random.Random(f"device/{seed}/{number}").random()
+    return lambda work: slowness * SECONDS[work]
+
+
+@cache
+def _quadratic() -> Quadratic:
+    """One landscape for all schedules: it takes as long to draw as a tenth of a run."""
+    return Quadratic(0, NOISE)
+
+
+@cache
+def _footprint(stages: int) -> Footprint:
+    return footprint_of(run_spec(stages))
+
+
+def _name(task: asyncio.Task[object]) -> str:
+    return getattr(task.get_coro(), "__qualname__", task.get_name())
+
+
+def _told(
+    world: HuntedWorld, strikes: Strikes, *, over: bool, complaints: tuple[str, ...], tasks: tuple[str, ...]
+) -> Run:
+    accounts, spec = world.accounts(), world.spec
+    nodes = [
+        Told(
+            number=node.number,
+            stage=node.stage,
+            peer=node.peer,
+            condition=node.condition,
+            error=repr(node.error),
+            account=accounts.get(node.number),
+            events=world.events[node.number],
+            clock=node.replica.worker.progress.clock if node.replica else 0.0,
+            late=node.number >= strikes.schedule.nodes,
+            left_open=node.left_open,
+        )
+        for node in world.nodes
+    ]
+    kinds = {fault.kind for fault in strikes.schedule.faults}
+    batch = spec.inner.global_batch_tokens
+    under_way = IN_FLIGHT * spec.microbatch_tokens * max(strikes.schedule.replicas)
+    return Run(
+        target=spec.inner.target_tokens,
+        batch=batch,
+        round_tokens=max(spec.outer.inner_steps * batch, under_way),
+        seconds=asyncio.get_running_loop().time(),
+        over=over,
+        nodes=nodes,
+        struck=frozenset(strikes.dead | strikes.liars | strikes.twins),
+        max_lag=spec.max_lag_tokens,
+        lost_stage="lost_stage" in kinds,
+        hostile=bool(kinds & {"liar", "twin"}),
+        lossy=bool(kinds & ENDS_NODES),
+        complaints=complaints,
+        tasks=tasks,
+    )

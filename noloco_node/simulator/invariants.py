@@ -1,0 +1,191 @@
+"""What must hold after every simulated run, whatever befell it: pure functions of what the nodes told and left behind.
+
+Each gives what is against it, for a person; nothing where it holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from noloco_node.averaging.engagement import Phase
+from noloco_node.node.replica import Replica
+from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, OuterStep
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is known of one node after a run."""
+
+    number: int
+    stage: int
+    peer: str
+    condition: str
+    """How it ended (`node.Condition`)."""
+    error: str
+    account: Account | None
+    events: Sequence[AnyEvent]
+    clock: float
+    late: bool = False
+    """It came to a run that was under way: its end may come before this node has gone all of the way."""
+    left_open: tuple[str, ...] = ()
+    """What it had open as it left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run after its end."""
+
+    target: float
+    batch: float
+    """Tokens of an inner step of the swarm."""
+    round_tokens: float
+    """Tokens of an outer round of the swarm, or of what all origins have under way at most, where that is more."""
+    seconds: float
+    over: bool
+    """Every node has ended within the deadline."""
+    nodes: Sequence[Told]
+    struck: frozenset[int] = frozenset()
+    """Nodes that a fault ended, or made hostile or double: they owe nothing."""
+    max_lag: float = math.inf
+    """Tokens by which the clocks of two stages may differ, twice."""
+    lost_stage: bool = False
+    """A stage has lost all of its replicas, and begins again from what is left of it, or from the seed."""
+    hostile: bool = False
+    """A node lied, or two nodes had one identity."""
+    lossy: bool = False
+    """Somebody died, or was told to leave."""
+    complaints: tuple[str, ...] = field(default=())
+    """Errors in the log."""
+    tasks: tuple[str, ...] = field(default=())
+    """Tasks that outlived their nodes."""
+
+    @property
+    def survivors(self) -> list[Told]:
+        """Nodes that owe the run's end."""
+        return [node for node in self.nodes if node.number not in self.struck]
+
+
+def left_open(replica: Replica) -> tuple[str, ...]:
+    """What a replica that has run to its end holds still: an exchange, microbatches, versions, readers."""
+    open_still: list[str] = []
+    if replica.averaging.exchanger.engagement.phase is not Phase.FREE:
+        open_still.append(f"an exchange ({replica.averaging.exchanger.engagement.phase})")
+    if replica.pipeline.server.pending:
+        open_still.append(f"{replica.pipeline.server.pending} microbatches of others")
+    if replica.pipeline.origin is not None and replica.pipeline.origin.under_way:
+        open_still.append(f"{replica.pipeline.origin.under_way} microbatches of its own")
+    if replica.worker.live_versions > 1:
+        open_still.append(f"{replica.worker.live_versions} versions of the weights")
+    if replica.worker.queued:
+        open_still.append(f"{replica.worker.queued} calls of the device")
+    return tuple(open_still)
+
+
+def breaches(run: Run) -> list[str]:
+    """All that is against any of the invariants."""
+    return [line for invariant in INVARIANTS for line in invariant(run)]
+
+
+def _nobody_waits_for_ever(run: Run) -> Iterator[str]:
+    if not run.over:
+        still = [node.number for node in run.nodes if node.condition == "running"]
+        yield f"waits for ever: nodes {still} still run after {run.seconds:.0f} s"
+
+
+def _survivors_come_to_the_end(run: Run) -> Iterator[str]:
+    stages = {node.stage for node in run.nodes}
+    for node in run.survivors:
+        if node.condition == "failed" and not (
+            len(run.survivors) < len(stages) and "a stage has no replica" in node.error
+        ):
+            yield f"fails: node {node.number} of stage {node.stage}: {node.error}"
+        short = run.target - _furthest(node) > (0.0 if node.stage == 0 and not node.late else run.max_lag)
+        if node.condition == "ended" and short and not run.lost_stage:
+            yield f"short: node {node.number} of stage {node.stage} ends at {node.clock:.0f} of {run.target:.0f}"
+
+
+def _furthest(node: Told) -> float:
+    """The last outer step may meet a partner's clock below the target."""
+    return max([node.clock, *(event.clock for event in node.events if isinstance(event, InnerStep))])
+
+
+def _no_clock_runs_past(run: Run) -> Iterator[str]:
+    """Later stages' clocks are tied to that of stage 0 within half of the lag that is allowed; within the whole where
+    more train than are counted, as two with one identity do."""
+    tied = run.max_lag if run.hostile else run.max_lag / 2
+    for node in run.survivors:
+        if node.clock - run.target > (run.round_tokens if node.stage == 0 else tied):
+            yield f"past: node {node.number} of stage {node.stage} ends at {node.clock:.0f} of {run.target:.0f}"
+
+
+def _accounts_close(run: Run) -> Iterator[str]:
+    for node in run.survivors:
+        account = node.account
+        if account is None:
+            continue
+        rest = account.drawn - account.trained - account.dropped - account.held_at_end
+        if node.stage == 0 and rest:
+            yield f"account: node {node.number} has {rest} samples nowhere ({account.drawn} drawn)"
+
+
+def _nothing_is_dropped(run: Run) -> Iterator[str]:
+    if run.lossy or run.hostile:
+        return
+    for node in run.survivors:
+        if node.account is not None and node.account.dropped:
+            yield f"dropped: node {node.number} dropped {node.account.dropped} samples, and nobody died"
+
+
+def _nothing_is_left_open(run: Run) -> Iterator[str]:
+    for node in run.survivors:
+        for what in node.left_open:
+            yield f"open: node {node.number} of stage {node.stage} left {what}"
+    for task in run.tasks:
+        yield f"task: {task}"
+
+
+def _nobody_complains(run: Run) -> Iterator[str]:
+    for line, times in Counter(run.complaints).items():
+        yield f"log: {line} ({times} times)"
+
+
+def _the_mean_is_kept(run: Run) -> Iterator[str]:
+    """Of each pair's step both sides are committed, unless an abort on one of them says otherwise."""
+    if run.hostile or run.lossy:
+        return
+    made, broken = _steps(run.nodes)
+    for pair, (one, other) in made.items():
+        gone = broken.get(pair, 0)
+        if abs(one - other) > gone:
+            yield f"one-sided: {pair[0]} committed {one} steps with {pair[1]}, which committed {other}; {gone} aborted"
+
+
+def _steps(nodes: Sequence[Told]) -> tuple[Mapping[tuple[str, str], tuple[int, int]], Mapping[tuple[str, str], int]]:
+    """Of each pair: steps that each side committed, and that either aborted."""
+    sides: Counter[tuple[str, str]] = Counter()
+    aborted: Counter[tuple[str, str]] = Counter()
+    for node in nodes:
+        for event in node.events:
+            if isinstance(event, OuterStep) and event.partner and not event.one_sided:
+                first, second = sorted((node.peer, event.partner))
+                if event.kind == "paired":
+                    sides[node.peer, event.partner] += 1
+                elif event.kind == "aborted":
+                    aborted[first, second] += 1
+    pairs = {(min(pair), max(pair)) for pair in sides}
+    return {pair: (sides[pair], sides[pair[1], pair[0]]) for pair in pairs}, aborted
+
+
+INVARIANTS = (
+    _nobody_waits_for_ever,
+    _survivors_come_to_the_end,
+    _no_clock_runs_past,
+    _accounts_close,
+    _nothing_is_dropped,
+    _nothing_is_left_open,
+    _nobody_complains,
+    _the_mean_is_kept,
+)

@@ -1,0 +1,151 @@
+"""A node of a simulation that may move: the stays of `node.daemon`, with the same lifecycle and checkpoints, on a
+machine that has no p2pd, no run folder and no receipts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from torch import Tensor
+
+from noloco_node import ambient
+from noloco_node.bootstrap.hello import serve_hello
+from noloco_node.node.checkpointing import CheckpointKeeper
+from noloco_node.node.replica import Replica
+from noloco_node.node.stage_lifecycle import StageLifecycle
+from noloco_node.simulator.device import SimulatedDevice
+from noloco_node.simulator.directory import SimulatedDirectory
+from noloco_node.simulator.invariants import left_open
+from noloco_node.simulator.node import Node, weights_of
+from noloco_node.sizing.footprint import Footprint
+from noloco_node.storage.checkpoint import Checkpoint, CheckpointFailed, CheckpointFolder, KeptStanding, Written
+from noloco_node.transport.memory import MemoryTransport
+
+KEPT = 2
+
+
+class Disk(CheckpointFolder):
+    """A node's checkpoints, on a disk that may be full."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, KEPT)
+        self.full = False
+        self.refused = 0
+        """Checkpoints that it took none of."""
+
+    def write(self, standing: KeptStanding, tensors: Mapping[str, Tensor]) -> Written:
+        """See `CheckpointFolder.write`."""
+        if self.full:
+            self.refused += 1
+            raise CheckpointFailed("No space left on device")
+        return super().write(standing, tensors)
+
+
+class StayingNode(Node):
+    """Goes from stage to stage as a daemon does. `outfit` gives it what it needs for that; without a disk it takes no
+    checkpoints."""
+
+    footprint: Footprint
+    disk: Disk | None = None
+    auto = False
+    """It chooses its first stage."""
+    told_to_leave = False
+    lifecycle: StageLifecycle | None = None
+
+    async def _live(self) -> None:
+        device = SimulatedDevice(self._seconds)
+        transport = MemoryTransport(self._network, self.peer)
+        directory = self.directory = SimulatedDirectory(self._dht, self.peer, transport.acquaintances)
+        settings = self._settings.model_copy(update={"moves": "always", "stage": "auto" if self.auto else self.stage})
+        try:
+            stays = StageLifecycle(self._spec, settings, self.footprint, transport, directory)
+            self.lifecycle, saved = stays, None
+            if self.disk is not None:
+                wanted = None if self.auto else self.stage
+                saved = await ambient.elsewhere(self.disk.newest, self._spec.run_id, wanted)
+            if saved is None and self.auto:
+                await stays.look_around()
+            self.stage = stays.stage = await stays.first_stage(saved and saved.standing.stage)
+            serve_hello(transport, self._spec, lambda: stays.stage)
+            while not await self._stay(stays, saved, transport, directory, device):
+                saved = None
+        finally:
+            if self.condition != "killed":
+                directory.close()
+            await transport.close()
+            await device.close()
+
+    async def _stay(
+        self,
+        stays: StageLifecycle,
+        saved: Checkpoint | None,
+        transport: MemoryTransport,
+        directory: SimulatedDirectory,
+        device: SimulatedDevice,
+    ) -> bool:
+        """One stay; whether it was the last. `stays.stage` is that of the next one."""
+        async with AsyncExitStack() as stack:
+            async with stays.arriving(self.stage):
+                replica = self.replica = await self._replica(stays, saved, transport, directory, device)
+                stack.callback(replica.close)
+                keeper = None
+                if self.disk is not None:
+                    keeper = stack.enter_context(CheckpointKeeper(replica, self.disk, self.emit, self._settings))
+                clock = None if saved is None else saved.standing.progress.clock
+                if saved is not None and keeper is not None:
+                    await keeper.resume(saved)
+                replica.serve()
+                folder = self.disk or CheckpointFolder(Path("nowhere"), KEPT)
+                origin = await stays.begin(replica, clock, folder)
+            if origin is None:
+                self.stage = stays.back()
+                return False
+            moved = stays.arrived(replica, origin)
+            if moved is not None:
+                self.emit(moved)
+            if self.told_to_leave:
+                replica.stop.set()
+            await self._train(stays, replica, keeper)
+            if stays.move is not None and not self.told_to_leave:
+                self.stage = stays.departs()
+                return False
+            await stays.give_up_move()
+            self.weights = await weights_of(replica)
+            await transport.close()  # what others still wanted of it is no longer under way
+            self.left_open = left_open(replica)
+            return True
+
+    async def _replica(
+        self,
+        stays: StageLifecycle,
+        saved: Checkpoint | None,
+        transport: MemoryTransport,
+        directory: SimulatedDirectory,
+        device: SimulatedDevice,
+    ) -> Replica:
+        spec, drawn = self._spec, stays.ledger.drawn if saved is None else saved.standing.ledger["drawn"]
+        return Replica(
+            spec,
+            self._settings,
+            await self._learning.place(spec, self._settings, self.stage, device),
+            transport,
+            directory,
+            device,
+            samples=self._learning.samples(spec, self.number, drawn) if self.stage == 0 else None,
+            emit=self.emit,
+            ledger=stays.ledger,
+            guards=lambda: stays.copies.guards,
+        )
+
+    async def _train(self, stays: StageLifecycle, replica: Replica, keeper: CheckpointKeeper | None) -> None:
+        async with asyncio.TaskGroup() as group:
+            beside = [group.create_task(stays.accompany(replica))]
+            if keeper is not None:
+                beside.append(group.create_task(keeper.run()))
+            await replica.run()
+            for task in beside:
+                task.cancel()
+        if keeper is not None and (stays.move is None or self.told_to_leave):
+            await keeper.save()

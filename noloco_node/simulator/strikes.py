@@ -1,0 +1,254 @@
+"""What each fault of a schedule does to a world, when its moment has come, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+from noloco_node.directory.records import PeerRecord
+from noloco_node.placement.migration import Move
+from noloco_node.simulator.faults import (
+    Crash,
+    Death,
+    Fault,
+    Freeze,
+    FullDisk,
+    Join,
+    LateMessages,
+    Leave,
+    Liar,
+    LostMessages,
+    LostStage,
+    Partition,
+    Relocate,
+    RepeatedMessages,
+    Schedule,
+    SkewedClock,
+    SlowLink,
+    Twin,
+)
+from noloco_node.simulator.hunted import HuntedWorld
+from noloco_node.simulator.node import Node
+from noloco_node.simulator.stays import StayingNode
+from noloco_node.transport.memory import Fault as Rule
+from noloco_node.transport.memory import FaultKind
+from noloco_node.transport.messages import Message
+
+LOOK_SECONDS = 0.25
+"""Between two looks whether a fault's moment has come."""
+FAR_AHEAD = 1e15
+LOST = {"request": FaultKind.LOSE_REQUEST, "answer": FaultKind.LOSE_ANSWER, "dial": FaultKind.UNREACHABLE}
+
+
+@dataclass(slots=True)
+class Strikes:
+    """Carries a schedule out. `fired` says which of its faults have done something."""
+
+    world: HuntedWorld
+    schedule: Schedule
+    fired: list[bool] = field(init=False)
+    dead: set[int] = field(default_factory=set[int])
+    """Nodes that a fault has ended: what they hold is lost."""
+    liars: set[int] = field(default_factory=set[int])
+    twins: set[int] = field(default_factory=set[int])
+    """Nodes that share an identity."""
+    _apart: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
+    _still: Counter[int] = field(default_factory=Counter[int])
+    _slow: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
+    _rules: dict[int, Rule] = field(default_factory=dict[int, Rule])
+    _full: dict[int, StayingNode] = field(default_factory=dict[int, StayingNode])
+
+    def __post_init__(self) -> None:
+        self.fired = [False] * len(self.schedule.faults)
+
+    def share(self) -> float:
+        """How much of the run is done, by the furthest clock of the honest."""
+        honest = [node for node in self.world.nodes if node.number not in self.liars and node.replica is not None]
+        clocks = [node.replica.worker.progress.clock for node in honest if node.replica is not None]
+        return max(clocks, default=0.0) / self.world.spec.inner.target_tokens
+
+    async def run(self) -> None:
+        """Strike, until all faults have; to be cancelled when the run is over."""
+        order = sorted(range(len(self.schedule.faults)), key=lambda index: self.schedule.faults[index].at)
+        for index in order:
+            fault = self.schedule.faults[index]
+            while self.share() < fault.at:  # noqa: ASYNC110 - nothing tells that a clock has moved
+                await asyncio.sleep(LOOK_SECONDS)
+            await self._strike(index, fault)
+
+    def settle(self) -> None:
+        """The run is over: what was to befall messages and disks has, or has not."""
+        for index, node in self._full.items():
+            self.fired[index] = node.disk is not None and node.disk.refused > 0
+        for index, rule in self._rules.items():
+            self.fired[index] |= rule.times is None or rule.times < _calls(self.schedule.faults[index])
+
+    def _node(self, fault: Fault) -> StayingNode | None:
+        """The fault's node, if it is one of a node that lives."""
+        number: int | None = getattr(fault, "node", None)
+        node = self.world.nodes[number] if number is not None and number < len(self.world.nodes) else None
+        return node if isinstance(node, StayingNode) and node.condition == "running" else None
+
+    async def _strike(self, index: int, fault: Fault) -> None:
+        world, loop, node = self.world, asyncio.get_running_loop(), self._node(fault)
+        match fault:
+            case Join():
+                self.fired[index] = bool(world.running)
+                if world.running:
+                    world.join()
+            case LostStage(stage=stage):
+                for each in [each for each in world.running if each.stage == stage]:
+                    self._end(each)
+                    self.fired[index] = True
+            case Partition(nodes=nodes, seconds=seconds):
+                self._apart[index] = frozenset(nodes)
+                self._part()
+                loop.call_later(seconds, self._heal, index)
+                self.fired[index] = bool(world.running)
+            case _ if node is None:
+                return
+            case Death(silent=silent):
+                self._end(node, silent=silent)
+                self.fired[index] = True
+            case Leave(back_after=back_after):
+                world.stop(node)
+                self.dead.add(node.number)
+                self._comes_back(node, back_after)
+                self.fired[index] = True
+            case Crash(back_after=back_after):
+                self._end(node)
+                self._comes_back(node, back_after)
+                self.fired[index] = True
+            case FullDisk(seconds=seconds):
+                self._full[index] = node
+                self._set_full(node, full=True)
+                loop.call_later(seconds, self._set_full, node, False)
+            case Relocate(stage=stage) if stage != node.stage and node.replica and node.lifecycle:
+                node.lifecycle.move = Move(stage, "poor")
+                node.replica.stop.set()
+                self.fired[index] = True
+            case Freeze(seconds=seconds):
+                self._still[node.number] += 1
+                world.freeze(node)
+                loop.call_later(seconds, self._thaw, node)
+                self.fired[index] = True
+            case SlowLink(seconds=seconds, times=times):
+                self._slow.setdefault(node.number, []).append(times)
+                self._slow_down(node)
+                loop.call_later(seconds, self._speed_up, node, times)
+                self.fired[index] = True
+            case SkewedClock(by=by):
+                node.machine.clock_ahead = by
+                self.fired[index] = True
+            case Twin():
+                other = world.start(node.stage, twin_of=node)
+                self.twins |= {node.number, other.number}
+                self.fired[index] = True
+            case Liar(how=how):
+                self.liars.add(node.number)
+                self.fired[index] = await self._turn(node, how)
+            case LostMessages() | LateMessages() | RepeatedMessages():
+                self._rules[index] = world.network.inject(_rule(fault, node))
+            case _:
+                pass
+
+    def _comes_back(self, node: StayingNode, seconds: float | None) -> None:
+        if seconds is not None:
+            asyncio.get_running_loop().call_later(seconds, self._start_again, node)
+
+    def _start_again(self, node: StayingNode) -> None:
+        if node.condition == "running":  # it is leaving still
+            asyncio.get_running_loop().call_later(1.0, self._start_again, node)
+        elif self.world.running:
+            self.world.start(node.stage, twin_of=node)
+
+    def _set_full(self, node: StayingNode, full: bool) -> None:
+        if node.disk is not None:
+            node.disk.full = full
+
+    def _end(self, node: Node, *, silent: bool = False) -> None:
+        self.dead.add(node.number)
+        if silent:
+            self.world.vanish(node)
+        else:
+            self.world.kill(node)
+
+    def _part(self) -> None:
+        sides: dict[tuple[bool, ...], list[Node]] = {}
+        for node in self.world.nodes:
+            sides.setdefault(tuple(node.number in cut for cut in self._apart.values()), []).append(node)
+        self.world.part(*sides.values())
+
+    def _heal(self, index: int) -> None:
+        del self._apart[index]
+        self._part()
+
+    def _thaw(self, node: Node) -> None:
+        self._still[node.number] -= 1
+        if not self._still[node.number] and node.condition == "running":
+            self.world.thaw(node)
+
+    def _slow_down(self, node: Node) -> None:
+        self.world.slow(node, max(self._slow[node.number], default=1.0))
+
+    def _speed_up(self, node: Node, times: float) -> None:
+        self._slow[node.number].remove(times)
+        self._slow_down(node)
+
+    async def _turn(self, node: Node, how: str) -> bool:
+        """A node turns hostile; whether it could."""
+        network, replica = self.world.network, node.replica
+        if replica is None:
+            return False
+        if how in ("flipped", "huge", "nan"):
+            network.inject(Rule(FaultKind.TAMPER, target=node.peer, method="microbatch", change=_GRADIENTS[how]))
+        elif how == "busy":
+            for method in ("microbatch", "outer.propose"):
+                network.inject(Rule(FaultKind.REFUSE, target=node.peer, method=method))
+        elif how == "mute":
+            network.inject(Rule(FaultKind.DELAY, target=node.peer, method="outer.open", wait=_for_ever))
+        elif how == "ahead":
+            self.world.claim(node, _ahead)
+        else:
+            progress, weights = await replica.worker.slow_weights()
+            await replica.worker.load_slow_weights(progress.clock, progress.outer_rounds, 1e3 * weights)
+        return True
+
+
+async def _for_ever() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+def _ahead(record: PeerRecord) -> PeerRecord:
+    return record.model_copy(update={"clock": FAR_AHEAD, "finished": True})
+
+
+def _gradient(change: Callable[[Message], Message]) -> Callable[[Message], Message]:
+    return lambda answer: change(answer) if answer.tensors else answer
+
+
+_GRADIENTS: dict[str, Callable[[Message], Message]] = {
+    "flipped": _gradient(lambda answer: replace(answer, tensors=tuple(-each for each in answer.tensors))),
+    "huge": _gradient(lambda answer: replace(answer, tensors=tuple(1e6 * each for each in answer.tensors))),
+    "nan": _gradient(lambda answer: replace(answer, tensors=tuple(float("nan") * each for each in answer.tensors))),
+}
+
+
+def _rule(fault: LostMessages | LateMessages | RepeatedMessages, node: Node) -> Rule:
+    match fault:
+        case LostMessages(what=what, calls=calls):
+            return Rule(LOST[what], target=node.peer, times=calls)
+        case RepeatedMessages(calls=calls):
+            return Rule(FaultKind.REPEAT, target=node.peer, times=calls)
+        case LateMessages(calls=calls, seconds=seconds):
+            return Rule(FaultKind.DELAY, target=node.peer, times=calls, wait=_after(seconds))
+
+
+def _after(seconds: float) -> Callable[[], Awaitable[None]]:
+    return lambda: asyncio.sleep(seconds)
+
+
+def _calls(fault: Fault) -> int:
+    return fault.calls if isinstance(fault, LostMessages | LateMessages | RepeatedMessages) else 0

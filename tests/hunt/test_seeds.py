@@ -1,0 +1,73 @@
+"""Drawn schedules of faults on whole swarms in virtual time: nothing is against the invariants, and each fault fires.
+
+A seed that fails is repeated, and its schedule shortened, by `noloco-node simulate configs/sim/hunt.yaml --first SEED
+--seeds 1`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from noloco_node.simulator.faults import KINDS, Schedule, draw
+from noloco_node.simulator.hunt import Outcome, carry_out
+from noloco_node.simulator.shrink import shortest_failing
+from tests.profiles import tries
+
+SEEDS = tries(200, one_of=5)
+EACH = 10
+
+
+def carried_out(first: int, count: int) -> list[Outcome]:
+    """So many drawn schedules. AssertionError for those that fail, with what repeats them."""
+    outcomes = [carry_out(draw(seed)) for seed in range(first, first + count)]
+    failed = {outcome.schedule.model_dump_json(): outcome.breaches for outcome in outcomes if outcome.breaches}
+    assert failed == {}
+    return outcomes
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, EACH))
+def test_no_schedule_of_faults_breaks_an_invariant(first: int) -> None:
+    """Ten seeds each; most of what is scheduled comes to pass."""
+    outcomes = carried_out(first, EACH)
+    fired = [each for outcome in outcomes for each in outcome.fired]
+    assert sum(fired) > len(fired) / 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_fault_fires(kind: str) -> None:
+    """Faults of one kind alone, in a swarm of its own."""
+    for seed in range(1000, 1010):
+        schedule = draw(seed, 4, 5, (kind,))
+        if sum(carry_out(schedule).fired):
+            return
+    pytest.fail(f"{kind} never did anything")
+
+
+def test_one_seed_is_one_course() -> None:
+    """The same schedule gives the same trace, bit for bit; without its faults it gives another."""
+    schedule = draw(4)
+    first = carry_out(schedule)
+    assert first == carry_out(Schedule.model_validate_json(schedule.model_dump_json()))
+    assert first.trace != carry_out(schedule.with_faults(())).trace
+
+
+def test_schedules_are_drawn_alike_and_each_kind_often() -> None:
+    """By their seed, from 4 to 8 nodes unless other numbers are named."""
+    drawn = [draw(seed) for seed in range(300)]
+    assert drawn == [draw(seed) for seed in range(300)]
+    assert {schedule.nodes for schedule in drawn} == {4, 5, 6, 7, 8}
+    kinds = Counter(fault.kind for schedule in drawn for fault in schedule.faults)
+    assert kinds.keys() == set(KINDS)
+    assert min(kinds.values()) > 20
+    assert max(draw(seed, 4, 64).nodes for seed in range(100)) > 50
+
+
+def test_what_fails_is_found_in_the_shortest_part_that_fails() -> None:
+    """Of many, those that fail only together; a part that nothing can be taken from stays."""
+    items = list(range(40))
+    assert shortest_failing(items, lambda part: {3, 17, 31} <= set(part)) == [3, 17, 31]
+    assert len(shortest_failing(items, lambda part: len(part) > 7)) == 8
+    assert shortest_failing([1], lambda part: 1 in part) == [1]
+    assert shortest_failing([1, 2], lambda _: True) == []
