@@ -230,7 +230,7 @@ class StageLifecycle:
         """Beside the training: keep and give copies, and set `move` and the replica's `stop` when it is time to go."""
         async with asyncio.TaskGroup() as group:
             group.create_task(
-                self.copies.keep(replica.membership, replica.worker, replica.state_transfer.donor.rate.take)
+                self.copies.keep(replica.membership, replica.worker, replica.state_transfer.donor.rate.take_patiently)
             )
             if self.may_move:
                 group.create_task(self._watch(replica))

@@ -34,7 +34,8 @@ from noloco_node.state_transfer.copy_manifest import (
     sign_copy,
     two_faced,
 )
-from noloco_node.state_transfer.given_copies import GivenCopies
+from noloco_node.state_transfer.given_copies import READING_SECONDS, GivenCopies
+from noloco_node.state_transfer.rate import LEAST_OF_EXPORTS, least_rate
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import NOTHING, BadAnswer, Method, Nothing, Reply, ask, call, judging, on
 from noloco_node.transport.errors import Refusal, Refused, TransportError
@@ -57,6 +58,8 @@ COPIES_COMPARED = 3
 """Strangers' copies that are fetched to be compared."""
 EXPORT_FRESH_SECONDS = 30.0
 """A copy in full precision goes to newcomers for so long: who exports asks all replicas at once."""
+SLOWEST_SHARE = 1.5
+"""A copy in full precision may be read for so many times as long as it takes at its donor's least rate."""
 LARGEST = 65504.0
 """The largest number in half precision."""
 
@@ -90,9 +93,12 @@ class StageCopies:
         self._own: tuple[int, StageWorker] | None = None
         limits = spec.limits
         idle = (1.0 + IDLE_SHARE) * limits.exchange_progress_seconds
+        least = least_rate(limits, LEAST_OF_EXPORTS)
+        self.reading_seconds = max(READING_SECONDS, SLOWEST_SHARE * 4 * max(parameters, default=0) / least)
+        """For so long a copy in full precision is held at most for who reads it."""
         self._given: dict[Precision, GivenCopies] = {
             "fp16": GivenCopies(limits.guard_seconds / 2, idle),
-            "fp32": GivenCopies(EXPORT_FRESH_SECONDS, idle, most=1),
+            "fp32": GivenCopies(EXPORT_FRESH_SECONDS, idle, most=1, reading_seconds=self.reading_seconds),
         }
         self._pace: Pace = unpaced
         self._taking = asyncio.Lock()

@@ -26,7 +26,7 @@ from noloco_node.state_transfer.messages import (
     root_of,
     sign_manifest,
 )
-from noloco_node.state_transfer.rate import WINDOW_SECONDS, DonorRate
+from noloco_node.state_transfer.rate import WINDOW_SECONDS, DonorRate, least_rate
 from noloco_node.state_transfer.readers import Readers
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import NOTHING, Nothing, Reply, on
@@ -85,7 +85,8 @@ class StateDonor:
         self._readers = Readers(places, patience, spec.limits.chunk_bytes)
         self.rate = DonorRate(
             lambda: worker.last_trained,
-            lowest=4 * places * spec.limits.chunk_bytes / patience,
+            lowest=least_rate(spec.limits),
+            places=places,
             window=min(WINDOW_SECONDS, patience / 4),
         )
         self.accepting = False

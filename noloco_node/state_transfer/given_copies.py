@@ -32,11 +32,15 @@ class _Given:
 
 class GivenCopies:
     """The copies that are given. Times in monotonic seconds; a copy goes to newcomers for `fresh_seconds`, and who asks
-    for nothing new in `idle_seconds` reads no more. At most `most` are held, one or two."""
+    for nothing new in `idle_seconds` reads no more. At most `most` are held, one or two, each for `reading_seconds`
+    at most after it goes to nobody new."""
 
-    def __init__(self, fresh_seconds: float, idle_seconds: float, most: int = 2) -> None:
+    def __init__(
+        self, fresh_seconds: float, idle_seconds: float, most: int = 2, reading_seconds: float = READING_SECONDS
+    ) -> None:
         self._fresh = fresh_seconds
         self._idle = idle_seconds
+        self._reading = reading_seconds
         self._most = most
         self._current: _Given | None = None
         self._older: _Given | None = None
@@ -93,7 +97,7 @@ class GivenCopies:
             given.readers[peer] = _Reader(now)
 
     def _is_read(self, given: _Given | None, now: float) -> bool:
-        if given is None or now - given.since > self._fresh + READING_SECONDS:
+        if given is None or now - given.since > self._fresh + self._reading:
             return False
         for peer, reader in list(given.readers.items()):
             if now - reader.progress > self._idle:

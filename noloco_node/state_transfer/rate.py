@@ -11,21 +11,29 @@ import asyncio
 from collections.abc import Callable
 
 from noloco_node import ambient
+from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.training.fair_queue import FairQueue
 from noloco_node.training.progress import LastTrained
 
 KEPT_SHARE = 0.95
-"""Share of its undisturbed pace that a donor keeps: half of what it may lose at most, since measures are noisy."""
+"""Share of its undisturbed pace that a donor keeps beside a joiner: half of what it may lose at most, since measures
+are noisy."""
+KEPT_BESIDE_EXPORTS = 0.985
+"""The same where only copies of the model are given, which may take long. All nodes of all stages give theirs at once,
+and each is slowed by the others as well, which it cannot tell from its own undisturbed pace."""
 SLOWEST, FASTEST = 0.1, 1.5
 """Bounds of one change of the rate, as factors."""
-FIRST_RATE = 8e6
+FIRST_RATE = 2e6
+"""What is given until a window has told what that costs: it should not fill a home's line."""
+LEAST_CHUNKS, LEAST_OF_EXPORTS = 4.0, 2.0
+"""That each joiner gets within a progress deadline, and each who exports, however much that costs."""
 HIGHEST_RATE = 4e9
 WINDOW_SECONDS = 4.0
 GIVING_WINDOWS = 2
 """Windows of giving before one of silence."""
 QUIET_WEIGHT = 0.25
 """Of a new window of silence in their mean."""
-REMEMBERED = 0.9
+REMEMBERED = 0.97
 """What a window of giving counts for when the next has come."""
 SURPRISE = 0.2
 """Share of the pace: where a window loses so much more than those before explain, they are forgotten."""
@@ -48,14 +56,14 @@ class Cost:
         self._lost = REMEMBERED * self._lost + given * lost
         self._given = REMEMBERED * self._given + given * given
 
-    def next_rate(self, rate: float, lowest: float) -> float:
-        """Bytes a second at which 1 - KEPT_SHARE of the pace would be lost, reached in bounded steps from `rate`.
+    def next_rate(self, rate: float, lowest: float, kept: float = KEPT_SHARE) -> float:
+        """Bytes a second at which the share `kept` of the pace would be left, reached in bounded steps from `rate`.
 
         Never below `lowest`, or the joiner would take the donor for dead.
         """
         factor = FASTEST
         if self._lost > 0.0:
-            factor = min(FASTEST, max(SLOWEST, (1.0 - KEPT_SHARE) * self._given / self._lost / rate))
+            factor = min(FASTEST, max(SLOWEST, (1.0 - kept) * self._given / self._lost / rate))
         return max(lowest, min(HIGHEST_RATE, factor * rate))
 
 
@@ -68,12 +76,14 @@ class DonorRate:
         trained: Callable[[], LastTrained],
         *,
         lowest: float,
+        places: int = 1,
         window: float = WINDOW_SECONDS,
         now: Callable[[], float] = ambient.monotonic,
     ) -> None:
+        """`lowest`: bytes a second that each joiner at `places` is given at least; `window` in seconds."""
         self.rate = max(lowest, FIRST_RATE)
         """Bytes a second."""
-        self._lowest = lowest
+        self._lowest, self._places = lowest, places
         self._window = window
         self._trained = trained
         self._now = now
@@ -88,8 +98,14 @@ class DonorRate:
 
     def _begin_window(self) -> None:
         self._since, self._before, self._taken = self._now(), self._trained(), 0
+        self._hurried = False
+        self._read: set[str] = set()
 
-    async def take(self, size: int, reader: str = "") -> None:
+    async def take_patiently(self, size: int, reader: str) -> None:
+        """As `take`, for what may take long: see KEPT_BESIDE_EXPORTS."""
+        await self.take(size, reader, hurried=False)
+
+    async def take(self, size: int, reader: str = "", *, hurried: bool = True) -> None:
         """Wait until `size` bytes may be given to `reader`: of those who wait, each gets as much as the others."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.push((reader,), float(size), turn)
@@ -103,6 +119,8 @@ class DonorRate:
                 await asyncio.sleep(start - now)
             self._free_at = start + size / self.rate
             self._taken += size
+            self._hurried |= hurried
+            self._read.add(reader)
         finally:
             if not turn.cancelled():
                 self._next_turn()
@@ -148,8 +166,15 @@ class DonorRate:
 
     def _learn(self, given: float, lost: float) -> None:
         self._cost.note(given, lost)
-        rate = self._cost.next_rate(self.rate, self._lowest)
+        kept, share = (KEPT_SHARE, 1.0) if self._hurried else (KEPT_BESIDE_EXPORTS, LEAST_OF_EXPORTS / LEAST_CHUNKS)
+        lowest = share * self._lowest * max(1, min(self._places, len(self._read)))
+        rate = self._cost.next_rate(self.rate, lowest, kept)
         if rate < self.rate / 2.0:  # so far off that all was lost, perhaps at much less: it would say too little
             self._cost = Cost()
         if rate < self.rate or self._windows >= GIVING_WINDOWS:  # down at once, up after a second look
             self.rate = rate
+
+
+def least_rate(limits: LimitsSpec, chunks: float = LEAST_CHUNKS) -> float:
+    """Bytes a second with which a reader gets so many chunks in a progress deadline."""
+    return chunks * limits.chunk_bytes / limits.exchange_progress_seconds

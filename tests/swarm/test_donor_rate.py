@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import random
+
+import pytest
 
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
+from noloco_node.config.run_spec import LimitsSpec
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.state_transfer.rate import DonorRate
+from noloco_node.state_transfer.backups import StageCopies
+from noloco_node.state_transfer.rate import LEAST_OF_EXPORTS, DonorRate, least_rate
 from noloco_node.training.progress import LastTrained
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from tests.worlds import micro_spec
 
 CHUNK = 1 << 20
 AT_ONCE = 64
@@ -61,3 +69,90 @@ def test_chunks_that_nobody_waits_for_any_more_delay_nobody() -> None:
         return ambient.monotonic() - before
 
     assert in_virtual_time(work) <= 4.0
+
+
+class Trainer:
+    """A node whose device and whose uplink of so many bytes a second do one thing at a time; pieces of whatever it
+    sends leave in their order."""
+
+    def __init__(self, uplink: float) -> None:
+        self._device, self._uplink, self._free_at = asyncio.Lock(), uplink, 0.0
+        self.trained = LastTrained(0, 0.0)
+        limits = LimitsSpec()
+        self.rate = DonorRate(lambda: self.trained, lowest=least_rate(limits), places=2)
+
+    async def work(self, seconds: float, tokens: int = 0) -> None:
+        """An operation, and the tokens that are trained with it."""
+        async with self._device:
+            await asyncio.sleep(seconds)
+        self.trained = LastTrained(self.trained.tokens + tokens, ambient.monotonic()) if tokens else self.trained
+
+    async def send(self, size: int) -> None:
+        """Over the uplink, and 40 ms on."""
+        for _ in range(0, size, PIECE):
+            self._free_at = max(self._free_at, ambient.monotonic()) + PIECE / self._uplink
+            await asyncio.sleep(self._free_at - ambient.monotonic())
+        await asyncio.sleep(0.04)
+
+    async def tend(self) -> None:
+        """As a replica does."""
+        while True:
+            await asyncio.sleep(1.0)
+            self.rate.tend()
+
+    async def be_exported(self) -> None:
+        """Chunk by chunk, without a pause."""
+        while True:
+            await asyncio.sleep(0.04)
+            await self.rate.take_patiently(CHUNK, "outsider")
+            await self.send(CHUNK)
+
+
+PIECE = 1 << 16
+MICROBATCH_BYTES, MICROBATCH_TOKENS = 1 << 18, 512
+
+
+def left_of_the_pace(uplink: float, operation: float) -> float:
+    """Of two stages that are exported for five minutes, both at once and from the beginning, two microbatches under
+    way. `uplink` in bytes a second of each, `operation` in seconds."""
+
+    async def work() -> float:
+        rng, head, tail = random.Random(3), Trainer(uplink), Trainer(uplink)
+
+        async def train() -> None:
+            while True:
+                await head.work(operation * rng.uniform(0.9, 1.1))
+                await head.send(MICROBATCH_BYTES)
+                await tail.work(2.0 * operation * rng.uniform(0.9, 1.1), MICROBATCH_TOKENS)
+                await tail.send(MICROBATCH_BYTES)
+                await head.work(operation * rng.uniform(0.9, 1.1), MICROBATCH_TOKENS)
+
+        async def pace(seconds: float) -> float:
+            before = head.trained.tokens
+            await asyncio.sleep(seconds)
+            return (head.trained.tokens - before) / seconds
+
+        tasks = [asyncio.create_task(each) for each in (train(), train(), head.tend(), tail.tend())]
+        await asyncio.sleep(20.0)
+        silent = await pace(200.0)
+        tasks += [asyncio.create_task(each.be_exported()) for each in (head, tail)]
+        fetched = await pace(300.0)
+        await cancel_and_wait(tasks)
+        return fetched / silent
+
+    return in_virtual_time(work)
+
+
+@pytest.mark.parametrize("operation", [0.3, 0.05])
+def test_an_export_behind_a_slow_uplink_costs_less_than_a_twentieth_of_the_pace(operation: float) -> None:
+    """20 Mbit/s, of which training takes a part or all that there is: with what the first seconds cost, in which nobody knows the
+    line."""
+    assert left_of_the_pace(20 * 125e3, operation) > 0.95
+
+
+def test_a_copy_is_held_for_as_long_as_its_donors_least_rate_needs() -> None:
+    """A reader of a billion weights that takes each chunk as soon as it may is not told after a quarter of an hour that
+    the copy is gone."""
+    spec, size = micro_spec(), 10**9
+    copies = StageCopies(spec, [size, size], MemoryTransport(MemoryNetwork(), PeerId("donor")), random.Random(0))
+    assert copies.reading_seconds > 4 * size / least_rate(spec.limits, LEAST_OF_EXPORTS)
