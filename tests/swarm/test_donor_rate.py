@@ -145,7 +145,7 @@ def left_of_the_pace(uplink: float, operation: float) -> float:
 
 @pytest.mark.parametrize("operation", [0.3, 0.05])
 def test_an_export_behind_a_slow_uplink_costs_less_than_a_twentieth_of_the_pace(operation: float) -> None:
-    """20 Mbit/s, of which training takes a part or all that there is: with what the first seconds cost, in which nobody knows the
+    """20 Mbit/s, of which training takes a part, or all: with what the first seconds cost, in which nobody knows the
     line."""
     assert left_of_the_pace(20 * 125e3, operation) > 0.95
 
