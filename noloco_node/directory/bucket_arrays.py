@@ -1,0 +1,170 @@
+"""`StageLevel` for many nodes at once, for a simulation that runs more of them than can be looked at one by one: the
+same decisions on rows of arrays (tests hold them equal). Node i of a call is row i of what it is told.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from noloco_node.directory.buckets import (
+    CONFIRMED_AGAIN,
+    CONFIRMING,
+    FALL,
+    HIGHER_TOO,
+    KEPT,
+    LOOKED_BACK,
+    LOWER,
+    MOST_LEVEL,
+    PREFIX_BITS,
+    RAISE,
+    TARGET,
+)
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+NONE = -1
+"""No candidate; and of a count: none yet."""
+
+
+class StageLevels:
+    """`StageLevel` of `many` nodes, each for a stage of its own choice."""
+
+    def __init__(self, many: int, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self.level = np.zeros(many, np.int64)
+        self._counts = np.full((many, KEPT), NONE, np.int64)
+        """Records of the buckets whose counts make the estimate, the latest last; NONE where there is none."""
+        self._count_levels = np.zeros((many, KEPT), np.int64)
+        self._here = np.full((many, LOOKED_BACK), NONE, np.int64)
+        self._turn = np.zeros(many, np.int64)
+        self._first = rng.integers(0, 1 << LOOKED_BACK, many)
+        self._stride = rng.integers(0, 1 << (LOOKED_BACK - 1), many) * 2 + 1
+        self.candidate = np.full(many, NONE, np.int64)
+        self._votes = np.full((many, CONFIRMING), NONE, np.int64)
+        self._doubted_for = np.zeros(many, np.int64)
+
+    def forget(self, who: Ints) -> None:
+        """These nodes begin anew."""
+        self.level[who], self._turn[who], self._doubted_for[who] = 0, 0, 0
+        self._counts[who], self._here[who], self._votes[who], self.candidate[who] = NONE, NONE, NONE, NONE
+
+    def estimates(self, who: Ints) -> Floats:
+        """Numbers of `StageLevel.estimate`; 0 where nothing was read."""
+        counts, levels = self._counts[who], self._count_levels[who]
+        known = counts != NONE
+        densities = np.where(known, counts * np.exp2(levels), np.inf)
+        number = _middle(densities, known)
+        last = np.where(known[:, -1], counts[:, -1] * np.exp2(levels[:, -1]), 0.0)
+        return np.where(self.level[who] == 0, last, number)
+
+    def fullness(self, who: Ints) -> Floats:
+        """See `StageLevel.fullness`."""
+        here = self._here[who]
+        known = here != NONE
+        many = known.sum(1)
+        ordered = np.sort(np.where(known, here, np.iinfo(np.int64).max), 1)
+        upper = np.take_along_axis(ordered, np.minimum(many // 2, LOOKED_BACK - 1)[:, None], 1)[:, 0]
+        return np.where(many > 0, upper, self.estimates(who) / np.exp2(self.level[who]))
+
+    def next_buckets(self, who: Ints) -> tuple[Ints, Ints]:
+        """Levels and buckets to read next; of a few none comes twice before all have come."""
+        level, candidate = self.level[who], self.candidate[who]
+        turn = (self._first[who] + self._turn[who] * self._stride[who]) & ((1 << level) - 1)
+        self._turn[who] += 1
+        drawn = (self._rng.random(len(who)) * np.exp2(level)).astype(np.int64)
+        bucket = np.where(level > LOOKED_BACK, drawn, turn)
+        far = 1 + (self._rng.random(len(who)) * (np.exp2(np.maximum(candidate, 1)) - 1)).astype(np.int64)
+        confirming = candidate != NONE
+        return np.where(confirming, candidate, level), np.where(confirming, far, bucket)
+
+    def levels_to_write(self, who: Ints, prefixes: Ints) -> list[tuple[Ints, Flags]]:
+        """`levels_to_write`: some levels, and which of the nodes write there."""
+        level = self.level[who]
+        higher = (self.fullness(who) >= HIGHER_TOO * TARGET) & (level < MOST_LEVEL)
+        first = (level > 1) & (prefixes >> (PREFIX_BITS - level) == 0)
+        every = np.ones(len(who), np.bool_)
+        return [(level, every), (level - 1, level > 0), (level + 1, higher), (np.zeros_like(level), first)]
+
+    def look_behind(self, who: Ints, level_behind: Ints) -> None:
+        """`took` of level 0, as far as it tells levels far above; `level_behind` of what lies there, by node."""
+        self._doubted_for[who] = np.maximum(0, self._doubted_for[who] - 1)
+        behind = level_behind - 1
+        goes = (behind > self.level[who]) & (self.candidate[who] == NONE) & (self._doubted_for[who] == 0)
+        self.candidate[who[goes]] = behind[goes]
+        self._votes[who[goes]] = NONE
+
+    def took(self, who: Ints, level: Ints, bucket: Ints, count: Ints) -> None:
+        """See `StageLevel.took`, after `look_behind` where the level is 0. No node comes twice."""
+        votes = (level == self.candidate[who]) & (bucket != 0)
+        here = ~votes & (level == self.level[who])
+        self._vote(who[votes], count[votes])
+        self._count(who[here], level[here], count[here])
+
+    def _vote(self, who: Ints, count: Ints) -> None:
+        _append(self._votes, who, count)
+        done = who[self._votes[who, 0] != NONE]
+        votes, level = self._votes[done], self.candidate[done]
+        self.candidate[done] = NONE
+        real = np.median(votes, axis=1) >= LOWER * TARGET if len(done) else np.zeros(0, np.bool_)
+        goes = done[real]
+        self._go_to(goes, level[real])
+        for number in range(CONFIRMING):
+            self._keep(goes, level[real], votes[real, number])
+        self._doubted_for[done[~real]] = CONFIRMED_AGAIN
+
+    def _keep(self, who: Ints, level: Ints, count: Ints) -> None:
+        _append(self._counts, who, count)
+        _append(self._count_levels, who, level)
+
+    def _count(self, who: Ints, level: Ints, count: Ints) -> None:
+        rows = self._counts[who]
+        near = (rows != NONE) & (np.abs(self._count_levels[who] - level[:, None]) <= 1)
+        if len(who) and not (near == (rows != NONE)).all():
+            order = np.argsort(near, axis=1, kind="stable")  # those that stay move to the end, in their order
+            kept = np.take_along_axis(np.where(near, rows, NONE), order, 1)
+            self._counts[who] = kept
+            self._count_levels[who] = np.take_along_axis(self._count_levels[who], order, 1)
+        self._keep(who, level, count)
+        _append(self._here, who, count)
+        self._decide(who)
+
+    def _decide(self, who: Ints) -> None:
+        enough = (self.level[who] == 0) | (self._here[who, 0] != NONE)
+        who = who[enough]
+        here = self._here[who]
+        many = (here != NONE).sum(1)
+        ordered = np.sort(np.where(here != NONE, here, np.iinfo(np.int64).max), 1)
+        least = np.take_along_axis(ordered, ((many - 1) // 2)[:, None], 1)[:, 0]
+        most = np.take_along_axis(ordered, (many // 2)[:, None], 1)[:, 0]
+        level = self.level[who]
+        up = (least > RAISE * TARGET) & (level < MOST_LEVEL)
+        rise = np.maximum(1, np.log2(np.maximum(least, 1) / TARGET).astype(np.int64))
+        down = ~up & (most < LOWER * TARGET) & (level > 0)
+        fall = np.minimum(FALL, np.maximum(1, np.log2(TARGET / np.maximum(most, 1)).astype(np.int64)))
+        self._go_to(who[up], np.minimum(MOST_LEVEL, level + rise)[up])
+        self._go_to(who[down], np.maximum(0, level - fall)[down])
+
+    def _go_to(self, who: Ints, level: Ints) -> None:
+        self.level[who] = level
+        self._turn[who] = 0
+        self._here[who] = NONE
+
+
+def _append(rows: Ints, who: Ints, value: Ints) -> None:
+    """The oldest goes, the latest comes last."""
+    kept = rows[who]
+    kept[:, :-1] = kept[:, 1:]
+    kept[:, -1] = value
+    rows[who] = kept
+
+
+def _middle(values: Floats, known: Flags) -> Floats:
+    """Medians of the known values of each row (the others are infinite); 0 where there is none."""
+    many = known.sum(1)
+    ordered = np.sort(values, 1)
+    lower = np.take_along_axis(ordered, (np.maximum(many, 1) - 1)[:, None] // 2, 1)[:, 0]
+    upper = np.take_along_axis(ordered, np.minimum(many // 2, values.shape[1] - 1)[:, None], 1)[:, 0]
+    return np.where(many > 0, (lower + upper) / 2, 0.0)

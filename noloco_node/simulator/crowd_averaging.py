@@ -1,0 +1,257 @@
+"""Inner and outer steps of a crowd: when, and with whom, is the node's own decision (`matchmaking`, `Visits`,
+`schedule`), and so is what an outer step does to the weights (`outer.update`)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from noloco_node.averaging.backoff import Visits
+from noloco_node.averaging.matchmaking import (
+    Dial,
+    PairingState,
+    StepAlone,
+    Window,
+    answer_proposal,
+    decide,
+    retry_delay,
+)
+from noloco_node.outer.update import OuterRule, contribution, step_
+from noloco_node.simulator.crowd_directory import CrowdDirectory
+from noloco_node.simulator.crowd_nodes import PROGRESS_SECONDS, Nodes
+from noloco_node.training.progress import Progress, staggered
+from noloco_node.training.schedule import credit_after_step, share_of_batch
+from noloco_node.transport.errors import Refusal
+
+RULE = OuterRule(alpha=0.0, beta=1.0, gamma=1.0, momentum="averaged")
+"""The defaults of a run."""
+MICROBATCH_TOKENS = 4096
+DIAL_SECONDS = 5.0
+"""Until it is known that nobody answers."""
+LAG_ROUNDS = 4
+"""Times H inner steps' worth of tokens: the default of `outer.max_lag_tokens`."""
+NO_LIMIT = 1 << 40
+"""Replicas, where the directory is by buckets."""
+
+
+class CrowdAveraging:
+    """The replicas' counts and weights. Weights learn nothing: how their spread shrinks shows how well they mix."""
+
+    def __init__(self, nodes: Nodes, directory: CrowdDirectory, generator: torch.Generator) -> None:
+        self.nodes = nodes
+        self.directory = directory
+        self.agenda = nodes.agenda
+        work = nodes.settings.work
+        self.window = Window(work.inner_steps, work.min_inner_steps)
+        many = nodes.settings.dimensions
+        self.slow = torch.randn((nodes.most, many), generator=generator)
+        self.momentum = torch.zeros_like(self.slow)
+        self.expected = [1.0] * nodes.most
+        """Of each node the variance of its weights, by arithmetic: as if whoever meets had never met before."""
+        self.progress: list[Progress] = []
+        self._free_since: list[int] = []
+        self._engaged: list[int] = []
+        """With whom, or -1."""
+        self._dialling: list[int] = []
+        self._gathered: list[int] = []
+        self._credit: list[float] = []
+        self._stepped_at: list[float] = []
+        self._step_seconds: list[float] = []
+        self._next_try: list[float] = []
+        self._visits: list[Visits] = []
+        self._global_batch = 0
+        limited = nodes.settings.directory.view == "everybody"
+        self._most = nodes.settings.directory.max_replicas if limited else NO_LIMIT
+        self.kinds: dict[str, int] = {"paired": 0, "alone": 0, "aborted": 0, "caught_up": 0}
+        self.refusals: dict[str, int] = {}
+        self.meetings: list[tuple[int, int]] = []
+
+    def joined(self, i: int) -> None:
+        """A node that `Nodes.add` gave its number to."""
+        assert i == len(self.progress)
+        work, rng = self.nodes.settings.work, self.nodes.rng
+        # nobody has just averaged when the figures begin: each is somewhere on its way to the next outer step
+        self.progress.append(Progress(marks=staggered(1, 0, steps=-rng.randrange(work.inner_steps))))
+        self._free_since.append(0)
+        self._engaged.append(-1)
+        self._dialling.append(-1)
+        self._gathered.append(0)
+        self._credit.append(0.0)
+        self._stepped_at.append(self.agenda.now)
+        self._step_seconds.append(1.0)
+        self._next_try.append(0.0)
+        self._visits.append(Visits())
+
+    def agree(self, replicas: float) -> None:
+        """So many replicas of each stage share the global batch from now on."""
+        self._global_batch = round(replicas * self.nodes.settings.work.microbatches_a_step * MICROBATCH_TOKENS)
+
+    def copy(self, donor: int, i: int) -> None:
+        """A node takes over another's state."""
+        self.slow[i], self.momentum[i] = self.slow[donor], self.momentum[donor]
+        self.expected[i] = self.expected[donor]
+        other = self.progress[donor]
+        self.progress[i] = self.progress[i].as_copy_of(other.clock, other.outer_rounds, self.window.inner_steps)
+        self._free_since[i] = self.progress[i].steps
+
+    def left(self, i: int) -> None:
+        """A node is gone."""
+        partner, self._engaged[i] = self._engaged[i], -1
+        if partner >= 0:
+            self.kinds["aborted"] += 1
+            self.agenda.after(PROGRESS_SECONDS, self._give_up, partner, i)
+
+    def trained(self, i: int) -> None:
+        """A parcel's gradient is added; an inner step is taken where that is enough."""
+        self._gathered[i] += self.nodes.settings.parcel * MICROBATCH_TOKENS
+        replicas = self.directory.replicas(i)
+        share = share_of_batch(self._global_batch, replicas, self._most)
+        credit = credit_after_step(self._gathered[i], self._credit[i], share)
+        if credit is None:
+            return
+        now = self.agenda.now
+        self.progress[i] = self.progress[i].after_inner_step(self._gathered[i], replicas)
+        self._gathered[i], self._credit[i] = 0, credit
+        self._step_seconds[i], self._stepped_at[i] = now - self._stepped_at[i], now
+        self.consider(i)
+
+    def consider(self, i: int) -> None:
+        """Decide about the next outer step."""
+        if not self.nodes.serving[i] or self._dialling[i] >= 0:
+            return
+        progress = self.progress[i]
+        state = PairingState(
+            steps_since_outer=progress.steps_since_outer,
+            steps_free=progress.steps - self._free_since[i],
+            stage_peers=lambda: self.directory.seen(i, 0),
+            engaged=self._engaged[i] >= 0,
+            next_try=self._next_try[i],
+        )
+        decision = decide(state, self.window, now=self.agenda.now, rng=self.nodes.rng)
+        if isinstance(decision, Dial):
+            self._dialling[i] = int(decision.partner)
+            self.agenda.after(self.nodes.latency(i, int(decision.partner)), self._proposed, i, int(decision.partner))
+        elif isinstance(decision, StepAlone):
+            self.progress[i] = progress.after_outer_step(0, progress, 0.0)
+            self._visits[i].stepped()
+            self.kinds["alone"] += 1
+            self.nodes.tell("alone", i)
+
+    def _proposed(self, i: int, j: int) -> None:
+        if not self.nodes.alive[i]:
+            return
+        if not self.nodes.reach(i, j) or not self.nodes.serving[j]:
+            self.agenda.after(DIAL_SECONDS, self._answered, i, "unreachable")
+            return
+        back = self.nodes.latency(j, i)
+        refusal = self._refusal(i, j)
+        if refusal is not None:
+            self.agenda.after(back, self._answered, i, refusal.value)
+            return
+        clocks = self.progress[i].clock, self.progress[j].clock
+        lag = LAG_ROUNDS * self.window.inner_steps * self._global_batch
+        behind = None if abs(clocks[0] - clocks[1]) <= lag else (i if clocks[0] < clocks[1] else j)
+        if behind == j:
+            self.agenda.after(back, self._answered, i, Refusal.LAGGING.value)
+            return
+        self._dialling[i] = -1
+        self._engaged[i], self._engaged[j] = j, i
+        self.nodes.exchanging[i] = self.nodes.exchanging[j] = True
+        work = self.nodes.settings.work
+        if behind == i:
+            seconds = self.nodes.exchange_seconds(i, j, work.state_bytes)
+            self.agenda.after(seconds, self._caught_up, i, j)
+            return
+        seconds = self.nodes.exchange_seconds(i, j, work.exchange_bytes)
+        self.agenda.after(seconds, self._commit, i, j, self.progress[i], self.progress[j])
+
+    def _refusal(self, i: int, j: int) -> Refusal | None:
+        dialling = self._dialling[j]
+        refusal = answer_proposal(
+            own=self.nodes.peer[j],
+            dialler=self.nodes.peer[i],
+            dialling=None if dialling < 0 else self.nodes.peer[dialling],
+            exchange_open=self._engaged[j] >= 0,
+            steps_since_outer=self.progress[j].steps_since(0),
+            window=self.window,
+            last_round=False,
+        )
+        if refusal is None and self._visits[j].too_many(self.nodes.peer[i], self.directory.replicas(j) - 1):
+            return Refusal.BUSY
+        return refusal
+
+    def _answered(self, i: int, refusal: str) -> None:
+        """A dial came to nothing."""
+        self._dialling[i] = -1
+        self.refusals[refusal] = self.refusals.get(refusal, 0) + 1
+        if not self.nodes.alive[i]:
+            return
+        delay = retry_delay(self._step_seconds[i], self.nodes.rng)
+        self._next_try[i] = self.agenda.now + delay
+        self.agenda.after(delay, self.consider, i)
+
+    def _free(self, i: int, j: int) -> bool:
+        """Whether both were engaged with each other, as they no longer are."""
+        if self._engaged[i] != j or self._engaged[j] != i:
+            return False
+        for one in (i, j):
+            self._engaged[one] = -1
+            self.nodes.exchanging[one] = False
+            self._free_since[one] = self.progress[one].steps
+        return True
+
+    def _give_up(self, i: int, j: int) -> None:
+        if self._engaged[i] != j:
+            return
+        self._engaged[i], self.nodes.exchanging[i] = -1, False
+        self._free_since[i] = self.progress[i].steps
+        self.consider(i)
+
+    def _caught_up(self, i: int, j: int) -> None:
+        if not self._free(i, j):
+            return
+        self.nodes.count("states", self.nodes.settings.work.state_bytes)
+        self.copy(j, i)
+        self.kinds["caught_up"] += 1
+        self.nodes.tell("caught up", i, j)
+        self.consider(j)
+
+    def _commit(self, i: int, j: int, before_i: Progress, before_j: Progress) -> None:
+        if not self._free(i, j):
+            return
+        if not self.nodes.reach(i, j):
+            self.kinds["aborted"] += 1
+            return
+        self.nodes.count("exchanges", 2.0 * self.nodes.settings.work.exchange_bytes)
+        rows = [(self.slow[one], self.momentum[one]) for one in (i, j)]
+        both = [contribution(RULE, fast=slow, slow=slow, momentum=momentum) for slow, momentum in rows]
+        mean = (both[0] + both[1]) / 2
+        for slow, momentum in rows:
+            step_(RULE, mean, slow=slow, momentum=momentum)
+        self.expected[i] = self.expected[j] = (self.expected[i] + self.expected[j]) / 4
+        shift = 0.5 * (before_j.clock - before_i.clock)
+        for one, before, by in ((i, before_i, shift), (j, before_j, -shift)):
+            self.progress[one] = self.progress[one].after_outer_step(0, before, by)
+            self._visits[one].stepped()
+        self._visits[j].made(self.nodes.peer[i], self.directory.replicas(j) - 1)
+        self.kinds["paired"] += 2
+        self.meetings.append((i, j))
+        self.nodes.tell("met", i, j)
+        self.consider(i)
+        self.consider(j)
+
+    def spread(self) -> tuple[float, float]:
+        """Variance of the weights within a stage, a weight and a node, and what the arithmetic expects of the same
+        meetings; means over the stages."""
+        found: list[tuple[float, float]] = []
+        by_stage: dict[int, list[int]] = {}
+        for i, serving in enumerate(self.nodes.serving):
+            if serving:
+                by_stage.setdefault(self.nodes.stage[i], []).append(i)
+        for who in by_stage.values():
+            if len(who) > 1:
+                rows = self.slow[torch.tensor(who)].double()
+                found.append((float(rows.var(dim=0).mean()), math.fsum(self.expected[i] for i in who) / len(who)))
+        many = max(1, len(found))
+        return math.fsum(one for one, _ in found) / many, math.fsum(other for _, other in found) / many

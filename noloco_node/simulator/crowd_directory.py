@@ -1,0 +1,371 @@
+"""How the nodes of a crowd see each other: all of everybody, or by buckets. Everybody looks at the same ticks."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+
+from noloco_node.directory.bucket_arrays import NONE, Flags, Floats, Ints, StageLevels
+from noloco_node.directory.buckets import PREFIX_BITS, level_behind
+from noloco_node.directory.store import MOST_RECORDS
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.simulator.crowd_nodes import Nodes
+
+RENEWALS = 3
+"""Of a record within its life."""
+NEAR = 2
+"""A node's own stage and the next."""
+HELD = 2
+"""Buckets of a near stage that make a node's view of it."""
+HELD_SECONDS = 120.0
+"""After which one of them is another."""
+READ_AGAIN = 0.3
+"""Of a record's life, for what is held."""
+SAMPLED_AGAIN = 0.4
+"""Of a record's life, between two buckets that are read for the number alone, once that has settled."""
+ROOT_AGAIN = 0.8
+"""Of a record's life, between two looks at level 0 of a near stage that lies above it."""
+SETTLED = 4
+"""Buckets of a level that are read at once, one at each look, when a node has come to it."""
+DRAWN_FROM = 1024
+"""Where everybody is seen, of whom one is drawn as of all."""
+
+
+class CrowdDirectory(Protocol):
+    """What the other parts ask of it."""
+
+    error: float
+    """Relative rms error of the nodes' counts of their own stage, as of the last tick."""
+
+    def tick(self) -> None:
+        """Everybody looks."""
+        ...
+
+    def replicas(self, i: int) -> int:
+        """How many live at a node's own stage, as it sees it."""
+        ...
+
+    def seen(self, i: int, ahead: int) -> list[PeerId]:
+        """Peers of a node's own stage (`ahead` 0; itself left out) or of the next (1) that it sees."""
+        ...
+
+    def strengths(self, i: int) -> list[float]:
+        """Sum of the speeds of the nodes of each stage, as a node sees it."""
+        ...
+
+    def holder_bytes(self) -> Floats:
+        """Bytes that each node has given and taken as a holder of keys, so far."""
+        ...
+
+    def forget_bytes(self) -> None:
+        """Holders begin to count anew."""
+        ...
+
+    def forget(self, i: int) -> None:
+        """A node goes to another stage: its view begins anew, and its record there is gone."""
+        ...
+
+
+class _Records:
+    """What both have in common: who has published what, and the order of a stage's records by their hash."""
+
+    def __init__(self, nodes: Nodes, rng: np.random.Generator) -> None:
+        self.nodes = nodes
+        self.rng = rng
+        self.settings = nodes.settings.directory
+        self.life = self.settings.record_seconds
+        self.stages = nodes.settings.work.stages
+        self.error = 0.0
+        self.renew_at = rng.random(nodes.most) * (self.life / RENEWALS)
+        self.column = np.zeros(nodes.most, np.int64)
+        """A node's stage; of those that are cut off, beyond all stages of the others."""
+        self.columns = self.stages
+        self.order = np.zeros(0, np.int64)
+        self.keys = np.zeros(0, np.int64)
+        self._edges: dict[int, Ints] = {}
+        self._sums: dict[int, Ints] = {}
+        self._strengths: dict[int, Floats] = {}
+        self._speeds = np.zeros(0)
+        self.read: dict[int, Floats] = {}
+        self.written: dict[int, Floats] = {}
+
+    def due(self) -> Ints:
+        """Who renews its record now: they live, have come to their stage, and it is a third of a life ago."""
+        nodes, now = self.nodes, self.nodes.agenda.now
+        here = np.array(nodes.serving, np.bool_)
+        who = np.flatnonzero(here & (self.renew_at[: len(here)] <= now))
+        self.renew_at[who] = now + self.life / RENEWALS
+        return who
+
+    def sort(self) -> None:
+        """Who has a record that lives, in order of stage and hash, those who are cut off by themselves."""
+        nodes, now, many = self.nodes, self.nodes.agenda.now, len(self.nodes)
+        self.column[:many], self.columns = nodes.stage_row[:many], self.stages
+        if nodes.apart is not None:
+            self.column[:many] += self.stages * (np.array(nodes.region) == nodes.apart)
+            self.columns = 2 * self.stages
+        who = np.flatnonzero((nodes.expires[:, :many] > now).any(0))
+        keys = (self.column[who] << PREFIX_BITS) | nodes.prefix[who]
+        order = np.argsort(keys, kind="stable")
+        self.order, self.keys = who[order], keys[order]
+        self._edges, self._sums, self._strengths = {}, {}, {}
+        self._speeds = np.array(nodes.speed)[self.order]
+
+    def edges(self, level: int) -> Ints:
+        """Where the buckets of a level begin among the sorted, those of all stages one after another."""
+        if level not in self._edges:
+            starts = np.arange((self.columns << level) + 1, dtype=np.int64) << (PREFIX_BITS - level)
+            self._edges[level] = np.searchsorted(self.keys, starts)
+        return self._edges[level]
+
+    def counts(self, level: int) -> Ints:
+        """Records in each bucket of a level, by stage and bucket."""
+        if level not in self._sums:
+            lives = self.nodes.expires[level, self.order] > self.nodes.agenda.now
+            self._sums[level] = np.diff(np.concatenate(([0], np.cumsum(lives)))[self.edges(level)])
+        return self._sums[level]
+
+    def strengths_at(self, level: int) -> Floats:
+        """Sum of the speeds of those who have records in each bucket of a level."""
+        if level not in self._strengths:
+            lives = self.nodes.expires[level, self.order] > self.nodes.agenda.now
+            speeds = np.concatenate(([0.0], np.cumsum(self._speeds * lives)))
+            self._strengths[level] = np.diff(speeds[self.edges(level)])
+        return self._strengths[level]
+
+    def forget(self, i: int) -> None:
+        """See `CrowdDirectory.forget`."""
+        self.nodes.expires[:, i] = 0.0
+
+    def rows(self, column: int, level: int, bucket: int) -> list[int]:
+        """Nodes whose records live in a bucket."""
+        edges, place = self.edges(level), (column << level) + bucket
+        who = self.order[edges[place] : edges[place + 1]]
+        found: list[int] = who[self.nodes.expires[level, who] > self.nodes.agenda.now].tolist()
+        return found
+
+    def note_read(self, level: int, place: Ints) -> None:
+        """Buckets of a level were read, by column and bucket: count their bytes."""
+        octets = (self.counts(level)[place] + 1.0).astype(np.float64) * float(self.settings.record_bytes)
+        self._note(self.read, level, place, octets, "directory read")
+
+    def note_written(self, level: int, place: Ints) -> None:
+        """Records were written there, to each of the holders."""
+        octets = np.full(len(place), float(self.settings.record_bytes * self.settings.holders))
+        self._note(self.written, level, place, octets, "directory written")
+
+    def _note(self, table: dict[int, Floats], level: int, place: Ints, octets: Floats, kind: str) -> None:
+        keys = self.stages << level
+        before = table[level] if level in table else np.zeros(keys)
+        table[level] = before + np.bincount(place % keys, octets, minlength=keys).astype(np.float64)
+        self.nodes.count(kind, float(octets.sum()))
+
+    def forget_bytes(self) -> None:
+        """Holders begin to count anew."""
+        self.read, self.written = {}, {}
+
+    def holder_bytes(self) -> Floats:
+        """See `CrowdDirectory.holder_bytes`: each key has its holders, drawn as the hash of a key draws them, which
+        share its readers and all take what is written."""
+        living = np.array(self.nodes.living())
+        held = np.zeros(len(living))
+        for table in (self.read, self.written):
+            for octets in table.values():
+                for _ in range(self.settings.holders):
+                    places = self.rng.integers(0, len(living), len(octets))
+                    held += np.bincount(places, octets / self.settings.holders, minlength=len(living))
+        return held
+
+    def note_error(self, number: Floats, who: Ints) -> None:
+        """Of what these take for the number of their own stage."""
+        serving = np.array(self.nodes.serving, np.bool_)
+        true = np.bincount(self.column[: len(serving)][serving], minlength=self.columns)
+        of = true[self.column[who]]
+        known = of > 0
+        self.error = float(np.sqrt(np.mean((number[known] / of[known] - 1.0) ** 2))) if known.any() else math.nan
+
+
+class WholeDirectory(_Records):
+    """Everybody reads everything at every look."""
+
+    def __init__(self, nodes: Nodes, rng: np.random.Generator) -> None:
+        super().__init__(nodes, rng)
+        self._seen: list[list[int]] = [[] for _ in range(self.stages)]
+        self._many = [0] * self.stages
+
+    def tick(self) -> None:
+        """See `CrowdDirectory.tick`."""
+        nodes, now = self.nodes, self.nodes.agenda.now
+        who = self.due()
+        nodes.expires[0, who] = now + self.life
+        self.sort()
+        self.note_written(0, self.column[who])
+        self._many = self.counts(0).tolist()
+        self._seen = [self._drawn(self.rows(column, 0, 0)) for column in range(self.columns)]
+        for stage in range(self.stages):
+            side = self.column[: len(nodes)][np.array(nodes.alive, np.bool_)] // self.stages
+            self.note_read(0, stage + self.stages * side)
+        serving = np.flatnonzero(np.array(nodes.serving, np.bool_))
+        self.note_error(np.array(self._many, float)[self.column[serving]], serving)
+
+    def _drawn(self, rows: list[int]) -> list[int]:
+        return self.rng.choice(rows, DRAWN_FROM, replace=False).tolist() if len(rows) > DRAWN_FROM else rows
+
+    def replicas(self, i: int) -> int:
+        """See `CrowdDirectory.replicas`."""
+        return max(1, self._many[int(self.column[i])])
+
+    def strengths(self, i: int) -> list[float]:
+        """See `CrowdDirectory.strengths`."""
+        first = int(self.column[i]) // self.stages * self.stages
+        return self.strengths_at(0)[first : first + self.stages].tolist()
+
+    def seen(self, i: int, ahead: int) -> list[PeerId]:
+        """See `CrowdDirectory.seen`."""
+        peer = self.nodes.peer
+        return [peer[j] for j in self._seen[int(self.column[i]) + ahead] if j != i]
+
+
+class BucketDirectory(_Records):
+    """By buckets, as `directory.buckets` decides; the same ticks for all, each at its own turn."""
+
+    def __init__(self, nodes: Nodes, rng: np.random.Generator) -> None:
+        super().__init__(nodes, rng)
+        most = nodes.most
+        self.levels = [StageLevels(most, rng) for _ in range(NEAR)]
+        self.number = np.ones((NEAR, most))
+        self._held = np.full((NEAR, most, HELD), NONE, np.int64)
+        self._held_at = np.full((NEAR, most), -math.inf)
+        self._drawn_at = np.full((NEAR, most), -math.inf)
+        self._drawn_here = np.zeros((NEAR, most), np.int64)
+        self._tick = 0
+        self._behind_of = np.zeros(self.stages, np.int64)
+
+    def tick(self) -> None:
+        """See `CrowdDirectory.tick`."""
+        self._publish()
+        self.sort()
+        self._tick += 1
+        everybody = np.flatnonzero(np.array(self.nodes.alive, np.bool_))
+        behind = np.array([self._behind(column) for column in range(self.columns)])
+        for ahead in range(NEAR):
+            who = everybody[self.nodes.stage_row[everybody] + ahead < self.stages]
+            self._look(ahead, who, behind)
+        self._look_further(everybody)
+        serving = np.flatnonzero(np.array(self.nodes.serving, np.bool_))
+        self.note_error(self.number[0, serving], serving)
+        self._behind_of = behind
+
+    def replicas(self, i: int) -> int:
+        """See `CrowdDirectory.replicas`."""
+        return max(1, round(float(self.number[0, i])))
+
+    def strengths(self, i: int) -> list[float]:
+        """See `CrowdDirectory.strengths`: of two buckets of each stage, at the level that level 0 speaks of."""
+        first = int(self.column[i]) // self.stages * self.stages
+        found: list[float] = []
+        for column in range(first, first + self.stages):
+            level = max(0, int(self._behind_of[column]) - 1)
+            speeds, random = self.strengths_at(level), self.nodes.rng.random
+            drawn = [int(random() * (1 << level)) for _ in range(HELD)] if level else [0]
+            found.append(sum(float(speeds[(column << level) + b]) for b in drawn) / len(drawn) * (1 << level))
+        return found
+
+    def forget(self, i: int) -> None:
+        """See `CrowdDirectory.forget`."""
+        super().forget(i)
+        self._held[:, i], self._drawn_here[:, i], self.number[:, i] = NONE, 0, 1.0
+        for levels in self.levels:
+            levels.forget(np.array([i]))
+
+    def seen(self, i: int, ahead: int) -> list[PeerId]:
+        """See `CrowdDirectory.seen`."""
+        peer, column = self.nodes.peer, int(self.column[i]) + ahead
+        level = int(self.levels[ahead].level[i])
+        held = [bucket for bucket in self._held[ahead, i].tolist() if bucket != NONE] if level else []
+        if not held:
+            return [peer[j] for j in self.rows(column, 0, 0) if j != i]
+        return [peer[j] for bucket in held for j in self.rows(column, level, bucket) if j != i]
+
+    def _publish(self) -> None:
+        nodes, who = self.nodes, self.due()
+        ends = nodes.agenda.now + self.life
+        for level, writes in self.levels[0].levels_to_write(who, nodes.prefix[who]):
+            nodes.expires[level[writes], who[writes]] = ends
+            for at in np.unique(level[writes]).tolist():
+                some = who[writes][level[writes] == at]
+                self.note_written(at, (self.column[some] << at) + (nodes.prefix[some] >> (PREFIX_BITS - at)))
+
+    def _behind(self, column: int) -> int:
+        """What level 0 says; holders keep so many records, and the eldest of these."""
+        rows = sorted(self.rows(column, 0, 0))[:MOST_RECORDS]
+        return level_behind(self.nodes.prefix[rows].tolist())
+
+    def _look(self, ahead: int, who: Ints, behind: Ints) -> None:
+        levels, now = self.levels[ahead], self.nodes.agenda.now
+        stage = self.column[who] + ahead
+        before = levels.level[who].copy()
+        above = before > 0
+        root = ~above | self._turn(who, ROOT_AGAIN)
+        self.note_read(0, stage[root])
+        levels.look_behind(who[root], behind[stage[root]])
+        hurried = (self._drawn_here[ahead, who] < SETTLED) | (levels.candidate[who] != NONE)
+        hurried |= (self._held[ahead, who] == NONE).any(1)
+        draws = ~above | hurried | (now - self._drawn_at[ahead, who] >= SAMPLED_AGAIN * self.life)
+        who, stage, above, before = who[draws], stage[draws], above[draws], before[draws]
+        level, bucket = levels.next_buckets(who)
+        count = np.zeros(len(who), np.int64)
+        for at in np.unique(level).tolist():
+            some = level == at
+            place = (stage[some] << at) + bucket[some]
+            count[some] = self.counts(at)[place]
+            if at:
+                self.note_read(at, place)
+        levels.took(who, level, bucket, np.minimum(count, MOST_RECORDS))
+        self._drawn_at[ahead, who] = now
+        self._drawn_here[ahead, who] += 1
+        self.number[ahead, who] = levels.estimates(who)
+        self._hold(ahead, who, bucket, (levels.level[who] != before), above & (level == before))
+
+    def _hold(self, ahead: int, who: Ints, bucket: Ints, moved: Flags, taken: Flags) -> None:
+        """What was drawn at a node's level takes the place of the older one that it holds, where its time has come."""
+        now = self.nodes.agenda.now
+        gone = who[moved]
+        self._held[ahead, gone], self._drawn_here[ahead, gone] = NONE, 0
+        some, drawn = who[taken & ~moved], bucket[taken & ~moved]
+        held = self._held[ahead, some]
+        free = (held == NONE).any(1) | (now - self._held_at[ahead, some] >= HELD_SECONDS)
+        takes = free & (held != drawn[:, None]).all(1)
+        some = some[takes]
+        self._held[ahead, some] = np.stack([held[takes, 1], drawn[takes]], 1)
+        self._held_at[ahead, some] = now
+
+    def _look_further(self, who: Ints) -> None:
+        """What is held is read again, and level 0 of the stages that are not near."""
+        nodes = self.nodes
+        again = who[self._turn(who, READ_AGAIN)]
+        for ahead in range(NEAR):
+            near = again[nodes.stage_row[again] + ahead < self.stages]
+            level = self.levels[ahead].level[near]
+            for at in np.unique(level).tolist():
+                some = near[level == at]
+                for held in self._held[ahead, some].T if at else ():
+                    known = held != NONE
+                    self.note_read(at, ((self.column[some] + ahead) << at)[known] + held[known])
+        for stage in range(self.stages):
+            far = (nodes.stage_row[again] > stage) | (nodes.stage_row[again] + NEAR <= stage)
+            self.note_read(0, stage + self.stages * (self.column[again[far]] // self.stages))
+
+    def _turn(self, who: Ints, part: float) -> Flags:
+        """Whose turn it is, of what comes once in a part of a record's life."""
+        ticks = max(1, round(part * self.life / self.settings.look_seconds))
+        return (who + self._tick) % ticks == 0
+
+
+def directory_of(nodes: Nodes, rng: np.random.Generator) -> WholeDirectory | BucketDirectory:
+    """As the settings say."""
+    if nodes.settings.directory.view == "everybody":
+        return WholeDirectory(nodes, rng)
+    return BucketDirectory(nodes, rng)

@@ -1,0 +1,143 @@
+"""What a simulated crowd came to: figures over the time after the warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from noloco_node.directory.buckets import bucket_of
+from noloco_node.simulator.crowd import Crowd, Moment
+
+CLASS_BITS = 4
+CLASSES = 1 << CLASS_BITS
+FEWEST_A_CELL = 5.0
+"""Meetings that two classes are expected to have, for their number to say anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one size."""
+
+    nodes: int
+    """At the start."""
+    stages: int
+    seconds: float
+    working: float
+    """Share of the time that devices worked."""
+    trained: float
+    """Microbatches a second through all stages."""
+    of_best: float
+    """Share of what the same nodes could do, if they were divided over the stages at will and never waited."""
+    alone: float
+    """Share of outer steps taken alone."""
+    outer_steps: float
+    """Of a node in an hour."""
+    contraction: float
+    """Variance of the weights within a stage at the end, of that at the start."""
+    contraction_expected: float
+    """What the arithmetic gives for the same meetings, if whoever met had never met before."""
+    evenness: float
+    """Chi-square of who met whom beside chance, by degree of freedom: about 1 where all are equally likely to meet.
+    Nodes are taken together by the first bits of their hash, as buckets are."""
+    evenness_of_routes: float
+    """The same of who sent microbatches to whom."""
+    error: float
+    """Relative rms error of the nodes' counts of their own stage."""
+    node_bytes: dict[str, float]
+    """Sent for each node in a second, by kind."""
+    holder_bytes: dict[str, float]
+    """What a node gives and takes as a holder of keys, a second: mean, highest of a hundred, highest."""
+    lost: float
+    """Share of the microbatches sent that were lost with whoever had them, or could not be reached."""
+    joined_after: float | None
+    """Median seconds until a newcomer served."""
+    moves: float
+    """Moves to another stage of a node in an hour."""
+    refusals: dict[str, int]
+    """Dials refused, by reason."""
+    events: int
+    trace: str
+
+
+def unevenness(pairs: Sequence[tuple[int, int]], of: Sequence[int]) -> float:
+    """Chi-square by degree of freedom of a table of who came together with whom, by class, beside what the classes'
+    own numbers say; `of` gives each node's class. NaN where there are too few pairs."""
+    table = np.zeros((CLASSES, CLASSES))
+    for i, j in pairs:
+        table[of[i], of[j]] += 1.0
+    total = table.sum()
+    expected = np.outer(table.sum(1), table.sum(0)) / max(total, 1.0)
+    if expected.min() < FEWEST_A_CELL:
+        return float("nan")
+    return float(((table - expected) ** 2 / expected).sum() / (CLASSES - 1) ** 2)
+
+
+class Course:
+    """Runs one crowd and takes its figures."""
+
+    def __init__(self, crowd: Crowd) -> None:
+        self.crowd = crowd
+        self._many = len(crowd.nodes)
+
+    def run(self, sample_seconds: float = 30.0) -> Figures:
+        """To the end."""
+        crowd, settings = self.crowd, self.crowd.settings
+        spread = crowd.averaging.spread()
+        crowd.agenda.after(settings.warm_up_seconds, self._begin)
+        crowd.run(sample_seconds)
+        span = [moment for moment in crowd.moments if moment.at > settings.warm_up_seconds]
+        seconds = settings.seconds - settings.warm_up_seconds
+        many = float(np.mean([moment.nodes for moment in span]))
+        first, last = self._first, span[-1]
+        paired, alone = last.paired - first.paired, last.alone - first.alone
+        held = crowd.directory.holder_bytes() / seconds
+        trained, best = _mean(span, "trained"), _mean(span, "best")
+        joined = crowd.joined_after
+        return Figures(
+            nodes=self._many,
+            stages=settings.work.stages,
+            seconds=seconds,
+            working=_mean(span, "working"),
+            trained=trained,
+            of_best=trained / best,
+            alone=alone / max(1, alone + paired),
+            outer_steps=(alone + paired) / many / seconds * 3600.0,
+            contraction=last.spread / spread[0],
+            contraction_expected=last.expected / spread[1],
+            evenness=unevenness(crowd.averaging.meetings, self._classes),
+            evenness_of_routes=unevenness(crowd.pipeline.routes, self._classes),
+            error=_mean(span, "error"),
+            node_bytes={kind: octets / seconds / many for kind, octets in sorted(crowd.nodes.sent.items())},
+            holder_bytes={
+                "mean": float(held.mean()),
+                "of a hundred": float(np.quantile(held, 0.99)),
+                "highest": float(held.max()),
+            },
+            lost=crowd.pipeline.lost / max(1, crowd.pipeline.hops),
+            joined_after=float(np.median(joined)) if joined else None,
+            moves=(last.moves - first.moves) / many / seconds * 3600.0,
+            refusals=dict(sorted(crowd.averaging.refusals.items())),
+            events=crowd.agenda.happened,
+            trace=crowd.nodes.trace,
+        )
+
+    def _begin(self) -> None:
+        """The warm-up is over: count anew."""
+        crowd = self.crowd
+        self._first = crowd.moment()
+        crowd.nodes.sent.clear()
+        crowd.directory.forget_bytes()
+        crowd.averaging.meetings.clear()
+        crowd.averaging.refusals.clear()
+        crowd.pipeline.keep_routes = True
+        crowd.pipeline.lost = crowd.pipeline.hops = 0
+
+    @property
+    def _classes(self) -> list[int]:
+        return [bucket_of(int(prefix), CLASS_BITS) for prefix in self.crowd.nodes.prefix[: len(self.crowd.nodes)]]
+
+
+def _mean(span: Sequence[Moment], name: str) -> float:
+    return float(np.mean([asdict(moment)[name] for moment in span]))

@@ -1,0 +1,163 @@
+"""The nodes of a crowd, what happens when, and what is sent between them."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+import math
+import random
+import struct
+from collections.abc import Callable
+
+import numpy as np
+
+from noloco_node.directory.buckets import MOST_LEVEL, prefix_of
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.simulator.crowd_settings import CrowdSettings
+
+PROGRESS_SECONDS = 15.0
+"""After which a stream that moves no byte is given up (`pipeline.progress_seconds`)."""
+EXCHANGE_SHARE = 0.5
+"""Of a link, for a weight exchange beside microbatches."""
+
+
+class Agenda:
+    """What happens when. Of two things at one time that goes first which was entered first."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.happened = 0
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._number = itertools.count()
+
+    def after(self, seconds: float, happens: Callable[..., None], *what: object) -> None:
+        """Let it happen so many seconds from now."""
+        heapq.heappush(self._heap, (self.now + seconds, next(self._number), happens, what))
+
+    def run(self, until: float) -> None:
+        """Let all happen that is due by then."""
+        heap = self._heap
+        while heap and heap[0][0] <= until:
+            self.now, _, happens, what = heapq.heappop(heap)
+            self.happened += 1
+            happens(*what)
+        self.now = until
+
+
+def peer_of(number: int) -> PeerId:
+    """The id of a node."""
+    return PeerId(f"{number:07d}")
+
+
+class Nodes:
+    """Who there is. Numbers are given in the order in which they come and never again."""
+
+    def __init__(self, settings: CrowdSettings, most: int, rng: random.Random, agenda: Agenda) -> None:
+        self.settings = settings
+        self.agenda = agenda
+        self.rng = rng
+        self.most = most
+        self.peer: list[PeerId] = []
+        self.stage: list[int] = []
+        self.speed: list[float] = []
+        self.region: list[int] = []
+        self.up: list[float] = []
+        """Bytes a second."""
+        self.down: list[float] = []
+        self.up_free: list[float] = []
+        """When the last of what was sent is gone."""
+        self.down_free: list[float] = []
+        self.exchanging: list[bool] = []
+        self.alive: list[bool] = []
+        self.serving: list[bool] = []
+        """It lives and has the state of its stage."""
+        self.born: list[float] = []
+        self.died: list[float] = []
+        self.apart: int | None = None
+        """The region that is cut off."""
+        self.prefix = np.zeros(most, np.int64)
+        self.stage_row = np.zeros(most, np.int64)
+        self.expires = np.zeros((MOST_LEVEL + 1, most))
+        """Ends of the lives of their records, by level."""
+        self.many = 0
+        """That live."""
+        self.sent: dict[str, float] = {}
+        """Bytes by kind."""
+        self._trace = hashlib.sha256()
+
+    def __len__(self) -> int:
+        return len(self.peer)
+
+    def add(self, stage: int, *, serving: bool) -> int:
+        """One more. Returns its number."""
+        i, rng, links = len(self.peer), self.rng, self.settings.links
+        self.peer.append(peer_of(i))
+        self.stage.append(stage)
+        self.speed.append(self.settings.devices.fastest ** rng.random())
+        self.region.append(rng.randrange(links.regions))
+        self.up.append(125_000.0 * links.up_mbit * math.exp(rng.gauss(0.0, links.sigma)))
+        self.down.append(125_000.0 * links.down_mbit * math.exp(rng.gauss(0.0, links.sigma)))
+        self.up_free.append(0.0)
+        self.down_free.append(0.0)
+        self.exchanging.append(False)
+        self.alive.append(True)
+        self.serving.append(serving)
+        self.born.append(self.agenda.now)
+        self.died.append(math.inf)
+        self.prefix[i], self.stage_row[i] = prefix_of(self.peer[i]), stage
+        self.many += 1
+        self.tell("joined", i, stage)
+        return i
+
+    def kill(self, i: int) -> None:
+        """It is gone; its records live on until they expire."""
+        self.alive[i] = self.serving[i] = False
+        self.died[i] = self.agenda.now
+        self.many -= 1
+        self.tell("died", i)
+
+    def living(self) -> list[int]:
+        """All that live."""
+        return [i for i, alive in enumerate(self.alive) if alive]
+
+    def reach(self, i: int, j: int) -> bool:
+        """Whether anything gets from one to the other now."""
+        if self.apart is None:
+            return self.alive[j]
+        return self.alive[j] and (self.region[i] == self.apart) == (self.region[j] == self.apart)
+
+    def latency(self, i: int, j: int) -> float:
+        """Seconds one way."""
+        links = self.settings.links
+        return 0.5 * (links.near_seconds if self.region[i] == self.region[j] else links.far_seconds)
+
+    def carry(self, i: int, j: int, octets: float, times: float) -> float:
+        """Seconds until so many bytes have come from one to the other: one thing after the other on either link, and
+        what is exchanged beside takes its part. All takes so many `times` as long; the bytes are counted by whoever
+        sends."""
+        now = self.agenda.now
+        up = self.up[i] * (EXCHANGE_SHARE if self.exchanging[i] else 1.0)
+        down = self.down[j] * (EXCHANGE_SHARE if self.exchanging[j] else 1.0)
+        begun = max(now, self.up_free[i])
+        self.up_free[i] = sent = begun + times * octets / up
+        self.down_free[j] = come = max(sent, max(begun, self.down_free[j]) + times * octets / down)
+        return come - now + times * self.latency(i, j)
+
+    def exchange_seconds(self, i: int, j: int, octets: float) -> float:
+        """Seconds for both to have what the other sends, beside microbatches."""
+        slowest = EXCHANGE_SHARE * min(self.up[i], self.up[j], self.down[i], self.down[j])
+        return octets / slowest + 4.0 * self.latency(i, j)
+
+    def count(self, kind: str, octets: float) -> None:
+        """So many bytes were sent."""
+        self.sent[kind] = self.sent.get(kind, 0.0) + octets
+
+    def tell(self, what: str, *numbers: float) -> None:
+        """Into the trace."""
+        self._trace.update(what.encode() + struct.pack(f"<{1 + len(numbers)}d", self.agenda.now, *numbers))
+
+    @property
+    def trace(self) -> str:
+        """Hash of what was told."""
+        return self._trace.hexdigest()

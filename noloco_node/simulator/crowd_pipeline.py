@@ -1,0 +1,256 @@
+"""Microbatches of a crowd on their way there and back, in parcels: who gets the next one is the node's own choice
+(`RoutingBook`), and so is whether there is a place for it (`MicrobatchLimiter`) and what a device does first
+(`CallOrder`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline.limiter import MicrobatchLimiter
+from noloco_node.pipeline.paces import Outcome
+from noloco_node.pipeline.passing import BUSY_BACKOFF_SECONDS, ROUNDS_TO_DESPAIR
+from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.simulator.crowd_directory import CrowdDirectory
+from noloco_node.simulator.crowd_nodes import PROGRESS_SECONDS, Nodes
+from noloco_node.training.compute_thread import CallOrder, Priority
+from noloco_node.training.fair_queue import OWN, QueueTurn
+from noloco_node.transport.errors import Refused
+from noloco_node.transport.interface import Release
+
+BACKWARDS = 2.0
+"""Times a forward."""
+VIEW_SECONDS = 60.0
+"""After which a book is told anew who is seen; at once where the one that it chooses has gone."""
+
+
+class Passage:
+    """One parcel at one node."""
+
+    __slots__ = ("began", "excluded", "node", "parent", "peer", "release", "rounds", "since")
+
+    def __init__(self, node: int, parent: Passage | None, since: float) -> None:
+        self.node = node
+        self.parent = parent
+        self.since = since
+        """When it was drawn, or came."""
+        self.peer = -1
+        """Who has it next."""
+        self.began = 0.0
+        self.excluded: dict[PeerId, None] = {}
+        self.rounds = 0
+        self.release: Release | None = None
+
+
+class CrowdPipeline:
+    """All devices, books and parcels. `trained` is told whenever a node has a parcel's gradient.
+
+    Many methods: each is one step of a parcel's way.
+    """
+
+    def __init__(self, nodes: Nodes, directory: CrowdDirectory, trained: Callable[[int], None]) -> None:
+        self.nodes = nodes
+        self.directory = directory
+        self.agenda = nodes.agenda
+        self._trained = trained
+        self._settings = nodes.settings
+        self._parcel = float(nodes.settings.parcel)
+        self._last = nodes.settings.work.stages - 1
+        self._octets = float(nodes.settings.work.microbatch_bytes)
+        self._books: list[RoutingBook | None] = []
+        self._book_told: list[float] = []
+        self._places: list[MicrobatchLimiter] = []
+        self._order: list[CallOrder[Passage]] = []
+        self._working: list[bool] = []
+        self._held: list[dict[Passage, None]] = []
+        self.busy: list[float] = []
+        """Seconds that each device has worked."""
+        self.finished = 0
+        """Parcels trained by all stages."""
+        self.lost = 0
+        """Asked of somebody who died or was cut off."""
+        self.refused = 0
+        self.hops = 0
+        self.routes: list[tuple[int, int]] = []
+        """Sender and receiver of parcels that came through, where they are kept."""
+        self.keep_routes = False
+
+    def clock(self) -> float:
+        """Seconds as microbatches have them: a parcel's are longer."""
+        return self.agenda.now / self._parcel
+
+    def joined(self, i: int) -> None:
+        """A node that `Nodes.add` gave its number to."""
+        assert i == len(self._books)
+        self._books.append(None)
+        self._book_told.append(-math.inf)
+        self._places.append(MicrobatchLimiter(self._settings.work.max_pending, self.clock))
+        self._order.append(CallOrder())
+        self._working.append(False)
+        self._held.append({})
+        self.busy.append(0.0)
+
+    def begin(self, i: int) -> None:
+        """A node serves from now on; one of stage 0 draws."""
+        if self.nodes.stage[i] == 0:
+            for _ in range(self._settings.work.in_flight):
+                self._draw(i)
+
+    def left(self, i: int) -> None:
+        """A node is gone: whoever waits for it finds out."""
+        for child in self._held[i]:
+            self._fail_later(child)
+        self._held[i] = {}
+        self._order[i] = CallOrder()
+        self._books[i] = None
+
+    def _draw(self, i: int) -> None:
+        passage = Passage(i, None, self.agenda.now)
+        self._put(Priority.DRAW, passage, OWN)
+
+    def _put(self, priority: Priority, passage: Passage, turn: QueueTurn) -> None:
+        i = passage.node
+        self._order[i].put(priority, passage, turn)
+        if not self._working[i]:
+            self._next(i)
+
+    def _next(self, i: int) -> None:
+        order = self._order[i]
+        if not len(order):
+            self._working[i] = False
+            return
+        self._working[i] = True
+        passage = order.take()
+        returned = passage.peer >= 0
+        units = 1.0 + BACKWARDS if self.nodes.stage[i] == self._last else BACKWARDS if returned else 1.0
+        seconds = units * self._parcel * self._settings.devices.forward_seconds / self.nodes.speed[i]
+        self.agenda.after(seconds, self._worked, passage, seconds)
+
+    def _worked(self, passage: Passage, seconds: float) -> None:
+        i = passage.node
+        if not self.nodes.alive[i]:
+            return
+        self.busy[i] += seconds
+        if passage.peer >= 0 or self.nodes.stage[i] == self._last:
+            self._trained(i)
+            if passage.parent is None:
+                self.finished += 1
+                self._draw(i)
+            else:
+                self._answer(passage)
+        else:
+            self._send(passage)
+        self._next(i)
+
+    def _book(self, i: int) -> RoutingBook:
+        book = self._books[i]
+        if book is None:
+            book = self._books[i] = RoutingBook("balanced", self.nodes.rng, self.clock)
+        if self.agenda.now - self._book_told[i] >= VIEW_SECONDS:
+            self._tell(i, book)
+        return book
+
+    def _tell(self, i: int, book: RoutingBook) -> None:
+        book.update(self.directory.seen(i, 1), 0)
+        self._book_told[i] = self.agenda.now
+
+    def _send(self, passage: Passage) -> None:
+        i = passage.node
+        if not self.nodes.alive[i]:
+            return
+        book = self._book(i)
+        peer = book.choose(passage.excluded, desperate=passage.rounds >= ROUNDS_TO_DESPAIR)
+        if peer is not None and not self.nodes.alive[int(peer)] and self._expired(int(peer)):
+            self._tell(i, book)
+            peer = book.choose(passage.excluded, desperate=passage.rounds >= ROUNDS_TO_DESPAIR)
+        if peer is None:
+            pause = self._parcel * self.nodes.rng.uniform(*BUSY_BACKOFF_SECONDS)
+            passage.rounds += bool(passage.excluded)
+            if not passage.excluded:
+                pause = max(pause, self._settings.directory.look_seconds)
+                self._book_told[i] = -math.inf
+            passage.excluded.clear()
+            self.agenda.after(pause, self._send, passage)
+            return
+        passage.peer, passage.began = int(peer), book.sent(peer)
+        self.hops += 1
+        self.nodes.count("microbatches", self._parcel * self._octets)
+        seconds = self.nodes.carry(i, passage.peer, self._octets, self._parcel)
+        self.agenda.after(seconds, self._arrive, passage)
+
+    def _expired(self, j: int) -> bool:
+        """Whether the record of one that died is gone as well."""
+        return self.agenda.now - self.nodes.died[j] >= self._settings.directory.record_seconds
+
+    def _arrive(self, passage: Passage) -> None:
+        i, j = passage.node, passage.peer
+        if not self.nodes.alive[i]:
+            return
+        if not self.nodes.reach(i, j):
+            self._fail_later(passage)
+            return
+        try:
+            release = self._places[j].take(self.nodes.peer[i])
+        except Refused:
+            self.refused += 1
+            self.agenda.after(self._parcel * self.nodes.latency(j, i), self._refuse, passage)
+            return
+        child = Passage(j, passage, self.agenda.now)
+        child.release = release
+        self._held[j][passage] = None
+        self._put(Priority.FORWARD, child, QueueTurn((self.nodes.peer[i],), 1.0))
+
+    def _refuse(self, passage: Passage) -> None:
+        book, peer = self._books[passage.node], self.nodes.peer[passage.peer]
+        if book is None:
+            return
+        book.done(peer, passage.began, Outcome.UNTOLD)
+        book.full(peer)
+        passage.excluded[peer] = None
+        passage.peer = -1
+        self._send(passage)
+
+    def _fail_later(self, passage: Passage) -> None:
+        self.lost += 1
+        self.agenda.after(PROGRESS_SECONDS, self._fail, passage, passage.peer)
+
+    def _fail(self, passage: Passage, of: int) -> None:
+        book = self._books[passage.node]
+        if book is None or passage.peer != of:
+            return
+        peer = self.nodes.peer[passage.peer]
+        book.done(peer, passage.began, Outcome.FAILED)
+        book.failed(peer)
+        passage.excluded[peer] = None
+        passage.peer = -1
+        self._send(passage)
+
+    def _answer(self, passage: Passage) -> None:
+        """A node gives back the gradient of what it was asked for, and its place is free."""
+        parent, j = passage.parent, passage.node
+        assert parent is not None
+        assert passage.release is not None
+        self._held[j].pop(parent, None)
+        self._places[j].answered(self.nodes.peer[parent.node])
+        passage.release()
+        load = self._places[j].taken
+        if not self.nodes.reach(j, parent.node) or parent.peer != j:
+            if self.nodes.alive[parent.node] and parent.peer == j:
+                self._fail_later(parent)
+            return
+        self.nodes.count("microbatches", self._parcel * self._octets)
+        seconds = self.nodes.carry(j, parent.node, self._octets, self._parcel)
+        self.agenda.after(seconds, self._returned, parent, j, load)
+
+    def _returned(self, passage: Passage, j: int, load: int) -> None:
+        i = passage.node
+        book = self._books[i]
+        if book is None or passage.peer != j:
+            return
+        peer = self.nodes.peer[j]
+        book.done(peer, passage.began, Outcome.CAME)
+        book.reported(peer, load)
+        if self.keep_routes:
+            self.routes.append((i, j))
+        self._put(Priority.BACKWARD, passage, OWN)

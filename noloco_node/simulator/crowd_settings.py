@@ -1,0 +1,152 @@
+"""What a crowd is: how many nodes, their devices, links and lives, and what befalls them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from noloco_node.config.settings import Fraction, Positive, PositiveFloat, Settings
+
+NODE_BYTES = 32_000
+"""Measured: what a node takes at its most, books of its peers included."""
+
+
+class DeviceSettings(Settings):
+    """The nodes' devices: their speeds are spread evenly on a logarithmic scale."""
+
+    fastest: Annotated[float, Field(ge=1.0)] = 16.0
+    """Speed of the fastest, in times the slowest."""
+    forward_seconds: PositiveFloat = 4.0
+    """Of the slowest, for a microbatch through one stage; a backward takes twice as long."""
+
+
+class LinkSettings(Settings):
+    """The nodes' links."""
+
+    up_mbit: PositiveFloat = 20.0
+    """Median of the uplinks, Mbit/s."""
+    down_mbit: PositiveFloat = 100.0
+    """The same of the downlinks."""
+    sigma: Annotated[float, Field(ge=0.0)] = 0.7
+    """Deviation of their logarithm."""
+    regions: Positive = 5
+    """Nodes are spread over so many, evenly."""
+    near_seconds: Annotated[float, Field(ge=0.0)] = 0.03
+    """Round trip within a region."""
+    far_seconds: Annotated[float, Field(ge=0.0)] = 0.15
+    """Round trip between two."""
+
+
+class WorkSettings(Settings):
+    """What is trained, and what it sends."""
+
+    stages: Annotated[int, Field(gt=0, le=64)] = 4
+    microbatch_bytes: Positive = 400_000
+    """Activations of one microbatch between two stages; its gradients are as many."""
+    exchange_bytes: Positive = 30_000_000
+    """What a replica sends in an outer step."""
+    state_bytes: Positive = 360_000_000
+    """What a joiner copies."""
+    microbatches_a_step: Positive = 4
+    """Behind a replica's inner step, as many as there are nodes at the start: the global batch grows with the swarm."""
+    inner_steps: Positive = 10
+    """H."""
+    min_inner_steps: Positive = 5
+    """H_min."""
+    in_flight: Positive = 8
+    """See `node.in_flight`."""
+    max_pending: Positive = 16
+    """See `node.max_pending`."""
+
+
+class DirectorySettings(Settings):
+    """How nodes see each other."""
+
+    view: Literal["everybody", "buckets"] = "buckets"
+    record_seconds: PositiveFloat = 20.0
+    """Life of a record."""
+    look_seconds: PositiveFloat = 2.0
+    holders: Positive = 5
+    """Nodes that keep a key."""
+    record_bytes: Positive = 391
+    """Of a record, and as many for asking for one key."""
+    max_replicas: Positive = 1024
+    """Replicas that share the global batch at most, where everybody is seen (`limits.max_replicas`)."""
+
+
+class Deaths(Settings):
+    """Nodes die at one moment."""
+
+    at_seconds: Annotated[float, Field(ge=0.0)]
+    share: Fraction
+
+
+class Arrivals(Settings):
+    """A crowd comes."""
+
+    at_seconds: Annotated[float, Field(ge=0.0)]
+    within_seconds: PositiveFloat
+    times: PositiveFloat
+    """As many as live at the time, times this."""
+
+
+class Cut(Settings):
+    """A region reaches nobody else, and nobody else reaches it."""
+
+    at_seconds: Annotated[float, Field(ge=0.0)]
+    for_seconds: PositiveFloat
+    region: Annotated[int, Field(ge=0)] = 0
+
+
+class CrowdSettings(Settings):
+    """One simulation by events, for each size once. Seconds are of the swarm."""
+
+    kind: Literal["crowd"]
+    seed: int = 0
+    nodes: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    """Nodes at the start; several: one simulation for each."""
+    seconds: PositiveFloat
+    warm_up_seconds: Annotated[float, Field(ge=0.0)] = 0.0
+    """What happens before is in no figure."""
+    churn_an_hour: Annotated[float, Field(ge=0.0, le=20.0)] = 0.0
+    """Deaths within an hour for each node that lives; as many come."""
+    parcel: Positive = 1
+    """Microbatches that go as one: in the pipeline all takes so many times as long, latencies and rests too, and each
+    counts as so many. At rest this changes nothing; what follows a disturbance takes longer, and a death costs more."""
+    dimensions: Positive = 8
+    """Weights of a node, averaged to watch their spread; they learn nothing."""
+    work: WorkSettings = WorkSettings()
+    devices: DeviceSettings = DeviceSettings()
+    links: LinkSettings = LinkSettings()
+    directory: DirectorySettings = DirectorySettings()
+    deaths: tuple[Deaths, ...] = ()
+    arrivals: tuple[Arrivals, ...] = ()
+    cuts: tuple[Cut, ...] = ()
+
+    @model_validator(mode="after")
+    def _can_be(self) -> CrowdSettings:
+        if min(self.nodes) < self.work.stages:
+            raise ValueError(
+                f"nodes ({min(self.nodes)}) are fewer than work.stages ({self.work.stages}): a stage would have none"
+            )
+        if self.parcel > self.work.microbatches_a_step:
+            raise ValueError(
+                f"parcel ({self.parcel}) exceeds work.microbatches_a_step ({self.work.microbatches_a_step}): a parcel "
+                "would be more than an inner step; lower the one or raise the other"
+            )
+        if self.work.min_inner_steps > self.work.inner_steps:
+            raise ValueError(
+                f"work.min_inner_steps ({self.work.min_inner_steps}) exceeds work.inner_steps ({self.work.inner_steps})"
+            )
+        if self.warm_up_seconds >= self.seconds:
+            raise ValueError(f"warm_up_seconds ({self.warm_up_seconds:g}) must be below seconds ({self.seconds:g})")
+        for cut in self.cuts:
+            if cut.region >= self.links.regions:
+                raise ValueError(f"cuts: there is no region {cut.region}, links.regions is {self.links.regions}")
+        return self
+
+    @property
+    def hours(self) -> float:
+        """How long it is."""
+        return self.seconds / 3600.0

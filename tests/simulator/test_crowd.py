@@ -1,0 +1,167 @@
+"""Crowds by events: the same by seed, true to arithmetic, and what befalls them takes effect."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from noloco_node.errors import UserError
+from noloco_node.simulator.crowd import Crowd
+from noloco_node.simulator.crowd_figures import CLASSES, Course, unevenness
+from noloco_node.simulator.crowd_settings import CrowdSettings
+from noloco_node.simulator.events import check_memory, load_crowd
+
+
+def settings(**fields: Any) -> CrowdSettings:
+    """A crowd of 24 for half an hour, slow and with no links to speak of, unless said otherwise."""
+    usual: dict[str, Any] = {
+        "kind": "crowd",
+        "nodes": [24],
+        "seconds": 1800,
+        "dimensions": 64,
+        "work": {
+            "stages": 2,
+            "microbatch_bytes": 1,
+            "exchange_bytes": 1,
+            "state_bytes": 1,
+            "in_flight": 8,
+            "microbatches_a_step": 2,
+            "inner_steps": 4,
+            "min_inner_steps": 2,
+        },
+        "devices": {"fastest": 4.0, "forward_seconds": 40.0},
+        "links": {"near_seconds": 0.0, "far_seconds": 0.0},
+        "directory": {"record_seconds": 200.0, "look_seconds": 20.0},
+    }
+    return CrowdSettings.model_validate(usual | fields)
+
+
+def crowd_of(many: int, **fields: Any) -> Crowd:
+    """It has run."""
+    crowd = Crowd(settings(nodes=[many], **fields), many)
+    crowd.run(120.0)
+    return crowd
+
+
+def test_another_process_with_another_hash_seed_has_the_same_trace() -> None:
+    """Bit for bit, with deaths and newcomers; another seed has another."""
+    program = "from tests.simulator.test_crowd import crowd_of\nprint(crowd_of(24, churn_an_hour=2.0).nodes.trace)"
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    other = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    own = crowd_of(24, churn_an_hour=2.0).nodes.trace
+    assert other.stdout.split()[-1] == own
+    assert crowd_of(24, churn_an_hour=2.0, seed=1).nodes.trace != own
+
+
+def test_alike_devices_on_free_links_hardly_ever_wait() -> None:
+    """Their time is work, and what is trained is what was worked for."""
+    last = crowd_of(24, devices={"fastest": 1.0, "forward_seconds": 10.0}, seconds=600).moments[1:]
+    working = sum(moment.working for moment in last) / len(last)
+    assert 0.9 < working <= 1.0
+    trained, best = (sum(getattr(moment, name) for moment in last) for name in ("trained", "best"))
+    assert trained == pytest.approx(working * best, rel=0.1)  # some is half done at either end
+
+
+def test_a_parcel_of_several_changes_nothing_at_rest() -> None:
+    """Two microbatches as one, on devices twice as quick: as much work a second, within what chance gives."""
+    rates: list[float] = []
+    for parcel in (1, 2):
+        crowd = crowd_of(24, parcel=parcel, devices={"fastest": 4.0, "forward_seconds": 40.0 / parcel}, seconds=3600)
+        span = crowd.moments[10:]
+        rates.append(sum(moment.working for moment in span) / len(span))
+    assert rates[1] == pytest.approx(rates[0], rel=0.1)
+
+
+def test_the_spread_shrinks_as_the_arithmetic_of_the_same_meetings_says() -> None:
+    """Few meet twice where there are many; hardly anybody steps alone."""
+    last = crowd_of(60, seconds=2400).moments[-1]
+    assert last.spread < 0.2
+    assert last.spread == pytest.approx(last.expected, rel=0.4)
+    assert last.alone < 0.02 * last.paired
+
+
+def test_a_quarter_dies_and_newcomers_come() -> None:
+    """Deaths are seen, parcels are lost with them, and those that live go on; a crowd copies its state and serves."""
+    dead = crowd_of(24, deaths=[{"at_seconds": 600, "share": 0.25}])
+    assert dead.moments[-1].nodes == dead.moments[-1].serving == 18
+    assert dead.pipeline.lost > 0
+    assert dead.moments[-1].trained > 0.0
+    grown = crowd_of(24, arrivals=[{"at_seconds": 200, "within_seconds": 300, "times": 2.0}], seconds=900)
+    assert grown.moments[-1].serving == 72
+    assert {grown.directory.replicas(i) for i in range(24) if grown.nodes.stage[i] == 0} == {grown.nodes.stage.count(0)}
+
+
+def test_a_region_that_is_cut_off_sees_itself_alone() -> None:
+    """For as long as it is cut off; nothing gets across, and both parts go on."""
+    cut = {"at_seconds": 300, "for_seconds": 900, "region": 1}
+    crowd = Crowd(settings(cuts=[cut], links={"regions": 2}), 24)
+    crowd.agenda.run(340.0)
+    meetings = len(crowd.averaging.meetings)
+    crowd.agenda.run(1190.0)
+    region = crowd.nodes.region
+    assert len(crowd.averaging.meetings) > meetings
+    assert all(region[i] == region[j] for i, j in crowd.averaging.meetings[meetings:])
+    of_one = [i for i in range(24) if region[i] == 1 and crowd.nodes.stage[i] == 0]
+    assert {crowd.directory.replicas(i) for i in of_one} == {len(of_one)}
+    crowd.agenda.run(1300.0)
+    assert {crowd.directory.replicas(i) for i in of_one} == {crowd.nodes.stage.count(0)}
+
+
+@pytest.mark.parametrize("view", ["everybody", "buckets"])
+def test_counts_are_right_in_either_view(view: str) -> None:
+    """Of many nodes at one stage: all exactly, or within some hundredths by buckets."""
+    crowd = Crowd(settings(work={"stages": 1}, devices={"forward_seconds": 1e6}, directory={"view": view}), 600)
+    crowd.agenda.run(70.0)
+    assert crowd.directory.error <= (0.0 if view == "everybody" else 0.12)
+    assert 400 < crowd.directory.replicas(3) < 800
+
+
+def test_unevenness_tells_chance_from_a_preference() -> None:
+    """About 1 for pairs drawn at random, far more where one class is met twice as often by another."""
+    rng = random.Random(2)
+    of = [i % CLASSES for i in range(1000)]
+    pairs = [(rng.randrange(1000), rng.randrange(1000)) for _ in range(20_000)]
+    assert 0.7 < unevenness(pairs, of) < 1.3
+    assert unevenness([*pairs, *[(16 * k, 16 * k + 1) for k in range(60)] * 2], of) > 1.5
+
+
+def test_figures_are_of_the_time_after_the_warm_up() -> None:
+    """And are all there."""
+    figures = Course(Crowd(settings(warm_up_seconds=600, churn_an_hour=4.0), 24)).run()
+    assert figures.seconds == 1200.0
+    assert 0.3 < figures.of_best < 1.0
+    assert set(figures.node_bytes) == {"directory read", "directory written", "exchanges", "microbatches", "states"}
+    assert 1.0 < figures.outer_steps < 120.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ("links: {up_mbit: 0}", "links.up_mbit"),
+        ("churn_an_hour: -1", "churn_an_hour"),
+        ("nodes: [3]\nwork: {stages: 8}", "a stage would have none"),
+        ("parcel: 64", "lower the one"),
+        ("cuts: [{at_seconds: 1, for_seconds: 1, region: 9}]", "no region 9"),
+        ("colour: red", "colour"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(tmp_path: Path, fields: str, said: str) -> None:
+    """With what to do."""
+    lines = {"kind": "kind: crowd", "nodes": "nodes: [10]", "seconds": "seconds: 60"}
+    file = tmp_path / "crowd.yaml"
+    own = fields.partition(":")[0]
+    file.write_text("\n".join([*(line for name, line in lines.items() if name != own), fields]))
+    with pytest.raises(UserError, match=said):
+        load_crowd(file)
+
+
+def test_more_nodes_than_the_memory_holds_are_refused() -> None:
+    """Before anything is built."""
+    with pytest.raises(UserError, match="simulate fewer"):
+        check_memory(settings(nodes=[10**9]), 8 << 30)
