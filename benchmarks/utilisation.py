@@ -22,7 +22,6 @@ from typing import Any
 from benchmarks.shaped_links import Uplink, doors, owner_of
 from noloco_node.config.load import load_config
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.sizing.memory import microbatches_a_step
 from noloco_node.sizing.traffic import traffic_of
 from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
 from noloco_node.telemetry.events import Account
@@ -75,7 +74,7 @@ def planned(point: Point, overrides: list[str]) -> UtilisationOutlook:
         for seconds, each in zip((2.0, 1.0), traffic, strict=True)
     ]
     link = Link(point.mbit * 125e3, point.round_trip)
-    steps = microbatches_a_step(run, REPLICAS)
+    steps = run.microbatches_a_step(REPLICAS)
     return outlook_of(loads, link, in_flight=point.in_flight, h=point.h, step_microbatches=steps)
 
 

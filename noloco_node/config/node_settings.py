@@ -11,6 +11,9 @@ from noloco_node.config.settings import Positive, PositiveFloat, Settings
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
+AUTO_MOST = 8
+"""Microbatches under way that `node.in_flight: auto` keeps at the most."""
+
 
 class NodeSettings(Settings):
     """Settings of one daemon."""
@@ -60,8 +63,9 @@ class NodeSettings(Settings):
     compile: bool = False
     """Compile the stage with torch.compile before it trains: a minute or more at the start, quicker afterwards. Wants a
     C++ compiler. Not with `inner.backward: checkpoint`, nor where routers are trained."""
-    in_flight: Annotated[int, Field(gt=0, le=256)] = 3
-    """Microbatches that a stage-0 replica keeps under way."""
+    in_flight: Annotated[int, Field(gt=0, le=256)] | Literal["auto"] = "auto"
+    """Microbatches that a stage-0 replica keeps under way. `auto`: as few as keep its device at work, at most 8, and
+    never more than its share of a step's batch: gradients of more would be staler."""
     prefetch_bytes: Positive = 16_000_000
     """Windows of the text that a stage-0 replica reads ahead, 4 bytes a token; one microbatch at least."""
     max_pending: Annotated[int, Field(gt=0, le=256)] = 8
@@ -90,6 +94,11 @@ class NodeSettings(Settings):
     """Which lines the log takes: these and graver ones."""
     log_format: Literal["text", "json"] = "text"
     """How log lines are written: for a person, or each as one JSON object, for who collects them."""
+
+    @property
+    def most_in_flight(self) -> int:
+        """Microbatches that a stage-0 replica may have under way: what memory is planned for."""
+        return AUTO_MOST if self.in_flight == "auto" else self.in_flight
 
     @model_validator(mode="after")
     def _metrics_have_a_port(self) -> NodeSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -280,6 +281,10 @@ class RunSpec(Settings):
     def microbatch_tokens(self) -> int:
         """Tokens that one microbatch predicts."""
         return self.inner.microbatch_windows * self.data.sequence_length
+
+    def microbatches_a_step(self, replicas: int) -> int:
+        """That a replica trains on between two inner steps, where so many share the batch."""
+        return max(1, math.ceil(self.inner.global_batch_tokens / (max(1, replicas) * self.microbatch_tokens)))
 
     @property
     def max_lag_tokens(self) -> int:

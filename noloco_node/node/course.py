@@ -76,7 +76,7 @@ class ReplicaCourse:
         async with asyncio.TaskGroup() as group:
             evaluating = group.create_task(evaluations.now_and_then(self._context.moved, self._way_is_open))
             watching = group.create_task(self._until_over())
-            await origin.run(self._context.settings.in_flight, self._training_goes_on, self._way_is_open)
+            await origin.run(self._training_goes_on, self._way_is_open)
             evaluating.cancel()
             watching.cancel()
 

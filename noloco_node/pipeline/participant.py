@@ -52,7 +52,11 @@ class Pipeline(Participant):
         self.inference = InferenceServer(
             spec, context.cut, stage.hidden_size, stage.vocab_size, worker, settings.generate_share, behind
         )
-        self.origin = MicrobatchSource(spec, worker, self.downstream, ledger, samples, context.rng) if samples else None
+        self.origin = (
+            MicrobatchSource(spec, worker, self.downstream, ledger, samples, context.rng, settings.in_flight)
+            if samples
+            else None
+        )
 
     def serve(self) -> tuple[Withdraw, ...]:
         """Register the methods; stage 0 answers no microbatch."""

@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples, by_source, inputs_and_labels
 from noloco_node.marks import positions_of
 from noloco_node.pauses import Doubling
+from noloco_node.pipeline.in_flight import InFlight
 from noloco_node.pipeline.messages import HopFailed, Ledger, Mode, Outgoing, Sample
 from noloco_node.pipeline.passing import Downstream
 from noloco_node.training.stage_trainer import ForwardContext, MicrobatchNotFinite
@@ -45,6 +47,7 @@ class MicrobatchSource:
         ledger: Ledger,
         samples: Samples,
         rng: random.Random,
+        in_flight: int | Literal["auto"],
     ) -> None:
         self._spec = spec
         self._worker = worker
@@ -55,6 +58,7 @@ class MicrobatchSource:
         self._waiting = ledger.waiting
         self._few_blocks = False
         self._under_way: dict[Sample, None] = {}
+        self._in_flight = InFlight(in_flight, self._share, lambda: worker.busy_seconds)
 
     @property
     def data_wait_seconds(self) -> float:
@@ -80,19 +84,21 @@ class MicrobatchSource:
         """Those samples, in the order in which they are to be trained."""
         return [*self._under_way, *self._waiting]
 
-    async def run(
-        self, in_flight: int, training_goes_on: Callable[[], bool], way_is_open: Callable[[], Awaitable[None]]
-    ) -> None:
-        """Keep `in_flight` microbatches under way until `training_goes_on()` is false, then finish those under way.
+    async def run(self, training_goes_on: Callable[[], bool], way_is_open: Callable[[], Awaitable[None]]) -> None:
+        """Keep as many microbatches under way as `node.in_flight` says until `training_goes_on()` is false, then finish
+        those under way.
 
         `way_is_open` is awaited before each: it returns once every later stage has a replica.
         """
 
-        async def keep_drawing() -> None:
+        async def keep_drawing(number: int) -> None:
             in_vain = 0
             while True:
+                while not self._in_flight.open_to(number):
+                    await self._in_flight.changed.wait()
                 await way_is_open()
                 if not training_goes_on():
+                    self._in_flight.release()
                     return
                 if await self.train_one():
                     in_vain = 0
@@ -101,8 +107,8 @@ class MicrobatchSource:
                     in_vain += 1
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(in_flight):
-                group.create_task(keep_drawing())
+            for number in range(self._in_flight.most):
+                group.create_task(keep_drawing(number))
 
     async def train_one(self) -> bool:
         """Draw one sample (one that was put back, if there is any) and carry it to its end or back into the queue.
@@ -160,12 +166,15 @@ class MicrobatchSource:
         inputs, labels = inputs_and_labels(sample.windows)
         if self._downstream is None:
             await self._worker.loss(inputs, labels, draw=True)
+            self._in_flight.carried(0.0)
             return
         passage, drawn = ForwardContext(positions=positions_of(labels)), self._drawn(self._downstream, labels.numel())
         try:
             outputs = await self._worker.forward(inputs, passage, draw=True)
             outgoing = replace(self._outgoing("train", drawn, outputs, labels), chosen=passage.chosen)
+            sent_at = ambient.monotonic()
             trained = await self._downstream.send(outgoing, self._spec.pipeline.budget_seconds)
+            away = ambient.monotonic() - sent_at
             assert trained.gradient is not None
             await self._worker.backward(
                 passage,
@@ -175,9 +184,13 @@ class MicrobatchSource:
                 source=trained.peer,
                 chosen=trained.chosen,
             )
+            self._in_flight.carried(away)
         except BaseException:
             await run_to_end(self._worker.discard(passage))
             raise
+
+    def _share(self) -> int:
+        return self._spec.microbatches_a_step(self._worker.live_replicas)
 
     async def _evaluate_part(self, windows: Tensor) -> tuple[float, int]:
         inputs, labels = inputs_and_labels(windows)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from noloco_node.config.load import Config
+from noloco_node.config.node_settings import AUTO_MOST
 from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, RunSpec, token_bytes
 from noloco_node.outer.codec import CODECS
 from noloco_node.sizing.footprint import Footprint, footprint_of
-from noloco_node.sizing.memory import memory_of, microbatches_a_step
+from noloco_node.sizing.memory import memory_of
 from noloco_node.sizing.traffic import traffic_of
 from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
 
@@ -19,6 +20,8 @@ RECOMPUTED = 4.0 / 3.0
 """Work of a stage that makes its graph anew: forward twice, backward once (which is two forwards)."""
 WORTH_SAYING = 1.05
 """What lifts the device's share by less than so many times is listed without a figure."""
+AUTO_AIM = 0.95
+"""Of what `node.in_flight: auto` may have under way at the most, it comes to as few as bring so much of the rate."""
 MOST_UNDER_WAY = 16
 SUGGESTIONS = 6
 
@@ -66,7 +69,7 @@ def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
     now, before = outlook(config), device_bytes(config)
     found: list[Suggestion] = []
     in_vain: list[str] = []
-    for change in _changes(config):
+    for change in _changes(config, under_way(config, footprint(config), link, flop_per_second)):
         other = _changed(config, change)
         share = outlook(other).share
         if share < WORTH_SAYING * now.share:
@@ -89,10 +92,26 @@ def outlook_on(config: Config, footprint: Footprint, link: Link, flop_per_second
     return outlook_of(
         loads_of(run, footprint, flop_per_second),
         link,
-        in_flight=config.node.in_flight,
+        in_flight=under_way(config, footprint, link, flop_per_second),
         h=run.outer.inner_steps,
-        step_microbatches=microbatches_a_step(run, config.local_swarm.replicas),
+        step_microbatches=run.microbatches_a_step(config.local_swarm.replicas),
     )
+
+
+def under_way(config: Config, footprint: Footprint, link: Link, flop_per_second: float) -> int:
+    """Microbatches that a first-stage replica keeps under way: what is set, or what `auto` comes to there."""
+    run, node = config.run, config.node
+    if node.in_flight != "auto":
+        return node.in_flight
+    loads = loads_of(run, footprint, flop_per_second)
+    share = run.microbatches_a_step(config.local_swarm.replicas)
+
+    def rate(count: int) -> float:
+        outlook = outlook_of(loads, link, in_flight=count, h=run.outer.inner_steps, step_microbatches=share)
+        return outlook.microbatches_a_second
+
+    most = min(AUTO_MOST, share)
+    return next(count for count in range(1, most + 1) if rate(count) >= AUTO_AIM * rate(most))
 
 
 def loads_of(run: RunSpec, footprint: Footprint, flop_per_second: float) -> list[StageLoad]:
@@ -115,10 +134,10 @@ def loads_of(run: RunSpec, footprint: Footprint, flop_per_second: float) -> list
 Change = dict[str, Any]
 
 
-def _changes(config: Config) -> Iterator[Change]:
+def _changes(config: Config, now_under_way: int) -> Iterator[Change]:
     """What an owner could turn, one thing at a time."""
-    run, under_way = config.run, config.node.in_flight
-    for more in (2 * under_way, 4 * under_way):
+    run = config.run
+    for more in (2 * now_under_way, 4 * now_under_way):
         if more <= MOST_UNDER_WAY:
             yield {"node.in_flight": more}
     now = token_bytes(INT8_BLOCK, run.pipeline.activations[-1])

@@ -115,23 +115,18 @@ def fitting_stages(needs: Sequence[StageMemory], free: Memory) -> list[int]:
     return [stage for stage, need in enumerate(totals) if need.device <= free.device and need.host <= free.host]
 
 
-def microbatches_a_step(run: RunSpec, replicas: int) -> int:
-    """That a replica trains on between two inner steps, where so many share the batch."""
-    return max(1, math.ceil(run.inner.global_batch_tokens / (replicas * run.microbatch_tokens)))
-
-
 def held_microbatches(node: NodeSettings, stage: int, stages: int) -> int:
     """That lie between their forward and their backward at `stage`. Routes are drawn, so later stages have up to twice
     the mean; the last stage goes forward and backward in one."""
     if stage == stages - 1:
         return 0
-    return node.in_flight if stage == 0 else min(node.max_pending, 2 * node.in_flight)
+    return node.most_in_flight if stage == 0 else min(node.max_pending, 2 * node.most_in_flight)
 
 
 def _stage_memory(run: RunSpec, node: NodeSettings, footprint: Footprint, replicas: int, stage: int) -> StageMemory:
     count, precision, codec = footprint.parameters[stage], PRECISIONS[run.inner.precision], CODECS[run.outer.codec]
     held = held_microbatches(node, stage, run.stages)
-    versions = 1 + math.ceil(held / microbatches_a_step(run, replicas))
+    versions = 1 + math.ceil(held / run.microbatches_a_step(replicas))
     left, worked_on = _microbatch(run, footprint, stage)
     if precision.autocast:  # the graph holds the weights that it has cast
         cast = CAST_BYTES * count

@@ -24,6 +24,10 @@ LIMITS = {
 }
 
 
+def _under_way(node: NodeSettings) -> str:
+    return f"at most {node.most_in_flight}" if node.in_flight == "auto" else str(node.in_flight)
+
+
 def memory_lines(config: Config, footprint: Footprint) -> list[str]:
     """A replica of each stage, in GiB. The first row of numbers is the device's, the last ones the host's."""
     run, node = config.run, config.node
@@ -34,7 +38,7 @@ def memory_lines(config: Config, footprint: Footprint) -> list[str]:
     rest = most.exchange + most.copies
     return [
         f"  precision         {run.inner.precision}, backward {run.inner.backward}, microbatches of "
-        f"{run.microbatch_tokens:,} tokens, {node.in_flight} under way of each first-stage replica",
+        f"{run.microbatch_tokens:,} tokens, {_under_way(node)} under way of each first-stage replica",
         head,
         *rows,
         f"                    host: outer step {_gib(most.outer)}, a checkpoint while it is written "

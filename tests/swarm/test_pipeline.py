@@ -177,7 +177,7 @@ async def test_a_node_that_leaves_stage_0_keeps_its_books_and_what_was_put_back(
     async with world(micro_spec(stages=1)) as made:
         drawn, replica = Drawn(start=100), made.replicas[0]
         origin = MicrobatchSource(
-            replica.context.spec, replica.worker, None, ledger, samples_of(drawn), random.Random(0)
+            replica.context.spec, replica.worker, None, ledger, samples_of(drawn), random.Random(0), 1
         )
         assert await origin.train_one()
         assert (ledger.drawn, ledger.trained, origin.held) == (5, 4, 1)
@@ -190,7 +190,7 @@ async def test_fewer_blocks_than_replicas_are_warned_of_once(caplog: pytest.LogC
         replica = made.replicas[0]
         samples = dataclasses.replace(samples_of(Drawn()), blocks=2)
         origin = MicrobatchSource(
-            replica.context.spec, replica.worker, None, replica.pipeline.ledger, samples, random.Random(0)
+            replica.context.spec, replica.worker, None, replica.pipeline.ledger, samples, random.Random(0), 1
         )
         for live in (2, 3, 4):
             replica.worker.live_replicas = live
