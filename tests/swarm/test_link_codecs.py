@@ -6,9 +6,16 @@ import random
 
 import pytest
 
-from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, token_bytes
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, PipelineSpec, token_bytes
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.link_codecs import CARRIED_SHARE, LinkCodecs, codec_for
+from noloco_node.simulator.links import Links, PlainWay
+from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.simulator.node import peer_of
+from noloco_node.simulator.quadratic import Quadratic
+from noloco_node.simulator.world import World as SimulatedWorld
+from tests.worlds import micro_spec
 
 ALLOWED: tuple[ActivationCodec, ...] = ("fp32", "bf16", "int8")
 SIZES = {codec: token_bytes(INT8_BLOCK, codec) for codec in ALLOWED}
@@ -79,3 +86,37 @@ def test_a_lie_about_the_work_only_moves_the_codec(lie: float) -> None:
         codecs.carried(PeerId("an honest one"), "fp32", 0.41, 0.4)
     assert codecs.choose(PEER) == ("int8" if lie == 0.0 else "fp32")
     assert codecs.choose(PeerId("an honest one")) == "fp32"
+
+
+def test_in_a_swarm_the_slow_link_carries_int8_and_the_quick_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole nodes in virtual time: two first stages, and two last ones of which one lies behind a line of 160 kbit/s.
+    Who sends finds out by itself; both are trained with."""
+    carried: dict[PeerId, list[ActivationCodec]] = {}
+    note = LinkCodecs.carried
+
+    def noted(self: LinkCodecs, peer: PeerId, codec: ActivationCodec, took: float, work: float | None) -> None:
+        carried.setdefault(peer, []).append(codec)
+        note(self, peer, codec, took, work)
+
+    monkeypatch.setattr(LinkCodecs, "carried", noted)
+    pipeline = PipelineSpec(activations=("fp32", "int8"), routing="uniform")
+    spec = micro_spec(steps=30, microbatches_a_step=4, pipeline=pipeline)
+
+    def seconds(source: PeerId, target: PeerId, octets: int) -> float:
+        return octets / (2e4 if peer_of(3) in (source, target) else 1e8)
+
+    async def work() -> list[int]:
+        settings = NodeSettings(in_flight=1, drain_seconds=1, seed=1)
+        async with SimulatedWorld(
+            spec, settings, learning=Quadratic(), links=Links(PlainWay(seconds)), seed=1
+        ) as world:
+            world.populate(2)
+            await world.ended(3600.0)
+            return [node.stage for node in world.nodes]
+
+    assert in_virtual_time(work, seed=1) == [0, 0, 1, 1]
+    quick, slow = carried[peer_of(2)], carried[peer_of(3)]
+    for codecs, wanted in ((quick, "fp32"), (slow, "int8")):
+        late = codecs[len(codecs) // 2 :]
+        assert len(late) > 10
+        assert late.count(wanted) > 0.9 * len(late), wanted
