@@ -39,7 +39,10 @@ class ReplicaContext:
 
 class Participant:
     """A protocol in the life of a replica: `serve`, `open`, `run` beside the training, `drain`, `shut`, `close`. Each
-    does nothing where a participant has nothing to do."""
+    does nothing more where a participant has nothing to do."""
+
+    accepting = False
+    """Whether it takes what peers ask now; its parts look here, and nobody else sets it."""
 
     def serve(self) -> tuple[Withdraw, ...]:
         """Register the methods with the transport, and how each is taken back; nothing is accepted before `open`."""
@@ -47,9 +50,11 @@ class Participant:
 
     def open(self) -> None:
         """Accept what peers ask from now on."""
+        self.accepting = True
 
     def shut(self) -> None:
-        """Accept nothing from now on that somebody may do without."""
+        """Accept nothing from now on that somebody may do without; what is under way goes on."""
+        self.accepting = False
 
     async def run(self) -> None:
         """Work beside the training, until cancelled."""

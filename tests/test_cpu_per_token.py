@@ -172,7 +172,7 @@ async def test_a_token_takes_little_more_cpu_time_in_the_swarm_than_in_one_proce
     with one_thread():
         async with libp2p_world(spec, tmp_path) as made:
             for replica in made.replicas:
-                replica.pipeline.server.accepting = True
+                replica.pipeline.open()
                 await replica.membership.announce(PeerState.TRAINING)
             for replica in made.replicas:
                 await replica.membership.refresh()

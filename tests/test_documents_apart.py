@@ -161,7 +161,7 @@ async def test_any_beginnings_are_taken_where_the_run_has_them_and_nothing_else(
     spec = marked_spec() if attention == "document" else micro_spec()
     async with world(spec) as made:
         for replica in made.replicas:
-            replica.pipeline.server.accepting = True
+            replica.pipeline.open()
         origin = peer_name(0, 0)
         header = MicrobatchHeader(
             id="a" * 32, budget_ms=1500, run=spec.run_id, stage=1, origin=origin, origin_clock=0.0

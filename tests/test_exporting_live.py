@@ -162,7 +162,7 @@ async def test_the_export_loses_what_the_swarm_measures_at_the_same_weights(tmp_
             first = FlatLayout.of(parameters).flatten(parameters)
             noise = 0.05 * torch.randn(first.shape, generator=torch.Generator().manual_seed(replica.stage))
             await replica.worker.load_slow_weights(100.0, 1, first + noise)
-            replica.pipeline.server.accepting = True
+            replica.pipeline.open()
         origins = [head.pipeline.origin for head in heads if head.pipeline.origin is not None]
         for head in heads:
             await head.membership.refresh()

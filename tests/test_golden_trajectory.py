@@ -56,7 +56,7 @@ async def two_replicas(codec: str) -> AsyncIterator[World]:
     async with world(spec, replicas=2) as made, asyncio.TaskGroup() as group:
         running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
         for replica in made.replicas:
-            replica.averaging.exchanger.accepting = True
+            replica.averaging.open()
         yield made
         for task in running:
             task.cancel()

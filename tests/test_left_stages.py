@@ -58,7 +58,7 @@ async def test_a_stage_that_was_left_is_freed_at_once_and_its_replica_is_held_by
         transport, ledger = leaver.context.transport, leaver.pipeline.ledger
         transport.conduct.offended(PeerId("somebody"), Offence.MALFORMED)
         await live(leaver, tmp_path)
-        leaver.state_transfer.donor.accepting = True
+        leaver.state_transfer.open()
         await stage_peer.state_transfer.copier.copy_from(peer_name(0, 0))
         trainer, outer = leaver.worker._trainer, leaver.worker.outer
         vectors = [weakref.ref(tensor) for tensor in (trainer.master, trainer._gradient, outer.slow, outer.momentum)]

@@ -36,7 +36,7 @@ async def test_each_sources_loss_is_measured_through_the_swarm_and_together_they
     rows, told = window_rows(range(7)), list[Told]()
     async with world(micro_spec()) as made:
         for replica in made.replicas:
-            replica.pipeline.server.accepting = True
+            replica.pipeline.open()
             await replica.membership.announce(PeerState.TRAINING)
         head = made.replicas[0]
         await head.membership.refresh()

@@ -94,7 +94,8 @@ async def test_no_vector_of_the_stages_size_is_touched_on_the_event_loop(tmp_pat
             for replica in (left, right):
                 assert replica.pipeline.origin is not None
                 assert await replica.pipeline.origin.train_one()
-            right.averaging.exchanger.accepting = left.state_transfer.donor.accepting = True
+            right.averaging.open()
+            left.state_transfer.open()
             answering = asyncio.create_task(right.averaging.exchanger.run())
             assert await left.averaging.exchanger.dial(peer_name(0, 1))
             await right.state_transfer.copier.copy_from(peer_name(0, 0))

@@ -55,7 +55,7 @@ async def trained_world(guards: int, giving: int = 4) -> AsyncIterator[tuple[Wor
     spec = micro_spec(outer=OuterSpec(inner_steps=2, min_inner_steps=1), limits=LIMITS)
     async with world(spec.model_copy(update={"guard_copies": guards}), replicas=2) as made:
         for replica in made.replicas[:-1]:
-            replica.pipeline.server.accepting = True
+            replica.pipeline.open()
         for replica in made.replicas[:-1]:
             await replica.membership.announce(PeerState.TRAINING)
         for replica in made.replicas[:2]:
@@ -245,7 +245,7 @@ async def test_of_two_that_come_to_a_lost_stage_one_restores_and_the_other_waits
         )
         assert origin == "seed"
         assert not waiting.done()
-        first.state_transfer.donor.accepting = True
+        first.state_transfer.open()
         await first.membership.announce(PeerState.TRAINING)
         heartbeat = asyncio.create_task(first.membership.run())
         assert await waiting is None

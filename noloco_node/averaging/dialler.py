@@ -98,7 +98,7 @@ class Dialler:
         side = self._side
         told_to_catch_up = isinstance(error, Refused) and error.reason is Refusal.LAGGING and error.detail == "yours"
         if told_to_catch_up and not side.standing.newcomer and side.clocks.own_lags():
-            side.catch_up_from = partner
+            side.told_to_catch_up(partner)
         logger.debug("proposal to %s came to nothing: %r", partner, error)
 
     async def _lead(self, session: Session) -> None:

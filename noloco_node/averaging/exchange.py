@@ -45,6 +45,7 @@ class Exchanger(Side):
         standing: ProbationStanding,
         on_outer_step: Callable[[OuterStep], None],
         moved: Pulse,
+        accepting: Callable[[], bool],
     ) -> None:
         super().__init__(
             spec,
@@ -55,6 +56,7 @@ class Exchanger(Side):
             standing=standing,
             on_outer_step=on_outer_step,
             moved=moved,
+            accepting=accepting,
         )
         self._dialler = Dialler(self, streams)
         self.responder = Responder(self)

@@ -34,19 +34,12 @@ class Averaging(Participant):
             standing=self.standing,
             on_outer_step=on_outer_step,
             moved=context.moved,
+            accepting=lambda: self.accepting,
         )
 
     def serve(self) -> tuple[Withdraw, ...]:
         """Register the methods of an exchange."""
         return self.exchanger.serve()
-
-    def open(self) -> None:
-        """Accept proposals."""
-        self.exchanger.accepting = True
-
-    def shut(self) -> None:
-        """Accept no further proposal; an open exchange goes on."""
-        self.exchanger.accepting = False
 
     async def run(self) -> None:
         """Commit what others dialled."""

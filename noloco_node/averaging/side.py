@@ -52,6 +52,7 @@ class Side:
         standing: ProbationStanding,
         on_outer_step: Callable[[OuterStep], None],
         moved: Pulse,
+        accepting: Callable[[], bool],
     ) -> None:
         self.spec = spec
         self.stage = stage
@@ -69,9 +70,11 @@ class Side:
         self.patience = BackOff()
         self.visits = Visits()
         self.window = Window(spec.outer.inner_steps, spec.outer.effective_min_inner_steps)
-        self.accepting = False
+        self.accepting = accepting
         self.last_round = False
+        """This replica has trained to the run's end, and takes its last outer step."""
         self.catch_up_from: PeerId | None = None
+        """Whose state this replica is to take, since it lags too far behind to be averaged with."""
         self.free_since_step = 0
         """Inner steps of this replica when its last exchange ended; a step alone is none."""
         self._moved = moved
@@ -103,11 +106,30 @@ class Side:
             return
         lagging = self.clocks.laggard(claimed)
         if lagging == "own":
-            self.catch_up_from = peer
-            self._moved.fire()
+            self.told_to_catch_up(peer)
             raise Refused(Refusal.LAGGING, "mine")
         if lagging == "other":
             raise Refused(Refusal.LAGGING, "yours")
+
+    def told_to_catch_up(self, partner: PeerId) -> None:
+        """This replica is too far behind `partner`, whose state it is to take."""
+        self.catch_up_from = partner
+        self._moved.fire()
+
+    def take_catch_up(self) -> PeerId | None:
+        """Whose state to take now, if anyone's and nothing else is under way; it is forgotten here."""
+        if self.engagement.phase is not Phase.FREE:
+            return None
+        partner, self.catch_up_from = self.catch_up_from, None
+        return partner
+
+    def begin_last_round(self) -> None:
+        """From now on this replica takes its last outer step, and answers whoever takes theirs."""
+        self.last_round = True
+
+    def free_since(self, steps: int) -> None:
+        """Its last exchange had ended when it had taken so many inner steps."""
+        self.free_since_step = steps
 
     async def commit(self, session: Session) -> None:
         """Clip, apply between two device operations, and report. Once begun it is carried to its end."""
@@ -159,7 +181,7 @@ class Side:
         self.engagement.go_on(session, Change.DONE if committed else Change.BREAK_OFF)
         remember(session, self.transport, self.patience, self.visits, self.stage_peers, committed=committed)
         if session.partner:
-            self.free_since_step = self.worker.progress.steps
+            self.free_since(self.worker.progress.steps)
         self._moved.fire()
 
     async def stop(self) -> None:

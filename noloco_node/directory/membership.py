@@ -35,6 +35,8 @@ class OwnFigures:
     guards: int | None = None
     steps: int = 0
     """Inner steps of this replica; not in the record."""
+    newcomer: bool = False
+    """It is on probation."""
 
 
 async def asked_already() -> None:
@@ -62,6 +64,7 @@ class Membership:
         describe: Callable[[], OwnFigures],
         on_change: Callable[[], None],
         ask: Callable[[], Awaitable[None]] = asked_already,
+        text: SharedText | None = None,
     ) -> None:
         self._directory = directory
         self._known = known
@@ -79,11 +82,8 @@ class Membership:
         self.state = PeerState.JOINING
         self._finished = False
         self._read_at = ambient.monotonic()
-        self.eager = False
-        """Look at the others more often: whatever this node waits for, the others wait for as well."""
-        self.newcomer = False
-        """Goes into the record: this node is on probation."""
-        self.text: SharedText | None = None
+        self._hurried = False
+        self.text = text
         """What the replicas of stage 0 tell each other of a text that they share."""
 
     def live(self, stage: int, *states: PeerState) -> tuple[PeerRecord, ...]:
@@ -241,6 +241,11 @@ class Membership:
         counts[self.stage] += own
         return counts
 
+    def hurry(self, hurried: bool = True) -> None:
+        """From now on look at the others more often, or no longer: whatever this node waits for, the others wait for as
+        well."""
+        self._hurried = hurried
+
     async def announce(self, state: PeerState) -> bool:
         """Publish the own record in a new state now. False when no peer took it."""
         self.state = state
@@ -251,7 +256,7 @@ class Membership:
         figures = self._describe()
         self._sequence += 1
         claims = self.text.to_say(leaving=state is PeerState.GONE) if self.text else ()
-        self._announced_speed, self._announced_newcomer = figures.tokens_per_second, self.newcomer
+        self._announced_speed, self._announced_newcomer = figures.tokens_per_second, figures.newcomer
         record = PeerRecord(
             peer_id=self._own,
             stage=self.stage,
@@ -262,7 +267,7 @@ class Membership:
             guards=figures.guards,
             outer_rounds=figures.outer_rounds,
             finished=self._finished,
-            newcomer=self.newcomer,
+            newcomer=figures.newcomer,
             slots=in_record(claims),
             protocol=PROTOCOL_VERSION,
             version=__version__,
@@ -307,11 +312,12 @@ class Membership:
         loop = asyncio.get_running_loop()
         renew_at = loop.time()
         while True:
-            speed_known = self._announced_speed == 0.0 and self._describe().tokens_per_second > 0.0
-            said_already = self._announced_newcomer == self.newcomer and not (self.text and self.text.news)
+            figures = self._describe()
+            speed_known = self._announced_speed == 0.0 and figures.tokens_per_second > 0.0
+            said_already = self._announced_newcomer == figures.newcomer and not (self.text and self.text.news)
             if loop.time() >= renew_at or speed_known or not said_already:
                 await self.announce(self.state)
                 renew_at = loop.time() + self._record_seconds / 3
             await self.refresh()
             usual = min(REFRESH_SECONDS, self._record_seconds / 5)
-            await asyncio.sleep(min(usual, LOOK_AGAIN_SECONDS) if self.eager else usual)
+            await asyncio.sleep(min(usual, LOOK_AGAIN_SECONDS) if self._hurried else usual)

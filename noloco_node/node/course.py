@@ -45,7 +45,9 @@ class ReplicaCourse:
         self._origin = origin
         self._samples = samples
         self._start = CommonStart(context.settings.start_replicas)
-        membership.eager = origin is not None and context.settings.start_replicas > 1
+        self._begun = origin is None or context.settings.start_replicas <= 1
+        if not self._begun:
+            membership.hurry()
         self.stop = asyncio.Event()
         self._over = False
         """An origin has found the run to be over before its own clock was at the target."""
@@ -95,11 +97,13 @@ class ReplicaCourse:
     def _may_draw(self) -> bool:
         if self._missing.stages or not self._missing.looked:
             return False
-        if self._membership.eager:  # asked before every sample: the records are looked at only until the run has begun
+        if not self._begun:  # asked before every sample: the records are looked at only until then
             up, furthest = self._membership.replicas_per_stage(), self._membership.furthest_clock()
             furthest = max(self._context.worker.progress.clock, furthest)
-            self._membership.eager = not self._start.over(up, furthest, asyncio.get_running_loop().time())
-        return not self._membership.eager
+            self._begun = self._start.over(up, furthest, asyncio.get_running_loop().time())
+            if self._begun:
+                self._membership.hurry(False)
+        return self._begun
 
     def _training_goes_on(self) -> bool:
         reached = self._context.worker.progress.clock >= self._context.spec.inner.target_tokens
@@ -108,7 +112,7 @@ class ReplicaCourse:
     async def _last_outer_step(self) -> None:
         """Average once more with whoever is still there, and stay for stage peers that have not had theirs."""
         membership, moved = self._membership, self._context.moved
-        self._exchanger.last_round = True
+        self._exchanger.begin_last_round()
         await membership.announce(PeerState.FINISHING)
         moved.fire()
         try:

@@ -32,6 +32,8 @@ class Neighbourhood(Participant):
         self._context = context
         self._directory = directory
         spec, transport, life = context.spec, context.transport, context.spec.limits.record_seconds
+        shared = None if samples is None else samples.shared
+        text = shared and SharedText(shared, directory, transport.peer_id, life, context.emit)
         self.membership = Membership(
             ScreenedDirectory(directory, transport.conduct),
             transport.acquaintances,
@@ -42,9 +44,8 @@ class Neighbourhood(Participant):
             describe,
             on_change,
             self._ask_all,
+            text,
         )
-        if samples is not None and samples.shared is not None:
-            self.membership.text = SharedText(samples.shared, directory, transport.peer_id, life, context.emit)
         self.roll = RollCall(
             transport,
             directory,

@@ -64,8 +64,8 @@ class OuterSteps:
         loop = asyncio.get_running_loop()
         next_try = 0.0
         while True:
-            if self._exchanger.catch_up_from is not None and not self._exchanger.engaged:
-                await self.catch_up(self._exchanger.catch_up_from)
+            if (ahead := self._exchanger.take_catch_up()) is not None:
+                await self.catch_up(ahead)
             now = loop.time()
             decision = decide(self.pairing_state(next_try), self._exchanger.window, now=now, rng=self._rng)
             if isinstance(decision, Dial):
@@ -102,7 +102,6 @@ class OuterSteps:
 
     async def catch_up(self, partner: PeerId) -> None:
         """Too far behind `partner`: take its state instead of averaging with it."""
-        self._exchanger.catch_up_from = None
         if partner not in self._membership.stage_peers(*SERVING):
             return
         started = ambient.monotonic()
@@ -122,11 +121,9 @@ class OuterSteps:
         """The state is a stage peer's copy."""
         self._exchanger.patience.forget_distances()
         self._standing.begin(self._worker.progress.steps)
-        self._membership.newcomer = True
 
     def probation_ended(self, reason: Ending, steps: int) -> None:
         """The copy counts in averages from now on; `steps` inner steps were taken until then."""
-        self._membership.newcomer = False
         self._emit(ProbationEnded(reason=reason, steps=steps))
 
     def taken(self, event: OuterStep) -> None:

@@ -236,7 +236,15 @@ class Replica:
     def _describe(self) -> OwnFigures:
         """What the directory record says of this replica."""
         progress, speed = self.worker.progress, self._pace.tokens_per_second
-        return OwnFigures(progress.clock, speed, progress.outer_rounds, self.capacity, self._guards(), progress.steps)
+        return OwnFigures(
+            progress.clock,
+            speed,
+            progress.outer_rounds,
+            self.capacity,
+            self._guards(),
+            progress.steps,
+            self.averaging.standing.newcomer,
+        )
 
     def _origins_lead(self) -> float | None:
         """As of now: what was heard before the clock was last shifted would add the shift to it."""

@@ -84,9 +84,11 @@ class InferenceServer:
         vocabulary: int,
         worker: StageWorker,
         share: float,
+        accepting: Callable[[], bool],
         behind: FarBehind | None = None,
     ) -> None:
-        """`behind`: whether this replica is far behind its stage peers; None: it never is."""
+        """`accepting()` says whether windows are taken now; `behind`: whether this replica is far behind its stage
+        peers; None: it never is."""
         self._spec = spec
         self._cut = cut
         self._hidden = hidden
@@ -95,7 +97,7 @@ class InferenceServer:
         self._share = share
         self._rations = Rations(share, spec.data.sequence_length, lambda: worker.last_trained.tokens)
         self._held = 0
-        self.accepting = False
+        self._accepting = accepting
         self._behind = behind
 
     def serve(self, transport: Transport) -> tuple[Withdraw, ...]:
@@ -104,7 +106,7 @@ class InferenceServer:
 
     def admit(self, peer: PeerId, request: ForwardHeader, specs: tuple[TensorSpec, ...]) -> Release:
         """Refuse what is not meant for this node, malformed, or too much now, before a byte of the body is read."""
-        if not self.accepting:
+        if not self._accepting():
             raise Refused(Refusal.DRAINING)
         check_addressed(
             run=request.run,

@@ -47,10 +47,18 @@ class Pipeline(Participant):
             ledger,
             settings.max_pending,
             context.transport.acquaintances,
+            lambda: self.accepting,
             behind,
         )
         self.inference = InferenceServer(
-            spec, context.cut, stage.hidden_size, stage.vocab_size, worker, settings.generate_share, behind
+            spec,
+            context.cut,
+            stage.hidden_size,
+            stage.vocab_size,
+            worker,
+            settings.generate_share,
+            lambda: self.accepting,
+            behind,
         )
         self.origin = (
             MicrobatchSource(spec, worker, self.downstream, ledger, samples, context.rng, settings.in_flight)
@@ -63,14 +71,6 @@ class Pipeline(Participant):
         transport = self._context.transport
         work = (self.server.serve(transport),) if self.origin is None else ()
         return (*work, *self.inference.serve(transport))
-
-    def open(self) -> None:
-        """Accept microbatches and windows."""
-        self.server.accepting = self.inference.accepting = True
-
-    def shut(self) -> None:
-        """Accept neither."""
-        self.server.accepting = self.inference.accepting = False
 
     async def run(self) -> None:
         """Audit what the next stage answers."""

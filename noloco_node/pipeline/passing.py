@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -280,9 +281,11 @@ class PipelineServer:
         ledger: Ledger,
         max_pending: int,
         acquaintances: Acquaintances,
+        accepting: Callable[[], bool],
         behind: FarBehind | None = None,
     ) -> None:
-        """`behind`: whether this replica is far behind its stage peers; None: it never is."""
+        """`accepting()` says whether microbatches are taken now; `behind`: whether this replica is far behind its stage
+        peers; None: it never is."""
         self._spec = spec
         self._stage = stage
         self._hidden = hidden
@@ -300,7 +303,7 @@ class PipelineServer:
         self.origins_seen = OriginsSeen()
         self.out_of_scale = 0
         """Microbatches refused so far because their activations were much too large."""
-        self.accepting = False
+        self._accepting = accepting
         self._behind = behind
 
     @property
@@ -315,7 +318,7 @@ class PipelineServer:
     def admit(self, peer: PeerId, header: MicrobatchHeader, specs: tuple[TensorSpec, ...]) -> Release:
         """Refuse what is not meant for this node, malformed, too large, or too much now; else keep a place for it, from
         before its body arrives."""
-        if not self.accepting:
+        if not self._accepting():
             raise Refused(Refusal.DRAINING)
         if self._behind is not None and self._behind.stands_back:
             raise Refused(Refusal.BUSY, "this replica is far behind and takes a stage peer's state first")

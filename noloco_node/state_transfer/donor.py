@@ -71,6 +71,7 @@ class StateDonor:
         worker: StageWorker,
         *,
         places: int,
+        accepting: Callable[[], bool],
         relayed: Callable[[PeerId], Awaitable[bool]] = nobody_relayed,
     ) -> None:
         self._spec = spec
@@ -89,7 +90,7 @@ class StateDonor:
             places=places,
             window=min(WINDOW_SECONDS, patience / 4),
         )
-        self.accepting = False
+        self._accepting = accepting
 
     def serve(self) -> tuple[Withdraw, ...]:
         """Register with the transport, and how each method is taken back."""
@@ -116,7 +117,7 @@ class StateDonor:
         self._readers.clear()
 
     def _admit(self, _peer: PeerId, request: StateRequest) -> None:
-        if not self.accepting:
+        if not self._accepting():
             raise Refused(Refusal.DRAINING)
         check_addressed(
             run=request.run,

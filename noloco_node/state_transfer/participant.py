@@ -23,7 +23,13 @@ class StateTransfer(Participant):
     ) -> None:
         spec, settings, worker = context.spec, context.settings, context.worker
         self.donor = StateDonor(
-            spec, context.stage, context.transport, worker, places=settings.donor_places, relayed=relayed
+            spec,
+            context.stage,
+            context.transport,
+            worker,
+            places=settings.donor_places,
+            accepting=lambda: self.accepting,
+            relayed=relayed,
         )
         self.copier = StateCopier(
             spec,
@@ -39,14 +45,6 @@ class StateTransfer(Participant):
     def serve(self) -> tuple[Withdraw, ...]:
         """Register the donor's methods."""
         return self.donor.serve()
-
-    def open(self) -> None:
-        """Give the state to who asks."""
-        self.donor.accepting = True
-
-    def shut(self) -> None:
-        """Give no more."""
-        self.donor.accepting = False
 
     def drain(self) -> None:
         """Who leaves gives its state as long as it is there: it may be the last of its stage."""

@@ -105,7 +105,7 @@ async def test_the_dripping_donor_reads_the_honest_ones_so_that_it_is_the_least_
     victim = Victim(peer_name(0, 0), 0, "")
     async with world(spec) as made:
         [honest] = made.replicas
-        honest.state_transfer.donor.accepting = True
+        honest.state_transfer.open()
         async with alive(spec, made.network, ATTACKS["dripping donor"], [victim]):
             await eventually(lambda: honest.state_transfer.donor.readers == 1)
 

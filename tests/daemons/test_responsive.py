@@ -47,7 +47,7 @@ async def test_the_loop_beats_while_fifty_megabytes_cross(traceless: Path) -> No
     async with libp2p_world(spec, traceless, replicas=2) as made, asyncio.TaskGroup() as group:
         running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
         for replica in made.replicas:
-            replica.averaging.exchanger.accepting = True
+            replica.averaging.open()
             assert replica.pipeline.origin is not None
             await replica.pipeline.origin.train_one()
         heart = group.create_task(beat())

@@ -86,7 +86,7 @@ async def test_a_request_with_counts_that_cannot_be_is_refused() -> None:
         with pytest.raises(Refused, match="counts of chosen experts"):
             await last.pipeline.server.handle(peer_name(0, 0), header, tensors)
         assert last.worker.trained_tokens == 0
-        last.pipeline.server.accepting = True
+        last.pipeline.open()
         await last.membership.announce(PeerState.TRAINING)
         await first.membership.refresh()
         assert first.pipeline.origin is not None

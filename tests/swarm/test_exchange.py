@@ -43,7 +43,7 @@ async def trained_replicas(outer: OuterSpec, microbatches: Sequence[int]) -> Asy
     async with world(spec, replicas=len(microbatches)) as made, asyncio.TaskGroup() as group:
         running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
         for replica, count in zip(made.replicas, microbatches, strict=True):
-            replica.averaging.exchanger.accepting = True
+            replica.averaging.open()
             assert replica.pipeline.origin is not None
             for _ in range(count):
                 await replica.pipeline.origin.train_one()
@@ -203,7 +203,7 @@ async def test_a_fragment_by_four_bits_over_p2pd(tmp_path: Path) -> None:
         async with libp2p_world(spec, tmp_path, replicas=2) as made, asyncio.TaskGroup() as group:
             running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
             for replica in made.replicas:
-                replica.averaging.exchanger.accepting = True
+                replica.averaging.open()
                 assert replica.pipeline.origin is not None
                 await replica.pipeline.origin.train_one()
             left, right = made.replicas
@@ -233,7 +233,7 @@ async def test_fragments_find_partners_of_their_own() -> None:
         assert not await first.averaging.exchanger.dial(peer_name(0, 1), 0), "too early for this fragment"
         assert not await first.averaging.exchanger.dial(peer_name(0, 1), None), "and so for the whole"
         ending = made.replicas[1]
-        ending.averaging.exchanger.last_round = True
+        ending.averaging.exchanger.begin_last_round()
         for fragment, is_the_last in ((0, False), (None, True)):
             assert await first.averaging.exchanger.dial(peer_name(0, 1), fragment)
             await eventually(lambda: not any(replica.averaging.exchanger.engaged for replica in made.replicas))
@@ -335,7 +335,7 @@ async def test_who_dials_without_end_is_told_that_others_have_their_part_too() -
         assert await visit(other, 1)
         assert await visit(dialled, 0)
         assert not await visit(eager, 1)
-        dialled.averaging.exchanger.last_round = True
+        dialled.averaging.exchanger.begin_last_round()
         assert await visit(eager, 1)
 
 

@@ -32,7 +32,7 @@ NAME = "a" * 32
 
 async def propose(replica: Replica) -> None:
     """A stranger's proposal, accepted."""
-    replica.averaging.exchanger.last_round = True
+    replica.averaging.exchanger.begin_last_round()
     progress, worker = replica.worker.progress, replica.worker
     proposal = exchange.Proposal(
         exchange=NAME,
@@ -63,7 +63,7 @@ async def test_a_place_is_kept_before_the_body_comes() -> None:
     One peer leaves a quarter of the places to others."""
     async with world(micro_spec(stages=3), settings=NodeSettings(max_pending=4)) as made:
         server = made.replicas[1].pipeline.server
-        server.accepting = True
+        made.replicas[1].pipeline.open()
         requests = [request(made, id=f"{number:032x}", budget_ms=100) for number in range(9)]
 
         def admit(peer: PeerId, each: Message) -> Release:
@@ -225,7 +225,7 @@ async def test_who_has_left_knows_no_exchange_any_more(caplog: pytest.LogCapture
     async with world(micro_spec(stages=1), replicas=1) as made:
         left, partner = made.replicas[0], MemoryTransport(made.network, STRANGER)
         exchanger, here = left.averaging.exchanger, left.context.transport
-        exchanger.accepting = True
+        left.averaging.open()
         running = asyncio.create_task(exchanger.run())
         await one_turn()
         await propose(left)

@@ -88,7 +88,7 @@ async def answering(stages: int = 3, replicas: int = 2, share: float = 0.03) -> 
     settings = NodeSettings(in_flight=1, drain_seconds=1, generate_share=share)
     async with world(micro_spec(stages=stages), replicas=replicas, settings=settings) as made:
         for replica in made.replicas:
-            replica.pipeline.inference.accepting = True
+            replica.pipeline.open()
             await replica.membership.announce(PeerState.TRAINING)
         yield Asked(made)
 
@@ -193,7 +193,7 @@ async def test_who_was_silent_is_not_asked_again_while_others_are_only_full() ->
 async def test_a_stage_that_answers_nothing_ends_the_text_with_a_reason() -> None:
     """Nobody there, and nobody who gives any: by setting, or while it leaves."""
     async with answering(replicas=1) as asked:
-        asked.made.replicas[1].pipeline.inference.accepting = False
+        asked.made.replicas[1].pipeline.shut()
         with pytest.raises(UserError, match=r"stage 1 .* draining") as caught:
             await told(asked, Wish("A", 1, 0.0, 0))
         assert caught.value.exit_code is ExitCode.NO_DONOR

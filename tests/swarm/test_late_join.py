@@ -59,7 +59,7 @@ async def make_veteran(replica: Replica) -> None:
     for _ in range(3):
         await replica.pipeline.origin.train_one()
     await replica.averaging.exchanger.step_alone()
-    replica.state_transfer.donor.accepting = True
+    replica.state_transfer.open()
     await replica.membership.announce(PeerState.TRAINING)
 
 

@@ -22,7 +22,7 @@ async def half_precision() -> AsyncIterator[World]:
     """Three stages, one replica each, that send fp16 and see each other."""
     async with world(micro_spec(stages=3, layers=3, pipeline=HALF)) as made:
         for replica in made.replicas:
-            replica.pipeline.server.accepting = True
+            replica.pipeline.open()
             await replica.membership.announce(PeerState.TRAINING)
         for replica in made.replicas:
             await replica.membership.refresh()

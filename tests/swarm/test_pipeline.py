@@ -56,7 +56,7 @@ async def serving_world(stages: int = 2, pipeline: PipelineSpec = QUICK) -> Asyn
     """Replicas whose servers accept, without their loops: for requests made by hand."""
     async with world(micro_spec(stages=stages, pipeline=pipeline)) as made:
         for replica in made.replicas:
-            replica.pipeline.server.accepting = True
+            replica.pipeline.open()
         yield made
 
 
@@ -204,7 +204,7 @@ async def test_a_silent_peer_leaves_time_for_another() -> None:
     async with world(micro_spec(pipeline=pipeline), replicas=2) as made:
         origin = made.replicas[0]
         for replica in made.replicas:
-            replica.pipeline.server.accepting = True
+            replica.pipeline.open()
             await replica.membership.announce(PeerState.TRAINING)
         await origin.membership.refresh()
         never = asyncio.Event()
@@ -300,7 +300,7 @@ async def test_a_full_node_is_busy_at_once() -> None:
     """With max_pending microbatches held, the next is refused without waiting, and served again afterwards."""
     async with world(micro_spec(stages=3, pipeline=QUICK), settings=NodeSettings(max_pending=1)) as made:
         middle = made.replicas[1]
-        middle.pipeline.server.accepting = True  # nobody serves stage 2, so the first microbatch stays pending here
+        middle.pipeline.open()  # nobody serves stage 2, so the first microbatch stays pending here
         waiting = asyncio.create_task(ask(made, request(made)))
         await eventually(lambda: middle.pipeline.server.pending == 1, what="the first is pending")
         with pytest.raises(Refused) as refused:

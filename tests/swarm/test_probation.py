@@ -195,7 +195,7 @@ async def veterans_and_newcomer(veterans: int = 1) -> AsyncIterator[tuple[World,
     async with world(spec, replicas=veterans + 1) as made, asyncio.TaskGroup() as group:
         running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
         for replica in made.replicas:
-            replica.averaging.exchanger.accepting = True
+            replica.averaging.open()
             assert replica.pipeline.origin is not None
             for _ in range(4):
                 await replica.pipeline.origin.train_one()

@@ -44,7 +44,7 @@ async def test_a_garbled_copy_sent_first_does_not_become_the_answer_to_the_hones
     bit for bit, and the replica counts that it trained the id twice."""
     async with world(SPEC, replicas=2) as made:
         last = made.of_stage(2)[0]
-        last.pipeline.server.accepting = True
+        last.pipeline.open()
         hostile = await ask(made, 1, 3.0 * activations(1, rows))
         honest = await ask(made, 0, activations(2))
         alone = await ask(made, 0, activations(2), name="b")
@@ -58,7 +58,7 @@ async def test_the_same_id_from_other_weights_is_another_microbatch() -> None:
     the last bit is trained once."""
     async with world(SPEC, replicas=2) as made:
         last = made.of_stage(2)[0]
-        last.pipeline.server.accepting = True
+        last.pipeline.open()
         first, again, other = [await ask(made, 0, activations(seed)) for seed in (1, 1, 2)]
         alone = await ask(made, 0, activations(2), name="b")
         assert torch.equal(first.tensors[0], again.tensors[0])
@@ -73,7 +73,7 @@ async def test_a_retry_by_another_way_gets_the_gradient_of_its_own_activations()
         last = made.of_stage(2)[0]
         serving = [*made.of_stage(0)[:1], *made.of_stage(1), last]
         for replica in serving:
-            replica.pipeline.server.accepting = True
+            replica.pipeline.open()
             await replica.membership.announce(PeerState.TRAINING)
         for replica in serving:
             await replica.membership.refresh()

@@ -163,7 +163,8 @@ async def test_exchanges_that_come_to_nothing_cost_a_quarter_of_the_time_whoever
     async with world(micro_spec()) as made:
         replica = made.of_stage(0)[0]
         exchanger = replica.averaging.exchanger
-        exchanger.accepting = exchanger.last_round = True
+        replica.averaging.open()
+        exchanger.begin_last_round()
 
         async def abandon(name: str) -> None:
             caller = MemoryTransport(made.network, PeerId(name))

@@ -72,7 +72,7 @@ async def past_the_first_round(origin: Replica) -> None:
     for _ in range(3):
         await origin.pipeline.origin.train_one()
     await origin.averaging.exchanger.step_alone()
-    origin.state_transfer.donor.accepting = True
+    origin.state_transfer.open()
 
 
 @asynccontextmanager
@@ -247,7 +247,7 @@ async def test_a_stranger_that_answers_and_claims_to_be_ahead_keeps_no_run_from_
     async with world(short_run(), replicas=2, settings=JOINS) as made:
         stranger, joiner, other = made.replicas[0], made.replicas[1], made.replicas[2]
         await haunt(made, PeerState.FINISHING, name=peer_name(0, 0), finished=True)
-        assert not stranger.state_transfer.donor.accepting
+        assert not stranger.state_transfer.accepting
         await other.membership.announce(PeerState.TRAINING)
         assert await joiner.become_current() is None
 
@@ -265,7 +265,8 @@ async def test_most_of_those_that_answer_may_claim_to_be_ahead_and_keep_no_run_f
         joiner, other = made.replicas[0], made.replicas[3]
         for stranger in made.replicas[1:3]:
             await haunt(made, PeerState.TRAINING, name=stranger.context.transport.peer_id)
-            stranger.state_transfer.donor.accepting = busy
+            if busy:
+                stranger.state_transfer.open()
             stranger.state_transfer.donor._refuse_relayed = refuses  # type: ignore[method-assign]
         await other.membership.announce(PeerState.TRAINING)
         joiner.first_state._entrances = [other.context.transport.peer_id]

@@ -103,7 +103,7 @@ async def test_a_banned_peer_is_not_answered_routed_to_paired_with_or_counted() 
     """From the moment of the ban, and until its end."""
     async with world(micro_spec(), replicas=2) as made:
         for replica in made.replicas:
-            replica.pipeline.server.accepting = True
+            replica.pipeline.open()
             await replica.membership.announce(PeerState.TRAINING)
         for replica in made.replicas:
             await replica.membership.refresh()

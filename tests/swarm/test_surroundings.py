@@ -13,7 +13,7 @@ async def test_a_node_sees_its_peers_by_stage_with_load_lag_and_work() -> None:
     """Stage 0 of a swarm of 2 + 2, after microbatches to one replica of stage 1."""
     async with world(micro_spec(), replicas=2) as made:
         for replica in made.replicas:
-            replica.pipeline.server.accepting = True
+            replica.pipeline.open()
             await replica.membership.announce(PeerState.TRAINING)
         for replica in made.replicas:
             await replica.membership.refresh()

@@ -159,7 +159,7 @@ async def test_who_looks_on_sees_a_swarm_that_trains_and_nobody_counts_it() -> N
     spec = micro_spec(limits=LimitsSpec(record_seconds=60, chunk_bytes=4096))
     async with world(spec, replicas=2) as made:
         for replica in made.replicas:
-            replica.pipeline.server.accepting = True
+            replica.pipeline.open()
             await replica.membership.announce(PeerState.TRAINING)
         for replica in made.replicas:
             await replica.membership.refresh()

@@ -134,7 +134,7 @@ async def test_the_clock_is_own_tokens_times_live_replicas_and_exchanges_keep_it
     async with world(spec, replicas=3) as made, asyncio.TaskGroup() as group:
         running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
         for replica, microbatches in zip(made.replicas, trained, strict=True):
-            replica.averaging.exchanger.accepting = True
+            replica.averaging.open()
             replica.worker.live_replicas = 3
             assert replica.pipeline.origin is not None
             for _ in range(microbatches):
