@@ -8,8 +8,8 @@ from pathlib import Path
 from noloco_node.peer_table import PeerTable, PeerTimes
 
 PACKAGE = Path(__file__).parent.parent / "noloco_node"
-DIRECTORY_OF_ITS_OWN = {"directory/dht_walk.py", "pipeline/routing.py", "pipeline/ledger.py"}
-"""The DHT's two and the reputations, which are forgotten by their own rules, and answers, which count in bytes."""
+BY_BYTES = "pipeline/ledger.py"
+"""Answers, which count in bytes."""
 
 
 def test_what_was_set_longest_ago_goes_first_and_is_told() -> None:
@@ -56,4 +56,4 @@ def test_times_hold_to_their_end_and_are_forgotten_from_the_oldest() -> None:
 def test_no_file_keeps_a_bounded_table_by_hand() -> None:
     """One that forgets its oldest entry when it is full is a `PeerTable`."""
     by_hand = [path for path in PACKAGE.rglob("*.py") if "OrderedDict" in path.read_text(encoding="utf-8")]
-    assert {str(path.relative_to(PACKAGE)) for path in by_hand} == DIRECTORY_OF_ITS_OWN | {"peer_table.py"}
+    assert {str(path.relative_to(PACKAGE)) for path in by_hand} == {BY_BYTES, "peer_table.py"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -37,6 +36,7 @@ from noloco_node.identity.addresses import parse_address, peers_unreachable
 from noloco_node.identity.keys import Identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
+from noloco_node.peer_table import PeerTable
 from noloco_node.transport.acquaintance import SILENCES_TOLERATED, Acquaintances
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class DhtDirectory:
         self._identity = identity
         self._run_id = run_id or ""
         self._stages = stages
-        self._ids: OrderedDict[Place, Any] = OrderedDict()
+        self._ids = PeerTable[Place, Any](MOST_IDS)
         self._acquaintances = acquaintances
         self._last_expiry: dict[int, float] = {}
         self._written: dict[Place, float] = {}
@@ -204,8 +204,6 @@ class DhtDirectory:
         if found is None:
             found = self._ids[place] = DHTID.generate(source=bucket_key(self._run_id, place))
             self._intake.expect(found.to_bytes(), place)
-            if len(self._ids) > MOST_IDS:
-                self._ids.popitem(last=False)
         return found
 
     def _rows(self, place: Place, now: float) -> dict[PeerId, LiveRecord]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
 from noloco_node.directory.dht_node import BUCKET_SIZE, REPLICAS, DhtNode, Nearest, node_id_of
+from noloco_node.peer_table import PeerTable
 
 WALK_SECONDS = 5.0
 STRANGERS_SECONDS = 2.0
@@ -63,8 +63,8 @@ class Walker:
         self._rng = rng
         self._clock = clock
         self._asking: dict[Any, asyncio.Task[None]] = {}
-        self._pauses: OrderedDict[Any, _Pause] = OrderedDict()
-        self._reliable: OrderedDict[Any, None] = OrderedDict()
+        self._pauses = PeerTable[Any, _Pause](MOST_REMEMBERED)
+        self._reliable = PeerTable[Any, None](MOST_REMEMBERED)
         self.near: dict[Any, tuple[Any, ...]] = {}
         """The nearest to each key that answered in its last walk."""
 
@@ -160,8 +160,6 @@ class Walker:
             return
         self._pauses.pop(peer, None)
         self._reliable[peer] = None
-        if len(self._reliable) > MOST_REMEMBERED:
-            self._reliable.popitem(last=False)
         walk.answered.add(peer)
         node_id = node_id_of(peer)
         for key in keys:
@@ -189,8 +187,6 @@ class Walker:
             self._ask(walk, peer, keys)
 
     def _pause(self, peer: Any) -> None:
-        last = self._pauses.pop(peer, None)
+        last = self._pauses.get(peer)
         seconds = FIRST_PAUSE_SECONDS if last is None else min(LONGEST_PAUSE_SECONDS, 2 * last.seconds)
         self._pauses[peer] = _Pause(self._clock() + seconds, seconds)
-        if len(self._pauses) > MOST_REMEMBERED:
-            self._pauses.popitem(last=False)

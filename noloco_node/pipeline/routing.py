@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -12,6 +11,7 @@ from itertools import islice
 from noloco_node.aio import Pulse
 from noloco_node.config.run_spec import RoutingName
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
 from noloco_node.pipeline.links import share_of_relayed
 from noloco_node.pipeline.paces import FEW, Outcome, Paces
 from noloco_node.transport.bans import PEERS_REMEMBERED
@@ -129,8 +129,8 @@ class RoutingBook:
         self._suspended: dict[PeerId, float] = {}
         self._failures: dict[PeerId, int] = {}
         self._paces = Paces(clock)
-        self._reputes: OrderedDict[PeerId, Reputation] = OrderedDict()
         self._doubted: set[PeerId] = set()
+        self._reputes = PeerTable[PeerId, Reputation](PEERS_REMEMBERED, lambda peer, _: self._doubted.discard(peer))
         self.changed = Pulse()
         """Fires when the set of live peers has changed."""
         self.own_rank = 0
@@ -274,10 +274,8 @@ class RoutingBook:
     def audited(self, peer: PeerId, *, against: bool | None, by_copy: bool) -> None:
         """An audit of a peer is over; see `after_audit`. It is remembered whatever the directory says meanwhile."""
         now = self._clock()
-        before = self._reputes.pop(peer, UNBLEMISHED)
+        before = self._reputes.get(peer, UNBLEMISHED)
         after = self._reputes[peer] = after_audit(before, against, now, by_copy=by_copy)
-        if len(self._reputes) > PEERS_REMEMBERED:
-            self._doubted.discard(self._reputes.popitem(last=False)[0])
         (self._doubted.add if after.doubt > 0.0 else self._doubted.discard)(peer)
         if after.aside_until > before.aside_until:
             seconds = after.aside_until - now
