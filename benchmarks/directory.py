@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import statistics
@@ -30,10 +31,11 @@ import psutil
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.directory.buckets import TARGET, Place, bucket_of, levels_to_write, prefix_of
 from noloco_node.directory.dht import DhtDirectory, join_directory
-from noloco_node.directory.membership import SERVING, Membership, OwnFigures
+from noloco_node.directory.membership import REFRESH_SECONDS, SERVING, Membership, OwnFigures
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.validator import RecordValidator, sign_record, stage_key
 from noloco_node.errors import UserError
 from noloco_node.identity.keys import load_or_create_identity
@@ -42,6 +44,8 @@ from noloco_node.libp2p.start import running_p2p
 from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.transport.acquaintance import Acquaintances
 
+LOOKS = 200
+"""Of one node, before its decisions are measured."""
 RUN, STAGES, RECORD_SECONDS = "benchmark-of-the-directory", 2, 20.0
 SETTLING_SECONDS = 20.0
 SIGNED = 64
@@ -210,6 +214,8 @@ class DecisionsPoint:
     replicas: int
     in_view: int
     """Records of its own stage that it holds."""
+    estimate: int
+    """Of how many there are."""
     refresh: float
     """Reading the directory once, without the network and signatures."""
     live: float
@@ -258,15 +264,43 @@ def record_of(peer: PeerId, stage: int) -> PeerRecord:
     )
 
 
+class RenewedHub(MemoryDirectoryHub):
+    """One whose records are always of middle age."""
+
+    def live(self, place: Place, now: float) -> dict[PeerId, LiveRecord]:
+        """See `MemoryDirectoryHub.live`."""
+        ends = now + 0.8 * RECORD_SECONDS
+        return {peer: LiveRecord(row.record, ends) for peer, row in super().live(place, now).items()}
+
+
+def fill(hub: MemoryDirectoryHub, stage: int, replicas: int) -> None:
+    """The records of so many replicas, where those that have found their level write them."""
+    level = 0 if replicas <= TARGET else max(0, round(math.log2(replicas / TARGET)))
+    ends = hub.now() + 1e6
+    for number in range(replicas):
+        peer = named(stage, number)
+        row = LiveRecord(record_of(peer, stage), ends)
+        for at in levels_to_write(prefix_of(peer), level, replicas / (1 << level)):
+            hub.at(Place(stage, at, bucket_of(prefix_of(peer), at)))[peer] = row
+
+
 async def decide_among(replicas: int) -> DecisionsPoint:
     """Everybody that this node sees answers it, and says that it serves its stage."""
-    hub, known = MemoryDirectoryHub(STAGES, lambda: 1000.0), Acquaintances(lambda: 1000.0)
+    now = [1000.0]
+    hub, known = RenewedHub(STAGES, lambda: now[0]), Acquaintances(lambda: 1000.0)
     for stage in range(STAGES):
-        for number in range(replicas):
-            await MemoryDirectory(hub).publish(record_of(named(stage, number), stage), RECORD_SECONDS)
+        fill(hub, stage, replicas)
     directory, own = MemoryDirectory(hub), named(0, 0)
     figures = OwnFigures(clock=1e6, tokens_per_second=500.0, outer_rounds=7, capacity=600.0)
     membership = Membership(directory, known, own, 0, STAGES, RECORD_SECONDS, lambda: figures, lambda: None)
+    refreshed: list[float] = []
+    for _ in range(LOOKS):
+        now[0] += REFRESH_SECONDS
+        if not len(refreshed) % 3:
+            await membership.announce(PeerState.TRAINING)
+        began = time.process_time()
+        await directory.refresh()
+        refreshed.append(1e6 * (time.process_time() - began))
     await membership.refresh()
     for record in membership.introduced():
         known.answered(PeerId(record.peer_id))
@@ -281,15 +315,11 @@ async def decide_among(replicas: int) -> DecisionsPoint:
     def updated() -> None:  # one peer more or less, as at most looks
         book.update(peers[: len(peers) - next(turn) % 2], 0)
 
-    refreshed: list[float] = []
-    for _ in range(REPEATS):
-        began = time.process_time()
-        await directory.refresh()
-        refreshed.append(1e6 * (time.process_time() - began))
     return DecisionsPoint(
         replicas=replicas,
         in_view=len(membership.live(0)),
-        refresh=statistics.median(refreshed),
+        refresh=statistics.mean(refreshed[LOOKS // 2 :]),
+        estimate=directory.view.number(0, now[0]),
         live=median_us(lambda: membership.live(0, *SERVING)),
         there=median_us(lambda: membership.there(0, *SERVING)),
         live_replicas=median_us(membership.live_replicas),
