@@ -21,6 +21,7 @@ from noloco_node.config.lab_spec import LabSpec, VariantSpec
 from noloco_node.config.node_settings import LocalSwarmSettings, NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.config.settings import Settings
+from noloco_node.config.sim_spec import SimSpec
 from noloco_node.errors import EXIT_MEANINGS
 from noloco_node.telemetry.events import AnyEvent, Distribution, Event, Strangers
 
@@ -53,6 +54,7 @@ def _settings() -> Iterator[str]:
     yield from _group(LocalSwarmSettings, "local_swarm")
     yield from ("", "## `lab`", "", "What `noloco-node lab` compares. No daemon reads it.")
     yield from _group(LabSpec, "lab")
+    yield from _group(SimSpec, "sim")
     yield from ("", "### Each of `lab.variants`", "", _sentence(VariantSpec.__doc__), "")
     yield from _table(VariantSpec, "", environment=False)
 

@@ -33,6 +33,7 @@ SETTINGS_FILES = (
     "config/data_spec.py",
     "config/node_settings.py",
     "config/lab_spec.py",
+    "config/sim_spec.py",
     "config/load.py",
 )
 

@@ -78,6 +78,7 @@ from noloco_node.cli.printing import (
     print_seed,
     print_sized_plan,
 )
+from noloco_node.cli.simulating import SIMULATE_HELP, simulate_arguments
 from noloco_node.cli.small import (
     completed,
     completion_arguments,
@@ -201,6 +202,7 @@ def parser() -> argparse.ArgumentParser:
     _config_arguments(lab)
     lab.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the results go")
     lab.set_defaults(call=_lab)
+    simulate_arguments(_command(commands, "simulate", "run a swarm in virtual time", SIMULATE_HELP))
     _identity_commands(_command(commands, "identity", "look at, back up or bring back an identity", IDENTITY_HELP))
     invite = _command(commands, "invite", "invite somebody to a run that you own", INVITE_HELP)
     _config_arguments(invite)

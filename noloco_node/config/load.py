@@ -21,6 +21,7 @@ from noloco_node.config.pretrained import with_pretrained
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.config.settings import Settings
 from noloco_node.config.shipped import find_config, nearest_config
+from noloco_node.config.sim_spec import SimSpec
 from noloco_node.config.tokenizer_files import with_tokenizer
 from noloco_node.config.wording import allowed_in_words, did_you_mean, value_in_words
 from noloco_node.config.yaml_text import MAX_CHARACTERS, parse_yaml
@@ -45,6 +46,8 @@ class Config(Settings):
     """Layout of `noloco-node swarm`."""
     lab: LabSpec = LabSpec()
     """What `noloco-node lab` compares; no daemon reads it."""
+    sim: SimSpec = SimSpec()
+    """What `noloco-node simulate` runs; no daemon reads it."""
 
     @model_validator(mode="after")
     def _stage_exists(self) -> Config:

@@ -110,6 +110,10 @@ class SharedWay:
         self._ends[peer] = end
         self._up[peer], self._down[peer] = Pipe(end.up), Pipe(end.down)
 
+    def relayed(self, peer: PeerId) -> bool:
+        """Whether nobody can dial it."""
+        return self._ends[peer].relay is not None
+
     def slow(self, peer: PeerId, times: float) -> None:
         """See `Way.slow`."""
         end = self._ends[peer]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from noloco_node.data.samples import Samples
 from noloco_node.model.cut import StageCut
 from noloco_node.model.router import Router
 from noloco_node.simulator.learning import numbered_samples
+from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_thread import Compute, Priority
 from noloco_node.training.layout import FlatLayout
@@ -29,6 +31,7 @@ from noloco_node.training.loss_bound import LossBound
 from noloco_node.training.stage_trainer import ForwardContext, LossResult, StepResult
 from noloco_node.training.stage_worker import PlacedStage, outer_of
 from noloco_node.training.versions import VersionStore
+from noloco_node.transport.memory import Parcel
 
 DIMENSIONS = 64
 HIDDEN = 1
@@ -219,6 +222,10 @@ class QuadraticTrainer:
         self._versions.publish(self.master)
 
 
+WEIGHTS = ("outer", "state", "backup", "copy", "slow")
+"""Families of methods whose tensors are weights."""
+
+
 class Quadratic:
     """Implements `Learning`. `noise` is the standard deviation of a microbatch's gradient in each dimension."""
 
@@ -242,6 +249,22 @@ class Quadratic:
     def samples(self, spec: RunSpec, number: int, drawn: int) -> Samples:
         """See `Learning.samples`."""
         return numbered_samples(spec, number, drawn, VOCABULARY)
+
+
+def weigh_as(footprint: Footprint) -> Callable[[Parcel], float]:
+    """What a parcel stands for where each activation is that of a token of this model, and each weight of a stage its
+    share of the model's."""
+    share = fmean(footprint.parameters) / DIMENSIONS
+
+    def weigh(parcel: Parcel) -> float:
+        octets = float(parcel.header_octets)
+        for spec in parcel.specs:
+            activations = len(spec.shape) == 3
+            times = footprint.hidden if activations else share if parcel.method.startswith(WEIGHTS) else 1.0
+            octets += spec.nbytes * times
+        return octets
+
+    return weigh
 
 
 def _numbers(vector: Tensor) -> list[float]:

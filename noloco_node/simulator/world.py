@@ -158,6 +158,7 @@ class World:
     def part(self, *sides: Iterable[Node]) -> None:
         """Cut all links between nodes of different `sides`; those that no side names are together."""
         self.links.part(*([node.peer for node in side] for side in sides))
+        self.network.stall(self.links.apart)
 
     def heal(self) -> None:
         """Undo `part`."""

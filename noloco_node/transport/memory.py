@@ -141,6 +141,11 @@ class MemoryNetwork:
         if peer in self._transports:
             self._transports[peer].cancel_handlers()
 
+    def stall(self, stalled: Callable[[PeerId, PeerId], bool]) -> None:
+        """Called when bytes cease to move between some: see `MemoryTransport.stall`."""
+        for transport in self._transports.values():
+            transport.stall(stalled)
+
     def revive(self, peer: PeerId) -> None:
         """A killed peer is reachable again."""
         self._killed.discard(peer)
@@ -180,7 +185,8 @@ class MemoryTransport(CommonTransport):
         super().__init__(limits)
         self._network = network
         self._peer_id = peer_id
-        self._calls: dict[asyncio.Future[Message], PeerId] = {}
+        self._calls: dict[asyncio.Future[Message], tuple[PeerId, float]] = {}
+        """Under way: to whom, and the seconds without a byte after which each is given up."""
         self._handlers: dict[asyncio.Task[Message], None] = {}  # in the order in which they began
         self._closed = False
         self._context = copy_context()
@@ -203,14 +209,13 @@ class MemoryTransport(CommonTransport):
     async def _call(
         self, peer: PeerId, method: str, request: Message, timeout: float, progress: float, max_answer_bytes: int
     ) -> Message:
-        del progress  # bytes always move in memory, so it never passes before `timeout`
         for tensor in request.tensors:
             tensor_bytes(tensor)
         payload = encode_envelope(method, request.header, request.specs)
         try:
             async with asyncio.timeout(timeout):
-                target = await self._reach(peer, method)
-                answer = await self._exchange(target, payload, request)
+                target = await self._reach(peer, method, progress)
+                answer = await self._exchange(target, payload, request, progress)
         except TimeoutError:
             raise DeadlinePassed(f"{method} of {peer} took more than {timeout:g} s") from None
         size = sum(spec.nbytes for spec in answer.specs)
@@ -219,7 +224,7 @@ class MemoryTransport(CommonTransport):
         self.traffic.add_received(method, size + len(encode_envelope("", answer.header, answer.specs)))
         return answer
 
-    async def _reach(self, peer: PeerId, method: str) -> MemoryTransport:
+    async def _reach(self, peer: PeerId, method: str, progress: float) -> MemoryTransport:
         if self._closed:
             raise PeerUnreachable("this transport is closed")
         network = self._network
@@ -229,7 +234,8 @@ class MemoryTransport(CommonTransport):
         delay = network.fire(FaultKind.DELAY, self._peer_id, peer, method)
         if delay and delay.wait:
             await delay.wait()
-        await network.open(self._peer_id, peer)
+        async with asyncio.timeout(progress):
+            await network.open(self._peer_id, peer)
         target = network.find(self._peer_id, peer)
         if network.fire(FaultKind.LOSE_REQUEST, self._peer_id, peer, method):
             raise BrokenStream(f"{peer}: injected fault")
@@ -238,12 +244,12 @@ class MemoryTransport(CommonTransport):
             raise Refused(refuse.reason, "injected fault")
         return target
 
-    async def _exchange(self, target: MemoryTransport, payload: bytes, request: Message) -> Message:
+    async def _exchange(self, target: MemoryTransport, payload: bytes, request: Message, progress: float) -> Message:
         """Run the handler as a task of the target; the call ends with it, or earlier when either side breaks."""
         self.traffic.add_sent(decode_envelope(payload).method, len(payload))
         task = target.start_handler(self._peer_id, payload, request, self.traffic)
         outcome: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._calls[outcome] = target.peer_id
+        self._calls[outcome] = target.peer_id, progress
         if self._network.fire(FaultKind.REPEAT, self._peer_id, target.peer_id, decode_envelope(payload).method):
             target.start_handler(self._peer_id, payload, request, self.traffic)
 
@@ -305,10 +311,23 @@ class MemoryTransport(CommonTransport):
 
     def break_calls(self, to: PeerId | None) -> None:
         """Break the calls under way to one peer, or all of them."""
-        for outcome, target in list(self._calls.items()):
+        for outcome, (target, _) in list(self._calls.items()):
             if to in (None, target) and not outcome.done():
                 error: TransportError = BrokenStream(f"the stream to {target} broke")
                 outcome.set_exception(error)
+
+    def stall(self, stalled: Callable[[PeerId, PeerId], bool]) -> None:
+        """No byte moves any more between those that are `stalled`: calls under way are given up when their time without
+        one has passed, unless bytes move again by then."""
+        loop = asyncio.get_running_loop()
+
+        def give_up(outcome: asyncio.Future[Message], target: PeerId) -> None:
+            if stalled(self._peer_id, target) and not outcome.done():
+                outcome.set_exception(DeadlinePassed(f"no byte moves between {self._peer_id} and {target}"))
+
+        for outcome, (target, progress) in self._calls.items():
+            if stalled(self._peer_id, target):
+                loop.call_later(progress, give_up, outcome, target, context=self._context.copy())
 
     def cancel_handlers(self) -> None:
         """Cancel every handler under way."""

@@ -1,0 +1,71 @@
+"""What `noloco-node simulate` runs: how many nodes, on what devices and links, for how long."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from noloco_node.config.settings import Fraction, PositiveFloat, Settings
+
+MOST_NODES = 4096
+"""Beyond some hundreds a virtual minute takes a real one."""
+
+
+class SimSpec(Settings):
+    """A swarm in virtual time: the node's own code on modelled devices, links and directory."""
+
+    nodes: Annotated[int, Field(gt=0, le=MOST_NODES)] = 16
+    """Nodes in all, dealt out to the stages in turn."""
+    hours: Annotated[float, Field(gt=0.0, le=10_000.0)] = 1.0
+    """Virtual hours; less where the run's end comes first."""
+    seed: int = 0
+    """Of everything that chance decides: one seed, one course."""
+    learning: Literal["quadratic", "tensors"] = "quadratic"
+    """`quadratic`: each stage is a noisy quadratic of 64 dimensions, and bytes and times are those of `run.model`;
+    `tensors`: the run's own model on made-up text."""
+    noise: Annotated[float, Field(ge=0.0)] = 1.0
+    """Of the quadratic: standard deviation of a microbatch's gradient in each dimension."""
+    operation_seconds: PositiveFloat = 1.0
+    """What a usual device takes for a microbatch's forward at its stage; its backward takes twice that."""
+    device_spread: Annotated[float, Field(ge=0.0, le=3.0)] = 0.0
+    """Of the devices' speeds: standard deviation of their logarithm. With 0.7 the quickest of 16 are ten times as fast
+    as the slowest."""
+    round_trips_ms: Annotated[tuple[tuple[PositiveFloat, ...], ...], Field(min_length=1, max_length=64)] = ((20.0,),)
+    """Milliseconds there and back, from each region to each; nodes are dealt out to the regions in turn."""
+    up_mbit: PositiveFloat = 50.0
+    """Megabits a second that a usual node can send; all of its streams share them."""
+    down_mbit: PositiveFloat = 200.0
+    """The same of what it receives."""
+    link_spread: Annotated[float, Field(ge=0.0, le=3.0)] = 0.0
+    """Of up- and downlinks: standard deviation of their logarithm."""
+    loss: Annotated[float, Field(ge=0.0, le=0.5)] = 0.0
+    """Share of packets that are lost at each end."""
+    relayed: Fraction = 0.0
+    """Share of the nodes that nobody can dial: what they send and get goes through others of them."""
+    life_hours: PositiveFloat | None = None
+    """How long a node lives on average before it is gone from one moment to the next, and another comes in its place;
+    null: nobody dies."""
+    sample_seconds: Annotated[float, Field(ge=1.0)] = 60.0
+    """Virtual seconds between two samples of the weights' spread and the losses."""
+
+    @model_validator(mode="after")
+    def _round_trips_are_square(self) -> SimSpec:
+        trips = self.round_trips_ms
+        if any(len(row) != len(trips) for row in trips):
+            raise ValueError(
+                f"sim.round_trips_ms has {len(trips)} rows, and not as many numbers in each: name the round trip from "
+                "each region to each"
+            )
+        if any(trips[one][other] != trips[other][one] for one in range(len(trips)) for other in range(one)):
+            raise ValueError(
+                "sim.round_trips_ms is not the same there and back: a round trip is both ways, so make row i, column j "
+                "equal to row j, column i"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _somebody_carries(self) -> SimSpec:
+        if self.relayed >= 1.0:
+            raise ValueError("sim.relayed is 1: nobody would be left to relay; lower it")
+        return self

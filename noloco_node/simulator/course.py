@@ -1,0 +1,143 @@
+"""A simulation from its configuration to its figures."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from noloco_node.config.load import Config
+from noloco_node.config.sim_spec import SimSpec
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.simulator.figures import Figures, Watcher
+from noloco_node.simulator.learning import RealTensors
+from noloco_node.simulator.links import Attachment, Links, SharedWay, as_they_are
+from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.simulator.node import Node, peer_of
+from noloco_node.simulator.quadratic import Quadratic, weigh_as
+from noloco_node.simulator.world import World
+from noloco_node.sizing.footprint import Footprint, footprint_of
+from noloco_node.sizing.machine import free_memory
+from noloco_node.training.compute_thread import Priority
+
+LOOK_SECONDS = 10.0
+"""Virtual seconds between two words of the progress."""
+BASE_BYTES = 300 << 20
+NODE_BYTES = 2 << 20
+"""What a node takes without weights (measured at 32 nodes: 0.6 MiB; with what it has told in an hour, some more)."""
+COPIES = 10
+"""Vectors of four bytes a weight that a node with tensors holds: weights, their copies, optimizer, outer step."""
+OPERATIONS = {Priority.STEP: 0.05, Priority.BACKWARD: 2.0, Priority.FORWARD: 1.0, Priority.DRAW: 1.0}
+"""What a device takes for each kind of work, in `sim.operation_seconds`. The last stage's forward is with its loss and
+backward: three times as long."""
+
+Progress = Callable[[float, float], None]
+"""Told of the virtual hours that have passed, and of all that there are to be."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What came of a simulation."""
+
+    figures: Figures
+    trace: str
+    virtual_hours: float
+    core_hours: float
+
+
+def check_simulation(config: Config, footprint: Footprint) -> None:
+    """Raise UserError (CONFIG) for what cannot be simulated: a stage that nobody could hold, more memory than there
+    is."""
+    sim, stages = config.sim, config.run.stages
+    if sim.nodes < stages:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"sim.nodes is {sim.nodes}, and run.model.stages is {stages}: nobody could hold stage {sim.nodes}",
+            f"set sim.nodes to {stages} at least",
+        )
+    weights = sum(footprint.parameters) / stages * 4 * COPIES if sim.learning == "tensors" else 0.0
+    needed, free = BASE_BYTES + sim.nodes * (NODE_BYTES + weights), free_memory("cpu").host
+    if needed > free:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"sim.nodes is {sim.nodes}: with sim.learning {sim.learning} they take about {needed / 2**30:.1f} GiB, and "
+            f"{free / 2**30:.1f} GiB are free",
+            "lower sim.nodes" + (", or set sim.learning to quadratic" if weights else ""),
+        )
+
+
+def simulate(config: Config, progress: Progress) -> Simulated:
+    """Run what `config.sim` says. Raises UserError (CONFIG) as `check_simulation`."""
+    footprint = footprint_of(config.run)
+    check_simulation(config, footprint)
+    began = time.process_time()
+    figures, trace, seconds = in_virtual_time(lambda: _run(config, footprint, progress), seed=config.sim.seed)
+    return Simulated(figures, trace, seconds / 3600.0, (time.process_time() - began) / 3600.0)
+
+
+async def _run(config: Config, footprint: Footprint, progress: Progress) -> tuple[Figures, str, float]:
+    sim, loop = config.sim, asyncio.get_running_loop()
+    quadratic = sim.learning == "quadratic"
+    way = SharedWay([[trip / 1000.0 for trip in row] for row in sim.round_trips_ms], random.Random(f"loss/{sim.seed}"))
+    links = Links(way, weigh_as(footprint) if quadratic else as_they_are)
+    learning = Quadratic(sim.seed, sim.noise) if quadratic else RealTensors()
+    settings = config.node.model_copy(update={"seed": sim.seed})
+
+    def device(number: int) -> Callable[[Priority], float]:
+        return _device(config, number)
+
+    async with World(config.run, settings, learning=learning, device=device, links=links, seed=sim.seed) as world:
+        watcher = Watcher(world, footprint)
+        end = sim.hours * 3600.0
+        for number in range(sim.nodes):
+            _start(world, way, sim, number % config.run.stages)
+        sample = sim.sample_seconds
+        while world.running and loop.time() < end:
+            await asyncio.sleep(min(LOOK_SECONDS, sample, end - loop.time()))
+            if loop.time() >= sample:
+                sample += sim.sample_seconds
+                watcher.sample()
+            progress(loop.time() / 3600.0, sim.hours)
+        return watcher.figures(), world.trace, loop.time()
+
+
+def _device(config: Config, number: int) -> Callable[[Priority], float]:
+    """Of one node, for each kind of work; drawn by its number, so that another node more changes nobody's."""
+    sim, last = config.sim, number % config.run.stages == config.run.stages - 1
+    slower = math.exp(sim.device_spread * random.Random(f"device/{sim.seed}/{number}").gauss(0.0, 1.0))
+    seconds = {kind: sim.operation_seconds * times * slower for kind, times in OPERATIONS.items()}
+    if last:
+        seconds[Priority.FORWARD] *= 3.0
+    return seconds.__getitem__
+
+
+def _start(world: World, way: SharedWay, sim: SimSpec, stage: int) -> Node:
+    number = len(world.nodes)
+    rng = random.Random(f"link/{sim.seed}/{number}")
+    up, down = (
+        mbit * 125_000.0 * math.exp(sim.link_spread * rng.gauss(0.0, 1.0)) for mbit in (sim.up_mbit, sim.down_mbit)
+    )
+    hidden = number > 0 and rng.random() < sim.relayed
+    relay = _a_relay(world, way, rng) if hidden else None
+    way.attach(peer_of(number), Attachment(number % len(sim.round_trips_ms), up, down, sim.loss, relay))
+    node = world.start(stage)
+    if sim.life_hours is not None:
+        loop = asyncio.get_running_loop()
+
+        def die() -> None:
+            if node.condition == "running":
+                world.kill(node)
+                _start(world, way, sim, stage)
+
+        loop.call_later(rng.expovariate(1.0 / (sim.life_hours * 3600.0)), die)
+    return node
+
+
+def _a_relay(world: World, way: SharedWay, rng: random.Random) -> PeerId | None:
+    """One that runs and can be dialled itself."""
+    open_ones = [node.peer for node in world.running if not way.relayed(node.peer)]
+    return rng.choice(open_ones) if open_ones else None

@@ -1,0 +1,165 @@
+"""What a simulation is measured by. Everything is taken from what nodes told, from their books and from the links."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.simulator.world import World
+from noloco_node.sizing.footprint import Footprint
+from noloco_node.telemetry.events import AnyEvent, InnerStep, OuterStep
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One moment of the run."""
+
+    hours: float
+    loss: float | None
+    """Mean of what the replicas' last inner steps lost, nats per token."""
+    spread: tuple[float | None, ...]
+    """Of each stage: variance of the slow weights over replicas, mean over dimensions; None with fewer than two."""
+    nodes: int
+    trained: int
+    """Microbatches so far, at the last stage."""
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """How evenly the replicas of a stage met, of those that were there from the beginning to the end."""
+
+    meetings: int
+    pairs: int
+    chi_square: float
+    p_value: float
+    """Chance of so uneven meetings where every pair is equally likely (Wilson and Hilferty's approximation)."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """All of a run."""
+
+    nodes_started: int
+    nodes_failed: int
+    nodes_killed: int
+    work_share: tuple[float, ...]
+    """Of each stage: share of the time for which devices worked."""
+    tokens_per_second: float
+    """Trained at the last stage, by all of its nodes that told their books."""
+    outer_steps: dict[str, int]
+    """Paired, alone, aborted, caught up."""
+    alone_share: float
+    pairing: tuple[Pairing | None, ...]
+    sent_per_node: dict[str, float]
+    """Bytes a second that a node sent on average, by method."""
+    directory_received: tuple[float, float]
+    """Bytes a second of the directory that a node received: the mean, and the most of any."""
+    directory_sent: tuple[float, float]
+    """The same of what it sent: who lies near a stage's key sends most."""
+    samples: tuple[Sample, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file."""
+        return asdict(self)
+
+
+class Watcher:
+    """Collects from a world while it runs; it keeps no events but counts."""
+
+    def __init__(self, world: World, footprint: Footprint) -> None:
+        self._world = world
+        self._footprint = footprint
+        self._losses: dict[int, float] = {}
+        self._outer: Counter[str] = Counter()
+        self._met: Counter[tuple[int, int]] = Counter()
+        self._samples: list[Sample] = []
+        self._began: dict[int, float] = {}
+        self._last: dict[int, float] = {}
+        world.on_event = self._take
+
+    def sample(self) -> None:
+        """Of this moment."""
+        world = self._world
+        running = [node for node in world.running if node.replica is not None]
+        losses = [self._losses[node.number] for node in running if node.number in self._losses]
+        spread: list[float | None] = []
+        for stage in range(world.spec.stages):
+            slow = [node.replica.worker.outer.slow for node in running if node.stage == stage and node.replica]
+            spread.append(float(torch.stack(slow).double().var(0).mean()) if len(slow) > 1 else None)
+        hours, trained = asyncio.get_running_loop().time() / 3600.0, self._trained()
+        self._samples.append(Sample(hours, fmean(losses) if losses else None, tuple(spread), len(running), trained))
+
+    def figures(self) -> Figures:
+        """Of the run so far."""
+        world, now = self._world, asyncio.get_running_loop().time()
+        every, accounts = world.nodes, world.accounts()
+        work: list[float] = []
+        for stage in range(world.spec.stages):
+            numbers = [node.number for node in every if node.stage == stage and node.number in accounts]
+            told = [accounts[number] for number in numbers]
+            lived = sum(self._last.get(number, now) - self._began.get(number, now) for number in numbers)
+            work.append(sum(each.busy_seconds for each in told) / lived if lived else 0.0)
+        committed = self._outer["paired"] + self._outer["alone"]
+        seconds = max(now, 1e-9) * len(every)
+        sent: Counter[str] = Counter()
+        for counts in world.links.sent.values():
+            sent.update(counts)
+        return Figures(
+            nodes_started=len(every),
+            nodes_failed=sum(node.condition == "failed" for node in every),
+            nodes_killed=sum(node.condition == "killed" for node in every),
+            work_share=tuple(work),
+            tokens_per_second=self._trained() * world.spec.microbatch_tokens / max(now, 1e-9),
+            outer_steps=dict(self._outer),
+            alone_share=self._outer["alone"] / committed if committed else 0.0,
+            pairing=tuple(self._pairing(stage) for stage in range(world.spec.stages)),
+            sent_per_node={method: octets / seconds for method, octets in sorted(sent.items())},
+            directory_received=self._directory(world.links.received, now),
+            directory_sent=self._directory(world.links.sent, now),
+            samples=tuple(self._samples),
+        )
+
+    def _take(self, node: Any, event: AnyEvent) -> None:
+        now = asyncio.get_running_loop().time()
+        self._began.setdefault(node.number, now)
+        self._last[node.number] = now
+        if isinstance(event, InnerStep):
+            self._losses[node.number] = event.loss
+        elif isinstance(event, OuterStep):
+            self._outer[event.kind] += 1
+            if event.kind == "paired" and event.role == "dialler" and event.partner is not None:
+                other = self._world.node_of(PeerId(event.partner)).number
+                self._met[min(node.number, other), max(node.number, other)] += 1
+
+    def _trained(self) -> int:
+        last = self._world.spec.stages - 1
+        accounts = self._world.accounts()
+        of_last = [accounts[n.number] for n in self._world.nodes if n.stage == last and n.number in accounts]
+        return sum(each.trained if last == 0 else each.served for each in of_last)
+
+    def _pairing(self, stage: int) -> Pairing | None:
+        there = [node.number for node in self._world.running if node.stage == stage]
+        counts = [self._met[pair] for pair in combinations(there, 2)]
+        return None if len(counts) < 2 or not sum(counts) else evenness(counts)
+
+    def _directory(self, counted: dict[PeerId, Counter[str]], now: float) -> tuple[float, float]:
+        octets = [counts["dht.find"] + counts["dht.store"] for counts in counted.values()] or [0]
+        return fmean(octets) / max(now, 1e-9), max(octets) / max(now, 1e-9)
+
+
+def evenness(counts: list[int]) -> Pairing:
+    """Pearson's chi-square of how often each of the pairs met, against all alike."""
+    meetings, pairs = sum(counts), len(counts)
+    expected = meetings / pairs
+    chi_square = math.fsum((count - expected) ** 2 / expected for count in counts)
+    free = pairs - 1
+    z = ((chi_square / free) ** (1 / 3) - (1 - 2 / (9 * free))) / math.sqrt(2 / (9 * free))
+    return Pairing(meetings, pairs, chi_square, math.erfc(z / math.sqrt(2)) / 2)

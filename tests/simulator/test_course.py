@@ -1,0 +1,75 @@
+"""`noloco-node simulate`: what is refused, what comes of it, and that it is the same again."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from noloco_node.config.load import Config, load_config
+from noloco_node.config.shipped import shipped_config
+from noloco_node.errors import UserError
+from noloco_node.simulator.course import check_simulation, simulate
+from noloco_node.simulator.figures import evenness
+from noloco_node.simulator.report import table, write_results
+from noloco_node.sizing.footprint import footprint_of
+
+
+def shipped(*overrides: str) -> Config:
+    """The configuration that comes with the package, changed."""
+    return load_config(shipped_config("sim/swarm"), overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("sim.up_mbit=0", "sim.up_mbit"),
+        ("sim.life_hours=-1", "sim.life_hours"),
+        ("sim.round_trips_ms=[[20, 30]]", "sim.round_trips_ms"),
+        ("sim.round_trips_ms=[[20, 30], [40, 20]]", "the same there and back"),
+        ("sim.relayed=1", "nobody would be left to relay"),
+        ("sim.bandwith=3", "sim.bandwith"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_setting(override: str, words: str) -> None:
+    """Before anything runs."""
+    with pytest.raises(UserError, match=words):
+        shipped(override)
+
+
+def test_a_stage_that_nobody_holds_and_more_memory_than_there_is_are_refused_with_the_remedy() -> None:
+    """By numbers that only the run and the machine say."""
+    footprint = footprint_of(shipped().run)
+    with pytest.raises(UserError, match="nobody could hold stage 1") as too_few:
+        check_simulation(shipped("sim.nodes=1"), footprint)
+    assert "sim.nodes to 2" in (too_few.value.remedy or "")
+    with pytest.raises(UserError, match="GiB are free") as too_many:
+        check_simulation(shipped("sim.nodes=4096", "sim.learning=tensors"), footprint)
+    assert "quadratic" in (too_many.value.remedy or "")
+
+
+def test_a_simulation_has_figures_files_and_the_same_trace_again(tmp_path: Path) -> None:
+    """Half a virtual minute of four nodes."""
+    config = shipped("sim.nodes=4", "sim.hours=0.01", "sim.sample_seconds=10")
+    told = list[float]()
+    found = simulate(config, lambda done, _all: told.append(done))
+    assert told[-1] == pytest.approx(0.01)
+    assert found.figures.tokens_per_second > 0
+    assert 0.0 < min(found.figures.work_share) <= max(found.figures.work_share) <= 1.1
+    assert len(found.figures.samples) == 3
+    files = write_results(config, found, "noloco-node simulate", tmp_path)
+    assert json.loads(files["results.json"].read_text())["trace"] == found.trace
+    assert all(path.stat().st_size for path in files.values())
+    assert found.trace in table(found)
+    assert simulate(config, lambda _done, _all: None).trace == found.trace
+
+
+def test_evenness_tells_uniform_meetings_from_uneven_ones() -> None:
+    """28 pairs, some 40 meetings each; then one pair that meets three times as often."""
+    rng, counts = random.Random(2), [0] * 28
+    for _ in range(28 * 40):
+        counts[rng.randrange(28)] += 1
+    assert evenness(counts).p_value > 0.01
+    assert evenness([120, *[40] * 27]).p_value < 1e-6
