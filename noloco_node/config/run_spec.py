@@ -86,7 +86,7 @@ class InnerSpec(Settings):
 class OuterSpec(Settings):
     """The outer step: NoLoCo's pair averaging with momentum (arXiv 2506.10911, one-tensor form)."""
 
-    inner_steps: Positive = 10
+    inner_steps: Positive = 8
     """H: inner steps after which a replica dials a stage peer."""
     min_inner_steps: Annotated[int, Field(ge=0)] | None = None
     """H_min: inner steps from which a replica may be dialled; H/2 where not set."""
@@ -98,7 +98,7 @@ class OuterSpec(Settings):
     """Pull to the group's mean; 1 - alpha where not set."""
     momentum: Momentum = "averaged"
     """`averaged`: the momentum is averaged over the group at no cost in bytes; `local`: the published rule."""
-    codec: CodecName = "int8"
+    codec: CodecName = "int4"
     """How the exchanged tensor travels: rounded; as codes modulo 2^8 or 2^4 of the difference to the partner; or of its
     own motion only the largest DCT coefficients, or only the signs, and a sixteenth of the rest."""
     fragments: Annotated[int, Field(gt=0, le=1024)] = 1
