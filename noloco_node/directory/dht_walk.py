@@ -30,6 +30,9 @@ MOST_REMEMBERED = 1024
 GLANCED = 2
 """Nodes asked at once for one bucket."""
 MOST_GLANCED = 12
+HOLDERS_SECONDS = 60.0
+"""After which the nodes nearest to a bucket's key are looked for anew: those that were are gone in the end, and others
+have come between."""
 RELIABLE_ASKED = 4
 """Nodes that answered when they were asked last, drawn anew for each walk and asked whatever their places: whoever
 takes the places near a key later does not take the others out of sight."""
@@ -67,6 +70,7 @@ class Walker:
         self._reliable = PeerTable[Any, None](MOST_REMEMBERED)
         self.near: dict[Any, tuple[Any, ...]] = {}
         """The nearest to each key that answered in its last walk."""
+        self._found_at: dict[Any, float] = {}
 
     async def walk(self, keys: Sequence[Any], also: Sequence[Any] = ()) -> None:
         """Ask the nodes near the keys, and the peers in `also` whatever their places, until nobody nearer turns up."""
@@ -92,18 +96,32 @@ class Walker:
         for key in keys:
             answered = [node_id for node_id, peer in walk.candidates[key].items() if peer in walk.answered]
             answered.sort(key=key.xor_distance)
-            self.near[key] = tuple(walk.candidates[key][node_id] for node_id in answered[:REPLICAS])
+            self._found(key, [walk.candidates[key][node_id] for node_id in answered])
+
+    def holders(self, key: Any) -> tuple[Any, ...]:
+        """Those in `near` of a key, unless they were found too long ago."""
+        recent = self._clock() - self._found_at.get(key, float("-inf")) < HOLDERS_SECONDS
+        return self.near.get(key, ()) if recent else ()
 
     async def glance(self, key: Any) -> bool:
         """Ask one node that holds a bucket's records, or where none is known find those nearest to its key, a few at a
         time; whether anybody answered. Of the many buckets of a large stage nobody can ask everybody near each."""
-        known = list(self.near.get(key, ()))
+        known = list(self.holders(key))
         self._rng.shuffle(known)
-        for peer in known[:GLANCED]:
-            if await self._node.find(peer, [key]) is not None:
-                return True
+        try:
+            async with asyncio.timeout(WALK_SECONDS):
+                for peer in known[:GLANCED]:
+                    if await self._node.find(peer, [key]) is not None:
+                        return True
+                return await self.seek(key, known[:GLANCED])
+        except TimeoutError:  # whoever stalls holds up this bucket alone
+            return False
+
+    async def seek(self, key: Any, silent: Sequence[Any] = ()) -> bool:
+        """Find those that are nearest to a key now, a few at a time, without those that were `silent`; whether anybody
+        answered."""
         candidates = {node_id: peer for node_id, peer in self._node.nearest(key)}
-        asked, answered = set[Any](known[:GLANCED]), dict[Any, Any]()
+        asked, answered = set[Any](silent), dict[Any, Any]()
         began = self._clock()
         while self._clock() - began < WALK_SECONDS and len(asked) < MOST_GLANCED:
             nearest = sorted(candidates, key=key.xor_distance)[:REPLICAS]
@@ -118,12 +136,17 @@ class Walker:
                 else:
                     answered[node_id_of(peer)] = peer
                     candidates |= {node_id: other for node_id, other in answer.get(key, ())[:MOST_BY_ONE]}
+        self._found(key, [answered[node_id] for node_id in sorted(answered, key=key.xor_distance)])
+        return bool(answered)
+
+    def _found(self, key: Any, nearest: Sequence[Any]) -> None:
         self.near.pop(key, None)
-        if answered:
-            self.near[key] = tuple(answered[node_id] for node_id in sorted(answered, key=key.xor_distance)[:REPLICAS])
+        if nearest:
+            self.near[key], self._found_at[key] = tuple(nearest[:REPLICAS]), self._clock()
         while len(self.near) > MOST_REMEMBERED:
             del self.near[next(iter(self.near))]
-        return bool(answered)
+        if len(self._found_at) > 2 * MOST_REMEMBERED:
+            self._found_at = {key: at for key, at in self._found_at.items() if key in self.near}
 
     def forget(self) -> None:
         """Ask everyone again: that nobody answered was this node's own doing."""
