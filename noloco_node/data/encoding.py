@@ -40,7 +40,8 @@ def encode(document: Document, tokenizer: Tokenizer, spec: DataSpec) -> Tokens:
     if document.ids is None:
         return np.concatenate([tokenizer.encode(document.text), separator])
     ids = document.ids
-    check_ids(int(ids.min()), int(ids.max()), f"'{document.key}'", tokenizer, spec)
+    where = f"{spec.path}{document.key}" if document.key.startswith(":") else document.key  # of one file: the row alone
+    check_ids(int(ids.min()), int(ids.max()), f"'{where}'", tokenizer, spec)
     if len(separator) and np.array_equal(ids[-len(separator) :], separator):
         return ids
     return np.concatenate([ids, separator])

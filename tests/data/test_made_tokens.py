@@ -97,7 +97,7 @@ def test_ids_beyond_the_vocabulary_are_refused_naming_id_and_tokenizer(with_stat
     rows = [[1, 2, 3]] * 50 + [[4, 700]] * 20
     place = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"input_ids": rows}), place, write_statistics=with_statistics)
-    words = r"token id 700 in .*, outside the 256 tokens of run\.data\.tokenizer 'bytes'"
+    words = r"token id 700 in '.*rows\.parquet.*', outside the 256 tokens of run\.data\.tokenizer 'bytes'"
     if with_statistics:
         with pytest.raises(UserError, match=words) as caught:
             check_made_tokens(tokens_spec(place), ByteTokenizer())
