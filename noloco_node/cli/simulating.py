@@ -44,7 +44,7 @@ def _simulate(options: argparse.Namespace) -> int:
     console = Console()
     sim = config.sim
     print(
-        f"{sim.nodes} nodes of {config.run.stages} stages, {sim.hours:g} virtual hours, seed {sim.seed}, {sim.learning}"
+        f"{sim.nodes} nodes of {config.run.stages} stages, {sim.hours:g} virtual hours, seed {sim.seed}, {sim.tensors}"
     )
     found = simulate(config, _bar(console))
     sets = [word for each in options.set for word in ("--set", each)]

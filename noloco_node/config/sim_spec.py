@@ -21,9 +21,9 @@ class SimSpec(Settings):
     """Virtual hours; less where the run's end comes first."""
     seed: int = 0
     """Of everything that chance decides: one seed, one course."""
-    learning: Literal["quadratic", "tensors"] = "quadratic"
+    tensors: Literal["quadratic", "real"] = "quadratic"
     """`quadratic`: each stage is a noisy quadratic of 64 dimensions, and bytes and times are those of `run.model`;
-    `tensors`: the run's own model on made-up text."""
+    `real`: the run's own model on made-up text."""
     noise: Annotated[float, Field(ge=0.0)] = 1.0
     """Of the quadratic: standard deviation of a microbatch's gradient in each dimension."""
     operation_seconds: PositiveFloat = 1.0

@@ -22,6 +22,7 @@ from noloco_node.simulator.quadratic import Quadratic, weigh_as
 from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.machine import free_memory
+from noloco_node.sizing.traffic import traffic_of
 from noloco_node.training.compute_thread import Priority
 
 LOOK_SECONDS = 10.0
@@ -51,7 +52,7 @@ class Simulated:
 
 def check_simulation(config: Config, footprint: Footprint) -> None:
     """Raise UserError (CONFIG) for what cannot be simulated: a stage that nobody could hold, more memory than there
-    is."""
+    is, an exchange that takes longer than a chunk may."""
     sim, stages = config.sim, config.run.stages
     if sim.nodes < stages:
         raise UserError(
@@ -59,14 +60,23 @@ def check_simulation(config: Config, footprint: Footprint) -> None:
             f"sim.nodes is {sim.nodes}, and run.model.stages is {stages}: nobody could hold stage {sim.nodes}",
             f"set sim.nodes to {stages} at least",
         )
-    weights = sum(footprint.parameters) / stages * 4 * COPIES if sim.learning == "tensors" else 0.0
+    patience = config.run.limits.exchange_progress_seconds
+    slowest = max(each.outer_step for each in traffic_of(config.run, footprint)) / (sim.up_mbit * 125e3)
+    if sim.tensors == "quadratic" and 4.0 * slowest > patience:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"with sim.up_mbit {sim.up_mbit:g} an exchange takes {slowest:.0f} s, and a quadratic's is a single chunk, "
+            f"which run.limits.exchange_progress_seconds ({patience:g}) would break off",
+            f"set run.limits.exchange_progress_seconds to {4.0 * slowest:.0f} or more, or name a smaller model",
+        )
+    weights = sum(footprint.parameters) / stages * 4 * COPIES if sim.tensors == "real" else 0.0
     needed, free = BASE_BYTES + sim.nodes * (NODE_BYTES + weights), free_memory("cpu").host
     if needed > free:
         raise UserError(
             ExitCode.CONFIG,
-            f"sim.nodes is {sim.nodes}: with sim.learning {sim.learning} they take about {needed / 2**30:.1f} GiB, and "
+            f"sim.nodes is {sim.nodes}: with sim.tensors {sim.tensors} they take about {needed / 2**30:.1f} GiB, and "
             f"{free / 2**30:.1f} GiB are free",
-            "lower sim.nodes" + (", or set sim.learning to quadratic" if weights else ""),
+            "lower sim.nodes" + (", or set sim.tensors to quadratic" if weights else ""),
         )
 
 
@@ -81,7 +91,7 @@ def simulate(config: Config, progress: Progress) -> Simulated:
 
 async def _run(config: Config, footprint: Footprint, progress: Progress) -> tuple[Figures, str, float]:
     sim, loop = config.sim, asyncio.get_running_loop()
-    quadratic = sim.learning == "quadratic"
+    quadratic = sim.tensors == "quadratic"
     way = SharedWay([[trip / 1000.0 for trip in row] for row in sim.round_trips_ms], random.Random(f"loss/{sim.seed}"))
     links = Links(way, weigh_as(footprint) if quadratic else as_they_are)
     learning = Quadratic(sim.seed, sim.noise) if quadratic else RealTensors()

@@ -45,8 +45,10 @@ def test_a_stage_that_nobody_holds_and_more_memory_than_there_is_are_refused_wit
     with pytest.raises(UserError, match="nobody could hold stage 1") as too_few:
         check_simulation(shipped("sim.nodes=1"), footprint)
     assert "sim.nodes to 2" in (too_few.value.remedy or "")
+    with pytest.raises(UserError, match="exchange_progress_seconds"):
+        check_simulation(shipped("sim.up_mbit=1"), footprint)
     with pytest.raises(UserError, match="GiB are free") as too_many:
-        check_simulation(shipped("sim.nodes=4096", "sim.learning=tensors"), footprint)
+        check_simulation(shipped("sim.nodes=4096", "sim.tensors=real"), footprint)
     assert "quadratic" in (too_many.value.remedy or "")
 
 
