@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from noloco_node.placement.balancing import Supply, choose_stage
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.placement.balancing import Server, Supply, choose_stage
+from noloco_node.placement.migration import LOOKS_A_STAY, MigrationStanding, Relocation
 from noloco_node.simulator.crowd_averaging import CrowdAveraging
 from noloco_node.simulator.crowd_directory import directory_of
 from noloco_node.simulator.crowd_nodes import Agenda, Nodes
@@ -50,7 +52,10 @@ class Moment:
 
 
 class Crowd:
-    """One simulation of so many nodes."""
+    """One simulation of so many nodes.
+
+    Many methods: each is one thing that befalls a node, or all.
+    """
 
     def __init__(self, settings: CrowdSettings, many: int) -> None:
         self.settings = settings
@@ -65,6 +70,7 @@ class Crowd:
         self.moments: list[Moment] = []
         self.joined_after: list[float] = []
         """Seconds from its start until a newcomer served."""
+        self._new: set[int] = set()
         self.moves = 0
         self._giving: dict[int, int] = {}
         self._joining = [0.0] * settings.work.stages
@@ -90,6 +96,7 @@ class Crowd:
         self._tick()
         for i in range(many):
             self.agenda.after(self._rng.random() * self._draw_seconds, self.pipeline.begin, i)
+            self._settle(i)
         for event in (*self.settings.deaths, *self.settings.arrivals, *self.settings.cuts):
             self.agenda.after(event.at_seconds, self._befall, event)
         if self.settings.churn_an_hour:
@@ -137,6 +144,7 @@ class Crowd:
         if len(self.nodes) >= self.nodes.most:
             return
         i = self._add(0, serving=False)
+        self._new.add(i)
         seen = self.directory.strengths(i)
         supply = self._supply([one + other for one, other in zip(seen, self._joining, strict=True)])
         self._go_to(i, choose_stage(supply, range(len(seen)), self._rng))
@@ -173,9 +181,46 @@ class Crowd:
         self.nodes.count("states", self.settings.work.state_bytes)
         self.averaging.copy(j, i)
         self.nodes.serving[i] = True
-        self.joined_after.append(self.agenda.now - self.nodes.born[i])
+        if i in self._new:
+            self._new.discard(i)
+            self.joined_after.append(self.agenda.now - self.nodes.born[i])
         self.nodes.tell("serves", i, self.nodes.stage[i])
         self.pipeline.begin(i)
+        self._settle(i)
+
+    def _settle(self, i: int) -> None:
+        """A node's stay at its stage begins."""
+        stages = self.settings.work.stages
+        if stages == 1:
+            return
+        stay, life = self.settings.min_stay_seconds, self.settings.directory.record_seconds
+        work = (1.0,) * stages
+        standing = MigrationStanding(work, range(stages), self.agenda.now, stay, life)
+        self._look_further(i, Relocation(standing, self._rng), stay)
+
+    def _look_further(self, i: int, relocation: Relocation, pause: float) -> None:
+        self.agenda.after(pause, self._look, i, relocation)
+
+    def _look(self, i: int, relocation: Relocation) -> None:
+        """A node asks itself whether another stage needs it more. What it sees of a stage stands there as one server:
+        of those that are lost none is seen, and rescues are not simulated."""
+        if not self.nodes.serving[i]:
+            return
+        own, stage = self.nodes.speed[i], self.nodes.stage[i]
+        seen = self.directory.strengths(i)
+        seen[stage] = max(0.0, seen[stage] - own)
+        others = [Server(PeerId(f"stage {s}"), s, max(strength, 1e-9)) for s, strength in enumerate(seen)]
+        others += [Server(PeerId(f"to {s}"), s, v, present=False) for s, v in enumerate(self._joining) if v > 0.0]
+        move = relocation.look(self.agenda.now, Server(self.nodes.peer[i], stage, own), others)
+        if move is None:
+            self._look_further(i, relocation, self.settings.min_stay_seconds / LOOKS_A_STAY)
+            return
+        self.moves += 1
+        self.nodes.tell("moves", i, move.stage)
+        self.nodes.serving[i] = False
+        self.pipeline.left(i)
+        self.averaging.left(i)
+        self._go_to(i, move.stage)
 
     def _befall(self, event: Deaths | Arrivals | Cut) -> None:
         if isinstance(event, Deaths):

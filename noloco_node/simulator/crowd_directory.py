@@ -9,6 +9,15 @@ import numpy as np
 
 from noloco_node.directory.bucket_arrays import NONE, Flags, Floats, Ints, StageLevels
 from noloco_node.directory.buckets import PREFIX_BITS, level_behind
+from noloco_node.directory.sampled_view import (
+    HELD,
+    MOST_ROWS,
+    READ_AGAIN,
+    RENEWED_SECONDS,
+    ROOT_AGAIN,
+    SAMPLED_AGAIN,
+    SETTLED,
+)
 from noloco_node.directory.store import MOST_RECORDS
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.crowd_nodes import Nodes
@@ -17,18 +26,6 @@ RENEWALS = 3
 """Of a record within its life."""
 NEAR = 2
 """A node's own stage and the next."""
-HELD = 2
-"""Buckets of a near stage that make a node's view of it."""
-HELD_SECONDS = 120.0
-"""After which one of them is another."""
-READ_AGAIN = 0.3
-"""Of a record's life, for what is held."""
-SAMPLED_AGAIN = 0.4
-"""Of a record's life, between two buckets that are read for the number alone, once that has settled."""
-ROOT_AGAIN = 0.8
-"""Of a record's life, between two looks at level 0 of a near stage that lies above it."""
-SETTLED = 4
-"""Buckets of a level that are read at once, one at each look, when a node has come to it."""
 DRAWN_FROM = 1024
 """Where everybody is seen, of whom one is drawn as of all."""
 
@@ -229,7 +226,8 @@ class WholeDirectory(_Records):
 
 
 class BucketDirectory(_Records):
-    """By buckets, as `directory.buckets` decides; the same ticks for all, each at its own turn."""
+    """By buckets, as `directory.buckets` decides and as often as `directory.sampled_view` says; the same ticks for all,
+    each at its own turn."""
 
     def __init__(self, nodes: Nodes, rng: np.random.Generator) -> None:
         super().__init__(nodes, rng)
@@ -253,10 +251,10 @@ class BucketDirectory(_Records):
         for ahead in range(NEAR):
             who = everybody[self.nodes.stage_row[everybody] + ahead < self.stages]
             self._look(ahead, who, behind)
+        self._behind_of = behind
         self._look_further(everybody)
         serving = np.flatnonzero(np.array(self.nodes.serving, np.bool_))
         self.note_error(self.number[0, serving], serving)
-        self._behind_of = behind
 
     def replicas(self, i: int) -> int:
         """See `CrowdDirectory.replicas`."""
@@ -327,7 +325,7 @@ class BucketDirectory(_Records):
         self._drawn_at[ahead, who] = now
         self._drawn_here[ahead, who] += 1
         self.number[ahead, who] = levels.estimates(who)
-        self._hold(ahead, who, bucket, (levels.level[who] != before), above & (level == before))
+        self._hold(ahead, who, bucket, levels.level[who] != before, above & (level == before) & (count < MOST_ROWS))
 
     def _hold(self, ahead: int, who: Ints, bucket: Ints, moved: Flags, taken: Flags) -> None:
         """What was drawn at a node's level takes the place of the older one that it holds, where its time has come."""
@@ -336,14 +334,14 @@ class BucketDirectory(_Records):
         self._held[ahead, gone], self._drawn_here[ahead, gone] = NONE, 0
         some, drawn = who[taken & ~moved], bucket[taken & ~moved]
         held = self._held[ahead, some]
-        free = (held == NONE).any(1) | (now - self._held_at[ahead, some] >= HELD_SECONDS)
+        free = (held == NONE).any(1) | (now - self._held_at[ahead, some] >= RENEWED_SECONDS)
         takes = free & (held != drawn[:, None]).all(1)
         some = some[takes]
         self._held[ahead, some] = np.stack([held[takes, 1], drawn[takes]], 1)
         self._held_at[ahead, some] = now
 
     def _look_further(self, who: Ints) -> None:
-        """What is held is read again, and level 0 of the stages that are not near."""
+        """What is held is read again, and the stages that are not near."""
         nodes = self.nodes
         again = who[self._turn(who, READ_AGAIN)]
         for ahead in range(NEAR):
@@ -354,9 +352,22 @@ class BucketDirectory(_Records):
                 for held in self._held[ahead, some].T if at else ():
                     known = held != NONE
                     self.note_read(at, ((self.column[some] + ahead) << at)[known] + held[known])
+        self._look_far(again, 0)
+        self._look_far(who[self._turn(who, SAMPLED_AGAIN)], 1)
+
+    def _look_far(self, who: Ints, above: int) -> None:
+        """These look at the stages that are not near: at level 0, or at a bucket where there is a level above it."""
+        own, side = self.nodes.stage_row[who], self.column[who] // self.stages * self.stages
         for stage in range(self.stages):
-            far = (nodes.stage_row[again] > stage) | (nodes.stage_row[again] + NEAR <= stage)
-            self.note_read(0, stage + self.stages * (self.column[again[far]] // self.stages))
+            columns = (side + stage)[(own > stage) | (own + NEAR <= stage)]
+            levels = np.maximum(0, self._behind_of[columns] - 1)
+            if not above:
+                self.note_read(0, columns)
+                continue
+            for at in np.unique(levels[levels > 0]).tolist():
+                some = columns[levels == at]
+                drawn = (self.rng.random(len(some)) * (1 << at)).astype(np.int64)
+                self.note_read(at, (some << at) + drawn)
 
     def _turn(self, who: Ints, part: float) -> Flags:
         """Whose turn it is, of what comes once in a part of a record's life."""

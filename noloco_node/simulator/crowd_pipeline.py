@@ -28,10 +28,12 @@ VIEW_SECONDS = 60.0
 class Passage:
     """One parcel at one node."""
 
-    __slots__ = ("began", "excluded", "node", "parent", "peer", "release", "rounds", "since")
+    __slots__ = ("began", "excluded", "life", "node", "parent", "peer", "release", "rounds", "since")
 
-    def __init__(self, node: int, parent: Passage | None, since: float) -> None:
+    def __init__(self, node: int, life: int, parent: Passage | None, since: float) -> None:
         self.node = node
+        self.life = life
+        """Of the node's stays at a stage, the one in which it has the parcel."""
         self.parent = parent
         self.since = since
         """When it was drawn, or came."""
@@ -63,6 +65,7 @@ class CrowdPipeline:
         self._places: list[MicrobatchLimiter] = []
         self._order: list[CallOrder[Passage]] = []
         self._working: list[bool] = []
+        self._life: list[int] = []
         self._held: list[dict[Passage, None]] = []
         self.busy: list[float] = []
         """Seconds that each device has worked."""
@@ -88,6 +91,7 @@ class CrowdPipeline:
         self._places.append(MicrobatchLimiter(self._settings.work.max_pending, self.clock))
         self._order.append(CallOrder())
         self._working.append(False)
+        self._life.append(0)
         self._held.append({})
         self.busy.append(0.0)
 
@@ -98,15 +102,21 @@ class CrowdPipeline:
                 self._draw(i)
 
     def left(self, i: int) -> None:
-        """A node is gone: whoever waits for it finds out."""
+        """A node is gone, or leaves its stage: whoever waits for it finds out."""
+        self._life[i] += 1
+        self._working[i] = False
         for child in self._held[i]:
             self._fail_later(child)
         self._held[i] = {}
         self._order[i] = CallOrder()
         self._books[i] = None
 
+    def _here(self, passage: Passage) -> bool:
+        """Whether the node that has it is still where it was."""
+        return self.nodes.alive[passage.node] and self._life[passage.node] == passage.life
+
     def _draw(self, i: int) -> None:
-        passage = Passage(i, None, self.agenda.now)
+        passage = Passage(i, self._life[i], None, self.agenda.now)
         self._put(Priority.DRAW, passage, OWN)
 
     def _put(self, priority: Priority, passage: Passage, turn: QueueTurn) -> None:
@@ -129,7 +139,7 @@ class CrowdPipeline:
 
     def _worked(self, passage: Passage, seconds: float) -> None:
         i = passage.node
-        if not self.nodes.alive[i]:
+        if not self._here(passage):
             return
         self.busy[i] += seconds
         if passage.peer >= 0 or self.nodes.stage[i] == self._last:
@@ -157,7 +167,7 @@ class CrowdPipeline:
 
     def _send(self, passage: Passage) -> None:
         i = passage.node
-        if not self.nodes.alive[i]:
+        if not self._here(passage):
             return
         book = self._book(i)
         peer = book.choose(passage.excluded, desperate=passage.rounds >= ROUNDS_TO_DESPAIR)
@@ -185,10 +195,13 @@ class CrowdPipeline:
 
     def _arrive(self, passage: Passage) -> None:
         i, j = passage.node, passage.peer
-        if not self.nodes.alive[i]:
+        if not self._here(passage):
             return
         if not self.nodes.reach(i, j):
             self._fail_later(passage)
+            return
+        if not self.nodes.serving[j] or self.nodes.stage[j] != self.nodes.stage[i] + 1:
+            self.agenda.after(self._parcel * self.nodes.latency(j, i), self._refuse, passage)
             return
         try:
             release = self._places[j].take(self.nodes.peer[i])
@@ -196,14 +209,14 @@ class CrowdPipeline:
             self.refused += 1
             self.agenda.after(self._parcel * self.nodes.latency(j, i), self._refuse, passage)
             return
-        child = Passage(j, passage, self.agenda.now)
+        child = Passage(j, self._life[j], passage, self.agenda.now)
         child.release = release
         self._held[j][passage] = None
         self._put(Priority.FORWARD, child, QueueTurn((self.nodes.peer[i],), 1.0))
 
     def _refuse(self, passage: Passage) -> None:
         book, peer = self._books[passage.node], self.nodes.peer[passage.peer]
-        if book is None:
+        if book is None or not self._here(passage):
             return
         book.done(peer, passage.began, Outcome.UNTOLD)
         book.full(peer)
@@ -217,7 +230,7 @@ class CrowdPipeline:
 
     def _fail(self, passage: Passage, of: int) -> None:
         book = self._books[passage.node]
-        if book is None or passage.peer != of:
+        if book is None or passage.peer != of or not self._here(passage):
             return
         peer = self.nodes.peer[passage.peer]
         book.done(peer, passage.began, Outcome.FAILED)
@@ -246,7 +259,7 @@ class CrowdPipeline:
     def _returned(self, passage: Passage, j: int, load: int) -> None:
         i = passage.node
         book = self._books[i]
-        if book is None or passage.peer != j:
+        if book is None or passage.peer != j or not self._here(passage):
             return
         peer = self.nodes.peer[j]
         book.done(peer, passage.began, Outcome.CAME)

@@ -111,6 +111,8 @@ class CrowdSettings(Settings):
     """What happens before is in no figure."""
     churn_an_hour: Annotated[float, Field(ge=0.0, le=20.0)] = 0.0
     """Deaths within an hour for each node that lives; as many come."""
+    min_stay_seconds: PositiveFloat = 1200.0
+    """See `node.min_stay_seconds`."""
     parcel: Positive = 1
     """Microbatches that go as one: in the pipeline all takes so many times as long, latencies and rests too, and each
     counts as so many. At rest this changes nothing; what follows a disturbance takes longer, and a death costs more."""

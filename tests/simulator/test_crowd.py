@@ -113,6 +113,26 @@ def test_a_region_that_is_cut_off_sees_itself_alone() -> None:
     assert {crowd.directory.replicas(i) for i in of_one} == {crowd.nodes.stage.count(0)}
 
 
+def test_nodes_move_to_a_stage_that_has_lost_many_and_then_no_more() -> None:
+    """Half a stage dies: the others come to its help until nothing is gained by it, and take up work there."""
+    crowd = Crowd(settings(min_stay_seconds=120.0), 24)
+    crowd.agenda.run(60.0)
+    assert crowd.moves == 0
+    stage_0 = [i for i in range(24) if crowd.nodes.stage[i] == 0]
+    for i in stage_0[: len(stage_0) * 2 // 3]:
+        crowd.kill(i)
+    crowd.agenda.run(1800.0)
+    moves = crowd.moves
+    assert moves > 0
+    strengths = [0.0, 0.0]
+    for i in crowd.nodes.living():
+        assert crowd.nodes.serving[i]
+        strengths[crowd.nodes.stage[i]] += crowd.nodes.speed[i]
+    assert min(strengths) > 0.75 * max(strengths)
+    crowd.agenda.run(2400.0)
+    assert crowd.moves == moves
+
+
 @pytest.mark.parametrize("view", ["everybody", "buckets"])
 def test_counts_are_right_in_either_view(view: str) -> None:
     """Of many nodes at one stage: all exactly, or within some hundredths by buckets."""

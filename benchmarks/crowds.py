@@ -1,0 +1,157 @@
+"""Tables and plots of simulated crowds, from the `results.json` of `noloco_node.simulator.events`.
+
+    python -m benchmarks.crowds docs/results/scale
+
+Looks in the folder's own folders: `directory` and `before` (what the directory costs by size, by buckets and where
+everybody is seen), `training` (figures by size), `deaths`, `flash`, `cut` (what befalls a crowd, by time). Writes
+`table.md`, `directory.png` and `events.png` beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+
+EVENTS = {"deaths": "a quarter dies", "flash": "ten times as many come within five minutes", "cut": "a region cut off"}
+
+
+def sizes_of(folder: Path) -> list[dict[str, Any]]:
+    """What one simulation found of each size; nothing where it was not run."""
+    path = folder / "results.json"
+    return json.loads(path.read_text(encoding="utf-8"))["sizes"] if path.exists() else []
+
+
+def directory_bytes(size: dict[str, Any]) -> float:
+    """Bytes a second of the directory that a node causes."""
+    by_kind = size["figures"]["node_bytes"]
+    return sum(by_kind.get(kind, 0.0) for kind in ("directory read", "directory written"))
+
+
+def directory_table(folder: Path) -> list[str]:
+    """What the directory costs, by size."""
+    lines = [
+        "| nodes | view | kB/s a node reads and writes | kB/s of a holder: mean | the highest of a hundred | highest "
+        "| counts wrong by (rms) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, view in (("before", "everybody"), ("directory", "buckets")):
+        for size in sizes_of(folder / name):
+            figures = size["figures"]
+            own = directory_bytes(size) / 1000
+            held = "".join(f" {octets / 1000:,.1f} |" for octets in figures["holder_bytes"].values())
+            lines.append(f"| {figures['nodes']:,} | {view} | {own:,.1f} |{held} {figures['error']:.1%} |")
+    return lines
+
+
+def training_table(folder: Path) -> list[str]:
+    """What a crowd trains, by size."""
+    lines = [
+        "| nodes | devices work | of the best assignment | outer steps alone | outer steps a node and hour "
+        "| spread left (arithmetic) | evenness of pairs, routes | microbatches lost "
+        "| a newcomer serves after | CPU s | MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for size in sizes_of(folder / "training"):
+        f = size["figures"]
+        joined = "-" if f["joined_after"] is None else f"{f['joined_after']:.0f} s"
+        lines.append(
+            f"| {f['nodes']:,} | {f['working']:.1%} | {f['of_best']:.1%} | {f['alone']:.2%} | {f['outer_steps']:.1f} | "
+            f"{f['contraction']:.3f} ({f['contraction_expected']:.3f}) | {f['evenness']:.2f}, "
+            f"{f['evenness_of_routes']:.2f} | {f['lost']:.2%} | {joined} | {size['cpu_seconds']:.0f} | "
+            f"{size['peak_mib']:.0f} |"
+        )
+    return lines
+
+
+def recovered(moments: list[dict[str, Any]], at: float, share: float = 0.9) -> float | None:
+    """Seconds from an event until so large a part of what those that serve could do, beside the part before, is
+    trained again and stays so for two samples; None where it is not."""
+    before = [m["trained"] / m["best"] for m in moments if at - 300 <= m["at"] <= at]
+    usual = sum(before) / len(before)
+    after = [m for m in moments if m["at"] > at]
+    for one, two in itertools.pairwise(after):
+        if min(one["trained"] / one["best"], two["trained"] / two["best"]) >= share * usual:
+            return one["at"] - at
+    return None
+
+
+def draw_directory(folder: Path) -> None:
+    """Bytes of a node and of the busiest holder by size."""
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharex=True)
+    for name, label, colour in (("before", "everybody", "tab:red"), ("directory", "buckets", "tab:blue")):
+        sizes = sizes_of(folder / name)
+        nodes = [size["figures"]["nodes"] for size in sizes]
+        axes[0].loglog(nodes, [directory_bytes(size) / 1000 for size in sizes], "o-", color=colour, label=label)
+        held = [size["figures"]["holder_bytes"] for size in sizes]
+        axes[1].loglog(nodes, [each["highest"] / 1000 for each in held], "o-", color=colour, label=f"{label}: highest")
+        axes[1].loglog(nodes, [each["mean"] / 1000 for each in held], "o--", color=colour, label=f"{label}: mean")
+    for axis, title in zip(axes, ("a node's look-ups and records", "what a node gives as a holder"), strict=True):
+        axis.set(title=title, xlabel="nodes (four stages)", ylabel="kB/s")
+        axis.grid(visible=True, alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / "directory.png", dpi=110)
+    plt.close(figure)
+
+
+def draw_events(folder: Path) -> None:
+    """What is trained beside what could be, over time."""
+    shown = {name: title for name, title in EVENTS.items() if sizes_of(folder / name)}
+    figure, axes = plt.subplots(1, max(1, len(shown)), figsize=(4.5 * max(1, len(shown)), 3.6), squeeze=False)
+    for axis, (name, title) in zip(axes[0], shown.items(), strict=True):
+        moments = sizes_of(folder / name)[-1]["moments"]
+        minutes = [m["at"] / 60 for m in moments]
+        axis.plot(minutes, [m["best"] for m in moments], color="0.6", label="best assignment of those that serve")
+        axis.plot(minutes, [m["trained"] for m in moments], color="tab:blue", label="trained")
+        axis.set(title=title, xlabel="minutes", ylabel="microbatches/s")
+        axis.set_ylim(bottom=0)
+        axis.grid(visible=True, alpha=0.3)
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(folder / "events.png", dpi=110)
+    plt.close(figure)
+
+
+def events_table(folder: Path) -> list[str]:
+    """What befell, and how long it took."""
+    lines = [
+        "| event | nodes | 90 % of the share before again after | newcomers serve after (median) |",
+        "|---|---|---|---|",
+    ]
+    for name, title in EVENTS.items():
+        for size in sizes_of(folder / name):
+            settings = json.loads((folder / name / "results.json").read_text(encoding="utf-8"))["settings"]
+            event = (settings["deaths"] or settings["arrivals"] or settings["cuts"])[0]
+            seconds = recovered(size["moments"], event["at_seconds"])
+            joined = size["figures"]["joined_after"]
+            after = "not within it" if seconds is None else f"{seconds:.0f} s"
+            lines.append(
+                f"| {title} | {size['figures']['nodes']:,} | {after} | {'-' if joined is None else f'{joined:.0f} s'} |"
+            )
+    return lines
+
+
+def main() -> None:
+    """Called from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args().folder
+    parts = (directory_table(folder), training_table(folder), events_table(folder))
+    text = "\n\n".join("\n".join(part) for part in parts) + "\n"
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    print(text)
+    draw_directory(folder)
+    draw_events(folder)
+
+
+if __name__ == "__main__":
+    main()
