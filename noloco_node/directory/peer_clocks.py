@@ -46,6 +46,7 @@ class PeerClocks:
         own, lead = self.own(), self.origins_lead()
         estimated, recorded = heard(self.estimated(), own) or (own,), heard(self.recorded(), own) or (own,)
         believed = believed_clock(claimed, estimated=estimated, recorded=recorded, max_lag=self.max_lag)
+        believed = min(believed, max(claimed, own))  # what only records say moves nobody forward
         if lead is None:
             return believed
         bound = FROM_ORIGINS * self.max_lag
@@ -125,14 +126,15 @@ def laggard(
 ) -> Literal["own", "other"] | None:
     """Which of two clocks lags the other by more than `max_lag`, else None.
 
-    What the partner claims is believed as `believed_clock` says, and where it says that it is behind, that: to be
-    believed ahead of its word would only keep it from being told. This replica lags only where the `recorded` clocks,
-    which are never ahead of the truth, agree (`lags`). The partner lags only where this replica is not itself ahead of
-    its stage peers by as much: it would find nobody who agrees, and train alone from then on. Averaging brings it back.
+    What the partner claims is believed as `believed_clock` says, but never ahead of its own word: that would keep it
+    from being told that it is behind, and this replica would lag one that does not say that it is ahead. This replica
+    lags only where the `recorded` clocks, which are never ahead of the truth, agree (`lags`). The partner lags only
+    where this replica is not itself ahead of its stage peers by as much: it would find nobody who agrees, and train
+    alone from then on. Averaging brings it back.
     """
     votes, records = heard(estimated, own_clock), heard(recorded, own_clock)
-    other = believed_clock(claimed, estimated=votes, recorded=records, max_lag=max_lag)
+    other = min(claimed, believed_clock(claimed, estimated=votes, recorded=records, max_lag=max_lag))
     if other - own_clock > max_lag and lags(own_clock, recorded, max_lag):
         return "own"
     ahead_of_all = bool(estimated) and own_clock - median_high(estimated) > max_lag
-    return "other" if own_clock - min(claimed, other) > max_lag and not ahead_of_all else None
+    return "other" if own_clock - other > max_lag and not ahead_of_all else None

@@ -26,6 +26,7 @@ from noloco_node.simulator.quadratic import Quadratic
 from noloco_node.simulator.shrink import shortest_failing
 from noloco_node.simulator.strikes import Strikes
 from noloco_node.sizing.footprint import Footprint, footprint_of
+from noloco_node.telemetry.events import NodeMoved
 from noloco_node.training.compute_thread import Priority
 
 DEADLINE_SECONDS = 3 * 3600.0
@@ -84,7 +85,7 @@ def run_spec(stages: int) -> RunSpec:
             learning_rate=1e-2,
             warmup_tokens=2 * batch,
         ),
-        outer=OuterSpec(inner_steps=INNER_STEPS, min_inner_steps=1),
+        outer=OuterSpec(inner_steps=INNER_STEPS, min_inner_steps=1, codec="int8"),
         evaluation=EvaluationSpec(every_tokens=batch * STEPS, windows=windows),
         limits=LimitsSpec(chunk_bytes=4096),
     )
@@ -116,13 +117,13 @@ def carry_out(schedule: Schedule, *, real_tensors: bool = False) -> Outcome:
         package.removeHandler(complaints)
 
 
-def shrunk(outcome: Outcome, most_tries: int = 200) -> Outcome:
+def shrunk(outcome: Outcome, most_tries: int = 200, *, real_tensors: bool = False) -> Outcome:
     """The shortest part of a failing schedule that fails in a like way: in the first word of one of its breaches."""
     ways = {line.partition(":")[0] for line in outcome.breaches}
     found = {outcome.schedule.faults: outcome}
 
     def fails(faults: Sequence[Fault]) -> bool:
-        tried = carry_out(outcome.schedule.with_faults(tuple(faults)))
+        tried = carry_out(outcome.schedule.with_faults(tuple(faults)), real_tensors=real_tensors)
         found[tried.schedule.faults] = tried
         return any(line.partition(":")[0] in ways for line in tried.breaches)
 
@@ -198,7 +199,8 @@ def _told(
             account=accounts.get(node.number),
             events=world.events[node.number],
             clock=node.replica.worker.progress.clock if node.replica else 0.0,
-            late=node.number >= strikes.schedule.nodes,
+            late=node.number >= strikes.schedule.nodes
+            or any(isinstance(event, NodeMoved) for event in world.events[node.number]),
             left_open=node.left_open,
         )
         for node in world.nodes

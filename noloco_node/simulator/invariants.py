@@ -29,7 +29,7 @@ class Told:
     events: Sequence[AnyEvent]
     clock: float
     late: bool = False
-    """It came to a run that was under way: its end may come before this node has gone all of the way."""
+    """It came to its stage when the run was under way: the end may come before it has gone all of the way."""
     left_open: tuple[str, ...] = ()
     """What it had open as it left."""
 

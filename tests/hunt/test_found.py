@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from noloco_node.simulator.faults import Liar, Schedule
 from noloco_node.simulator.hunt import carry_out
 
 
-def test_one_record_of_a_far_clock_beside_one_honest_stage_peer_moves_no_clock() -> None:
-    """Half-way between the two is nobody's clock: both honest replicas of the stage ended at 7.5e14 tokens, and took
-    states again and again that they did not lack."""
-    schedule = Schedule(seed=9, replicas=(4, 3), faults=(Liar(at=0.698, node=6, how="ahead"),))
-    outcome = carry_out(schedule)
+@pytest.mark.parametrize(("seed", "replicas", "liar"), [(0, (3,), 2), (1, (2, 3), 4)])
+def test_one_record_of_a_far_clock_beside_one_honest_stage_peer_moves_no_clock(
+    seed: int, replicas: tuple[int, ...], liar: int
+) -> None:
+    """Half-way between the two is nobody's clock: honest replicas of the stage ended at 5e14 to 1e15 tokens of 768, and
+    took states again and again that they did not lack."""
+    outcome = carry_out(Schedule(seed=seed, replicas=replicas, faults=(Liar(at=0.2, node=liar, how="ahead"),)))
     assert outcome.fired == (True,)
     assert outcome.breaches == ()

@@ -1,17 +1,22 @@
 """Drawn schedules of faults on whole swarms in virtual time: nothing is against the invariants, and each fault fires.
 
-A seed that fails is repeated, and its schedule shortened, by `noloco-node simulate configs/sim/hunt.yaml --first SEED
+A seed that fails is repeated, and its schedule shortened, by `python -m noloco_node.simulator.hunting --first SEED
 --seeds 1`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
+from noloco_node.simulator import invariants
 from noloco_node.simulator.faults import KINDS, Schedule, draw
 from noloco_node.simulator.hunt import Outcome, carry_out
+from noloco_node.simulator.hunting import command_of, hunt
+from noloco_node.simulator.invariants import Run
 from noloco_node.simulator.shrink import shortest_failing
 from tests.profiles import tries
 
@@ -43,6 +48,23 @@ def test_every_kind_of_fault_fires(kind: str) -> None:
         if sum(carry_out(schedule).fired):
             return
     pytest.fail(f"{kind} never did anything")
+
+
+def test_what_fails_is_told_with_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shortened to the one fault that matters. Here it is an invariant that no liar may be there."""
+
+    def nobody_lies(run: Run) -> Iterator[str]:
+        if run.hostile:
+            yield "lies: somebody"
+
+    monkeypatch.setattr(invariants, "INVARIANTS", (nobody_lies,))
+    schedule = next(made for made in map(draw, range(99)) if len(made.faults) > 1 and "liar" in str(made.faults[-1]))
+    told: list[str] = []
+    found = hunt([schedule], told.append)
+    shortest = Schedule.model_validate(cast("list[dict[str, object]]", found["failed"])[0]["schedule"])
+    assert [fault.kind for fault in shortest.faults] == ["liar"]
+    assert command_of(shortest) in told[0]
+    assert "lies: somebody" in told[0]
 
 
 def test_one_seed_is_one_course() -> None:

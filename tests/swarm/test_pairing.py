@@ -229,11 +229,12 @@ def test_a_claim_of_the_future_makes_no_laggard(claim: float) -> None:
 
 
 def test_clocks_believed_with_stage_peers_and_without() -> None:
-    """A partner is met within max_lag of the directory's word, or of the own clock. A donor's clock is never raised;
-    where nobody is known it is taken as it is: who joins has nothing to hold against it."""
+    """A partner is met within max_lag of the directory's word, or of the own clock; one that says that it is further
+    back, no further on than at the own clock, for what only records say moves nobody forward. A donor's clock is never
+    raised; where nobody is known it is taken as it is: who joins has nothing to hold against it."""
     known: list[float] = [100.0, 110.0, 120.0]
     clocks = PeerClocks(50.0, own=lambda: 20.0, estimated=lambda: known, recorded=lambda: known)
-    assert [clocks.met(claim) for claim in (1e15, 0.0, 115.0)] == [160.0, 60.0, 115.0]
+    assert [clocks.met(claim) for claim in (1e15, 0.0, 115.0)] == [160.0, 20.0, 115.0]
     assert [clocks.not_beyond(claim) for claim in (1e15, 0.0, 115.0)] == [160.0, 0.0, 115.0]
     assert clocks.own_lags()
     assert clocks.laggard(1e15) == "own"
@@ -251,9 +252,25 @@ def test_a_later_stage_believes_a_partner_around_its_origins_also_where_the_dire
     clocks = PeerClocks(
         50.0, own=lambda: 100.0, estimated=lambda: known, recorded=lambda: known, origins_lead=lambda: -10.0
     )
-    assert [clocks.met(claim) for claim in (1e15, 0.0, 80.0)] == [115.0, 115.0, 115.0]
+    assert [clocks.met(claim) for claim in (1e15, 0.0, 80.0)] == [115.0, 100.0, 100.0]
     known[:] = [100.0]
     assert [clocks.met(claim) for claim in (1e15, 0.0, 80.0)] == [115.0, 65.0, 80.0]
+
+
+def test_of_two_stage_peers_one_that_lies_makes_no_laggard_and_moves_nobody() -> None:
+    """The own clock is the third voice. Beside one alone whose record lies, no further than to here."""
+    peers = [810.0, 1e15]
+    clocks = PeerClocks(50.0, own=lambda: 800.0, estimated=lambda: peers, recorded=lambda: peers)
+    assert not clocks.own_lags()
+    assert not clocks.far_behind()
+    assert clocks.laggard(1e15) is None
+    assert [clocks.met(claim) for claim in (1e15, 790.0)] == [860.0, 790.0]
+    assert clocks.not_beyond(1e15) == 860.0
+    peers[:] = [1e15]
+    assert clocks.laggard(790.0) is None
+    assert clocks.met(790.0) == 800.0
+    peers[:] = [800.0, 800.0, 800.0]
+    assert clocks.laggard(740.0) == "other", "it says so itself, and is not believed to be further on"
 
 
 def test_retries_are_jittered_and_bounded() -> None:
