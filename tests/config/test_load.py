@@ -75,7 +75,7 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
         (["run.learning_rate=1"], ["run.learning_rate", "did you mean run.inner.learning_rate"]),
         (["inner.learning_rate=1"], ["inner: there is no such setting; did you mean run.inner?"]),
         (["model.stages=2"], ["did you mean run.model"]),
-        (["learning_rte=1"], ["did you mean run.inner.learning_rate?"]),
+        (["learning_rte=1"], ["did you mean run.inner.learning_rate"]),
         (["xyzzy=1"], ["xyzzy", "known here: run, node, local_swarm"]),
         (["run.inner.learning_rate=-1"], ["run.inner.learning_rate", "-1", "greater than 0"]),
         (["run.inner.beta1=fast"], ["run.inner.beta1", "'fast'", "must be a number"]),
