@@ -85,7 +85,7 @@ def main() -> int:
         began = time.perf_counter()
         trainer.compile_for(shape, documents=run.data.attention == "document", backend=INDUCTOR)
         first.append(time.perf_counter() - began)
-    vectors = [[*each.microbatch(windows), each.head._gradient, each.tail._gradient] for each in (plain, compiled)]  # pyright: ignore[reportPrivateUsage]
+    vectors = [[*each.microbatch(windows), each.head.gradient, each.tail.gradient] for each in (plain, compiled)]
     differences = [apart(one, other) for one, other in zip(*vectors, strict=True)]
     ratios = [
         plain.seconds(windows, options.microbatches) / compiled.seconds(windows, options.microbatches)

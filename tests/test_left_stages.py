@@ -23,7 +23,7 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.messages import Message
 from tests.support import eventually
 from tests.test_off_the_loop import SETTINGS, replicas
-from tests.worlds import peer_name
+from tests.worlds import peer_name, trainer_of
 
 
 @pytest.fixture
@@ -60,8 +60,8 @@ async def test_a_stage_that_was_left_is_freed_at_once_and_its_replica_is_held_by
         await live(leaver, tmp_path)
         leaver.state_transfer.open()
         await stage_peer.state_transfer.copier.copy_from(peer_name(0, 0))
-        trainer, outer = leaver.worker._trainer, leaver.worker.outer
-        vectors = [weakref.ref(tensor) for tensor in (trainer.master, trainer._gradient, outer.slow, outer.momentum)]
+        trainer, outer = trainer_of(leaver.worker), leaver.worker.outer
+        vectors = [weakref.ref(tensor) for tensor in (trainer.master, trainer.gradient, outer.slow, outer.momentum)]
         vectors.append(weakref.ref(trainer))
         assert leaver.state_transfer.donor._held is not None
         vectors.append(weakref.ref(leaver.state_transfer.donor._held.digests))

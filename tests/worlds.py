@@ -28,6 +28,8 @@ from noloco_node.node.replica import Replica
 from noloco_node.telemetry.events import Account, AnyEvent, Evaluation
 from noloco_node.training.compute_thread import Compute, ComputeThread
 from noloco_node.training.placing import on_its_device
+from noloco_node.training.stage_trainer import StageTrainer
+from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Transport, Withdraw
 from noloco_node.transport.libp2p import Libp2pTransport
@@ -208,6 +210,13 @@ async def _populate(
         made.replicas.append(replica)
         made.drawn.append(drawn)
         made.events.append(events)
+
+
+def trainer_of(worker: StageWorker) -> StageTrainer:
+    """What a worker's compute thread works on. No node looks there: for tests of what a microbatch leaves behind."""
+    trainer = worker._trainer  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(trainer, StageTrainer)
+    return trainer
 
 
 @asynccontextmanager

@@ -111,8 +111,9 @@ class StageTrainer:
         """On this stage's own gradient of each microbatch that others had a hand in."""
         self.loss_bound = LossBound(stage.vocab_size)
         """On the loss of each microbatch that others drew."""
-        self._gradient = torch.zeros_like(self.master)
-        self._gradient_views = list(self.layout.views(self._gradient).values())
+        self.gradient = torch.zeros_like(self.master)
+        """Sum over the tokens gathered since the last step; the step takes the mean."""
+        self._gradient_views = list(self.layout.views(self.gradient).values())
         self._tokens = 0
         self._loss_sum = 0.0
         self._optimizer = self._make_optimizer(inner)
@@ -278,16 +279,16 @@ class StageTrainer:
         """
         assert self._tokens > 0, "a step needs tokens"
         tokens, loss = self._tokens, self._loss_sum / self._tokens
-        norm = float(torch.linalg.vector_norm(self._gradient, dtype=torch.float32)) / tokens  # pyright: ignore
+        norm = float(torch.linalg.vector_norm(self.gradient, dtype=torch.float32)) / tokens  # pyright: ignore
         skipped = not math.isfinite(norm)
         if not skipped:
             clip = min(1.0, self._clip_norm / (norm + 1e-6))
-            self._gradient.mul_(clip / tokens)
+            self.gradient.mul_(clip / tokens)
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
             self._optimizer.step()  # pyright: ignore[reportUnknownMemberType]
             self._versions.publish(self.master)
-        self._gradient.zero_()
+        self.gradient.zero_()
         self._tokens, self._loss_sum = 0, 0.0
         return StepResult(tokens, loss, norm, skipped)
 
@@ -327,7 +328,7 @@ class StageTrainer:
         """Fill `room` (zeroed host tensors) with weights `fast`, AdamW's state as `optimizer_state()` gives it, and the
         accumulated `gradient`."""
         room["fast"].copy_(self.master)
-        room["gradient"].copy_(self._gradient)
+        room["gradient"].copy_(self.gradient)
         for part, parameter in self._optimizer_parts():
             state = self._optimizer.state.get(parameter)
             if state:
@@ -337,14 +338,14 @@ class StageTrainer:
 
     def load_gradient(self, gradient: Tensor, tokens: int, loss_sum: float) -> None:
         """Replace what has accumulated: the flat gradient of a loss summed over `tokens`, and that loss."""
-        self._gradient.copy_(gradient)
+        self.gradient.copy_(gradient)
         self._tokens, self._loss_sum = tokens, loss_sum
 
     def _make_optimizer(self, inner: InnerSpec) -> torch.optim.AdamW:
         groups: list[dict[str, Any]] = []
         for part, decay in zip(self._parts(), (inner.weight_decay, 0.0), strict=False):
             parameter = self.master[part]
-            parameter.grad = self._gradient[part]
+            parameter.grad = self.gradient[part]
             groups.append({"params": [parameter], "weight_decay": decay})
         return torch.optim.AdamW(groups, lr=1.0, betas=(inner.beta1, inner.beta2), eps=inner.eps, fused=True)
 

@@ -26,7 +26,7 @@ from noloco_node.transport import bans as conduct
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.trust.reputation import SET_ASIDE_AT, Trust
 from tests.support import eventually
-from tests.worlds import World, last_accounts, micro_spec, peer_name, run_to_the_end, run_with_faults, world
+from tests.worlds import World, last_accounts, micro_spec, peer_name, run_to_the_end, run_with_faults, trainer_of, world
 
 ALWAYS = PipelineSpec(routing="uniform", audit_share=1.0, budget_seconds=10.0, progress_seconds=5.0)
 
@@ -166,7 +166,7 @@ async def test_a_replica_that_has_lost_its_weights_is_set_aside_copies_a_stage_p
         lost, stage_peer = made.of_stage(1)[:2]
 
         def master(replica: Replica) -> Tensor:
-            return replica.worker._trainer.master
+            return trainer_of(replica.worker).master
 
         async def lose_the_weights() -> int:
             """The outer steps that it had taken by then."""

@@ -27,7 +27,7 @@ from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message
 from tests.outer.groups import ERRORS
 from tests.support import eventually, nothing_left_behind
-from tests.worlds import Swarm, World, libp2p_world, micro_spec, peer_name, world
+from tests.worlds import Swarm, World, libp2p_world, micro_spec, peer_name, trainer_of, world
 
 RULE = OuterSpec(inner_steps=2, min_inner_steps=1, alpha=0.5, beta=0.5, codec="fp32")
 
@@ -355,7 +355,7 @@ async def test_one_partner_moves_a_replica_by_at_most_the_bound() -> None:
     async with two_replicas() as (made, left, right):
         before = await state_of(right)
         own_motion = float((0.5 * (before["fast"] - before["slow"])).norm())
-        left.worker._trainer.master.add_(1000.0)  # pyright: ignore[reportPrivateUsage]
+        trainer_of(left.worker).master.add_(1000.0)
         assert await left.averaging.exchanger.dial(peer_name(0, 1))
         await both_committed(made)
         after = await state_of(right)

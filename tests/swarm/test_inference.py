@@ -32,7 +32,7 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message, TensorSpec
 from tests.support import eventually
-from tests.worlds import LENGTH, VOCABULARY, World, micro_spec, world
+from tests.worlds import LENGTH, VOCABULARY, World, micro_spec, trainer_of, world
 
 ASKER = PeerId("one-who-generates")
 PROMPT = [7, 3, 11, 60]
@@ -300,7 +300,7 @@ async def test_what_is_no_window_is_refused_and_no_weight_moves(
     """Typed, and most of it before the body."""
     async with answering(stages=3, replicas=1) as asked:
         replica = asked.made.of_stage(stage)[0]
-        before = replica.worker._trainer.master.clone()
+        before = trainer_of(replica.worker).master.clone()
         asker = MemoryTransport(asked.made.network, ASKER)
         header = ForwardHeader(run=asked.spec.run_id, stage=stage).model_dump(mode="json")
         with pytest.raises(Refused) as refused:
@@ -310,8 +310,8 @@ async def test_what_is_no_window_is_refused_and_no_weight_moves(
             )  # fmt: skip
         await asker.close()
         assert refused.value.reason is reason
-        assert torch.equal(replica.worker._trainer.master, before)
-        assert replica.worker._trainer.tokens_accumulated == 0
+        assert torch.equal(trainer_of(replica.worker).master, before)
+        assert trainer_of(replica.worker).tokens_accumulated == 0
 
 
 async def test_askers_take_turns_with_the_training_and_do_not_wait_for_its_end() -> None:
@@ -319,7 +319,7 @@ async def test_askers_take_turns_with_the_training_and_do_not_wait_for_its_end()
     async with answering(stages=2, replicas=1) as asked:
         last = asked.made.of_stage(1)[0]
         worker, begin, order = last.worker, threading.Event(), list[str]()
-        trainer = worker._trainer
+        trainer = trainer_of(worker)
         measure, look = trainer.evaluate_loss, trainer.last_logits
 
         def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,7 +61,7 @@ from tests.profiles import tries
 from tests.support import eventually, nothing_left_behind, one_turn
 from tests.swarm.mutated_requests import METHODS, REQUESTS, Recipe, changed_tensors, fields_of, recipe
 from tests.swarm.wire_examples import served_methods
-from tests.worlds import LENGTH, VOCABULARY, WINDOWS, Swarm, libp2p_world, micro_spec, world
+from tests.worlds import LENGTH, VOCABULARY, WINDOWS, Swarm, libp2p_world, micro_spec, trainer_of, world
 
 ALL = (2500, 500, 300, 300)
 SINGLE, EXCHANGES, BURSTS, OVER_P2PD = (tries(number, one_of=3) for number in ALL)
@@ -199,9 +199,9 @@ class Target:
     def state(self) -> tuple[object, ...]:
         """Everything that a refused request must leave as it is; the weights, moments and gradient as a hash."""
         worker = self.replica.worker
-        trainer = worker._trainer
+        trainer = trainer_of(worker)
         digest = hashlib.blake2b(digest_size=16)
-        for vector in (trainer.master, trainer._gradient, worker.outer.slow, worker.outer.momentum):
+        for vector in (trainer.master, trainer.gradient, worker.outer.slow, worker.outer.momentum):
             digest.update(vector.numpy().data)
         exchanger = self.replica.averaging.exchanger
         return (
@@ -258,7 +258,7 @@ class Target:
                 assert math.isfinite(event.spread)
                 assert event.difference_norm is not None
                 assert math.isfinite(event.difference_norm)
-        trainer = self.replica.worker._trainer
+        trainer = trainer_of(self.replica.worker)
         for vector in (trainer.master, self.replica.worker.outer.slow, self.replica.worker.outer.momentum):
             assert bool(torch.isfinite(vector).all())
 
@@ -268,7 +268,7 @@ class Target:
         self.check_books()
         self.trained += 1
         before = self.replica.worker.progress
-        weights = self.replica.worker._trainer.master.clone()
+        weights = trainer_of(self.replica.worker).master.clone()
         for number in range(4):
             fresh = Recipe(
                 microbatch.MICROBATCH.name, 3, changed=(("id", f"{1 << 100 | self.trained << 8 | number:032x}"),)
@@ -277,7 +277,7 @@ class Target:
         after = self.replica.worker.progress
         assert after.tokens > before.tokens
         assert after.steps > before.steps
-        assert not torch.equal(weights, self.replica.worker._trainer.master), "the step was skipped"
+        assert not torch.equal(weights, trainer_of(self.replica.worker).master), "the step was skipped"
 
 
 def fuzz_spec(stages: int) -> RunSpec:

@@ -12,7 +12,7 @@ from noloco_node.directory.records import PeerState
 from noloco_node.node.replica import Replica
 from noloco_node.pipeline.messages import HopFailed
 from noloco_node.transport.errors import Refusal
-from tests.worlds import World, micro_spec, window_rows, world
+from tests.worlds import World, micro_spec, trainer_of, window_rows, world
 
 HALF = PipelineSpec(activations=("fp16",), budget_seconds=5.0, progress_seconds=2.0, hop_attempts=1)
 
@@ -31,7 +31,7 @@ async def half_precision() -> AsyncIterator[World]:
 
 def grow(replica: Replica, factor: float, *names: str) -> None:
     """Multiply those of a stage's weights whose names hold one of `names`."""
-    trainer = replica.worker._trainer
+    trainer = trainer_of(replica.worker)
     grown = {
         name: weight * factor if any(part in name for part in names) else weight
         for name, weight in trainer.layout.views(trainer.master.clone()).items()
@@ -70,5 +70,5 @@ async def test_a_gradient_that_overflows_is_neither_sent_nor_kept() -> None:
         for _ in range(12):
             assert not await head.pipeline.origin.train_one()
         assert offences(made) == 0
-        assert tail.worker._trainer.tokens_accumulated == 0
+        assert trainer_of(tail.worker).tokens_accumulated == 0
         assert Refusal.DIVERGED in tail.context.transport.refusals_given

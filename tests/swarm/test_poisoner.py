@@ -14,7 +14,7 @@ from noloco_node.node.replica import Replica
 from noloco_node.pipeline.audit import Finding
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.stage_trainer import LossResult
-from tests.worlds import MICROBATCH, World, last_accounts, micro_spec, run_to_the_end, window_batch, world
+from tests.worlds import MICROBATCH, World, last_accounts, micro_spec, run_to_the_end, trainer_of, window_batch, world
 
 REPLICAS = 4
 
@@ -52,7 +52,7 @@ def honest_loss(made: World, hostile: Replica | None) -> float:
     """Mean held-out loss over all pairs of honest replicas."""
     inputs, labels = window_batch(range(10**6, 10**6 + 32))
     losses = [
-        tail.worker._trainer.evaluate_loss(head.worker._trainer.evaluate(inputs), labels) / labels.numel()
+        trainer_of(tail.worker).evaluate_loss(trainer_of(head.worker).evaluate(inputs), labels) / labels.numel()
         for head in made.of_stage(0)
         for tail in made.of_stage(1)
         if tail is not hostile

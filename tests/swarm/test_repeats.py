@@ -17,7 +17,7 @@ from noloco_node.transport.errors import Refused
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message
 from tests.swarm.test_pipeline import QUICK, request
-from tests.worlds import LENGTH, WINDOWS, World, micro_spec, peer_name, world
+from tests.worlds import LENGTH, WINDOWS, World, micro_spec, peer_name, trainer_of, world
 
 SPEC = micro_spec(stages=3, microbatches_a_step=1000, pipeline=QUICK)
 """No inner step falls due, so that the same activations have the same gradient throughout."""
@@ -78,7 +78,7 @@ async def test_a_retry_by_another_way_gets_the_gradient_of_its_own_activations()
         for replica in serving:
             await replica.membership.refresh()
         for middle, factor in zip(made.of_stage(1), (1.0, 1.5), strict=True):
-            trainer = middle.worker._trainer  # pyright: ignore[reportPrivateUsage]
+            trainer = trainer_of(middle.worker)
             trainer.add_to_weights((factor - 1.0) * trainer.master)
         made.network.inject(
             Fault(FaultKind.LOSE_ANSWER, source=peer_name(0, 0), method=microbatch.MICROBATCH.name, times=1)

@@ -46,7 +46,7 @@ from tests.support import eventually, nothing_left_behind
 from tests.swarm.test_exchange import outer_steps, two_replicas
 from tests.swarm.test_hostile_peers import NAME, STRANGER, propose
 from tests.swarm.test_pipeline import ask, request, serving_world
-from tests.worlds import LENGTH, WINDOWS, micro_spec, peer_name, world
+from tests.worlds import LENGTH, WINDOWS, micro_spec, peer_name, trainer_of, world
 
 
 async def test_a_dialler_that_gives_up_frees_its_partner_at_once() -> None:
@@ -141,12 +141,12 @@ async def test_activations_out_of_all_scale_are_refused_before_the_model_and_are
             usual = torch.randn(WINDOWS, LENGTH, 32)
             await ask(made, Message(request(made, id=f"{number:032x}").header, (usual, request(made).tensors[1])))
         before = await tail.worker.full_state()
-        gathered = tail.worker._trainer.tokens_accumulated
+        gathered = trainer_of(tail.worker).tokens_accumulated
         huge = torch.randn(WINDOWS, LENGTH, 32) * 1e4
         with pytest.raises(Refused) as refused:
             await ask(made, Message(request(made, id="b" * 32).header, (huge, request(made).tensors[1])))
         assert refused.value.reason is Refusal.OUT_OF_SCALE
-        assert tail.worker._trainer.tokens_accumulated == gathered
+        assert trainer_of(tail.worker).tokens_accumulated == gathered
         after = await tail.worker.full_state()
         assert all(torch.equal(before[1][name], after[1][name]) for name in before[1])
         assert tail.context.transport.conduct.offences.total() == 0
@@ -192,7 +192,7 @@ async def test_a_next_stage_whose_answers_break_the_protocol_is_banned_and_the_s
                 assert not await head.pipeline.origin.train_one()
         assert 0 < poisoned <= int(conduct.TOLERATED) + 1
         assert head.context.transport.conduct.bans == {"bad_answer": 1}
-        assert head.worker._trainer.tokens_accumulated == 0
+        assert trainer_of(head.worker).tokens_accumulated == 0
         assert head.pipeline.ledger.drawn == head.pipeline.ledger.dropped + head.pipeline.origin.held
 
 

@@ -30,7 +30,7 @@ from noloco_node.transport.headers import WireModel, parse
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec
-from tests.worlds import World, micro_spec, peer_name, world
+from tests.worlds import World, micro_spec, peer_name, trainer_of, world
 
 HOSTILE = PeerId("a-hostile-stage peer")
 PACKAGE = Path(__file__).parents[2] / "noloco_node"
@@ -134,7 +134,7 @@ async def test_a_replica_whose_own_weights_are_not_finite_blames_nobody() -> Non
     """The exchange comes to nothing, and no honest partner is booked for it."""
     turns = {exchange.PROPOSE.name: acceptance, exchange.OPEN.name: zeros, exchange.CHUNK.name: zeros}
     async with beside_a_hostile_stage_peer("fp32", turns) as (_, replica):
-        replica.worker._trainer.master[:] = math.nan  # pyright: ignore[reportPrivateUsage]
+        trainer_of(replica.worker).master[:] = math.nan
         assert not await replica.averaging.exchanger.dial(HOSTILE)
         assert replica.context.transport.conduct.offences.total() == 0  # pyright: ignore[reportPrivateUsage]
 

@@ -58,7 +58,7 @@ def there_and_back(trainer: StageTrainer, number: int) -> list[Tensor]:
     passage = ForwardContext()
     outputs = trainer.forward(inputs, passage)
     trainer.backward(passage, outputs.sign(), 1.0, inputs.numel())
-    return [outputs, trainer._gradient.clone()]
+    return [outputs, trainer.gradient.clone()]
 
 
 def alike(one: Tensor, other: Tensor) -> bool:
@@ -78,7 +78,7 @@ def test_a_compiled_stage_gives_the_same_numbers_and_compiles_nothing_under_way(
     made, before = backend.graphs, backend.calls
     assert made == 2  # with a gradient, and without
     assert compiled.tokens_accumulated == 0
-    assert not compiled._gradient.any()
+    assert not compiled.gradient.any()
     assert compiled.live_versions == 1
     for number in range(3):
         under_way = [ForwardContext(), ForwardContext()]
@@ -90,7 +90,7 @@ def test_a_compiled_stage_gives_the_same_numbers_and_compiles_nothing_under_way(
         for trainer, passage in zip((plain, compiled), under_way, strict=True):
             trainer.step(1e-2)
             trainer.backward(passage, torch.ones(*SHAPE, 32), 1.0, WINDOWS * LENGTH)
-        assert alike(plain._gradient, compiled._gradient)
+        assert alike(plain.gradient, compiled.gradient)
         compiled.load(plain.master, plain.optimizer_state())  # Adam turns rounding into steps
     assert backend.graphs == made
     calls = backend.calls
@@ -118,7 +118,7 @@ def test_documents_apart_are_compiled_as_well() -> None:
         assert one.input_gradient is not None
         assert other.input_gradient is not None
         assert alike(one.input_gradient, other.input_gradient)
-        assert alike(plain._gradient, compiled._gradient)
+        assert alike(plain.gradient, compiled.gradient)
     assert (backend.graphs, backend.calls - before) == (made, 2)
 
 

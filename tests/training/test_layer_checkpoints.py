@@ -26,7 +26,7 @@ def there_and_back(trainers: list[StageTrainer]) -> list[Tensor]:
     result = trainers[1].loss(outputs, windows[:, 1:])
     assert result.input_gradient is not None
     trainers[0].backward(passage, result.input_gradient, result.loss_sum, result.tokens)
-    return [outputs, result.input_gradient, *(trainer._gradient for trainer in trainers)]
+    return [outputs, result.input_gradient, *(trainer.gradient for trainer in trainers)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "bf16-pure"])

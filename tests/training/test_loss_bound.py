@@ -12,7 +12,7 @@ from noloco_node.training.loss_bound import RECENT, SHARE, LossBound
 from noloco_node.transport.messages import Message
 from tests.swarm.test_pipeline import ask, request, serving_world
 from tests.training.made_trainers import make_trainer
-from tests.worlds import LENGTH, MICROBATCH, VOCABULARY, WINDOWS, micro_spec, peer_name, window_batch
+from tests.worlds import LENGTH, MICROBATCH, VOCABULARY, WINDOWS, micro_spec, peer_name, trainer_of, window_batch
 
 BYTES, LARGE = 256, 50_257
 UNIGRAMS = {BYTES: 0.6, LARGE: 0.7}
@@ -72,14 +72,14 @@ def test_what_is_left_out_moves_nothing_and_is_answered_like_any_other() -> None
     activations, (_, labels) = torch.randn(WINDOWS, LENGTH, 32), window_batch(range(WINDOWS))
     for _ in range(RECENT):
         trainer.loss_bound.takes_in(0.1, 1)
-    before = trainer._gradient.clone()
+    before = trainer.gradient.clone()
     answer, wanted = (each.loss(activations, labels, source="somebody") for each in (trainer, stage_peer))
     assert answer.input_gradient is not None
     assert wanted.input_gradient is not None
     assert (answer.taken_in, wanted.taken_in) == (False, True)
     assert torch.equal(answer.input_gradient, wanted.input_gradient)
     assert answer.loss_sum == wanted.loss_sum
-    assert torch.equal(trainer._gradient, before)
+    assert torch.equal(trainer.gradient, before)
     assert (trainer.tokens_accumulated, trainer.loss_accumulated) == (0, 0.0)
     assert stage_peer.tokens_accumulated == MICROBATCH
     assert trainer.loss(activations, labels).taken_in, "this node's own text is never left out"
@@ -89,7 +89,7 @@ async def test_nonsense_shows_no_work_of_its_sender() -> None:
     """It is answered and served, and neither makes its sender an acquaintance of work nor tells of origins."""
     async with serving_world() as made:
         tail = made.replicas[1]
-        bound = tail.worker._trainer.loss_bound = holding(2)
+        bound = trainer_of(tail.worker).loss_bound = holding(2)
         labels = torch.randint(VOCABULARY, (WINDOWS, LENGTH), dtype=torch.int32)
         for _ in range(RECENT):
             bound.takes_in(0.1, 1)

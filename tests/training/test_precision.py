@@ -45,7 +45,7 @@ def gradients(trainers: list[StageTrainer], spec: RunSpec) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for index, trainer in enumerate(trainers):
         names = build_stage(spec.model, index).full_names()
-        found |= {names[name]: part for name, part in trainer.layout.views(trainer._gradient).items()}
+        found |= {names[name]: part for name, part in trainer.layout.views(trainer.gradient).items()}
     return found
 
 
@@ -146,12 +146,12 @@ def test_the_laboratory_computes_what_a_stage_does(precision: PrecisionName) -> 
     summed, _ = stacked.with_loss(passage, torch.stack([labels, labels]))
     stacked.backward(summed, None, labels.numel())
     tolerance = 1e-5 if precision == "fp32" else 0.05
-    scale = float(trainer._gradient.abs().max())
+    scale = float(trainer.gradient.abs().max())
     for row in stacked.gradient:
         assert row.dtype == PRECISIONS[precision].masters
-        assert float((row.float() - trainer._gradient.float()).abs().max()) <= tolerance * scale
+        assert float((row.float() - trainer.gradient.float()).abs().max()) <= tolerance * scale
         if precision == "bf16-mixed":
-            assert torch.equal(row, trainer._gradient)
+            assert torch.equal(row, trainer.gradient)
     stacked.step([0, 1], [1e-3, 1e-3])
     trainer.step(1e-3)
     assert float((stacked.fast[1].float() - trainer.master.float()).abs().max()) <= 2.1e-3
@@ -165,7 +165,7 @@ def test_memory_of_a_parameter_by_precision() -> None:
         trainer = make_trainer(micro_spec(stages=1, inner={"precision": name}), 0)
         trainer.loss(*batch())
         trainer.step(1e-3)
-        tensors = [trainer.master, trainer._gradient, trainer._versions.current.flat]
+        tensors = [trainer.master, trainer.gradient, trainer._versions.current.flat]
         moments = [state[key] for state in trainer._optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
         held = sum(t.nbytes for t in (*tensors, *moments))
         assert held == trainer.layout.size * PRECISIONS[name].bytes_a_parameter(1)

@@ -24,6 +24,7 @@ from tests.worlds import (
     micro_spec,
     peer_name,
     run_to_the_end,
+    trainer_of,
     window_batch,
     window_rows,
     world,
@@ -43,7 +44,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_changes_nothing() -> N
     assert not trainer.step(1e-3).skipped
     weights, state = trainer.master.clone(), trainer.optimizer_state()
     trainer.loss(inputs, labels)
-    trainer._gradient[17] = math.nan
+    trainer.gradient[17] = math.nan
     result = trainer.step(1e-3)
     assert result.skipped
     assert result.tokens == MICROBATCH
@@ -64,7 +65,7 @@ def test_a_microbatch_whose_gradient_overflows_does_not_spoil_those_before_it() 
     last.loss(torch.randn(WINDOWS, LENGTH, HIDDEN), labels)
     good = ForwardContext()
     first.backward(good, torch.randn_like(first.forward(inputs, good)), 1.0, MICROBATCH)
-    before = [trainer._gradient.clone() for trainer in (last, first)]
+    before = [trainer.gradient.clone() for trainer in (last, first)]
     with pytest.raises(MicrobatchNotFinite):
         last.loss(torch.full((WINDOWS, LENGTH, HIDDEN), 3e38), labels)
     bad = ForwardContext()
@@ -72,7 +73,7 @@ def test_a_microbatch_whose_gradient_overflows_does_not_spoil_those_before_it() 
     with pytest.raises(MicrobatchNotFinite):
         first.backward(bad, torch.full_like(outputs, 3e38), 1.0, MICROBATCH)
     first.discard(bad)
-    assert all(torch.equal(t._gradient, b) for t, b in zip((last, first), before, strict=True))
+    assert all(torch.equal(t.gradient, b) for t, b in zip((last, first), before, strict=True))
     assert [trainer.tokens_accumulated for trainer in (last, first)] == [MICROBATCH, MICROBATCH]
     assert [trainer.live_versions for trainer in (last, first)] == [1, 1]
 
@@ -96,7 +97,7 @@ async def test_a_run_of_one_stage_survives_a_loss_that_is_not_finite() -> None:
     async with world(micro_spec(stages=1)) as made:
         (replica,) = made.replicas
         assert replica.pipeline.origin is not None
-        trainer = replica.worker._trainer
+        trainer = trainer_of(replica.worker)
         sound = trainer.master.clone()
         trainer.add_to_weights(torch.full_like(sound, math.nan))
         attempts = 1 + replica.context.spec.pipeline.put_backs

@@ -91,7 +91,7 @@ def test_a_late_backward_gives_the_gradient_of_its_forwards_weights(backward: st
         expected.append((plain.detach(), flat_gradient(trainer, module), None if stage == 0 else leaf.grad))
     plain_outputs, gradient, plain_input_gradient = expected[0]
     torch.testing.assert_close(outputs, plain_outputs, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(trainer._gradient, gradient, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(trainer.gradient, gradient, atol=1e-5, rtol=1e-5)
     assert float((gradient - expected[1][1]).norm()) > 0.1 * float(gradient.norm()), "the versions must have differed"
     if stage > 0:
         assert input_gradient is not None
@@ -115,5 +115,5 @@ def test_the_last_stage_gives_the_gradient_of_the_summed_loss() -> None:
         assert result.tokens == labels.numel()
         assert result.input_gradient is not None
         torch.testing.assert_close(result.input_gradient, leaf.grad, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(trainer._gradient, flat_gradient(trainer, module), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(trainer.gradient, flat_gradient(trainer, module), atol=1e-5, rtol=1e-5)
     assert trainer.tokens_accumulated == 2 * labels.numel()
