@@ -77,6 +77,7 @@ class StageLevels:
         drawn = (self._rng.random(len(who)) * np.exp2(level)).astype(np.int64)
         bucket = np.where(level > LOOKED_BACK, drawn, turn)
         far = 1 + (self._rng.random(len(who)) * (np.exp2(np.maximum(candidate, 1)) - 1)).astype(np.int64)
+        far = np.where(candidate == 1, (self._votes[who] != NONE).sum(1) & 1, far)
         confirming = candidate != NONE
         return np.where(confirming, candidate, level), np.where(confirming, far, bucket)
 
@@ -98,7 +99,7 @@ class StageLevels:
 
     def took(self, who: Ints, level: Ints, bucket: Ints, count: Ints) -> None:
         """See `StageLevel.took`, after `look_behind` where the level is 0. No node comes twice."""
-        votes = (level == self.candidate[who]) & (bucket != 0)
+        votes = (level == self.candidate[who]) & ((bucket != 0) | (level == 1))
         here = ~votes & (level == self.level[who])
         self._vote(who[votes], count[votes])
         self._count(who[here], level[here], count[here])
@@ -108,12 +109,16 @@ class StageLevels:
         done = who[self._votes[who, 0] != NONE]
         votes, level = self._votes[done], self.candidate[done]
         self.candidate[done] = NONE
-        real = np.median(votes, axis=1) >= LOWER * TARGET if len(done) else np.zeros(0, np.bool_)
+        if not len(done):
+            return
+        middle: Floats = np.asarray(np.median(votes, axis=1), np.float64)
+        full: Floats = np.where(level == 1, votes.min(1), middle)
+        real = full >= LOWER * TARGET
         goes = done[real]
         self._go_to(goes, level[real])
         for number in range(CONFIRMING):
             self._keep(goes, level[real], votes[real, number])
-        self._doubted_for[done[~real]] = CONFIRMED_AGAIN
+        self._doubted_for[done[~real & (level > 1)]] = CONFIRMED_AGAIN
 
     def _keep(self, who: Ints, level: Ints, count: Ints) -> None:
         _append(self._counts, who, count)
@@ -142,8 +147,11 @@ class StageLevels:
         level = self.level[who]
         up = (least > RAISE * TARGET) & (level < MOST_LEVEL)
         rise = np.maximum(1, np.log2(np.maximum(least, 1) / TARGET).astype(np.int64))
-        down = ~up & (most < LOWER * TARGET) & (level > 0)
+        down = (most < LOWER * TARGET) & (level > 0)
         fall = np.minimum(FALL, np.maximum(1, np.log2(TARGET / np.maximum(most, 1)).astype(np.int64)))
+        asks = who[up & (self.level[who] == 0) & (self.candidate[who] == NONE)]
+        self.candidate[asks], self._votes[asks] = 1, NONE
+        up &= self.level[who] > 0
         self._go_to(who[up], np.minimum(MOST_LEVEL, level + rise)[up])
         self._go_to(who[down], np.maximum(0, level - fall)[down])
 

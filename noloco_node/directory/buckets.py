@@ -159,6 +159,8 @@ class StageLevel:
 
     def next_bucket(self) -> tuple[int, int]:
         """Level and bucket to read next, drawn so that none of a few comes twice before all have come."""
+        if self._candidate == 1:
+            return 1, len(self._votes) & 1
         if self._candidate is not None:
             return self._candidate, self._rng.randrange(1, 1 << self._candidate)
         if self.level > LOOKED_BACK:
@@ -172,7 +174,7 @@ class StageLevel:
         """These records were found in a bucket."""
         if level == 0:
             self._look_behind(prefixes)
-        if level == self._candidate and bucket:
+        if level == self._candidate and (bucket or level == 1):
             self._vote(len(prefixes))
         elif level == self.level:
             self._counts = deque((each for each in self._counts if abs(each[0] - level) <= 1), KEPT)
@@ -188,16 +190,16 @@ class StageLevel:
 
     def _vote(self, count: int) -> None:
         """A level far above is real where most of its buckets are as full as that: ids that were sought for one bucket
-        say nothing of the others."""
+        say nothing of the others, and records that lie at level 0 alone are nobody's."""
         self._votes.append(count)
         if len(self._votes) < CONFIRMING or self._candidate is None:
             return
         level, votes = self._candidate, self._votes
         self._candidate, self._votes = None, []
-        if median(votes) >= LOWER * TARGET:
+        if (min(votes) if level == 1 else median(votes)) >= LOWER * TARGET:
             self._go_to(level)
             self._counts.extend((level, vote) for vote in votes)
-        else:
+        elif level > 1:
             self._doubted_for = CONFIRMED_AGAIN
 
     def _decide(self) -> None:
@@ -205,7 +207,10 @@ class StageLevel:
             return
         ordered = sorted(self._here)
         least, most = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-        if least > RAISE * TARGET and self.level < MOST_LEVEL:
+        if least > RAISE * TARGET and self.level == 0:
+            if self._candidate is None:
+                self._candidate, self._votes = 1, []
+        elif least > RAISE * TARGET and self.level < MOST_LEVEL:
             self._go_to(min(MOST_LEVEL, self.level + max(1, int(math.log2(least / TARGET)))))
         elif most < LOWER * TARGET and self.level > 0:
             down = int(math.log2(TARGET / max(most, 1)))

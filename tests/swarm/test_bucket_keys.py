@@ -26,11 +26,14 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def swarm_of(many: int) -> list[Member]:
-    """Members of one stage, who enter through the first."""
+    """Members of one stage, who enter through the first, as many in each half of it."""
     network: dict[str, MemoryP2P] = {}
     members = [await Member(network).join(RUN, 1)]
-    for _ in range(many - 1):
-        members.append(await Member(network).join(RUN, 1, members[0].peer))
+    while len(members) < many:
+        member = Member(network)
+        while bucket_of(prefix_of(member.peer), 1) == bucket_of(prefix_of(members[-1].peer), 1):
+            member = Member(network)
+        members.append(await member.join(RUN, 1, members[0].peer))
     return members
 
 
@@ -51,17 +54,18 @@ def digest(place: Place) -> bytes:
 
 @pytest.mark.usefixtures("small_buckets")
 async def test_a_stage_that_grows_beyond_one_key_is_seen_in_part_and_counted() -> None:
-    """Nine members, and then a farewell, which goes wherever the leaver's record still lives."""
-    members = await swarm_of(9)
-    await live_for_a_while(members, 4)
-    assert {member.directory._sampled.level_of(0).level for member in members} <= {1, 2}
+    """Ten members, and then a farewell, which goes wherever the leaver's record still lives."""
+    members = await swarm_of(10)
+    await live_for_a_while(members, 8)
+    assert {member.directory._sampled.level_of(0).level for member in members} <= {0, 1, 2}
     everybody = {member.peer for member in members}
     for member in members:
         view, now = member.directory.view, member.directory.now()
-        assert 2 <= len(view.stages[0]) <= 9
+        assert 2 <= len(view.stages[0]) <= 10
         assert set(view.stages[0]) <= everybody
         assert 1 <= view.number(0, now) <= 18
-    leaver = members[-1]
+    leaver = max(members, key=lambda member: member.directory._sampled.level_of(0).level)
+    assert leaver.directory._sampled.level_of(0).level > 0
     written = set(leaver.directory._written)
     assert {place.level for place in written} >= {0, 1}
     await leaver.directory.publish(record_of(leaver.peer, state=PeerState.GONE, sequence=99), LIFE + 5)
@@ -73,7 +77,7 @@ async def test_a_stage_that_grows_beyond_one_key_is_seen_in_part_and_counted() -
 async def test_records_of_a_bucket_are_told_over_own_links() -> None:
     """With the level that they were signed for; who is told takes them in."""
     members = await swarm_of(8)
-    await live_for_a_while(members, 3)
+    await live_for_a_while(members, 8)
     teller = next(m for m in members if m.directory._sampled.level_of(0).level > 0)
     told = teller.directory.to_tell(12)
     assert told[0].peer == teller.peer

@@ -128,6 +128,18 @@ def test_ids_that_are_sought_for_the_first_bucket_draw_nobody_to_their_level() -
     assert max(world.levels) <= 1
 
 
+def test_records_at_level_0_alone_part_nobody() -> None:
+    """Four hundred of them at the key of a stage of twenty: nobody follows them to a level of its own."""
+    world = BucketWorld()
+    world.add(20)
+    world.look(10)
+    for _ in range(40):
+        for number in range(400):
+            world.write(0, 0, number * 0x9E3779B1 & 0xFFFFFFFF)
+        world.look()
+        assert world.levels == {0}
+
+
 def test_each_level_halves_the_buckets_of_the_one_before() -> None:
     """Whatever the peer."""
     rng = random.Random(3)
