@@ -22,6 +22,8 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples
 from noloco_node.model.cut import StageCut
 from noloco_node.model.router import Router
+from noloco_node.outer.codec import CODECS
+from noloco_node.outer.names import CodecName
 from noloco_node.simulator.learning import numbered_samples
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.activation_codec import carried_dtype
@@ -32,6 +34,7 @@ from noloco_node.training.stage_trainer import ForwardContext, LossResult, StepR
 from noloco_node.training.stage_worker import PlacedStage, outer_of
 from noloco_node.training.versions import VersionStore
 from noloco_node.transport.memory import Parcel
+from noloco_node.transport.messages import TensorSpec
 
 DIMENSIONS = 64
 HIDDEN = 1
@@ -222,8 +225,10 @@ class QuadraticTrainer:
         self._versions.publish(self.master)
 
 
-WEIGHTS = ("outer", "state", "backup", "copy", "slow")
-"""Families of methods whose tensors are weights."""
+EXCHANGES = "outer"
+"""Family of the methods whose tensors are weights as the run's codec writes them."""
+WEIGHTS = ("state", "backup", "copy", "slow")
+"""Families of methods whose tensors are weights as they are."""
 
 
 class Quadratic:
@@ -251,18 +256,22 @@ class Quadratic:
         return numbered_samples(spec, number, drawn, VOCABULARY)
 
 
-def weigh_as(footprint: Footprint) -> Callable[[Parcel], float]:
-    """What a parcel stands for where each activation is that of a token of this model, and each weight of a stage its
-    share of the model's."""
-    share = fmean(footprint.parameters) / DIMENSIONS
+def weigh_as(footprint: Footprint, codec: CodecName) -> Callable[[Parcel], float]:
+    """What a parcel stands for where each activation is that of a token of this model, each weight of a stage its share
+    of the model's, and what crosses in an exchange what the codec makes of such a stage: it fills whole blocks, which
+    are many times as long as the few weights here."""
+    weights = fmean(footprint.parameters)
+    exchanged = CODECS[codec].wire_bytes(round(weights)) / CODECS[codec].wire_bytes(DIMENSIONS)
+
+    def times(parcel: Parcel, spec: TensorSpec) -> float:
+        if len(spec.shape) == 3:
+            return footprint.hidden
+        if parcel.method.startswith(EXCHANGES):
+            return exchanged
+        return weights / DIMENSIONS if parcel.method.startswith(WEIGHTS) else 1.0
 
     def weigh(parcel: Parcel) -> float:
-        octets = float(parcel.header_octets)
-        for spec in parcel.specs:
-            activations = len(spec.shape) == 3
-            times = footprint.hidden if activations else share if parcel.method.startswith(WEIGHTS) else 1.0
-            octets += spec.nbytes * times
-        return octets
+        return parcel.header_octets + sum(spec.nbytes * times(parcel, spec) for spec in parcel.specs)
 
     return weigh
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,15 @@ import pytest
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.shipped import shipped_config
 from noloco_node.errors import UserError
+from noloco_node.outer.codec import CODECS
+from noloco_node.outer.names import CodecName
 from noloco_node.simulator.course import check_simulation, simulate
 from noloco_node.simulator.figures import evenness
+from noloco_node.simulator.quadratic import DIMENSIONS, weigh_as
 from noloco_node.simulator.report import table, write_results
 from noloco_node.sizing.footprint import footprint_of
+from noloco_node.transport.memory import Parcel
+from noloco_node.transport.messages import TensorSpec
 
 
 def shipped(*overrides: str) -> Config:
@@ -75,3 +81,12 @@ def test_evenness_tells_uniform_meetings_from_uneven_ones() -> None:
         counts[rng.randrange(28)] += 1
     assert evenness(counts).p_value > 0.01
     assert evenness([120, *[40] * 27]).p_value < 1e-6
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "fp32"])
+def test_an_exchange_of_the_quadratic_weighs_what_the_codec_makes_of_the_stage(codec: CodecName) -> None:
+    """Its few weights travel as one block of the codec."""
+    footprint = footprint_of(shipped().run)
+    octets = CODECS[codec].wire_bytes(DIMENSIONS)
+    weighed = weigh_as(footprint, codec)(Parcel("outer.chunk", 0, (TensorSpec("u8", (octets,)),)))
+    assert weighed == pytest.approx(CODECS[codec].wire_bytes(round(statistics.fmean(footprint.parameters))))
