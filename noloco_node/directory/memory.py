@@ -62,7 +62,14 @@ class MemoryDirectory:
         peer, now = PeerId(record.peer_id), self.now()
         places = self._sampled.to_write(peer, record.stage, life)
         if record.state is PeerState.GONE:
-            places = (*places, *(place for place, end in self._written.items() if end > now and place not in places))
+            places = (
+                *places,
+                *(
+                    place
+                    for place, end in self._written.items()
+                    if end > now and place.stage == record.stage and place not in places
+                ),
+            )
         for place in places:
             rows = self._hub.at(place)
             expires = now + life if peer not in rows else max(now + life, rows[peer].expires + 1e-3)

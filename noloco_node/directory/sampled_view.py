@@ -115,7 +115,7 @@ class SampledView:
     def view(self, now: float) -> DirectoryView:
         """All rows that live, and for how many each stands."""
         rows = tuple(self._rows_of(each, now) for each in self._stages)
-        scales = (_scale(each.level, here, now) for each, here in zip(self._stages, rows, strict=True))
+        scales = (_scale(each, here, now) for each, here in zip(self._stages, rows, strict=True))
         return DirectoryView(rows, tuple(scales))
 
     def _near(self, stage: int) -> bool:
@@ -164,11 +164,11 @@ class SampledView:
         return {peer: merged[peer] for peer in sorted(merged)}
 
 
-def _scale(level: StageLevel, rows: Rows, now: float) -> Scale:
-    seen = sum(row.expires > now for row in rows.values())
-    if level.level == 0 or not seen:
+def _scale(each: _Stage, rows: Rows, now: float) -> Scale:
+    seen, estimate = sum(row.expires > now for row in rows.values()), each.level.estimate
+    if not seen or len(each.held) >= 1 << each.level.level:  # every bucket is read: who is there is seen
         return Scale()
-    return Scale(max(1.0, level.estimate.number / seen), level.estimate.error)
+    return Scale(max(1.0, estimate.number / seen), estimate.error)
 
 
 def _any_lives(rows: Rows, now: float) -> bool:
