@@ -42,7 +42,7 @@ def test_every_vector_of_a_stage_is_counted(precision: str) -> None:
     planned, count = needs(run, in_flight=1)[0], trainer.layout.size
     own = {name: tensor for name, tensor in vars(trainer).items() if isinstance(tensor, torch.Tensor)}
     assert planned.weights == own["master"].nbytes
-    assert planned.gradient == own["_gradient"].nbytes
+    assert planned.gradient == own["gradient"].nbytes
     assert planned.moments == 2 * own["master"].nbytes
     version = trainer._versions.current.flat  # pyright: ignore[reportPrivateUsage]
     assert planned.versions == 2 * version.nbytes
