@@ -29,6 +29,8 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
 from noloco_node.pauses import Doubling
+from noloco_node.simulator.device import SimulatedDevice
+from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.sizing.memory import Memory
 from noloco_node.state_transfer import donor as state_donor
 from noloco_node.state_transfer import donor_choice as late_join
@@ -40,6 +42,7 @@ from noloco_node.state_transfer.messages import StateOffer
 from noloco_node.state_transfer.rate import HIGHEST_RATE, KEPT_SHARE, Cost, DonorRate
 from noloco_node.state_transfer.readers import WAIT_SECONDS, Readers
 from noloco_node.telemetry.events import DonorFailed, OuterStep, StateDownload
+from noloco_node.training.compute_thread import Priority
 from noloco_node.training.progress import LastTrained
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Transport
@@ -134,6 +137,10 @@ def request_of(joiner: Replica) -> Message:
     return Message(request.model_dump(mode="json"))
 
 
+SECONDS = {Priority.STEP: 0.01, Priority.BACKWARD: 0.04, Priority.FORWARD: 0.02, Priority.DRAW: 0.04}
+"""What the modelled device takes where a test runs in virtual time."""
+
+
 async def test_a_manifest_that_another_peer_signed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer cannot pass another one's state off as its own."""
     async with donors_and_joiner() as (made, joiner):
@@ -184,15 +191,22 @@ async def test_a_donor_that_is_slow_full_or_away_offends_nobody() -> None:
 
 
 @pytest.mark.timeout(120)
-async def test_a_joiner_whose_download_outlasts_max_lag_is_drawn_in_and_does_not_copy_for_ever() -> None:
+def test_a_joiner_whose_download_outlasts_max_lag_is_drawn_in_and_does_not_copy_for_ever() -> None:
     """Over a slow link, while two veterans train on: what it has copied is behind by more than twice max_lag when it
     begins. Its first exchange takes over the swarm's clock, its probation ends, and it counts. The veterans, who are of
     one time, are not parted by it. Steps are many enough that a veteran is free between two exchanges, and `max_lag` is
     ten of the swarm's: what a replica waits for the shared compute thread is no lag."""
+    in_virtual_time(drawn_in, seed=1)
+
+
+async def drawn_in() -> None:
+    """The course of it."""
     limits = LIMITS.model_copy(update={"exchange_progress_seconds": 30.0, "record_seconds": 3.0})
     outer = OUTER.model_copy(update={"inner_steps": 8, "min_inner_steps": 2, "max_lag_tokens": 2000})
     spec = micro_spec(stages=1, steps=10**6, outer=outer, limits=limits)
-    async with world(spec, 3, NodeSettings(in_flight=1, drain_seconds=1)) as made:
+    async with world(
+        spec, 3, NodeSettings(in_flight=1, drain_seconds=1), lambda: SimulatedDevice(SECONDS.__getitem__)
+    ) as made:
         *veterans, joiner = made.replicas
 
         async def slow_link() -> None:
