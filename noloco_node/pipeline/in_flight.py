@@ -15,15 +15,13 @@ from typing import Literal
 
 from noloco_node import ambient
 from noloco_node.aio import Pulse
-from noloco_node.config.node_settings import AUTO_MOST
+from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
 
 FIRST = 2
 WINDOW = 12
 """Microbatches behind one rate; three times as many as are under way, where that is more."""
 FRESH = 40
 """Windows for which a rate is believed: then that number is tried again."""
-AIM = 0.95
-"""Of the best rate, that is enough."""
 ROOM = 2.0
 """Times what Little's law says are tried at the most: those that come back wait for those that begin, in whole swarms
 twice as many were of use."""
@@ -46,7 +44,7 @@ def next_limit(rates: dict[int, Rate], window: int, of_use: int) -> int:
     if not fresh:
         return of_use
     best = max(fresh.values())
-    least = min(n for n, rate in fresh.items() if rate >= AIM * best)
+    least = min(n for n, rate in fresh.items() if rate >= AUTO_AIM * best)
     for other in (least + 1, least - 1):
         if 1 <= other <= of_use and other not in fresh:
             return other

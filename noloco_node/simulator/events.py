@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import sys
 import time
@@ -25,6 +24,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.simulator.crowd import Crowd, most_nodes
 from noloco_node.simulator.crowd_figures import Course, Figures
 from noloco_node.simulator.crowd_settings import NODE_BYTES, CrowdSettings
+from noloco_node.sizing.machine import free_memory
 
 
 def load_crowd(path: Path) -> CrowdSettings:
@@ -89,7 +89,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         settings = load_crowd(options.config)
-        check_memory(settings, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        check_memory(settings, free_memory("cpu").host)
         simulate(settings, options.out)
     except UserError as error:
         print(error, file=sys.stderr)

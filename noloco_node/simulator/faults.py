@@ -4,7 +4,7 @@ strikes, which is a share of the run and so comes in every run that does not sta
 from __future__ import annotations
 
 import random
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -153,7 +153,7 @@ class LostStage(_Fault):
     stage: Annotated[int, Field(ge=0, lt=256)]
 
 
-Fault = Annotated[
+AnyFault = (
     Death
     | Freeze
     | Partition
@@ -169,28 +169,11 @@ Fault = Annotated[
     | Leave
     | Crash
     | Relocate
-    | LostStage,
-    Field(discriminator="kind"),
-]
-
-KINDS = (
-    "death",
-    "freeze",
-    "partition",
-    "slow_link",
-    "lost_messages",
-    "late_messages",
-    "repeated_messages",
-    "full_disk",
-    "skewed_clock",
-    "twin",
-    "liar",
-    "join",
-    "leave",
-    "crash",
-    "relocate",
-    "lost_stage",
+    | LostStage
 )
+Fault = Annotated[AnyFault, Field(discriminator="kind")]
+
+KINDS: tuple[str, ...] = tuple(each.model_fields["kind"].default for each in get_args(AnyFault))
 ENDS_NODES = frozenset({"death", "crash", "leave", "lost_stage", "twin", "liar"})
 """Kinds after which a node's samples, or its account, may be gone with it."""
 

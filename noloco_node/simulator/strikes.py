@@ -92,7 +92,7 @@ class Strikes:
         return node if isinstance(node, StayingNode) and node.condition == "running" else None
 
     async def _strike(self, index: int, fault: Fault) -> None:
-        world, loop, node = self.world, asyncio.get_running_loop(), self._node(fault)
+        world, node = self.world, self._node(fault)
         match fault:
             case Join():
                 self.fired[index] = bool(world.running)
@@ -105,54 +105,56 @@ class Strikes:
             case Partition(nodes=nodes, seconds=seconds):
                 self._apart[index] = frozenset(nodes)
                 self._part()
-                loop.call_later(seconds, self._heal, index)
+                asyncio.get_running_loop().call_later(seconds, self._heal, index)
                 self.fired[index] = bool(world.running)
-            case _ if node is None:
-                return
+            case _ if node is not None:
+                self.fired[index] = await self._strike_node(index, fault, node)
+            case _:
+                pass
+
+    async def _strike_node(self, index: int, fault: Fault, node: StayingNode) -> bool:
+        """Whether it has fired; of what befalls messages and disks `settle` says so."""
+        world, later = self.world, asyncio.get_running_loop().call_later
+        match fault:
             case Death(silent=silent):
                 self._end(node, silent=silent)
-                self.fired[index] = True
             case Leave(back_after=back_after):
                 world.stop(node)
                 self.dead.add(node.number)
                 self._comes_back(node, back_after)
-                self.fired[index] = True
             case Crash(back_after=back_after):
                 self._end(node)
                 self._comes_back(node, back_after)
-                self.fired[index] = True
             case FullDisk(seconds=seconds):
                 self._full[index] = node
                 self._set_full(node, full=True)
-                loop.call_later(seconds, self._set_full, node, False)
+                later(seconds, self._set_full, node, False)
+                return False
             case Relocate(stage=stage) if stage != node.stage and node.replica and node.lifecycle:
                 node.lifecycle.move = Move(stage, "poor")
                 node.replica.stop.set()
-                self.fired[index] = True
             case Freeze(seconds=seconds):
                 self._still[node.number] += 1
                 world.freeze(node)
-                loop.call_later(seconds, self._thaw, node)
-                self.fired[index] = True
+                later(seconds, self._thaw, node)
             case SlowLink(seconds=seconds, times=times):
                 self._slow.setdefault(node.number, []).append(times)
                 self._slow_down(node)
-                loop.call_later(seconds, self._speed_up, node, times)
-                self.fired[index] = True
+                later(seconds, self._speed_up, node, times)
             case SkewedClock(by=by):
                 node.machine.clock_ahead = by
-                self.fired[index] = True
             case Twin():
                 other = world.start(node.stage, twin_of=node)
                 self.twins |= {node.number, other.number}
-                self.fired[index] = True
             case Liar(how=how):
                 self.liars.add(node.number)
-                self.fired[index] = await self._turn(node, how)
+                return await self._turn(node, how)
             case LostMessages() | LateMessages() | RepeatedMessages():
                 self._rules[index] = world.network.inject(_rule(fault, node))
+                return False
             case _:
-                pass
+                return False
+        return True
 
     def _comes_back(self, node: StayingNode, seconds: float | None) -> None:
         if seconds is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from noloco_node.config.load import Config
-from noloco_node.config.node_settings import AUTO_MOST
+from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
 from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, RunSpec, token_bytes
 from noloco_node.outer.codec import CODECS
 from noloco_node.sizing.footprint import Footprint, footprint_of
@@ -20,8 +20,6 @@ RECOMPUTED = 4.0 / 3.0
 """Work of a stage that makes its graph anew: forward twice, backward once (which is two forwards)."""
 WORTH_SAYING = 1.05
 """What lifts the device's share by less than so many times is listed without a figure."""
-AUTO_AIM = 0.95
-"""Of what `node.in_flight: auto` may have under way at the most, it comes to as few as bring so much of the rate."""
 MOST_UNDER_WAY = 16
 SUGGESTIONS = 6
 

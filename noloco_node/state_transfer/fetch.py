@@ -86,17 +86,7 @@ async def fetch_state(
     """
     request = StateRequest(run=spec.run_id, stage=stage, contract=worker.contract, snapshot=download.snapshot)
     limit = spec.limits.exchange_progress_seconds
-    answer = await ask(
-        transport,
-        donor,
-        OPEN,
-        request,
-        specs=(TensorSpec("u8", (download.chunks, DIGEST_BYTES)),),
-        seconds=MANIFEST_PATIENCE * limit,
-        progress=limit,
-    )
-    with judging(transport, donor, OPEN.name):
-        manifest, digests = read_manifest(transport, donor, answer, request, size=download.size)
+    manifest, digests = await _open(transport, donor, request, download, limit)
     download.snapshot = manifest.snapshot
     pending = download.missing(digests)
     here = download.size - sum(map(download.length, pending))
@@ -131,6 +121,23 @@ async def fetch_state(
     except TimeoutError:
         raise DeadlinePassed(f"no part of its state came for {limit:g} s") from None
     return manifest
+
+
+async def _open(
+    transport: Transport, donor: PeerId, request: StateRequest, download: Download, limit: float
+) -> tuple[StateManifest, list[bytes]]:
+    """What the donor says of its copy, and the digests of its chunks."""
+    answer = await ask(
+        transport,
+        donor,
+        OPEN,
+        request,
+        specs=(TensorSpec("u8", (download.chunks, DIGEST_BYTES)),),
+        seconds=MANIFEST_PATIENCE * limit,
+        progress=limit,
+    )
+    with judging(transport, donor, OPEN.name):
+        return read_manifest(transport, donor, answer, request, size=download.size)
 
 
 async def load_download(

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from noloco_node.config.node_settings import AUTO_MOST
-from noloco_node.pipeline.in_flight import AIM, InFlight, Rate, next_limit
+from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
+from noloco_node.pipeline.in_flight import InFlight, Rate, next_limit
 
 
 @dataclass
@@ -89,7 +89,7 @@ def test_the_slower_device_works_nearly_always_and_no_more_are_under_way_than_th
     way = Way(own, other, round_trip)
     worked = max(way.until(2000 * max(own, other), 1000 * max(own, other)))
     bound = (own + other + round_trip) / max(own, other)
-    assert worked >= AIM - 0.05
+    assert worked >= AUTO_AIM - 0.05
     assert way.in_flight.limit <= bound + 1.5
 
 
