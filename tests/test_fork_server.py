@@ -63,7 +63,7 @@ async def test_it_is_a_child_that_signals_reach() -> None:
             await eventually(lambda pid=process.pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
             process.send_signal(number)
             if number != signal.SIGKILL:
-                # A second signal polls first: it would take the exit status of one that is dead away from asyncio's watcher.
+                # A second signal polls first: it would take a dead one's exit status away from asyncio's watcher.
                 process.send_signal(signal.SIGCONT)
             await process.communicate()
             codes.append(process.returncode or 0)

@@ -84,7 +84,7 @@ class ChunkHeader(WireModel):
     index: Annotated[int, Field(ge=0, le=1 << 32)]
 
 
-class Leave(WireModel):
+class LeaveExchange(WireModel):
     """The dialler gives an accepted exchange up."""
 
     exchange: RandomId
@@ -93,4 +93,4 @@ class Leave(WireModel):
 PROPOSE = Method("outer.propose", Proposal, Acceptance, at_once=2)
 OPEN = Method("outer.open", Opening, Opening, at_once=2)
 CHUNK = Method("outer.chunk", ChunkHeader, Nothing, at_once=64)
-LEAVE = Method("outer.leave", Leave, Nothing, at_once=2)
+LEAVE = Method("outer.leave", LeaveExchange, Nothing, at_once=2)

@@ -17,7 +17,7 @@ from noloco_node.averaging.messages import (
     PROPOSE,
     Acceptance,
     ChunkHeader,
-    Leave,
+    LeaveExchange,
     Opening,
     Proposal,
     check_proposal,
@@ -85,7 +85,7 @@ class Responder:
         if engagement.phase in DIALLED:
             engagement.go_on(engagement.session, Change.BREAK_OFF)
 
-    async def handle_leave(self, peer: PeerId, leave: Leave) -> Nothing:
+    async def handle_leave(self, peer: PeerId, leave: LeaveExchange) -> Nothing:
         """The partner gives it up."""
         session = self._session_of(peer, leave.exchange)
         if self._side.engagement.phase in DIALLED:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.averaging.backoff import STRANGERS, BackOff, Visits
-from noloco_node.averaging.messages import LEAVE, Acceptance, Leave, Opening
+from noloco_node.averaging.messages import LEAVE, Acceptance, LeaveExchange, Opening
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import Judgement
 from noloco_node.outer.codec import Codec
@@ -174,7 +174,7 @@ def failure_of(error: Refused | TransportError | NotFinite) -> str:
 async def say_goodbye(transport: Transport, session: Session) -> None:
     """Tell the partner that the exchange is over, so that it is free at once and not after its deadline."""
     try:
-        await call(transport, session.partner, LEAVE, Leave(exchange=session.exchange), seconds=LEAVE_SECONDS)
+        await call(transport, session.partner, LEAVE, LeaveExchange(exchange=session.exchange), seconds=LEAVE_SECONDS)
     except (Refused, TransportError) as error:
         logger.debug("%s was not told that the exchange is over: %r", session.partner, error)
 

@@ -16,7 +16,7 @@ from typing import NoReturn, Protocol
 from noloco_node.bootstrap.dial_back import MAX_PORTS, PEER_SECONDS, Dialled, Reached, ask_dial_back, hosts_of
 from noloco_node.bootstrap.reachability import (
     MISSES,
-    Place,
+    HostPort,
     ReachFinding,
     ReachStanding,
     Seen,
@@ -109,7 +109,7 @@ class ReachWatch:
         self.readdress = readdress
         self._rng = rng
         self._asked = PeerTimes[PeerId]()
-        self._announced: Place | None = None
+        self._announced: HostPort | None = None
         self._changes: list[float] = []
         self._misses = 0
         self._lost: bool = False
@@ -160,7 +160,7 @@ class ReachWatch:
         self._misses = self._misses + 1 if missed else 0
         step = next_step(
             finding,
-            {Place(address.host, address.port) for address in addresses},
+            {HostPort(address.host, address.port) for address in addresses},
             relayed=bool(self._host.relays),
             relays_work=bool(self._working()),
             misses=self._misses,
@@ -262,7 +262,7 @@ class ReachWatch:
         except (OSError, TimeoutError, EOFError):
             return None
         hosts = {peer: found[0] for peer, ends in connected.items() if (found := hosts_of(ends))}
-        places = [Place(address.host, address.port) for address in addresses]
+        places = [HostPort(address.host, address.port) for address in addresses]
         loopback = places and all(reach_of(place.host) is Reach.LOOPBACK for place in places)
         if loopback and any(map(is_elsewhere, hosts.values())):
             return ReachFinding(None, ())
@@ -314,14 +314,14 @@ class ReachWatch:
         return tuple(a for a, reason in zip(asked, reasons, strict=True) if reason is None)[:MOST_RELAYS]
 
 
-def _found(answer: Dialled | None) -> list[tuple[Place, bool]]:
+def _found(answer: Dialled | None) -> list[tuple[HostPort, bool]]:
     """Where a peer dialled, and whether it reached this node there; what it says of other hosts is passed over."""
-    found: list[tuple[Place, bool]] = []
+    found: list[tuple[HostPort, bool]] = []
     for named, result in (answer.results if answer is not None else {}).items():
         host, _, port = named.rpartition(" ")
         try:
             reach_of(str(ipaddress.ip_address(host)))
-            found.append((Place(host, int(port)), result is Reached.YES))
+            found.append((HostPort(host, int(port)), result is Reached.YES))
         except ValueError:
             continue
     return found
@@ -335,5 +335,5 @@ def _why(finding: ReachFinding | None) -> str:
     return f"no peer could dial it at {', '.join(f'{place.host} port {place.port}' for place in finding.tried)}"
 
 
-def _as_address(place: Place) -> str:
+def _as_address(place: HostPort) -> str:
     return f"/ip{ipaddress.ip_address(place.host).version}/{place.host}/tcp/{place.port}"

@@ -21,7 +21,7 @@ CHANGES = Doubling(60.0, 960.0)
 CHANGES_COUNT_SECONDS = 3600.0
 
 
-class Place(NamedTuple):
+class HostPort(NamedTuple):
     """An IP address and a TCP port."""
 
     host: str
@@ -44,7 +44,7 @@ class Seen:
     observer: PeerId
     network: str
     """Of the observer, as `network_of` says: peers of one network count as one."""
-    place: Place
+    place: HostPort
     reached: bool
 
 
@@ -52,9 +52,9 @@ class Seen:
 class ReachFinding:
     """What the peers found together."""
 
-    place: Place | None
+    place: HostPort | None
     """Where this node is reached; None where it is not, or where too few say so."""
-    tried: tuple[Place, ...]
+    tried: tuple[HostPort, ...]
     """Where it was dialled."""
 
 
@@ -77,7 +77,7 @@ class ReachStanding:
     """How a node is reached now."""
 
     way: Way = Way.UNKNOWN
-    place: Place | None = None
+    place: HostPort | None = None
     relays: tuple[str, ...] = ()
     """Peer ids."""
     why: str = ""
@@ -102,7 +102,7 @@ def network_of(host: str) -> str:
     return str(ipaddress.ip_network(f"{host}/{24 if version == 4 else 48}", strict=False))
 
 
-def judge(seen: Sequence[Seen], own: Collection[Place], named: Collection[PeerId]) -> ReachFinding | None:
+def judge(seen: Sequence[Seen], own: Collection[HostPort], named: Collection[PeerId]) -> ReachFinding | None:
     """Where this node is reached, by what peers found, each once a place; None where nobody dialled it.
 
     Only the widest hosts count: that a neighbour reaches it says nothing of the world. An address that this node knows
@@ -116,7 +116,7 @@ def judge(seen: Sequence[Seen], own: Collection[Place], named: Collection[PeerId
     counted = [each for each in seen if reach_of(each.place.host) is widest]
     networks = {each.network for each in seen}
     tried = tuple(dict.fromkeys(each.place for each in counted))
-    found: list[tuple[int, Place]] = []
+    found: list[tuple[int, HostPort]] = []
     for place in tried:
         yes = {each.network for each in counted if each.place == place and each.reached}
         no = {each.network for each in counted if each.place == place and not each.reached} - yes
@@ -130,7 +130,7 @@ def judge(seen: Sequence[Seen], own: Collection[Place], named: Collection[PeerId
 
 
 def next_step(
-    finding: ReachFinding | None, told: Collection[Place], *, relayed: bool, relays_work: bool, misses: int
+    finding: ReachFinding | None, told: Collection[HostPort], *, relayed: bool, relays_work: bool, misses: int
 ) -> Step:
     """What to do: `told` are the places that others are told now, `relayed` whether they are told relays. `misses`
     counts looks in a row, this one included, that found a node out of reach; one that was reached has two."""

@@ -35,7 +35,7 @@ FEW = 8
 BOUNDS_SECONDS = 1.0
 
 
-class Outcome(Enum):
+class RequestOutcome(Enum):
     """How a request ended."""
 
     CAME = auto()
@@ -106,20 +106,20 @@ class Paces:
         pace.under_way.append(now)
         return now
 
-    def ended(self, peer: PeerId, began: float, how: Outcome) -> float:
+    def ended(self, peer: PeerId, began: float, how: RequestOutcome) -> float:
         """It has ended. Returns the seconds for which the peer is to be left alone: the first time in a while that it
         held requests up for nothing costs it none, since a node may stand still for a moment."""
         pace, now = self._paces[peer], self._clock()
         pace.under_way.remove(began)
-        if how is Outcome.UNTOLD:
+        if how is RequestOutcome.UNTOLD:
             return 0.0
         took, before = now - began, pace.came_at(now)
-        pace.came = before + OF_AN_ANSWER * ((how is Outcome.CAME) - before)
+        pace.came = before + OF_AN_ANSWER * ((how is RequestOutcome.CAME) - before)
         usual = took if pace.seconds is None else pace.forgiven(now, took)
-        if how is Outcome.CAME or (how is Outcome.PASSED_UPWARD and took > usual):
+        if how is RequestOutcome.CAME or (how is RequestOutcome.PASSED_UPWARD and took > usual):
             pace.seconds = usual + OF_AN_ANSWER * (took - usual)
         pace.at = now
-        return self._rest(pace, began, now) if how is Outcome.FAILED and took >= HANG_SECONDS else 0.0
+        return self._rest(pace, began, now) if how is RequestOutcome.FAILED and took >= HANG_SECONDS else 0.0
 
     @staticmethod
     def _rest(pace: _Pace, began: float, now: float) -> float:

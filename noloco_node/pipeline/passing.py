@@ -42,7 +42,7 @@ from noloco_node.pipeline.messages import (
     given_up,
     read_answer,
 )
-from noloco_node.pipeline.paces import HANG_SECONDS, Outcome
+from noloco_node.pipeline.paces import HANG_SECONDS, RequestOutcome
 from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.telemetry.meters import Meter
 from noloco_node.telemetry.metric_table import HOP_SECONDS
@@ -212,7 +212,7 @@ class Downstream:
             codec=codec,
         )
         began, asked = self._book.sent(peer), ambient.monotonic()
-        how = Outcome.FAILED
+        how = RequestOutcome.FAILED
         try:
             answer = await ask(
                 self._transport,
@@ -224,14 +224,14 @@ class Downstream:
                 seconds=left,
                 progress=self._spec.pipeline.progress_seconds,
             )
-            how = Outcome.CAME
+            how = RequestOutcome.CAME
             took = ambient.monotonic() - asked
             self.hop_seconds.add(took)
         except Refused as refusal:
             how = _outcome(refusal, ambient.monotonic() - asked)
             raise
         except asyncio.CancelledError:
-            how = Outcome.UNTOLD
+            how = RequestOutcome.UNTOLD
             raise
         finally:
             self._book.done(peer, began, how)
@@ -255,10 +255,10 @@ class Downstream:
         await self._book.changed.wait(min(pause, remaining))
 
 
-def _outcome(refusal: Refused, took: float) -> Outcome:
+def _outcome(refusal: Refused, took: float) -> RequestOutcome:
     if refusal.reason in _PASSED_UPWARD:
-        return Outcome.PASSED_UPWARD
-    return Outcome.UNTOLD if refusal.reason is Refusal.BUSY and took < HANG_SECONDS else Outcome.FAILED
+        return RequestOutcome.PASSED_UPWARD
+    return RequestOutcome.UNTOLD if refusal.reason is Refusal.BUSY and took < HANG_SECONDS else RequestOutcome.FAILED
 
 
 def _passed_upward(refusal: Refused, reached: bool) -> HopFailed:

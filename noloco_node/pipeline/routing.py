@@ -13,7 +13,7 @@ from noloco_node.config.run_spec import RoutingName
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
 from noloco_node.pipeline.links import share_of_relayed
-from noloco_node.pipeline.paces import FEW, Outcome, Paces
+from noloco_node.pipeline.paces import FEW, Paces, RequestOutcome
 from noloco_node.transport.bans import PEERS_REMEMBERED
 from noloco_node.trust.reputation import Reputation, Trust, after_audit
 
@@ -203,7 +203,7 @@ class RoutingBook:
         self._outstanding[peer] = self._outstanding.get(peer, 0) + 1
         return self._paces.began(peer)
 
-    def done(self, peer: PeerId, began: float, how: Outcome) -> None:
+    def done(self, peer: PeerId, began: float, how: RequestOutcome) -> None:
         """The request that began then has ended."""
         left = self._outstanding.get(peer, 0) - 1
         if left > 0:

@@ -36,7 +36,7 @@ LONGEST_PAUSE_SECONDS = 0.1
 """Between two looks where things move faster."""
 
 
-class Course(StrEnum):
+class RunVerdict(StrEnum):
     """What a replica makes of what it sees."""
 
     GOES_ON = "goes_on"
@@ -72,7 +72,7 @@ class Sight:
     say themselves that they are near the target: what a replica has to go by that got no work of late."""
 
 
-def verdict(sight: Sight, grace: float) -> Course:
+def verdict(sight: Sight, grace: float) -> RunVerdict:
     """Whether the run is over for this replica; `grace` in seconds.
 
     While it trains the run goes on, whatever anybody says, unless most origins have finished for long. Near the target
@@ -82,12 +82,12 @@ def verdict(sight: Sight, grace: float) -> Course:
     """
     if sight.near:
         if not sight.training and (sight.idle > grace or (sight.finished and not sight.vanished)):
-            return Course.OVER
+            return RunVerdict.OVER
         if (sight.finished and sight.idle > LATE_GRACES * grace) or sight.outvoted > LATE_GRACES * grace:
-            return Course.OVER
+            return RunVerdict.OVER
     if sight.ended and sight.idle > grace:
-        return Course.OVER
-    return Course.STALLED if sight.idle > patience(sight, grace) else Course.GOES_ON
+        return RunVerdict.OVER
+    return RunVerdict.STALLED if sight.idle > patience(sight, grace) else RunVerdict.GOES_ON
 
 
 def near_from(target: float, max_lag: float) -> float:
@@ -159,9 +159,9 @@ class EndOfRun:
         while not stop.is_set():
             sight = self.look()
             found = verdict(sight, self._grace)
-            if found is Course.OVER:
+            if found is RunVerdict.OVER:
                 return
-            if found is Course.STALLED:
+            if found is RunVerdict.STALLED:
                 raise self._stalled(sight)
             await moved.wait(self._grace / 4)
             rest = self._looked + min(self._grace / 20, LONGEST_PAUSE_SECONDS) - self._now()

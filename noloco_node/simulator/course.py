@@ -13,7 +13,7 @@ from noloco_node.config.load import Config
 from noloco_node.config.sim_spec import SimSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.simulator.figures import Figures, Watcher
+from noloco_node.simulator.figures import SimulationFigures, Watcher
 from noloco_node.simulator.learning import RealTensors
 from noloco_node.simulator.links import Attachment, Links, SharedWay, as_they_are
 from noloco_node.simulator.loop import in_virtual_time
@@ -44,7 +44,7 @@ Progress = Callable[[float, float], None]
 class Simulated:
     """What came of a simulation."""
 
-    figures: Figures
+    figures: SimulationFigures
     trace: str
     virtual_hours: float
     core_hours: float
@@ -89,7 +89,7 @@ def simulate(config: Config, progress: Progress) -> Simulated:
     return Simulated(figures, trace, seconds / 3600.0, (time.process_time() - began) / 3600.0)
 
 
-async def _run(config: Config, footprint: Footprint, progress: Progress) -> tuple[Figures, str, float]:
+async def _run(config: Config, footprint: Footprint, progress: Progress) -> tuple[SimulationFigures, str, float]:
     sim, loop = config.sim, asyncio.get_running_loop()
     quadratic = sim.tensors == "quadratic"
     way = SharedWay([[trip / 1000.0 for trip in row] for row in sim.round_trips_ms], random.Random(f"loss/{sim.seed}"))

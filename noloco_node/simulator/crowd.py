@@ -28,7 +28,7 @@ SPARE = 1.3
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class CrowdMoment:
     """What was seen at one time; rates are since the one before."""
 
     at: float
@@ -67,7 +67,7 @@ class Crowd:
         generator = torch.Generator().manual_seed(settings.seed)
         self.averaging = CrowdAveraging(self.nodes, self.directory, generator)
         self.pipeline = CrowdPipeline(self.nodes, self.directory, self.averaging.trained)
-        self.moments: list[Moment] = []
+        self.moments: list[CrowdMoment] = []
         self.joined_after: list[float] = []
         """Seconds from its start until a newcomer served."""
         self._new: set[int] = set()
@@ -243,7 +243,7 @@ class Crowd:
         self._before = (self.pipeline.finished, math.fsum(self.pipeline.busy), self.agenda.now)
         self.nodes.tell("moment", *self._before)
 
-    def moment(self) -> Moment:
+    def moment(self) -> CrowdMoment:
         """Where all stand, since the last one that was taken down."""
         nodes, now = self.nodes, self.agenda.now
         finished, worked, at = self._before
@@ -251,7 +251,7 @@ class Crowd:
         serving = [i for i, serves in enumerate(nodes.serving) if serves]
         unit = self.settings.devices.forward_seconds * (1.0 + BACKWARDS) * self.settings.work.stages
         spread, expected = self.averaging.spread()
-        return Moment(
+        return CrowdMoment(
             at=now,
             nodes=nodes.many,
             serving=len(serving),

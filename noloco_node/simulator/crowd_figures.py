@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from noloco_node.directory.buckets import bucket_of
-from noloco_node.simulator.crowd import Crowd, Moment
+from noloco_node.simulator.crowd import Crowd, CrowdMoment
 
 CLASS_BITS = 4
 CLASSES = 1 << CLASS_BITS
@@ -17,7 +17,7 @@ FEWEST_A_CELL = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class CrowdFigures:
     """Of one size."""
 
     nodes: int
@@ -74,14 +74,14 @@ def unevenness(pairs: Sequence[tuple[int, int]], of: Sequence[int]) -> float:
     return float(((table - expected) ** 2 / expected).sum() / (CLASSES - 1) ** 2)
 
 
-class Course:
+class CrowdRun:
     """Runs one crowd and takes its figures."""
 
     def __init__(self, crowd: Crowd) -> None:
         self.crowd = crowd
         self._many = len(crowd.nodes)
 
-    def run(self, sample_seconds: float = 30.0) -> Figures:
+    def run(self, sample_seconds: float = 30.0) -> CrowdFigures:
         """To the end."""
         crowd, settings = self.crowd, self.crowd.settings
         spread = crowd.averaging.spread()
@@ -95,7 +95,7 @@ class Course:
         held = crowd.directory.holder_bytes() / seconds
         trained, best = _mean(span, "trained"), _mean(span, "best")
         joined = crowd.joined_after
-        return Figures(
+        return CrowdFigures(
             nodes=self._many,
             stages=settings.work.stages,
             seconds=seconds,
@@ -139,5 +139,5 @@ class Course:
         return [bucket_of(int(prefix), CLASS_BITS) for prefix in self.crowd.nodes.prefix[: len(self.crowd.nodes)]]
 
 
-def _mean(span: Sequence[Moment], name: str) -> float:
+def _mean(span: Sequence[CrowdMoment], name: str) -> float:
     return float(np.mean([asdict(moment)[name] for moment in span]))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.limiter import MicrobatchLimiter
-from noloco_node.pipeline.paces import Outcome
+from noloco_node.pipeline.paces import RequestOutcome
 from noloco_node.pipeline.passing import BUSY_BACKOFF_SECONDS, ROUNDS_TO_DESPAIR
 from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.simulator.crowd_directory import CrowdDirectory
@@ -218,7 +218,7 @@ class CrowdPipeline:
         book, peer = self._books[passage.node], self.nodes.peer[passage.peer]
         if book is None or not self._here(passage):
             return
-        book.done(peer, passage.began, Outcome.UNTOLD)
+        book.done(peer, passage.began, RequestOutcome.UNTOLD)
         book.full(peer)
         passage.excluded[peer] = None
         passage.peer = -1
@@ -233,7 +233,7 @@ class CrowdPipeline:
         if book is None or passage.peer != of or not self._here(passage):
             return
         peer = self.nodes.peer[passage.peer]
-        book.done(peer, passage.began, Outcome.FAILED)
+        book.done(peer, passage.began, RequestOutcome.FAILED)
         book.failed(peer)
         passage.excluded[peer] = None
         passage.peer = -1
@@ -262,7 +262,7 @@ class CrowdPipeline:
         if book is None or passage.peer != j or not self._here(passage):
             return
         peer = self.nodes.peer[j]
-        book.done(peer, passage.began, Outcome.CAME)
+        book.done(peer, passage.began, RequestOutcome.CAME)
         book.reported(peer, load)
         if self.keep_routes:
             self.routes.append((i, j))

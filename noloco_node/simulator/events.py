@@ -22,7 +22,7 @@ from noloco_node.config.load import problems_of
 from noloco_node.config.yaml_text import parse_yaml
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.simulator.crowd import Crowd, most_nodes
-from noloco_node.simulator.crowd_figures import Course, Figures
+from noloco_node.simulator.crowd_figures import CrowdFigures, CrowdRun
 from noloco_node.simulator.crowd_settings import NODE_BYTES, CrowdSettings
 from noloco_node.sizing.machine import free_memory
 
@@ -52,14 +52,14 @@ def check_memory(settings: CrowdSettings, available: int) -> None:
         )
 
 
-def simulate(settings: CrowdSettings, out: Path) -> list[Figures]:
+def simulate(settings: CrowdSettings, out: Path) -> list[CrowdFigures]:
     """All sizes, one after the other; `out` gets `results.json` after each."""
     out.mkdir(parents=True, exist_ok=True)
-    found: list[Figures] = []
+    found: list[CrowdFigures] = []
     written: list[dict[str, object]] = []
     for many in settings.nodes:
         began = time.process_time()
-        course = Course(Crowd(settings, many))
+        course = CrowdRun(Crowd(settings, many))
         figures = course.run()
         spent = {"cpu_seconds": time.process_time() - began, "peak_mib": _peak_mib()}
         moments = [asdict(moment) for moment in course.crowd.moments]

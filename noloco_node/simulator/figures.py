@@ -19,7 +19,7 @@ from noloco_node.telemetry.events import AnyEvent, InnerStep, OuterStep
 
 
 @dataclass(frozen=True)
-class Sample:
+class SimulationSample:
     """One moment of the run."""
 
     hours: float
@@ -44,7 +44,7 @@ class Pairing:
 
 
 @dataclass(frozen=True)
-class Figures:
+class SimulationFigures:
     """All of a run."""
 
     nodes_started: int
@@ -64,7 +64,7 @@ class Figures:
     """Bytes a second of the directory that a node received: the mean, and the most of any."""
     directory_sent: tuple[float, float]
     """The same of what it sent: who lies near a stage's key sends most."""
-    samples: tuple[Sample, ...]
+    samples: tuple[SimulationSample, ...]
 
     def as_json(self) -> dict[str, Any]:
         """For a file."""
@@ -80,7 +80,7 @@ class Watcher:
         self._losses: dict[int, float] = {}
         self._outer: Counter[str] = Counter()
         self._met: Counter[tuple[int, int]] = Counter()
-        self._samples: list[Sample] = []
+        self._samples: list[SimulationSample] = []
         self._began: dict[int, float] = {}
         self._last: dict[int, float] = {}
         world.on_event = self._take
@@ -95,9 +95,11 @@ class Watcher:
             slow = [node.replica.worker.outer.slow for node in running if node.stage == stage and node.replica]
             spread.append(float(torch.stack(slow).double().var(0).mean()) if len(slow) > 1 else None)
         hours, trained = asyncio.get_running_loop().time() / 3600.0, self._trained()
-        self._samples.append(Sample(hours, fmean(losses) if losses else None, tuple(spread), len(running), trained))
+        self._samples.append(
+            SimulationSample(hours, fmean(losses) if losses else None, tuple(spread), len(running), trained)
+        )
 
-    def figures(self) -> Figures:
+    def figures(self) -> SimulationFigures:
         """Of the run so far."""
         world, now = self._world, asyncio.get_running_loop().time()
         every, accounts = world.nodes, world.accounts()
@@ -112,7 +114,7 @@ class Watcher:
         sent: Counter[str] = Counter()
         for counts in world.links.sent.values():
             sent.update(counts)
-        return Figures(
+        return SimulationFigures(
             nodes_started=len(every),
             nodes_failed=sum(node.condition == "failed" for node in every),
             nodes_killed=sum(node.condition == "killed" for node in every),

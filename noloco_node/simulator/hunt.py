@@ -44,7 +44,7 @@ SECONDS = {Priority.STEP: 0.02, Priority.BACKWARD: 0.6, Priority.FORWARD: 0.3, P
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class HuntOutcome:
     """What came of one schedule."""
 
     schedule: Schedule
@@ -103,7 +103,7 @@ class _Complaints(logging.Handler):
         self.lines.append(f"{record.getMessage()}{'' if error is None else f': {error!r}'}")
 
 
-def carry_out(schedule: Schedule, *, real_tensors: bool = False) -> Outcome:
+def carry_out(schedule: Schedule, *, real_tensors: bool = False) -> HuntOutcome:
     """Run a schedule to its end, in virtual time: on quadratics, or on the tiny stages of `run_spec`."""
     complaints = _Complaints()
     package = logging.getLogger()
@@ -117,7 +117,7 @@ def carry_out(schedule: Schedule, *, real_tensors: bool = False) -> Outcome:
         package.removeHandler(complaints)
 
 
-def shrunk(outcome: Outcome, most_tries: int = 200, *, real_tensors: bool = False) -> Outcome:
+def shrunk(outcome: HuntOutcome, most_tries: int = 200, *, real_tensors: bool = False) -> HuntOutcome:
     """The shortest part of a failing schedule that fails in a like way: in the first word of one of its breaches."""
     ways = {line.partition(":")[0] for line in outcome.breaches}
     found = {outcome.schedule.faults: outcome}
@@ -130,7 +130,7 @@ def shrunk(outcome: Outcome, most_tries: int = 200, *, real_tensors: bool = Fals
     return found[tuple(shortest_failing(outcome.schedule.faults, fails, most_tries))]
 
 
-async def _run(schedule: Schedule, complaints: _Complaints, folder: Path, *, real_tensors: bool) -> Outcome:
+async def _run(schedule: Schedule, complaints: _Complaints, folder: Path, *, real_tensors: bool) -> HuntOutcome:
     spec, loop = run_spec(schedule.stages), asyncio.get_running_loop()
     own = asyncio.all_tasks()
     async with HuntedWorld(
@@ -161,7 +161,7 @@ async def _run(schedule: Schedule, complaints: _Complaints, folder: Path, *, rea
         tasks = [task for task in asyncio.all_tasks() - own if not task.done()] if over and not world.vanished else []
         complained = tuple(complaints.lines)
         run = _told(world, strikes, over=over, complaints=complained, tasks=tuple(sorted(map(_name, tasks))))
-        return Outcome(schedule, tuple(breaches(run)), tuple(strikes.fired), loop.time(), world.trace)
+        return HuntOutcome(schedule, tuple(breaches(run)), tuple(strikes.fired), loop.time(), world.trace)
 
 
 def _device(seed: int, number: int) -> Callable[[Priority], float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from noloco_node.errors import ExitCode
 from noloco_node.simulator.faults import KINDS, Schedule, draw
-from noloco_node.simulator.hunt import Outcome, carry_out, shrunk
+from noloco_node.simulator.hunt import HuntOutcome, carry_out, shrunk
 
 MODULE = "python -m noloco_node.simulator.hunting"
 
@@ -60,7 +60,7 @@ def command_of(schedule: Schedule, *, real_tensors: bool = False) -> str:
     return f"{MODULE} {shlex.join([*more, '--schedule', schedule.model_dump_json()])}"
 
 
-def _verdict(outcome: Outcome, shortest: Outcome, *, real_tensors: bool) -> str:
+def _verdict(outcome: HuntOutcome, shortest: HuntOutcome, *, real_tensors: bool) -> str:
     lines = [f"seed {outcome.schedule.seed} failed, {len(outcome.schedule.faults)} faults, shortest as long as "]
     lines[0] += f"{len(shortest.schedule.faults)}, trace {shortest.trace[:16]}:"
     lines += [f"  {line}" for line in shortest.breaches]

@@ -28,7 +28,7 @@ MATHIS = 1.22
 others, 1997)."""
 
 
-class Way(Protocol):
+class LinkModel(Protocol):
     """How long bytes take from one peer to another."""
 
     async def carry(self, source: PeerId, target: PeerId, octets: float) -> None:
@@ -49,7 +49,7 @@ class Way(Protocol):
 
 
 class PlainWay:
-    """Implements `Way`: as long as `seconds` says; transfers know nothing of each other."""
+    """Implements `LinkModel`: as long as `seconds` says; transfers know nothing of each other."""
 
     def __init__(self, seconds: Seconds) -> None:
         self._seconds = seconds
@@ -90,7 +90,7 @@ class Attachment:
 
 
 class SharedWay:
-    """Implements `Way`: a round trip by the regions at both ends, and up- and downlinks that transfers share.
+    """Implements `LinkModel`: a round trip by the regions at both ends, and up- and downlinks that transfers share.
 
     Loss is stalls: a small message that is lost comes `STALL_SECONDS` and a round trip later, and a transfer is held to
     what a stream brings at that loss. `seconds[a][b]` is the round trip from region to region.
@@ -152,11 +152,11 @@ def as_they_are(parcel: Parcel) -> float:
 
 
 class Links:
-    """Implements `Carrier`. Between peers that are apart bytes wait until these are together again, as on a connection
-    that is cut and not closed. `weigh` says how many bytes a parcel stands for, where models of tensors are smaller
-    than what they model."""
+    """Implements `LinkModel`. Between peers that are apart bytes wait until these are together again, as on a
+    connection that is cut and not closed. `weigh` says how many bytes a parcel stands for, where models of tensors are
+    smaller than what they model."""
 
-    def __init__(self, way: Way | None = None, weigh: Callable[[Parcel], float] = as_they_are) -> None:
+    def __init__(self, way: LinkModel | None = None, weigh: Callable[[Parcel], float] = as_they_are) -> None:
         self.way = way or PlainWay(lambda _source, _target, _octets: 0.0)
         self.weigh = weigh
         self.sent: defaultdict[PeerId, Counter[str]] = defaultdict(Counter)
@@ -181,13 +181,13 @@ class Links:
         return self._side.get(one, 0) != self._side.get(other, 0)
 
     async def open(self, source: PeerId, target: PeerId) -> None:
-        """See `Carrier.open`: streams of a connection open with what is sent."""
+        """See `LinkModel.open`: streams of a connection open with what is sent."""
         if any(map(self.lost, self.way.via(source, target))):
             raise PeerUnreachable(f"the relay of {source} or {target} is gone")
         await self._reached(source, target)
 
     async def carry(self, source: PeerId, target: PeerId, parcel: Parcel) -> None:
-        """See `Carrier.carry`."""
+        """See `LinkModel.carry`."""
         octets = self.weigh(parcel)
         self.count(source, target, parcel.method, octets)
         await self._reached(source, target)

@@ -43,7 +43,7 @@ PLAIN_INTERVAL = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class SwarmFigures:
     """The swarm at one moment."""
 
     clock: float
@@ -126,7 +126,7 @@ class LocalSwarmView:
             if history.stage == stage
         }
 
-    def figures(self, now: float) -> Figures:
+    def figures(self, now: float) -> SwarmFigures:
         """The swarm at time `now`."""
         heads = [history for history in self.histories.values() if history.stage == 0]
         stepped = [history for history in heads if history.inner]
@@ -139,7 +139,7 @@ class LocalSwarmView:
         rate = self._rate(heads, now)
         committed = [step for h in self.histories.values() for step in h.outer]
         live = Counter(h.stage for name, h in self.histories.items() if h.stage is not None and name not in self.gone)
-        return Figures(
+        return SwarmFigures(
             clock=clock,
             target=self.target,
             step=max((h.inner[-1].step for h in stepped), default=0),
@@ -241,7 +241,7 @@ class Display:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _figures_table(f: Figures) -> Table:
+def _figures_table(f: SwarmFigures) -> Table:
     table = Table.grid(padding=(0, 3))
     rows = [
         ("inner step", f"{f.step}", "training loss", as_loss(f.training_loss)),
@@ -288,7 +288,7 @@ def _notable(view: LocalSwarmView) -> Text:
     return text
 
 
-def _percent(f: Figures) -> float:
+def _percent(f: SwarmFigures) -> float:
     return 100.0 * min(1.0, f.clock / f.target)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from noloco_node.simulator import invariants
 from noloco_node.simulator.faults import KINDS, Schedule, draw
-from noloco_node.simulator.hunt import Outcome, carry_out
+from noloco_node.simulator.hunt import HuntOutcome, carry_out
 from noloco_node.simulator.hunting import command_of, hunt
 from noloco_node.simulator.invariants import Run
 from noloco_node.simulator.shrink import shortest_failing
@@ -24,7 +24,7 @@ SEEDS = tries(200, one_of=5)
 EACH = 10
 
 
-def carried_out(first: int, count: int) -> list[Outcome]:
+def carried_out(first: int, count: int) -> list[HuntOutcome]:
     """So many drawn schedules. AssertionError for those that fail, with what repeats them."""
     outcomes = [carry_out(draw(seed)) for seed in range(first, first + count)]
     failed = {outcome.schedule.model_dump_json(): outcome.breaches for outcome in outcomes if outcome.breaches}

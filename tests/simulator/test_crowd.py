@@ -13,7 +13,7 @@ import pytest
 
 from noloco_node.errors import UserError
 from noloco_node.simulator.crowd import Crowd
-from noloco_node.simulator.crowd_figures import CLASSES, Course, unevenness
+from noloco_node.simulator.crowd_figures import CLASSES, CrowdRun, unevenness
 from noloco_node.simulator.crowd_settings import CrowdSettings
 from noloco_node.simulator.events import check_memory, load_crowd
 
@@ -153,7 +153,7 @@ def test_unevenness_tells_chance_from_a_preference() -> None:
 
 def test_figures_are_of_the_time_after_the_warm_up() -> None:
     """And are all there."""
-    figures = Course(Crowd(settings(warm_up_seconds=600, churn_an_hour=4.0), 24)).run()
+    figures = CrowdRun(Crowd(settings(warm_up_seconds=600, churn_an_hour=4.0), 24)).run()
     assert figures.seconds == 1200.0
     assert 0.3 < figures.of_best < 1.0
     assert set(figures.node_bytes) == {"directory read", "directory written", "exchanges", "microbatches", "states"}

@@ -28,7 +28,7 @@ REQUESTS: Mapping[str, type[WireModel] | None] = {
     exchange_messages.PROPOSE.name: exchange_messages.Proposal,
     exchange_messages.OPEN.name: exchange_messages.Opening,
     exchange_messages.CHUNK.name: exchange_messages.ChunkHeader,
-    exchange_messages.LEAVE.name: exchange_messages.Leave,
+    exchange_messages.LEAVE.name: exchange_messages.LeaveExchange,
     state_messages.OFFER.name: state_messages.StateRequest,
     state_messages.OPEN.name: state_messages.StateRequest,
     state_messages.CHUNK.name: state_messages.StateRequest,

@@ -18,8 +18,8 @@ from noloco_node.placement.run_end import (
     HELD_UP_GRACES,
     LATE_GRACES,
     ORPHAN_GRACES,
-    Course,
     EndOfRun,
+    RunVerdict,
     Sight,
     near_from,
     verdict,
@@ -32,7 +32,7 @@ from tests.worlds import micro_spec, peer_name, world
 
 GRACE, TARGET, RECORD = 20.0, 64_000_000.0, 100_000.0
 A, B, C = PeerId("origin-aaaa"), PeerId("origin-bbbb"), PeerId("origin-cccc")
-OVER, ON, STALLED = Course.OVER, Course.GOES_ON, Course.STALLED
+OVER, ON, STALLED = RunVerdict.OVER, RunVerdict.GOES_ON, RunVerdict.STALLED
 AT_WORK = Sight(
     near=True,
     begun=True,
@@ -73,7 +73,7 @@ AT_WORK = Sight(
         ({"near": False, "begun": False, "idle": BEGINNING_SECONDS / GRACE + 1}, STALLED),
     ],
 )
-def test_what_a_replica_makes_of_what_it_sees(changes: dict[str, float | bool], found: Course) -> None:
+def test_what_a_replica_makes_of_what_it_sees(changes: dict[str, float | bool], found: RunVerdict) -> None:
     """Times in graces. Far from the target no word ends anything; nothing is waited for without an end."""
     seconds = {k: v * GRACE if k in ("idle", "outvoted") else v for k, v in changes.items()}
     assert verdict(replace(AT_WORK, **seconds), GRACE) is found  # pyright: ignore[reportArgumentType]
@@ -140,7 +140,7 @@ class Swarm:
             drawn = DrawnBy(name, self.clocks[name])
             self.seen.saw(drawn, sender or name, tokens=tokens, own_clock=self.clock)
 
-    async def verdict(self, graces: float = 0.0) -> Course:
+    async def verdict(self, graces: float = 0.0) -> RunVerdict:
         """After so much time, looking about as often as a node does."""
         until = self.time.now + graces * GRACE
         while True:
@@ -168,7 +168,7 @@ STOPPED = (PeerState.TRAINING, PeerState.DRAINING, PeerState.GONE)
     ],
 )
 async def test_the_run_is_over_at_once_when_an_origin_was_at_its_end_and_none_trains(
-    a: tuple[PeerState, ...], b: tuple[PeerState, ...], found: Course
+    a: tuple[PeerState, ...], b: tuple[PeerState, ...], found: RunVerdict
 ) -> None:
     """However far it has left meanwhile: who looks every two seconds misses what passes in one."""
     swarm = Swarm()
@@ -200,7 +200,7 @@ async def test_a_later_stage_whose_clock_lags_ends_with_the_origins_it_has_worke
     ],
 )
 async def test_a_replica_that_got_no_work_of_late_ends_after_its_origins(
-    b: tuple[PeerState, ...], clock: float, graces: float, found: Course
+    b: tuple[PeerState, ...], clock: float, graces: float, found: RunVerdict
 ) -> None:
     """Set aside, or never chosen: its own clock stands where it last trained. One origin's word is not enough, but an
     origin that hangs has none."""

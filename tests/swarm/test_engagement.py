@@ -19,7 +19,7 @@ from noloco_node.averaging.engagement import (
     Phase,
     after,
 )
-from noloco_node.averaging.messages import LEAVE, PROPOSE, Acceptance, Leave, Proposal
+from noloco_node.averaging.messages import LEAVE, PROPOSE, Acceptance, LeaveExchange, Proposal
 from noloco_node.averaging.session import Session
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.calls import NOTHING, Nothing, call, on
@@ -133,7 +133,7 @@ async def test_an_own_proposal_is_void_once_the_partners_stands_and_is_taken_bac
             left_behind.append(own.exchange)
             return Acceptance(tokens=64)
 
-        async def leave(_peer: PeerId, gone: Leave) -> Nothing:
+        async def leave(_peer: PeerId, gone: LeaveExchange) -> Nothing:
             left_behind.remove(gone.exchange)
             return NOTHING
 
@@ -143,7 +143,7 @@ async def test_an_own_proposal_is_void_once_the_partners_stands_and_is_taken_bac
         assert not left_behind
         present = cast(Session, right.averaging.exchanger.engagement.session)
         assert (present.exchange, present.role) == (THEIRS, "dialled")
-        await call(partner, right.context.transport.peer_id, LEAVE, Leave(exchange=THEIRS), seconds=5.0)
+        await call(partner, right.context.transport.peer_id, LEAVE, LeaveExchange(exchange=THEIRS), seconds=5.0)
         assert not right.averaging.exchanger.engaged
         await partner.close()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.paces import Outcome
+from noloco_node.pipeline.paces import RequestOutcome
 from noloco_node.pipeline.routing import RoutingBook
 
 PEERS = [PeerId(name) for name in ("hostile", "a", "b", "c")]
@@ -17,11 +17,11 @@ USUAL = 0.2
 PATIENCE = 30.0
 
 OUTCOMES = {
-    "trained": Outcome.CAME,
-    "hung": Outcome.FAILED,
-    "draining": Outcome.FAILED,
-    "passed up": Outcome.PASSED_UPWARD,
-    "busy": Outcome.UNTOLD,
+    "trained": RequestOutcome.CAME,
+    "hung": RequestOutcome.FAILED,
+    "draining": RequestOutcome.FAILED,
+    "passed up": RequestOutcome.PASSED_UPWARD,
+    "busy": RequestOutcome.UNTOLD,
 }
 
 Behaviour = Callable[[int], tuple[float, str]]

@@ -20,7 +20,7 @@ from noloco_node.bootstrap.reach_watch import Policy, ReachWatch
 from noloco_node.bootstrap.reachability import (
     CHANGES,
     CHANGES_COUNT_SECONDS,
-    Place,
+    HostPort,
     ReachFinding,
     ReachStanding,
     Seen,
@@ -41,14 +41,14 @@ from tests.worlds import no_tensors
 BASE = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx"
 OWN, SEED, OTHER, LIAR = (PeerId(BASE + letter) for letter in "9ABC")
 LISTENING = "/ip4/192.168.1.2/tcp/31337"
-OUTSIDE = Place("93.184.216.34", 31337)
+OUTSIDE = HostPort("93.184.216.34", 31337)
 """Where the world sees this node."""
-VICTIM = Place("8.8.8.8", 31337)
+VICTIM = HostPort("8.8.8.8", 31337)
 AT = {SEED: "1.1.1.1", OTHER: "9.9.9.9", LIAR: "208.67.222.222"}
 FREE = Policy(may_announce=True, may_relay=True, tells_own=True)
 
 
-def seen(host: str, place: Place, reached: bool, peer: PeerId = OTHER) -> Seen:
+def seen(host: str, place: HostPort, reached: bool, peer: PeerId = OTHER) -> Seen:
     """What a peer at that host found."""
     return Seen(peer, network_of(host), place, reached)
 
@@ -65,7 +65,7 @@ def test_peers_of_one_network_never_have_a_node_tell_a_strangers_address_where_o
     """However many of them agree, one of them the very peer that its owner named: peers of other networks were asked,
     and did not see it there."""
     lies = [seen(f"208.67.222.{number}", VICTIM, reached, LIAR) for number, reached in liars]
-    own = Place("192.168.1.2", 31337)
+    own = HostPort("192.168.1.2", 31337)
     place = own if near else OUTSIDE
     truth = [seen(f"9.9.{number}.9", place, reached) for number, reached in enumerate(honest)]
     finding = judge([*lies, *truth], [own], [LIAR] if named else [])
@@ -78,7 +78,7 @@ def test_peers_of_one_network_never_have_a_node_tell_a_strangers_address_where_o
 def test_where_a_node_is_reached_is_what_the_widest_and_most_say() -> None:
     """A neighbour's word does not count beside the world's; an address that it listens on needs one word, one that it
     has from others two, or that of the peer that its owner named where there is no other; a tie is for it."""
-    own = Place("192.168.1.2", 31337)
+    own = HostPort("192.168.1.2", 31337)
     near = seen("192.168.1.9", own, True)
     assert judge([], [own], []) is None
     assert judge([near], [own], []) == judge([near, near], [own], []) == ReachFinding(own, (own,))
@@ -114,7 +114,7 @@ def test_what_others_are_told_changes_seldom() -> None:
 class World:
     """A node's p2pd and those whom it is connected to, in memory; the messages between them are the real ones."""
 
-    answers: dict[PeerId, dict[Place, bool]] = field(default_factory=dict[PeerId, "dict[Place, bool]"])
+    answers: dict[PeerId, dict[HostPort, bool]] = field(default_factory=dict[PeerId, "dict[HostPort, bool]"])
     """What each peer says when it is asked to dial back."""
     relaying: set[PeerId] = field(default_factory=set[PeerId])
     told: list[str] = field(default_factory=lambda: [LISTENING])
@@ -192,7 +192,7 @@ async def watching(world: World, monkeypatch: pytest.MonkeyPatch, policy: Policy
         await transport.close()
 
 
-def says(peer: PeerId, place: Place, reached: bool) -> dict[PeerId, dict[Place, bool]]:
+def says(peer: PeerId, place: HostPort, reached: bool) -> dict[PeerId, dict[HostPort, bool]]:
     """One peer's answer."""
     return {peer: {place: reached}}
 
@@ -217,7 +217,7 @@ async def test_a_port_that_the_router_opens_is_waited_for_and_dialled(monkeypatc
     """p2pd tells others of it itself, so nothing is changed; where none is opened, the wait has an end."""
     monkeypatch.setattr("noloco_node.bootstrap.reach_watch.MAP_LOOK_SECONDS", 0.0)
     monkeypatch.setattr("noloco_node.bootstrap.reach_watch.MAP_SECONDS", 0.05)
-    mapped = Place(OUTSIDE.host, 40000)
+    mapped = HostPort(OUTSIDE.host, 40000)
 
     class Opening(World):
         async def told_addresses(self) -> Sequence[str]:
@@ -289,7 +289,7 @@ async def test_out_of_reach_a_node_asks_for_relays_by_itself_and_says_where_ther
 async def test_one_look_in_vain_costs_a_node_that_was_reached_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second does: its port has stopped working."""
     own = parse_address(f"{LISTENING}/p2p/{OWN}")
-    place = Place(own.host, own.port)
+    place = HostPort(own.host, own.port)
     world = World(says(SEED, place, True), {SEED}, joined_peers=joined(SEED))
     async with watching(world, monkeypatch) as watch:
         await watch.look()

@@ -11,7 +11,7 @@ import pytest
 
 from noloco_node.config.run_spec import RoutingName
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.paces import Outcome
+from noloco_node.pipeline.paces import RequestOutcome
 from noloco_node.pipeline.routing import SUSPENSION_SECONDS, Candidate, RoutingBook, choose_peer
 from noloco_node.trust.reputation import Trust
 
@@ -149,7 +149,7 @@ def test_balanced_routing_keeps_using_every_peer() -> None:
         events.remove((now[0], origin))
         for done in [entry for entry in under_way if entry[0] <= now[0]]:
             under_way.remove(done)
-            books[done[1]].done(done[2], done[3], Outcome.CAME)
+            books[done[1]].done(done[2], done[3], RequestOutcome.CAME)
             queued[done[2]].remove(done[0])
             books[done[1]].reported(done[2], len(queued[done[2]]))
         server = books[origin].choose()
@@ -268,7 +268,7 @@ def test_who_is_slow_among_many_is_asked_less() -> None:
         now[0] = 0.0
         began = book.sent(peer)
         now[0] = 1.0 if peer in peers[:5] else 6.0
-        book.done(peer, began, Outcome.CAME)
+        book.done(peer, began, RequestOutcome.CAME)
     now[0] = 6.0
     counts = Counter(book.choose() for _ in range(3000))
     quick, slow = (sum(counts[peer] for peer in some) / len(some) for some in (peers[:5], peers[5:]))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hivemind.proto import dht_pb2
 
-from noloco_node.averaging.messages import LEAVE, PROPOSE, Leave, Proposal
+from noloco_node.averaging.messages import LEAVE, PROPOSE, LeaveExchange, Proposal
 from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.directory.dht_node import MOST_CALL_BACKS, node_id_of
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
@@ -182,7 +182,7 @@ async def test_exchanges_that_come_to_nothing_cost_a_quarter_of_the_time_whoever
                 await call(caller, target, PROPOSE, proposal, seconds=5.0)
                 assert exchanger.engagement.session is not None
                 exchanger.engagement.session.started -= seconds
-                await call(caller, target, LEAVE, Leave(exchange=exchange), seconds=5.0)
+                await call(caller, target, LEAVE, LeaveExchange(exchange=exchange), seconds=5.0)
             finally:
                 await caller.close()
 

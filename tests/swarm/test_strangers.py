@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from noloco_node.averaging import messages as exchange
-from noloco_node.averaging.messages import Leave
+from noloco_node.averaging.messages import LeaveExchange
 from noloco_node.averaging.session import Session, overdue
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.directory.records import PeerState
@@ -63,7 +63,7 @@ async def test_only_the_dialler_itself_can_leave_an_exchange() -> None:
     """Nobody else can break it off, though he knows its name."""
     async with two_replicas() as (_, _, right):
         await propose(right)
-        goodbye = Leave(exchange=NAME)
+        goodbye = LeaveExchange(exchange=NAME)
         with pytest.raises(Refused) as refused:
             await right.averaging.exchanger.responder.handle_leave(PeerId("another-stranger"), goodbye)
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE

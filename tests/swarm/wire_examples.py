@@ -172,7 +172,7 @@ def _averaging() -> list[Example]:
             (numbers(torch.uint8, 5),),
             (numbers(torch.uint8, 5),),
         ),
-        Example(exchange_messages.LEAVE, exchange_messages.Leave(exchange=OTHER_ID), Nothing()),
+        Example(exchange_messages.LEAVE, exchange_messages.LeaveExchange(exchange=OTHER_ID), Nothing()),
     ]
 
 
