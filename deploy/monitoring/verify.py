@@ -86,6 +86,7 @@ STEADY: Mapping[str, str] = {
     "threads": "they do not leak",
     "held": "always as many as `node.in_flight`",
     "queue": "a look every two seconds may meet none",
+    "data_wait_share": "the text lies in memory: nobody waits for it",
     "doing": "1 as long as it lasts",
     "seen_claimed": "who is killed is silent for a few seconds only before its record is gone",
     "seen_moves": "stages are given",
