@@ -9,7 +9,7 @@ _MOST_DOUBLED = 64
 
 
 class Doubling(NamedTuple):
-    """Pauses that double. Seconds."""
+    """Pauses that double, in seconds unless their owner counts otherwise."""
 
     first: float
     longest: float

@@ -15,6 +15,7 @@ from typing import Any
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
 from noloco_node.directory.dht_node import BUCKET_SIZE, REPLICAS, DhtNode, Nearest, node_id_of
+from noloco_node.pauses import Doubling
 from noloco_node.peer_table import PeerTable
 
 WALK_SECONDS = 5.0
@@ -24,8 +25,7 @@ MOST_INTRODUCED = 40
 """Nodes that one walk asks on the word of others."""
 MOST_BY_ONE = 8
 """Of these, on the word of one."""
-FIRST_PAUSE_SECONDS = 5.0
-LONGEST_PAUSE_SECONDS = 300.0
+PAUSES = Doubling(5.0, 300.0)
 MOST_REMEMBERED = 1024
 GLANCED = 2
 """Nodes asked at once for one bucket."""
@@ -43,7 +43,8 @@ class _Pause:
     """A node that did not answer is not asked until `until`."""
 
     until: float
-    seconds: float
+    earlier: int
+    """Pauses before this one since it last answered."""
 
 
 @dataclass(slots=True)
@@ -211,5 +212,5 @@ class Walker:
 
     def _pause(self, peer: Any) -> None:
         last = self._pauses.get(peer)
-        seconds = FIRST_PAUSE_SECONDS if last is None else min(LONGEST_PAUSE_SECONDS, 2 * last.seconds)
-        self._pauses[peer] = _Pause(self._clock() + seconds, seconds)
+        earlier = 0 if last is None else last.earlier + 1
+        self._pauses[peer] = _Pause(self._clock() + PAUSES.after(earlier), earlier)

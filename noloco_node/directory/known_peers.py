@@ -17,14 +17,15 @@ from noloco_node import ambient
 from noloco_node.directory.records import DirectoryView
 from noloco_node.identity.addresses import MOST_ADDRESSES, dialable
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pauses import Doubling
 from noloco_node.storage import atomic
 
 logger = logging.getLogger(__name__)
 
 MOST_PEERS = 32
 LOOK_SECONDS = 1.0
-LONGEST_PAUSE = 30
-"""Looks after which a peer is asked for again, also where it is known: it may have moved."""
+PAUSES = Doubling(2.0, 30.0)
+"""Looks after which a peer is asked for again; the longest also where it is known: it may have moved."""
 LAST_LOOK_SECONDS = 3.0
 ASKED_AT_ONCE = 4
 MAX_FILE_BYTES = 256 * 1024
@@ -43,10 +44,10 @@ class Book(Protocol):
 
 
 class _Wait(NamedTuple):
-    """When a live peer is asked for again, and how long it was left alone before that, both in looks."""
+    """The look at which a live peer is asked for again, and how often it has been asked in vain."""
 
-    until: int = 0
-    pause: int = 1
+    until: float = 0
+    in_vain: int = 0
 
 
 class HeldState(BaseModel):
@@ -140,11 +141,12 @@ class KnownPeers:
             for first in range(0, len(peers), ASKED_AT_ONCE):
                 await asyncio.gather(*(self._ask(book, peer) for peer in peers[first : first + ASKED_AT_ONCE]))
             for peer in peers:
-                pause = LONGEST_PAUSE if peer in self.addresses else min(2 * waits[peer].pause, LONGEST_PAUSE)
-                waits[peer] = _Wait(look + pause, pause)
+                earlier = waits[peer].in_vain
+                pause = PAUSES.longest if peer in self.addresses else PAUSES.after(earlier)
+                waits[peer] = _Wait(look + pause, earlier + 1)
             known = self.held.keys()
             self.worked_with(holders())
-            grown = self.held.keys() != known or (self.held and look % LONGEST_PAUSE == 0)
+            grown = self.held.keys() != known or (self.held and look % PAUSES.longest == 0)
             if self.addresses != before or self.run != run or grown:
                 await ambient.elsewhere(self.save, run)
             await asyncio.sleep(LOOK_SECONDS)

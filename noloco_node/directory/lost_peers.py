@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from noloco_node.directory.records import DirectoryView, PeerState
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pauses import Doubling
 
 MOST_REMEMBERED = 64
-FIRST_PAUSE_SECONDS = 5.0
-LONGEST_PAUSE_SECONDS = 60.0
+PAUSES = Doubling(5.0, 60.0)
 FORGET_SECONDS = 86_400.0
 
 
@@ -24,7 +24,7 @@ FORGET_SECONDS = 86_400.0
 class _Lost:
     since: float
     next_try: float
-    pause: float = FIRST_PAUSE_SECONDS
+    asked_for: int = 0
 
 
 class LostPeers:
@@ -47,7 +47,7 @@ class LostPeers:
         self._forget(present | farewells)
         for rows in old.stages:
             for peer in rows.keys() - present - farewells - self._lost.keys():
-                self._lost[peer] = _Lost(now, now + self._jittered(FIRST_PAUSE_SECONDS))
+                self._lost[peer] = _Lost(now, now + PAUSES.about(0, self._rng))
         self._forget([peer for peer, lost in self._lost.items() if now - lost.since > FORGET_SECONDS])
         self._forget(self.missed[: max(0, len(self._lost) - MOST_REMEMBERED)])
 
@@ -58,13 +58,10 @@ class LostPeers:
             return None
         peer = self._rng.choice(waiting)
         lost = self._lost[peer]
-        lost.next_try = now + self._jittered(lost.pause)
-        lost.pause = min(LONGEST_PAUSE_SECONDS, 2 * lost.pause)
+        lost.next_try = now + PAUSES.about(lost.asked_for, self._rng)
+        lost.asked_for += 1
         return peer
 
     def _forget(self, peers: Iterable[PeerId]) -> None:
         for peer in peers:
             self._lost.pop(peer, None)
-
-    def _jittered(self, seconds: float) -> float:
-        return seconds * self._rng.uniform(0.5, 1.5)

@@ -19,6 +19,7 @@ from noloco_node.directory.headcount import is_there
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
 from noloco_node.directory.records_call import tell
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pauses import Doubling
 from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.interface import Transport
@@ -41,8 +42,7 @@ BURST = 16
 """Calls that may be made at once after a quiet time, and calls under way."""
 ASK_AGAIN = 0.5
 """Times a record's life after which a peer that answers is asked again: what records say must be told on in time."""
-FIRST_PAUSE_SECONDS = 1.0
-LONGEST_PAUSE_SECONDS = 300.0
+PAUSES = Doubling(1.0, 300.0)
 """Between two calls to a peer that has never answered; one that has is asked at least once in a record's life."""
 
 SAID, CALLED, INTRODUCED = range(3)
@@ -55,7 +55,8 @@ class _Asked:
 
     record: PeerRecord | None
     next_try: float = 0.0
-    pause: float = FIRST_PAUSE_SECONDS
+    in_vain: int = 0
+    """Calls of this roll since it last answered."""
     silences: int = 0
     """Calls of whatever kind that it had not answered when it was last asked."""
     under_way: bool = False
@@ -284,10 +285,11 @@ class RollCall:
         if at_random and record is not None:
             self._known.drew(peer, answered and is_there(self._known, record))
         if answered:
-            asked.pause, wait = FIRST_PAUSE_SECONDS, self._life * ASK_AGAIN
+            asked.in_vain, wait = 0, self._life * ASK_AGAIN
         else:
-            wait, longest = asked.pause, self._life if self._known.met(peer) else LONGEST_PAUSE_SECONDS
-            asked.pause = min(longest, 2.0 * asked.pause)
+            longest = self._life if self._known.met(peer) else PAUSES.longest
+            wait = min(longest, PAUSES.after(asked.in_vain))
+            asked.in_vain += 1
         asked.silences = self._known.of(peer).silences
         asked.next_try = asyncio.get_running_loop().time() + wait * self._rng.uniform(0.75, 1.25)
         if before != (self._known.answers(peer), self._known.of(peer).stage):

@@ -11,6 +11,7 @@ from itertools import islice
 from noloco_node.aio import Pulse
 from noloco_node.config.run_spec import RoutingName
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pauses import Doubling
 from noloco_node.peer_table import PeerTable
 from noloco_node.pipeline.links import share_of_relayed
 from noloco_node.pipeline.paces import FEW, Paces, RequestOutcome
@@ -19,10 +20,8 @@ from noloco_node.trust.reputation import Reputation, Trust, after_audit
 
 logger = logging.getLogger(__name__)
 
-SUSPENSION_SECONDS = 5.0
-"""How long a peer whose stream broke or timed out is passed over; doubled with each failure, up to a minute."""
-
-LONGEST_SUSPENSION_SECONDS = 60.0
+SUSPENSIONS = Doubling(5.0, 60.0)
+"""How long a peer whose stream broke or timed out is passed over, by the failures before that."""
 
 LOAD_LIFE_SECONDS = 3.0
 """How long a reported load counts. One that never aged would keep a peer that was busy once from ever being asked
@@ -228,8 +227,9 @@ class RoutingBook:
 
     def failed(self, peer: PeerId) -> None:
         """A stream to `peer` broke or timed out: pass it over for a while."""
-        failures = self._failures[peer] = min(self._failures.get(peer, 0) + 1, 10)
-        self._suspend(peer, min(LONGEST_SUSPENSION_SECONDS, SUSPENSION_SECONDS * 2 ** (failures - 1)))
+        earlier = self._failures.get(peer, 0)
+        self._failures[peer] = earlier + 1
+        self._suspend(peer, SUSPENSIONS.after(earlier))
 
     def _suspend(self, peer: PeerId, seconds: float) -> None:
         if seconds > 0.0:

@@ -56,21 +56,21 @@ class PlainWay:
         self._slowed: dict[PeerId, float] = {}
 
     async def carry(self, source: PeerId, target: PeerId, octets: float) -> None:
-        """See `Way.carry`."""
+        """See `LinkModel.carry`."""
         slowed = max(self._slowed.get(source, 1.0), self._slowed.get(target, 1.0))
         await asyncio.sleep(self._seconds(source, target, math.ceil(octets)) * slowed)
 
     def slow(self, peer: PeerId, times: float) -> None:
-        """See `Way.slow`."""
+        """See `LinkModel.slow`."""
         self._slowed[peer] = times
 
     def via(self, source: PeerId, target: PeerId) -> Sequence[PeerId]:
-        """See `Way.via`."""
+        """See `LinkModel.via`."""
         del source, target
         return ()
 
     def round_trip(self, one: PeerId, other: PeerId) -> float:
-        """See `Way.round_trip`."""
+        """See `LinkModel.round_trip`."""
         return self._seconds(one, other, 0) + self._seconds(other, one, 0)
 
 
@@ -115,26 +115,26 @@ class SharedWay:
         return self._ends[peer].relay is not None
 
     def slow(self, peer: PeerId, times: float) -> None:
-        """See `Way.slow`."""
+        """See `LinkModel.slow`."""
         end = self._ends[peer]
         self._slowed[peer] = times
         self._pipes.resize(self._up[peer], end.up / times)
         self._pipes.resize(self._down[peer], end.down / times)
 
     def round_trip(self, one: PeerId, other: PeerId) -> float:
-        """See `Way.round_trip`."""
+        """See `LinkModel.round_trip`."""
         slowed = max(self._slowed.get(one, 1.0), self._slowed.get(other, 1.0))
         stops = [one, *self.via(one, other), other]
         regions = [self._ends[stop].region for stop in stops]
         return slowed * sum(self._seconds[here][there] for here, there in itertools.pairwise(regions))
 
     def via(self, source: PeerId, target: PeerId) -> Sequence[PeerId]:
-        """See `Way.via`: the relays of those that nobody can dial, unless they are its ends."""
+        """See `LinkModel.via`: the relays of those that nobody can dial, unless they are its ends."""
         relays = (self._ends[source].relay, self._ends[target].relay)
         return tuple(dict.fromkeys(relay for relay in relays if relay not in (None, source, target)))
 
     async def carry(self, source: PeerId, target: PeerId, octets: float) -> None:
-        """See `Way.carry`."""
+        """See `LinkModel.carry`."""
         stops = [source, *self.via(source, target), target]
         hops = itertools.pairwise(stops)
         pipes = [pipe for one, other in hops for pipe in (self._up[one], self._down[other])]

@@ -9,10 +9,9 @@ import pytest
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.lost_peers import (
-    FIRST_PAUSE_SECONDS,
     FORGET_SECONDS,
-    LONGEST_PAUSE_SECONDS,
     MOST_REMEMBERED,
+    PAUSES,
     LostPeers,
 )
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
@@ -69,9 +68,9 @@ def test_it_is_asked_for_ever_more_rarely_and_forgotten_in_the_end(lost: LostPee
     lost.seen(view("peer-number-1"), view(), 0.0)
     asked = [float(now) for now in range(3600) if lost.due(now)]
     gaps = [later - earlier for earlier, later in pairwise(asked)]
-    assert asked[0] <= 1.5 * FIRST_PAUSE_SECONDS + 1
-    assert gaps[0] < LONGEST_PAUSE_SECONDS / 2
-    assert 0.5 * LONGEST_PAUSE_SECONDS <= min(gaps[5:]) <= max(gaps[5:]) <= 1.5 * LONGEST_PAUSE_SECONDS + 1
+    assert asked[0] <= 1.5 * PAUSES.first + 1
+    assert gaps[0] < PAUSES.longest / 2
+    assert 0.5 * PAUSES.longest <= min(gaps[5:]) <= max(gaps[5:]) <= 1.5 * PAUSES.longest + 1
     lost.seen(view(), view(), FORGET_SECONDS - 1)
     assert lost.missed
     lost.seen(view(), view(), FORGET_SECONDS + 1)

@@ -12,7 +12,7 @@ import pytest
 from noloco_node.config.run_spec import RoutingName
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.paces import RequestOutcome
-from noloco_node.pipeline.routing import SUSPENSION_SECONDS, Candidate, RoutingBook, choose_peer
+from noloco_node.pipeline.routing import SUSPENSIONS, Candidate, RoutingBook, choose_peer
 from noloco_node.trust.reputation import Trust
 
 PEERS = [PeerId(name) for name in ("a", "b", "c", "d")]
@@ -122,7 +122,7 @@ def test_the_book_forgets_those_who_left_and_suspends_those_who_failed() -> None
     book.update(PEERS[:2], 0)
     book.failed(PEERS[0])
     assert {book.choose() for _ in range(50)} == {"b"}
-    now[0] += SUSPENSION_SECONDS + 0.1
+    now[0] += SUSPENSIONS.first + 0.1
     assert {book.choose() for _ in range(50)} == {"a", "b"}
     book.failed(PEERS[1])
     book.reported(PEERS[1], 0)
