@@ -8,7 +8,6 @@ import resource
 import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TypeVar
@@ -35,11 +34,13 @@ def free_port() -> int:
 async def eventually(check: Callable[[], T], within: float = 60.0, what: str = "", *, every: float = 0.01) -> T:
     """Return `check()` once it is truthy; fail after `within` seconds, naming `what` was awaited. What only tasks of
     this process bring about is seen within a few turns of the loop, other things by looking `every` so many seconds.
+    Seconds are the loop's: in virtual time a busy machine ends no wait.
     """
-    deadline = time.monotonic() + within
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + within
     looks = 0
     while not (result := check()):
-        if time.monotonic() > deadline:
+        if loop.time() > deadline:
             raise AssertionError(f"not within {within:g} s: {what or check}")
         await asyncio.sleep(0.0 if looks < TURNS and every < 0.1 else every)
         looks += 1

@@ -155,7 +155,7 @@ class Watched:
         return seed if seed and seed["over"] and not seed["nodes_answering"] else None
 
 
-@pytest.mark.parametrize("knows_the_run", [True, False])
+@pytest.mark.parametrize("knows_the_run", [True, pytest.param(False, marks=pytest.mark.long)])
 async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
     tmp_path: Path, temporary: Path, knows_the_run: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

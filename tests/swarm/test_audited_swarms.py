@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,10 @@ from noloco_node.pauses import Doubling
 from noloco_node.pipeline.audit import Finding
 from noloco_node.pipeline.messages import MICROBATCH, MicrobatchHeader
 from noloco_node.pipeline.passing import PipelineServer
+from noloco_node.simulator.device import SimulatedDevice
+from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.telemetry.events import Account, OuterStep
+from noloco_node.training.compute_thread import Priority
 from noloco_node.training.stage_trainer import LossResult
 from noloco_node.transport import bans as conduct
 from noloco_node.transport.memory import Fault, FaultKind
@@ -28,6 +32,8 @@ from noloco_node.trust.reputation import SET_ASIDE_AT, Trust
 from tests.support import eventually
 from tests.worlds import World, last_accounts, micro_spec, peer_name, run_to_the_end, run_with_faults, trainer_of, world
 
+SECONDS = {Priority.STEP: 0.02, Priority.BACKWARD: 0.2, Priority.FORWARD: 0.1, Priority.DRAW: 0.1}
+"""What the modelled device takes where a test runs in virtual time."""
 ALWAYS = PipelineSpec(routing="uniform", audit_share=1.0, budget_seconds=10.0, progress_seconds=5.0)
 
 
@@ -68,7 +74,7 @@ LIES: dict[str, Callable[[Tensor], Tensor]] = {
     "much too small": lambda gradient: 0.1 * gradient,
     "zeros": torch.zeros_like,
 }
-QUICK_LIES = ("sign turned", "much too small")
+QUICK_LIES = ("sign turned",)
 
 
 @pytest.mark.parametrize(
@@ -155,30 +161,29 @@ async def test_an_audit_that_fails_costs_no_sample_and_counts_against_nobody() -
     assert not any(a.strangers.audits.get(Finding.CONTRADICTED, 0) or a.strangers.set_aside_now for a in heads)
 
 
-@pytest.mark.timeout(240)
-async def test_a_replica_that_has_lost_its_weights_is_set_aside_copies_a_stage_peer_and_is_cleared(
+def test_a_replica_that_has_lost_its_weights_is_set_aside_copies_a_stage_peer_and_is_cleared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Honest, but useless until it has a good state again: it gets no work, lags, copies, and works as before."""
     monkeypatch.setattr(conduct, "BAN_SECONDS", Doubling(4.0, 4.0))
+    in_virtual_time(_loses_its_weights, seed=1)
+
+
+async def _loses_its_weights() -> None:
+    """The course of it, in virtual time: on a busy machine clearing took as long as the machine liked."""
     outer = OuterSpec(inner_steps=5, codec="fp32", max_lag_tokens=4_000)
-    async with world(micro_spec(steps=2000, microbatches_a_step=3, pipeline=ALWAYS, outer=outer), replicas=3) as made:
+    spec = micro_spec(steps=2000, microbatches_a_step=3, pipeline=ALWAYS, outer=outer)
+    async with world(spec, replicas=3, device=partial(SimulatedDevice, SECONDS.__getitem__)) as made:
         lost, stage_peer = made.of_stage(1)[:2]
 
         def master(replica: Replica) -> Tensor:
             return trainer_of(replica.worker).master
 
-        async def lose_the_weights() -> int:
-            """The outer steps that it had taken by then."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(run_to_the_end(made, within=500))
             await eventually(lambda: lost.worker.progress.steps > 20, 60)
-            progress, state = await lost.worker.full_state()
-            noise = torch.randn(state["fast"].numel(), generator=torch.Generator().manual_seed(0))
-            await lost.worker.load_full_state(
-                progress.clock, progress.outer_rounds, {**state, "fast": noise, "slow": noise}
-            )
-            return len(outer_steps(made, 3))
-
-        async def is_cleared(before: int) -> None:
+            await _scramble(lost)
+            before = len(outer_steps(made, 3))
             books = [replica.pipeline.book for replica in made.of_stage(0)]
             await eventually(lambda: any(book.trust(peer_name(1, 0)) is Trust.SET_ASIDE for book in books), 60)
             await eventually(lambda: any(e.kind == "caught_up" for e in outer_steps(made, 3)[before:]), 60)
@@ -191,9 +196,13 @@ async def test_a_replica_that_has_lost_its_weights_is_set_aside_copies_a_stage_p
             for replica in made.replicas:
                 replica.stop.set()
 
-        async with asyncio.TaskGroup() as group:
-            group.create_task(run_to_the_end(made, within=230))
-            await is_cleared(await lose_the_weights())
+
+async def _scramble(replica: Replica) -> None:
+    """Noise in place of its weights."""
+    progress, state = await replica.worker.full_state()
+    noise = torch.randn(state["fast"].numel(), generator=torch.Generator().manual_seed(0))
+    noisy = {**state, "fast": noise, "slow": noise}
+    await replica.worker.load_full_state(progress.clock, progress.outer_rounds, noisy)
 
 
 def outer_steps(made: World, number: int) -> list[OuterStep]:
