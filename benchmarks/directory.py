@@ -1,11 +1,12 @@
 """What the directory costs one node: bytes and CPU on real p2pd, and microseconds of what is asked of it by size.
 
-    python -m benchmarks.directory members --counts 25 50 100 --out benchmarks/results/directory-members.json
+    python -m benchmarks.directory members --counts 25 50 100 --bucket 12 --out benchmarks/results/directory-members.json
     python -m benchmarks.directory decisions --out benchmarks/results/directory-decisions.json
 
 `members` are members of one DHT of two stages, each on a p2pd of its own: they publish their record and read the
-directory as a node does, and train nothing. Bytes are those of the DHT's messages. `decisions` are pure: one node in a
-swarm of so many replicas a stage, everything in memory.
+directory as a node does, and train nothing. Bytes are those of the DHT's messages. With `--bucket` so many records make
+a bucket in place of 64: then views of so few members are samples already. `decisions` are pure: one node in a swarm of
+so many replicas a stage, everything in memory.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +33,7 @@ import psutil
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.directory import buckets, sampled_view
 from noloco_node.directory.buckets import TARGET, Place, bucket_of, levels_to_write, prefix_of
 from noloco_node.directory.dht import DhtDirectory, join_directory
 from noloco_node.directory.membership import REFRESH_SECONDS, SERVING, Membership, OwnFigures
@@ -101,8 +104,17 @@ class MembersPoint:
     python_ms: float
     """CPU milliseconds a second in the node's own process, and in p2pd."""
     p2pd_ms: float
+    levels: str
+    """The lowest and the highest that members have found for their own stage."""
     seen_least: int
     """Records in the view of its own stage of whoever sees fewest."""
+    seen_median: float
+    estimate_median: float
+    """Of the number of records of its own stage."""
+    estimate_error: float
+    """Root of the mean square over the members, relative to their true number."""
+    renewed: float
+    """Share of the records of the own stage in view that were not in view a minute before."""
     load: float
 
 
@@ -144,6 +156,14 @@ async def _ended(task: asyncio.Task[None]) -> None:
     await asyncio.wait((task,))
 
 
+def make_buckets_small(records: int) -> None:
+    """So many records a bucket, and what follows from it."""
+    ratio = records / TARGET
+    buckets.TARGET = records
+    sampled_view.WHOLE = int(sampled_view.WHOLE * ratio)
+    sampled_view.MOST_ROWS = int(sampled_view.MOST_ROWS * ratio)
+
+
 async def measure_members(counts: Sequence[int], seconds: float) -> list[MembersPoint]:
     """Grow one swarm to each of the counts in turn, and follow it for so long at each."""
     points: list[MembersPoint] = []
@@ -179,7 +199,7 @@ async def follow(members: Sequence[Member], seconds: float) -> MembersPoint:
     def taken() -> list[tuple[float, ...]]:
         return [(m.counted.received, m.counted.sent, m.counted.calls, _cpu(m.p2pd), m.looks[0]) for m in members]
 
-    own, began, before = psutil.Process(), time.monotonic(), taken()
+    own, began, before, views = psutil.Process(), time.monotonic(), taken(), [_seen(m) for m in members]
     cpu_before = _cpu(own)
     await asyncio.sleep(seconds)
     took, after = time.monotonic() - began, taken()
@@ -187,7 +207,17 @@ async def follow(members: Sequence[Member], seconds: float) -> MembersPoint:
     received, sent, calls, p2pd, looks = (
         [(late[place] - early[place]) / took for early, late in zip(before, after, strict=True)] for place in range(5)
     )
+    seen, numbers = [_seen(m) for m in members], [m.directory.view.number(m.stage, m.directory.now()) for m in members]
+    true = Counter(m.stage for m in members)
+    levels = [m.directory.seen_at(m.stage) for m in members]
+    new = [len(late - early) / max(1, len(late)) for early, late in zip(views, seen, strict=True)]
     return MembersPoint(
+        levels=f"{min(levels)} to {max(levels)}",
+        seen_median=statistics.median(map(len, seen)),
+        estimate_median=statistics.median(numbers),
+        estimate_error=statistics.mean((n / true[m.stage] - 1.0) ** 2 for n, m in zip(numbers, members, strict=True))
+        ** 0.5,
+        renewed=statistics.mean(new) * min(1.0, 60.0 / took),
         members=len(members),
         received_median=statistics.median(received),
         received_most=max(received),
@@ -197,9 +227,14 @@ async def follow(members: Sequence[Member], seconds: float) -> MembersPoint:
         looks=statistics.mean(looks),
         python_ms=1e3 * python,
         p2pd_ms=1e3 * statistics.mean(p2pd),
-        seen_least=min(len(m.directory.view.live(m.stage, m.directory.now())) for m in members),
+        seen_least=min(map(len, seen)),
         load=os.getloadavg()[0],
     )
+
+
+def _seen(member: Member) -> set[str]:
+    """Peers of its own stage."""
+    return {record.peer_id for record in member.directory.view.live(member.stage, member.directory.now())}
 
 
 def _cpu(process: psutil.Process) -> float:
@@ -363,13 +398,17 @@ def _digest_of(key: str) -> bytes:
     return bytes(identifier.to_bytes())
 
 
+def _cell(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    assert isinstance(value, int | float)
+    return f"{value:.3g}" if isinstance(value, float) and value < 100 else f"{value:,.0f}"
+
+
 def as_table(points: Sequence[MembersPoint] | Sequence[DecisionsPoint]) -> str:
     """Markdown."""
     names = list(asdict(points[0]))
-    rows = [
-        [f"{value:.3g}" if isinstance(value, float) and value < 100 else f"{value:,.0f}" for value in each]
-        for each in (asdict(point).values() for point in points)
-    ]
+    rows = [[_cell(value) for value in each] for each in (asdict(point).values() for point in points)]
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
@@ -380,9 +419,13 @@ def main() -> None:
     parser.add_argument("what", choices=("members", "decisions"))
     parser.add_argument("--counts", type=int, nargs="+", help="members, or replicas of a stage")
     parser.add_argument("--seconds", type=float, default=30.0, help="for which members are followed")
+    parser.add_argument("--bucket", type=int, help="records of a bucket, in place of 64")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     content: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    if options.bucket:
+        content["bucket"] = options.bucket
+        make_buckets_small(options.bucket)
     if options.what == "members":
         points: Any = asyncio.run(measure_members(options.counts or (25, 50), options.seconds))
     else:

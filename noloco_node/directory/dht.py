@@ -28,7 +28,7 @@ from noloco_node.directory.records import (
     PeerState,
     SignedRecord,
 )
-from noloco_node.directory.sampled_view import SampledView
+from noloco_node.directory.sampled_view import USUAL_LIFE, SampledView
 from noloco_node.directory.store import Esteem, RecordStore
 from noloco_node.directory.validator import RecordValidator, bucket_key, sign_record
 from noloco_node.errors import ExitCode, UserError
@@ -42,6 +42,8 @@ from noloco_node.transport.acquaintance import SILENCES_TOLERATED, Acquaintances
 logger = logging.getLogger(__name__)
 
 STORE_SECONDS = 5.0
+WALK_AGAIN = 0.5
+"""Of a record's life: how often everybody near the stages' keys is asked."""
 JOIN_SECONDS = 20.0
 MAX_LIFE_SECONDS = 3600.0
 """A record that claims to live much longer than this from now is not held: its owner could never leave."""
@@ -92,6 +94,10 @@ class DhtDirectory:
         self._sampled = SampledView(stages, ambient.chance())
         self._lost = LostPeers(identity.peer_id, ambient.chance())
         self._seeking: asyncio.Task[None] | None = None
+        self._life = USUAL_LIFE
+        """Seconds that the last own record lives."""
+        self._walked_at = float("-inf")
+        """DHT time."""
 
     @property
     def view(self) -> DirectoryView:
@@ -102,6 +108,10 @@ class DhtDirectory:
     def records_held(self) -> int:
         """Records that this node holds, for itself and for others."""
         return len(self._records)
+
+    def seen_at(self, stage: int) -> int:
+        """The level at which this node has found a stage's records: 0 where all lie under one key."""
+        return self._sampled.level_of(stage).level
 
     def now(self) -> float:
         """DHT time, seconds."""
@@ -139,6 +149,7 @@ class DhtDirectory:
         and serves its own."""
         assert record.peer_id == self._identity.peer_id, "a node can only publish its own record"
         own, stage = self._identity.peer_id, record.stage
+        self._life = life
         places = self._to_write(record, life)
         last = self._last_expiry.get(stage, 0.0)
         if last > self._intake.latest_expiry:  # this clock was ahead for a moment: nobody else holds that record
@@ -187,7 +198,7 @@ class DhtDirectory:
         roots = [place for place in places if place.level == 0]
         buckets = [place for place in places if place.level > 0]
         _, *answered = await asyncio.gather(
-            self._walker.walk([self._id_of(place) for place in roots], self._also(ALSO_ASKED)),
+            self._look_at_stages([self._id_of(place) for place in roots]),
             *(self._walker.glance(self._id_of(place)) for place in buckets),
         )
         now = self.now()
@@ -199,6 +210,20 @@ class DhtDirectory:
         if self._seeking is None or self._seeking.done():
             self._seeking = asyncio.create_task(self._seek_a_lost_peer(), name="seek a lost peer")
         return self._view
+
+    async def _look_at_stages(self, keys: Sequence[Any]) -> None:
+        """Ask two of the holders of each key for what is new; everybody near once in half a record's life, so that
+        whatever those two leave out is found before its life ends, and whenever one of them does not answer or this
+        node sees nobody else."""
+        if not keys:
+            return
+        now, own = self.now(), self._identity.peer_id
+        alone = not any(peer != own for rows in self._view.stages for peer in rows)
+        answered = await self._walker.look(keys)
+        if answered and not alone and 0.0 <= now - self._walked_at < WALK_AGAIN * self._life:
+            return
+        self._walked_at = now
+        await self._walker.walk(keys, self._also(ALSO_ASKED))
 
     def _id_of(self, place: Place) -> Any:
         """The DHT's name of a key; that of a bucket is one that the validator may expect."""
@@ -259,6 +284,7 @@ class DhtDirectory:
         While it was away every look-up failed, and took the peers that it asked out of the routing table.
         """
         self._walker.forget()
+        self._walked_at = float("-inf")
         return sum(await asyncio.gather(*(self._node.ping(_peer(peer)) for peer in peers)))
 
     async def close(self) -> None:

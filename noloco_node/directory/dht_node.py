@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from hivemind.utils.timed_storage import (  # pyright: ignore[reportMissingTypeS
 
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
+from noloco_node.directory.asked_key import AskedKey, pack_asked, unpack_asked
 from noloco_node.directory.dht_dictionary import (
     pack_dictionary,
     pack_one,
@@ -36,7 +38,7 @@ from noloco_node.directory.dht_dictionary import (
     unpacked_bytes,
 )
 from noloco_node.directory.intake import Intake
-from noloco_node.directory.store import Esteem, RecordStore
+from noloco_node.directory.store import Esteem, HeldRecord, RecordStore
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.rations import Budget, PeerBudgets
 
@@ -200,10 +202,10 @@ class DhtNode:
             _check(peer, response, asked)
         return True
 
-    async def find(self, peer: Any, keys: Sequence[Any]) -> dict[Any, Nearest] | None:
-        """Ask a peer for records, which go through the intake, and for the nodes that it knows nearest to each key.
-        None where it does not answer."""
-        request = _pb.FindRequest(keys=[key.to_bytes() for key in keys], peer=self._info)
+    async def find(self, peer: Any, keys: Sequence[Any], neighbours: int = BUCKET_SIZE) -> dict[Any, Nearest] | None:
+        """Ask a peer for records that this node lacks, which go through the intake, and for so many of the nodes that
+        it knows nearest to each key. None where it does not answer."""
+        request = _pb.FindRequest(keys=[self._asking_for(key.to_bytes(), neighbours) for key in keys], peer=self._info)
         response = await self._request(peer, FIND, request, _pb.FindResponse)
         if response is None or not self._met(peer, response.peer.node_id):
             return None
@@ -216,6 +218,10 @@ class DhtNode:
                     await self._breathe()
             found[key] = self._true_neighbours(result)
         return found
+
+    def _asking_for(self, key: bytes, neighbours: int) -> bytes:
+        held = self._records.live(key, self._intake.now()).items()
+        return pack_asked(key, ((signer, row.expires) for signer, row in held), secrets.token_bytes(8), neighbours)
 
     async def store(self, peer: Any, rows: Sequence[Stored]) -> list[bool] | None:
         """Ask a peer to hold records; which of them it took, None where it does not answer."""
@@ -259,27 +265,29 @@ class DhtNode:
         return response
 
     async def handle_find(self, request: Any, context: Any) -> Any:
-        """A node asks for records: it gets those whose signers brought them here or answer this node, as far as they
-        fit those first of whom most is known."""
+        """A node asks for records: it gets those that it lacks whose signers brought them here or answer this node, as
+        far as they fit those first of whom most is known; and this node's own in any case, since it is only now that
+        its signer brings it."""
         self._met(context.remote_id, request.peer.node_id)
         response = _pb.FindResponse(results=[], peer=self._info)
         allowances = self._allowances(peer_name(context.remote_id))
         left = ANSWERS_BYTES
         for raw in request.keys[:MOST_ASKED]:
-            result = _pb.FindResult(type=_pb.NOT_FOUND)
+            result, asked = _pb.FindResult(type=_pb.NOT_FOUND), unpack_asked(raw)
             if any(allowance.left <= 0.0 for allowance in allowances):
                 response.results.append(result)
                 continue
             for allowance in allowances:
-                allowance.spend(KEY_BYTES + LOOKED_AT_BYTES * self._records.count(raw))
+                allowance.spend(KEY_BYTES + LOOKED_AT_BYTES * self._records.count(asked.key))
             await asyncio.sleep(0)
-            rows = self._fitting(raw, min(left, ANSWER_BYTES))
+            rows = self._fitting(asked, min(left, ANSWER_BYTES))
             if rows:
                 result.type, result.value = _pb.FOUND_DICTIONARY, pack_dictionary(rows)
                 result.expiration_time = max(expires for _, _, expires in rows)
                 left -= len(result.value)
-            if len(raw) == DHTID.HASH_NBYTES:
-                for node_id, peer in self.nearest(DHTID.from_bytes(raw), exclude=node_id_of(context.remote_id)):
+            if len(asked.key) == DHTID.HASH_NBYTES and asked.neighbours:
+                key, asker = DHTID.from_bytes(asked.key), node_id_of(context.remote_id)
+                for node_id, peer in self.nearest(key, asked.neighbours, exclude=asker):
                     result.nearest_node_ids.append(node_id.to_bytes())
                     result.nearest_peer_ids.append(peer.to_bytes())
             response.results.append(result)
@@ -290,13 +298,20 @@ class DhtNode:
         standing, own = self._records.standing(peer), self._answers.of(peer)
         return [own] if standing >= Esteem.WORKS else [own, self._answers_together[standing >= Esteem.KNOWN]]
 
-    def _fitting(self, key: bytes, most_bytes: int) -> list[tuple[str, bytes, float]]:
-        now = self._intake.now()
-        vouched = self._records.vouched(key, now)
-        if sum(len(held.signed) + len(signer) + ROW_BYTES for signer, held in vouched.items()) <= most_bytes:
-            return [(signer, held.signed, held.expires) for signer, held in vouched.items()]
+    def _fitting(self, asked: AskedKey, most_bytes: int) -> list[tuple[str, bytes, float]]:
+        now, own = self._intake.now(), peer_name(self._p2p.peer_id)
+
+        def lacked(signer: str, held: HeldRecord) -> bool:
+            return signer == own or not asked.holds(signer, held.expires)
+
+        vouched = self._records.vouched(asked.key, now).items()
+        lacking = [(signer, held) for signer, held in vouched if lacked(signer, held)]
+        if sum(len(held.signed) + len(signer) + ROW_BYTES for signer, held in lacking) <= most_bytes:
+            return [(signer, held.signed, held.expires) for signer, held in lacking]
         rows: list[tuple[str, bytes, float]] = []
-        for signer, held in self._records.best_first(key, now):
+        for signer, held in self._records.best_first(asked.key, now):
+            if not lacked(signer, held):
+                continue
             most_bytes -= len(held.signed) + len(signer) + ROW_BYTES
             if most_bytes < 0:
                 break

@@ -29,6 +29,10 @@ PAUSES = Doubling(5.0, 300.0)
 MOST_REMEMBERED = 1024
 GLANCED = 2
 """Nodes asked at once for one bucket."""
+SECOND_SECONDS = 0.5
+"""How long a look at the stages waits for the first of two holders before it asks the second beside it."""
+FEW_NEIGHBOURS = 8
+"""Of each key that who answers is to name, where those nearest to it are known."""
 MOST_GLANCED = 12
 HOLDERS_SECONDS = 60.0
 """After which the nodes nearest to a bucket's key are looked for anew: those that were are gone in the end, and others
@@ -57,6 +61,7 @@ class _Walk:
     answered: set[Any] = field(default_factory=set[Any])
     introduced: int = 0
     over: bool = False
+    neighbours: int = BUCKET_SIZE
 
 
 class Walker:
@@ -76,6 +81,8 @@ class Walker:
     async def walk(self, keys: Sequence[Any], also: Sequence[Any] = ()) -> None:
         """Ask the nodes near the keys, and the peers in `also` whatever their places, until nobody nearer turns up."""
         walk = _Walk(tuple(keys), {key: {node_id: peer for node_id, peer in self._node.nearest(key)} for key in keys})
+        if all(self.near.get(key) for key in keys):
+            walk.neighbours = FEW_NEIGHBOURS
         first: dict[Any, list[Any]] = {}
         for key, nodes in walk.candidates.items():
             for peer in nodes.values():
@@ -99,6 +106,28 @@ class Walker:
             answered.sort(key=key.xor_distance)
             self._found(key, [walk.candidates[key][node_id] for node_id in answered])
 
+    async def look(self, keys: Sequence[Any]) -> bool:
+        """Ask two of those that were nearest to each key in its last walk, the second for what the first did not have;
+        False where not every key has two that answer."""
+        pairs: list[tuple[Any, list[Any]]] = []
+        for key in keys:
+            near = self.near.get(key, ())
+            if len(near) < GLANCED:
+                return False
+            pairs.append((key, self._rng.sample(near, GLANCED)))
+        walk, began = _Walk(tuple(keys), {key: {} for key in keys}, over=True, neighbours=0), self._clock()
+        for turn in range(GLANCED):
+            wanted: dict[Any, list[Any]] = {}
+            for key, peers in pairs:
+                wanted.setdefault(peers[turn], []).append(key)
+            for peer, asked in wanted.items():
+                self._ask(walk, peer, asked)
+            patience = SECOND_SECONDS if turn == 0 else began + STRANGERS_SECONDS - self._clock()
+            under_way = [self._asking[peer] for peer in walk.asked if peer in self._asking]
+            if under_way:
+                await asyncio.wait(under_way, timeout=max(0.0, patience))
+        return all(peer in walk.answered for _, peers in pairs for peer in peers)
+
     def holders(self, key: Any) -> tuple[Any, ...]:
         """Those in `near` of a key, unless they were found too long ago."""
         recent = self._clock() - self._found_at.get(key, float("-inf")) < HOLDERS_SECONDS
@@ -112,7 +141,7 @@ class Walker:
         try:
             async with asyncio.timeout(WALK_SECONDS):
                 for peer in known[:GLANCED]:
-                    if await self._node.find(peer, [key]) is not None:
+                    if await self._node.find(peer, [key], 0) is not None:
                         return True
                 return await self.seek(key, known[:GLANCED])
         except TimeoutError:  # whoever stalls holds up this bucket alone
@@ -175,7 +204,7 @@ class Walker:
 
     async def _asked(self, walk: _Walk, peer: Any, keys: list[Any]) -> None:
         try:
-            found = await self._node.find(peer, keys)
+            found = await self._node.find(peer, keys, walk.neighbours)
         finally:
             self._asking.pop(peer, None)
         if found is None:

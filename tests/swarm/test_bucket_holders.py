@@ -29,7 +29,7 @@ class Net:
     def nearest(self, key: Any) -> Nearest:
         return sorted(((node_id_of(peer), peer) for peer in self.live), key=lambda each: key.xor_distance(each[0]))[:20]
 
-    async def find(self, peer: Any, keys: Sequence[Any]) -> dict[Any, Nearest] | None:
+    async def find(self, peer: Any, keys: Sequence[Any], neighbours: int = 20) -> dict[Any, Nearest] | None:
         if self.stall:
             await asyncio.sleep(3.0)
             return None

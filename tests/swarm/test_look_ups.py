@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from noloco_node.directory import dht_node as guarded_dht
+from noloco_node.directory.asked_key import KEY_BYTES, MOST_MARKS, AskedKey, pack_asked, unpack_asked
 from noloco_node.directory.dht_node import ASKED_BYTES
 from noloco_node.directory.store import HeldRecord
 from noloco_node.identity.peer_id import PeerId
@@ -61,3 +62,67 @@ def fill(member: Member, count: int) -> None:
     for number in range(count):
         peer = PeerId(f"a-signer-of-a-record-{number}")
         node._records.put(key, peer, HeldRecord(record_of(peer), bytes(450), now + 50.0, peer), now)
+
+
+async def test_between_walks_two_holders_are_asked_for_what_is_new() -> None:
+    """Twelve members: a walk asks them all, a look in the half of a record's life after it two for the key, who say
+    nothing that the asker has; where one of the two has gone everybody is asked again."""
+    made = await members(12)
+    reader, writer = made[0], made[1]
+    await reader.directory.refresh()
+    assert await writer.directory.publish(record_of(writer.peer, sequence=2), 61.0)
+    asked, told, take = asked_by(reader), list[str](), reader.directory._intake.take
+
+    def taking(storer: PeerId, key: bytes, signer: object, signed: object, expires: object) -> bool:
+        told.append(str(signer))
+        return take(storer, key, signer, signed, expires)
+
+    reader.directory._intake.take = taking  # type: ignore[method-assign]
+    view = await reader.directory.refresh()
+    assert asked_by(reader) - asked == 2
+    assert view.stages[0][writer.peer].record.sequence == 2
+    assert len(told) <= 3, "the new record, and each holder's own"
+    for peer in reader.directory._walker.near[KEY]:
+        reader.p2p.network.pop(str(peer))
+    asked = asked_by(reader)
+    view = await reader.directory.refresh()
+    assert asked_by(reader) - asked > 4
+    assert set(view.stages[0]) == {member.peer for member in made}
+
+
+async def test_half_a_records_life_after_a_walk_everybody_is_asked_again() -> None:
+    """Also where the clock has gone back meanwhile, and every time by who sees nobody but itself."""
+    made = await members(12)
+    reader, now = made[1], made[1].directory.now()
+    await reader.directory.refresh()
+    reader.directory._walked_at = now
+    for later, whole in ((29.0, False), (31.0, True), (40.0, False), (-500.0, True)):
+        reader.directory.now = lambda later=later: now + later  # type: ignore[method-assign]
+        asked = asked_by(reader)
+        await reader.directory.refresh()
+        assert (asked_by(reader) - asked >= 11) is whole
+    newcomer = await Member(made[0].p2p.network).join("another-run", 1, made[0].peer)
+    await newcomer.directory.publish(record_of(newcomer.peer), 60.0)
+    for _ in range(2):
+        asked = asked_by(newcomer)
+        await newcomer.directory.refresh()
+        assert asked_by(newcomer) - asked >= 12
+
+
+def test_what_an_asker_holds_is_left_out_and_nothing_else() -> None:
+    """Neither an older record nor a later one of the same signer, nor under another salt; any bytes are read."""
+    key, held = bytes(range(KEY_BYTES)), [(f"signer-{number}", 100.0 + number) for number in range(MOST_MARKS)]
+    asked = unpack_asked(pack_asked(key, held, b"saltsalt", 8))
+    assert (asked.key, asked.neighbours) == (key, 8)
+    assert all(asked.holds(*row) for row in held)
+    assert not any(asked.holds(signer, expires + 0.5) for signer, expires in held)
+    other = AskedKey(key, 8, b"tlastlas", asked.marks)
+    assert not any(other.holds(*row) for row in held)
+    assert unpack_asked(key) == AskedKey(key)
+    for size in (0, 3, KEY_BYTES - 1, KEY_BYTES + 1, KEY_BYTES + 10, KEY_BYTES + 9 + 4 * 9999):
+        assert len(unpack_asked(b"\xff" * size).marks) <= MOST_MARKS
+
+
+def asked_by(member: Member) -> int:
+    """How many requests for records it has sent."""
+    return sum(name.endswith("rpc_find") for _, name in member.p2p.calls)
