@@ -18,6 +18,7 @@ from typing import TypeVar
 from noloco_node import ambient
 from noloco_node.directory.records import PeerRecord
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
 
 T = TypeVar("T")
 
@@ -25,6 +26,11 @@ MOST_RECORDS = 512
 """Records under one key."""
 MOST_HEARSAY = 32
 """Records under one key that one peer brought of others, of whom this node knows nothing more."""
+MOST_HEARSAY_OF_A_BUCKET = 128
+"""The same under a key that is known to be a bucket's: it is read from one of its holders alone, who brings as many as
+a view takes of a bucket. With fewer places a bucket of strangers would count for half of what it holds."""
+MOST_BUCKETS = 4096
+"""Keys that are remembered to be buckets'."""
 MOST_KEYS = 4096
 """Stages of other people's runs that a seed holds the records of."""
 MOST_KEYS_A_SIGNER = 8
@@ -102,12 +108,17 @@ class RecordStore:
         self._keys_of: Counter[PeerId] = Counter()
         self._hearsay: dict[tuple[bytes, PeerId], dict[PeerId, None]] = {}
         """By key and who brought it: signers of records that were brought by others than them."""
+        self._buckets = PeerTable[bytes, None](MOST_BUCKETS)
         self._count = 0
         self._swept = 0.0
         """When all ended records were last cleared away."""
 
     def __len__(self) -> int:
         return self._count
+
+    def expect_bucket(self, key: bytes) -> None:
+        """This key is a bucket's."""
+        self._buckets[key] = None
 
     def held_keys(self) -> tuple[bytes, ...]:
         """The keys that records are held under."""
@@ -193,7 +204,8 @@ class RecordStore:
             return True
         if self._keys_of[signer] >= MOST_KEYS_A_SIGNER:
             return False
-        if esteem <= Esteem.HEARSAY and len(self._hearsay.get((key, row.storer), ())) >= MOST_HEARSAY:
+        hearsay = MOST_HEARSAY_OF_A_BUCKET if key in self._buckets else MOST_HEARSAY
+        if esteem <= Esteem.HEARSAY and len(self._hearsay.get((key, row.storer), ())) >= hearsay:
             self._keep_hearsay_bounded(key, row.storer, now)
         if len(self._rows.get(key, ())) >= self._most_records:
             self._drop_ended(key, now)

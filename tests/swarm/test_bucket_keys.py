@@ -126,3 +126,20 @@ async def test_who_floods_levels_has_few_places_with_each_holder() -> None:
     assert taken == 8
     view = await holder.directory.refresh()
     assert view.stages[0] == {}
+
+
+async def test_a_full_bucket_is_read_whole_from_one_holder() -> None:
+    """Ninety records of which nobody is known, in a DHT of two: else its count, and with it the stage's, is wrong."""
+    network: dict[str, MemoryP2P] = {}
+    holder = await Member(network).join(RUN, 1)
+    reader = await Member(network).join(RUN, 1, holder.peer)
+    place, expires = Place(0, 1, 1), holder.directory.now() + LIFE
+    reader.directory._id_of(place)
+    brought = 0
+    while brought < 90:
+        signer = throw_away_key()
+        if bucket_of(prefix_of(signer.peer_id), 1) == 1:
+            signed = sign_record(signer, bucket_key(RUN, place), record_of(signer.peer_id), expires)
+            brought += holder.directory._intake.take(signer.peer_id, digest(place), signer.peer_id, signed, expires)
+    assert await reader.directory._walker.glance(reader.directory._id_of(place))
+    assert len(reader.directory._rows(place, reader.directory.now())) == 90
