@@ -1,6 +1,6 @@
 """What the directory costs one node: bytes and CPU on real p2pd, and microseconds of what is asked of it by size.
 
-    python -m benchmarks.directory members --counts 25 50 100 --bucket 12 --out benchmarks/results/directory-buckets.json
+    python -m benchmarks.directory members --counts 25 50 100 --bucket 8 --out benchmarks/results/directory-buckets.json
     python -m benchmarks.directory decisions --out benchmarks/results/directory-decisions.json
 
 `members` are members of one DHT of two stages, each on a p2pd of its own: they publish their record and read the

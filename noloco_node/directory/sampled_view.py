@@ -3,8 +3,9 @@ stage, and how many records each of its rows stands for. How the keys are read a
 
 While a stage lies at level 0 its whole key is read, and the view is everybody. Above that this node holds two buckets
 of its own stage and of the next, which it reads again before their records end; every other minute another bucket,
-drawn at random, takes the place of the older one. Of other stages it reads level 0, where some nodes of each are; of
-near ones it looks there only for what lies behind: everybody would deal with those few.
+drawn at random, takes the place of the older one. Of other stages it sees the bucket that it drew last. At level 0 of
+a large stage it looks the more rarely the larger that is, for what lies behind: everybody would deal with those few,
+and ask their few holders.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ WHOLE = 256
 SAMPLED_AGAIN = 0.6
 """Of a record's life, between two buckets that are read for the number alone, once that has settled."""
 ROOT_AGAIN = 1.5
-"""Of a record's life, between two looks at level 0 of a near stage that lies above it."""
+"""Of a record's life, between two looks at level 0 of a stage that lies one above it; twice as long for each further
+level: so that key is read equally often however many read it."""
+ROOT_SECONDS = 3600.0
+"""After which everybody looks there: two large swarms that meet may lie far apart."""
 MOST_ROWS = 128
 """Of one bucket: more are somebody's who sought their ids."""
 USUAL_LIFE = 20.0
@@ -36,6 +40,11 @@ SETTLED = 4
 """Buckets of a level that are read at once, one at each look, when this node has come to it."""
 
 Rows = Mapping[PeerId, LiveRecord]
+
+
+def root_again(level: int, life: float) -> float:
+    """Seconds between two looks at level 0 of a stage that lies at a level above it, where records live so long."""
+    return min(ROOT_SECONDS, ROOT_AGAIN * life * (1 << (level - 1)))
 
 
 @dataclass(slots=True)
@@ -88,8 +97,8 @@ class SampledView:
         for stage, each in enumerate(self._stages):
             root = Place(stage, 0, 0)
             at_root = each.level.level == 0
-            again = READ_AGAIN if at_root or not self._near(stage) else ROOT_AGAIN
-            if whole or (at_root and self._near(stage)) or each.age(root, now) >= again * self._life:
+            again = READ_AGAIN * self._life if at_root else root_again(each.level.level, self._life)
+            if whole or (at_root and self._near(stage)) or each.age(root, now) >= again:
                 wanted.append(root)
             if not at_root or each.level.confirming:
                 wanted += self._buckets_of(stage, each, now)
@@ -107,8 +116,13 @@ class SampledView:
             each.drawn_here += 1
         if each.level.level != before:
             each.held, each.drawn_here, each.drawn_at = [], 0, float("-inf")
-        elif place not in each.held and place.level == each.level.level > 0 and self._near(place.stage):
-            self._hold(each, place, len(rows), now)
+        elif place not in each.held and place.level == each.level.level > 0:
+            if self._near(place.stage):
+                self._hold(each, place, len(rows), now)
+            elif not rows:  # one holder's word that nobody is there: another bucket at the next look
+                each.drawn_at = float("-inf")
+            elif len(rows) < MOST_ROWS:
+                each.held = [place]
         if place in each.held or (place.level == 0 and not each.held):
             each.rows[place] = rows if place.level == 0 else self._bounded(rows)
 
@@ -122,8 +136,9 @@ class SampledView:
         return self._own is not None and self._own <= stage <= self._own + 1
 
     def _buckets_of(self, stage: int, each: _Stage, now: float) -> list[Place]:
-        wanted = [place for place in each.held if each.age(place, now) >= READ_AGAIN * self._life]
-        hurried = each.drawn_here < SETTLED or each.level.confirming or (len(each.held) < HELD and self._near(stage))
+        near = self._near(stage)
+        wanted = [place for place in each.held if near and each.age(place, now) >= READ_AGAIN * self._life]
+        hurried = each.drawn_here < SETTLED or each.level.confirming or (len(each.held) < HELD and near)
         if each.drawn is not None and now - each.drawn_at > self._life:  # nobody answers for it
             each.drawn = None
         if each.drawn is None and (hurried or now - each.drawn_at >= SAMPLED_AGAIN * self._life):
@@ -153,7 +168,9 @@ class SampledView:
     def _rows_of(self, each: _Stage, now: float) -> Rows:
         for place in [place for place, rows in each.rows.items() if not _any_lives(rows, now)]:
             del each.rows[place]
-        each.read_at = {place: at for place, at in each.read_at.items() if now - at < 2.0 * self._life}
+        each.read_at = {
+            place: at for place, at in each.read_at.items() if place.level == 0 or now - at < 2.0 * self._life
+        }
         if len(each.rows) == 1:
             return next(iter(each.rows.values()))
         merged: dict[PeerId, LiveRecord] = {}

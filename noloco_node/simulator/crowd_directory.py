@@ -8,15 +8,15 @@ from typing import Protocol
 import numpy as np
 
 from noloco_node.directory.bucket_arrays import NONE, Flags, Floats, Ints, StageLevels
-from noloco_node.directory.buckets import PREFIX_BITS, level_behind
+from noloco_node.directory.buckets import MOST_LEVEL, PREFIX_BITS, level_behind
 from noloco_node.directory.sampled_view import (
     HELD,
     MOST_ROWS,
     READ_AGAIN,
     RENEWED_SECONDS,
-    ROOT_AGAIN,
     SAMPLED_AGAIN,
     SETTLED,
+    root_again,
 )
 from noloco_node.directory.store import MOST_RECORDS
 from noloco_node.identity.peer_id import PeerId
@@ -306,7 +306,7 @@ class BucketDirectory(_Records):
         stage = self.column[who] + ahead
         before = levels.level[who].copy()
         above = before > 0
-        root = ~above | self._turn(who, ROOT_AGAIN)
+        root = ~above | self._root_turn(who, before)
         self.note_read(0, stage[root])
         levels.look_behind(who[root], behind[stage[root]])
         hurried = (self._drawn_here[ahead, who] < SETTLED) | (levels.candidate[who] != NONE)
@@ -362,12 +362,18 @@ class BucketDirectory(_Records):
             columns = (side + stage)[(own > stage) | (own + NEAR <= stage)]
             levels = np.maximum(0, self._behind_of[columns] - 1)
             if not above:
-                self.note_read(0, columns)
+                self.note_read(0, columns[levels == 0])
                 continue
             for at in np.unique(levels[levels > 0]).tolist():
                 some = columns[levels == at]
                 drawn = (self.rng.random(len(some)) * (1 << at)).astype(np.int64)
                 self.note_read(at, (some << at) + drawn)
+
+    def _root_turn(self, who: Ints, level: Ints) -> Flags:
+        """See `sampled_view.root_again`."""
+        seconds = np.array([root_again(max(1, each), self.life) for each in range(MOST_LEVEL + 1)])
+        ticks = np.maximum(1, np.round(seconds / self.settings.look_seconds)).astype(np.int64)[level]
+        return (who + self._tick) % ticks == 0
 
     def _turn(self, who: Ints, part: float) -> Flags:
         """Whose turn it is, of what comes once in a part of a record's life."""

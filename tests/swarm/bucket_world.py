@@ -15,7 +15,7 @@ LIFE, RENEWED, LOOK = 20.0, 6.0, 2.0
 HELD = 512
 """Records that a bucket's holders keep."""
 ROOT_EVERY = 8
-"""Looks after which level 0 is read by who is above it."""
+"""Looks after which level 0 is read by who is one above it; twice as many for each further level."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class BucketWorld:
 
     def _look(self, node: BucketNode) -> None:
         node.looks += 1
-        if node.level.level > 0 and node.looks % ROOT_EVERY == 0:
+        if node.level.level > 0 and node.looks % (ROOT_EVERY << (node.level.level - 1)) == 0:
             node.level.took(0, 0, list(self.read(node.half, 0, 0)))
         level, bucket = node.level.next_bucket()
         node.level.took(level, bucket, list(self.read(node.half, level, bucket)))

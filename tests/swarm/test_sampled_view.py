@@ -11,7 +11,7 @@ import pytest
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.buckets import TARGET, Place, bucket_of, levels_to_write, prefix_of
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, Scale
-from noloco_node.directory.sampled_view import MOST_ROWS, RENEWED_SECONDS, SampledView
+from noloco_node.directory.sampled_view import MOST_ROWS, RENEWED_SECONDS, SampledView, root_again
 from noloco_node.identity.peer_id import PeerId
 
 LIFE, LOOK = 20.0, 2.0
@@ -23,7 +23,7 @@ class Keys:
 
     def __init__(self, *sizes: int) -> None:
         self.rows: dict[Place, list[PeerId]] = {}
-        self.read = 0
+        self.read, self.roots = 0, 0
         for stage, many in enumerate(sizes):
             level = next(level for level in range(32) if many / (1 << level) <= 1.4 * TARGET)
             for number in range(many):
@@ -39,6 +39,7 @@ class Keys:
         """Records of middle age."""
         peers = sorted(self.rows.get(place, ()))
         self.read += len(peers)
+        self.roots += place.level == 0
         return {peer: LiveRecord(record_of(peer, place.stage), now + 0.8 * LIFE) for peer in peers}
 
 
@@ -210,3 +211,29 @@ def test_where_both_halves_of_a_stage_are_read_everybody_is_seen_and_counts_once
     observer.look(40)
     assert len(observer.peers()) == 110
     assert observer.view.scale(0) == Scale()
+
+
+@pytest.mark.parametrize(("many", "level"), [(150, 1), (1200, 4)])
+def test_level_0_of_a_large_stage_is_read_as_often_however_large_it_is(many: int, level: int) -> None:
+    """Own, next and further stage alike: by each node half as often with each level, so by all together alike."""
+    keys = Keys(many, many, many)
+    observer = Observer(keys, stages=3)
+    observer.look(60)
+    assert {observer.sampled.level_of(stage).level for stage in range(3)} <= {level, level + 1}
+    seconds = root_again(level, LIFE)
+    keys.roots = 0
+    observer.look(int(2 * seconds / LOOK))
+    assert 0 < keys.roots <= 3 * 2
+    assert keys.roots / (2 * seconds) * many < 3 * 2.5 * TARGET / LIFE
+
+
+def test_an_empty_bucket_of_a_further_stage_is_one_holders_word() -> None:
+    """While an eighth of the buckets is shown empty the stage is seen to be served, at every look."""
+    observer = Observer(Keys(10, 10, 1000), stages=3)
+    observer.look(40)
+    for _ in range(100):
+        observer.now += LOOK
+        for place in observer.sampled.to_read(observer.now):
+            shown = {} if place.level and place.bucket % 8 == 1 else observer.keys.at(place, observer.now)
+            observer.sampled.took(place, shown, observer.now)
+        assert len(observer.sampled.view(observer.now).live(2, observer.now)) >= 20
