@@ -209,7 +209,7 @@ async def follow(members: Sequence[Member], seconds: float) -> MembersPoint:
     )
     seen, numbers = [_seen(m) for m in members], [m.directory.view.number(m.stage, m.directory.now()) for m in members]
     true = Counter(m.stage for m in members)
-    levels = [m.directory.seen_at(m.stage) for m in members]
+    levels = [m.directory._sampled.level_of(m.stage).level for m in members]
     new = [len(late - early) / max(1, len(late)) for early, late in zip(views, seen, strict=True)]
     return MembersPoint(
         levels=f"{min(levels)} to {max(levels)}",

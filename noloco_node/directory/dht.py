@@ -109,10 +109,6 @@ class DhtDirectory:
         """Records that this node holds, for itself and for others."""
         return len(self._records)
 
-    def seen_at(self, stage: int) -> int:
-        """The level at which this node has found a stage's records: 0 where all lie under one key."""
-        return self._sampled.level_of(stage).level
-
     def now(self) -> float:
         """DHT time, seconds."""
         return float(get_dht_time())
