@@ -1,12 +1,11 @@
 """What the directory costs one node: bytes and CPU on real p2pd, and microseconds of what is asked of it by size.
 
     python -m benchmarks.directory members --counts 25 50 100 --bucket 8 --out benchmarks/results/directory-buckets.json
-    python -m benchmarks.directory decisions --out benchmarks/results/directory-decisions.json
 
 `members` are members of one DHT of two stages, each on a p2pd of its own: they publish their record and read the
 directory as a node does, and train nothing. Bytes are those of the DHT's messages. With `--bucket` so many records make
-a bucket in place of 64: then views of so few members are samples already. `decisions` are pure: one node in a swarm of
-so many replicas a stage, everything in memory.
+a bucket in place of 64: then views of so few members are samples already. What is decided from what was read is in
+`benchmarks.decisions`.
 """
 
 from __future__ import annotations
@@ -405,8 +404,8 @@ def _cell(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) and value < 100 else f"{value:,.0f}"
 
 
-def as_table(points: Sequence[MembersPoint] | Sequence[DecisionsPoint]) -> str:
-    """Markdown."""
+def as_table(points: Sequence[Any]) -> str:
+    """Markdown, a row for each of some dataclasses of one kind."""
     names = list(asdict(points[0]))
     rows = [[_cell(value) for value in each] for each in (asdict(point).values() for point in points)]
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
@@ -416,8 +415,8 @@ def as_table(points: Sequence[MembersPoint] | Sequence[DecisionsPoint]) -> str:
 def main() -> None:
     """Measure, print the table, write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("members", "decisions"))
-    parser.add_argument("--counts", type=int, nargs="+", help="members, or replicas of a stage")
+    parser.add_argument("what", choices=("members",))
+    parser.add_argument("--counts", type=int, nargs="+", default=[25, 50], help="members")
     parser.add_argument("--seconds", type=float, default=30.0, help="for which members are followed")
     parser.add_argument("--bucket", type=int, help="records of a bucket, in place of 64")
     parser.add_argument("--out", type=Path)
@@ -426,12 +425,9 @@ def main() -> None:
     if options.bucket:
         content["bucket"] = options.bucket
         make_buckets_small(options.bucket)
-    if options.what == "members":
-        points: Any = asyncio.run(measure_members(options.counts or (25, 50), options.seconds))
-    else:
-        content["reading"] = reading()
-        print(content["reading"])
-        points = [asyncio.run(decide_among(count)) for count in options.counts or (10, 100, 1_000, 10_000)]
+    points = asyncio.run(measure_members(options.counts, options.seconds))
+    if not points:
+        raise SystemExit(f"benchmarks.directory: not even {options.counts[0]} members were borne")
     print(as_table(points))
     content["points"] = [asdict(point) for point in points]
     if options.out:

@@ -170,7 +170,7 @@ async def _shaped(port: int, shape: Shape | None) -> AsyncIterator[int]:
     if shape is None:
         yield port
         return
-    proxy = ShapingProxy(port, random.Random(port))
+    proxy = ShapingProxy(port, random.Random(port), shape.pieces_under_way)
     proxy.shape = shape
     await proxy.start()
     try:

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from noloco_node import ambient
@@ -33,22 +32,6 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in every:
         if task.done() and not task.cancelled():
             task.exception()
-
-
-async def side_by_side(items: Iterable[T], most: int, work: Callable[[T], Awaitable[None]]) -> None:
-    """Do `work` on each item, in their order, on `most` at once. Raises the first failure, and does no more then."""
-    waiting = deque(items)
-
-    async def go_on() -> None:
-        while waiting:
-            await work(waiting.popleft())
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(most, len(waiting))):
-                group.create_task(go_on())
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
 
 
 class Pulse:

@@ -8,7 +8,6 @@ from functools import partial
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.aio import side_by_side
 from noloco_node.averaging.engagement import Change, Phase
 from noloco_node.averaging.messages import CHUNK, OPEN, PROPOSE, ChunkHeader, Proposal
 from noloco_node.averaging.session import Session, failure_of, opening_of, say_goodbye, streams_for
@@ -18,6 +17,7 @@ from noloco_node.outer.replica import NotFinite
 from noloco_node.transport.calls import A, Answer, Method, Q, ask
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.messages import TensorSpec
+from noloco_node.transport.pieces import Width, side_by_side
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +26,9 @@ CHUNK_ATTEMPTS = 2
 
 
 class Dialler:
-    """Dials for one side, with up to `streams` chunks in flight."""
+    """Dials for one side, with up to `streams` chunks in flight; None: as many as the link needs."""
 
-    def __init__(self, side: Side, streams: int) -> None:
+    def __init__(self, side: Side, streams: int | None) -> None:
         self._side = side
         self._streams = streams
 
@@ -115,8 +115,9 @@ class Dialler:
         began = ambient.monotonic()
         await self._swap_chunk(session, 0)
         took, limit = ambient.monotonic() - began, side.spec.limits.exchange_progress_seconds
-        streams = streams_for(took, limit, self._streams)
-        await side_by_side(range(1, outer.chunks), streams, partial(self._swap_chunk, session))
+        width = Width(self._streams, limit)
+        width.begin_with(streams_for(took, limit, width.pieces))
+        await side_by_side(range(1, outer.chunks), width, partial(self._swap_chunk, session))
         side.engagement.go_on(session, Change.COMPLETE)
         await side.commit(session)
 

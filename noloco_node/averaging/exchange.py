@@ -40,7 +40,7 @@ class Exchanger(Side):
         transport: Transport,
         worker: StageWorker,
         *,
-        streams: int,
+        streams: int | None,
         clocks: PeerClocks,
         standing: ProbationStanding,
         on_outer_step: Callable[[OuterStep], None],

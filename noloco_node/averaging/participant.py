@@ -29,7 +29,7 @@ class Averaging(Participant):
             context.stage,
             context.transport,
             context.worker,
-            streams=context.settings.exchange_streams,
+            streams=context.settings.fixed_streams,
             clocks=clocks,
             standing=self.standing,
             on_outer_step=on_outer_step,

@@ -75,8 +75,9 @@ class NodeSettings(Settings):
     generate_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.03
     """Forwards through this node's stage for who generates a text through the swarm: so many tokens at most for each
     that is trained here. 0: none."""
-    exchange_streams: Annotated[int, Field(gt=0, le=64)] = 4
-    """Chunks of weights in flight at once during an exchange."""
+    exchange_streams: Annotated[int, Field(gt=0, le=64)] | Literal["auto"] = "auto"
+    """Chunks of weights in flight at once while they are exchanged or copied. `auto`: four, and more for as long as
+    that makes it faster, at most 32; long and fast lines hold many."""
     donor_places: Annotated[int, Field(gt=0, le=64)] = 2
     """Late joiners that may copy this node's state at once; others are told `busy` and ask another node."""
     p2pd_start_seconds: PositiveFloat = 60.0
@@ -101,6 +102,11 @@ class NodeSettings(Settings):
     def most_in_flight(self) -> int:
         """Microbatches that a stage-0 replica may have under way: what memory is planned for."""
         return AUTO_MOST if self.in_flight == "auto" else self.in_flight
+
+    @property
+    def fixed_streams(self) -> int | None:
+        """Chunks of weights in flight at once; None where that is found out as they go."""
+        return None if self.exchange_streams == "auto" else self.exchange_streams
 
     @model_validator(mode="after")
     def _metrics_have_a_port(self) -> NodeSettings:

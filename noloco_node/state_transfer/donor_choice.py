@@ -114,7 +114,7 @@ class StateCopier:
         transport: Transport,
         worker: StageWorker,
         *,
-        streams: int,
+        streams: int | None,
         believe: Callable[[float], float],
         emit: Callable[[AnyEvent], None],
         rng: random.Random,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from noloco_node import ambient
-from noloco_node.aio import side_by_side
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer.messages import (
@@ -28,6 +27,7 @@ from noloco_node.transport.calls import BadAnswer, ask, judging
 from noloco_node.transport.errors import DeadlinePassed
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import TensorSpec
+from noloco_node.transport.pieces import Width, side_by_side
 
 CHUNK_ATTEMPTS = 3
 MANIFEST_PATIENCE = 3
@@ -76,19 +76,21 @@ async def fetch_state(
     donor: PeerId,
     download: Download,
     *,
-    streams: int,
+    streams: int | None,
     on_progress: Callable[[int], None],
 ) -> StateManifest:
     """Bring `download` to a whole, verified state of `donor`. Nothing of this replica changes.
 
     There is no deadline on the whole, only on progress: no chunk for `limits.exchange_progress_seconds` ends it.
-    `on_progress` is told the bytes that lie here. Raises Refused or TransportError; what has come so far stays.
+    `streams` chunks are under way at once, None: as many as the link needs. `on_progress` is told the bytes that lie
+    here. Raises Refused or TransportError; what has come so far stays.
     """
     request = StateRequest(run=spec.run_id, stage=stage, contract=worker.contract, snapshot=download.snapshot)
     limit = spec.limits.exchange_progress_seconds
     manifest, digests = await _open(transport, donor, request, download, limit)
     download.snapshot = manifest.snapshot
     pending = download.missing(digests)
+    width = Width(streams, limit)
     here = download.size - sum(map(download.length, pending))
     on_progress(here)
 
@@ -102,7 +104,7 @@ async def fetch_state(
             CHUNK,
             named,
             specs=(TensorSpec("u8", (size,)),),
-            seconds=(streams + 1) * limit,
+            seconds=(width.most + 1) * limit,
             progress=limit,
             attempts=CHUNK_ATTEMPTS,
         )
@@ -117,7 +119,7 @@ async def fetch_state(
 
     try:
         async with asyncio.timeout(limit) as deadline:
-            await side_by_side(pending, streams, fetch)
+            await side_by_side(pending, width, fetch)
     except TimeoutError:
         raise DeadlinePassed(f"no part of its state came for {limit:g} s") from None
     return manifest

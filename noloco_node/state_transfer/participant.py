@@ -36,7 +36,7 @@ class StateTransfer(Participant):
             context.stage,
             context.transport,
             worker,
-            streams=settings.exchange_streams,
+            streams=settings.fixed_streams,
             believe=believe,
             emit=context.emit,
             rng=context.rng,

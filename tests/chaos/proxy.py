@@ -13,6 +13,9 @@ from dataclasses import dataclass
 PACKET_BYTES = 1448
 PIECE_BYTES = 16 * 1024
 MOST_QUEUED = 64
+LARGEST_QUEUE = 4096
+GRAIN_SECONDS = 0.002
+"""An event loop wakes nobody more exactly than to a millisecond: what a line carries in less is not waited for."""
 SMALLEST_TIMEOUT = 0.2
 """Seconds for which a lost packet holds a connection up at least (RFC 6298's timer, as systems set it)."""
 
@@ -35,6 +38,12 @@ class Shape:
         if self.loss and self.delay:
             bound = 1.22 * PACKET_BYTES / (2 * self.delay * math.sqrt(self.loss))
         return min(self.bits_per_second / 8, bound)
+
+    @property
+    def pieces_under_way(self) -> int:
+        """As many as such a line holds, and half as many again, so that only its rate and its delay bound it."""
+        held = 1.5 * self.delay * self.bytes_per_second / PIECE_BYTES if self.delay else 0.0
+        return int(min(LARGEST_QUEUE, max(MOST_QUEUED, held)))
 
 
 CLEAR = Shape()
@@ -93,9 +102,11 @@ class Proxy(ABC):
 class ShapingProxy(Proxy):
     """Passes all it gets on as `shape` says at that moment."""
 
-    def __init__(self, target: int, rng: random.Random) -> None:
+    def __init__(self, target: int, rng: random.Random, most_queued: int = MOST_QUEUED) -> None:
+        """`most_queued` pieces are on their way at once at the most: a long and fast line holds more of them."""
         super().__init__(target)
         self.shape = CLEAR
+        self._most_queued = most_queued
         self.bytes_passed = 0
         self.delayed_pieces = 0
         """Pieces that were held back for any reason: proof that shaping takes effect."""
@@ -108,7 +119,7 @@ class ShapingProxy(Proxy):
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One direction of one connection. What is on its way is bounded, so that a full link pushes back."""
         loop = asyncio.get_running_loop()
-        pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MOST_QUEUED)
+        pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(self._most_queued)
 
         async def deliver() -> None:
             while True:
@@ -127,12 +138,12 @@ class ShapingProxy(Proxy):
             while True:
                 data = await reader.read(PIECE_BYTES)
                 shape = self.shape
-                sent = max(sent, loop.time()) + len(data) / shape.bytes_per_second
+                sent = max(sent, loop.time() - GRAIN_SECONDS) + len(data) / shape.bytes_per_second
                 arrived = max(arrived, sent + shape.delay + self._held_up(shape, len(data)))
                 await pieces.put((arrived, data))
                 if not data:
                     return
-                if sent > loop.time():
+                if sent > loop.time() + GRAIN_SECONDS:
                     await asyncio.sleep(sent - loop.time())
 
         async with asyncio.TaskGroup() as group:

@@ -15,7 +15,6 @@ import torch
 
 from noloco_node.accounting.receipts import RECEIPT, open_receipts
 from noloco_node.accounting.statements import Receipt, statement_text
-from noloco_node.aio import side_by_side
 from noloco_node.averaging import messages as exchange
 from noloco_node.bootstrap import dial_back, hello, spec_fetch
 from noloco_node.config.run_spec import OuterSpec
@@ -240,30 +239,6 @@ async def test_a_broken_link_is_tried_again_as_often_as_was_said(faults: int, an
         assert not handled
     await asking.close()
     await answering.close()
-
-
-async def test_pieces_go_side_by_side_in_their_order_and_end_with_the_first_failure() -> None:
-    """So many at once, never more; what fails is raised bare, and little is begun after it."""
-    begun: list[int] = []
-    under_way = most = 0
-
-    async def work(index: int) -> None:
-        nonlocal under_way, most
-        begun.append(index)
-        under_way += 1
-        most = max(most, under_way)
-        await asyncio.sleep(0)
-        under_way -= 1
-        if index == 7:
-            raise BrokenStream("7")
-
-    await side_by_side(range(7), 3, work)
-    assert (begun, most) == ([*range(7)], 3)
-    begun.clear()
-    with pytest.raises(BrokenStream, match="7"):
-        await side_by_side(range(5, 100), 2, work)
-    assert begun[:4] == [5, 6, 7, 8]
-    assert len(begun) <= 5, "whoever is free at that moment takes one more"
 
 
 def test_a_strangers_mistake_is_named_in_one_printable_line() -> None:

@@ -1,0 +1,223 @@
+"""An exchange between two replicas over real p2pd, by codec and by size, beside what others send.
+
+    python -m benchmarks.outer --out benchmarks/results/outer.json
+    python -m benchmarks.outer --millions 1 --all-reduce 2 4 8 --out benchmarks/results/outer-all-reduce.json
+
+Two processes with a p2pd each (`benchmarks.pair`). Each round moves the weights of both apart and averages them: with
+each codec of the outer step, and as the published implementation does it, both tensors in fp32 and nothing else, in
+pieces over the same transport. With --all-reduce hivemind's own averaging among so many peers follows, also fp32, each
+on a p2pd of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import uvloop
+
+from benchmarks.hivemind_averaging import Group
+from benchmarks.hop import Processes
+from benchmarks.pair import WIDTHS, Pair, pair, peak_bytes, reset_peak
+from noloco_node.outer.names import CodecName
+from noloco_node.transport.pieces import Width, side_by_side
+
+CODECS: tuple[CodecName, ...] = get_args(CodecName)
+PUBLISHED = "published, two tensors"
+STREAMS = 4
+
+
+@dataclass(frozen=True)
+class One:
+    """One exchange."""
+
+    bytes: int
+    """That one side sends."""
+    seconds: float
+    held_seconds: float
+    """For which the thread of the device was held."""
+    cpu_seconds: float
+    """Of both processes and both p2pd."""
+    memory: int
+    """Bytes by which this process grew at the most."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of one size: medians over the rounds, with the least and the most."""
+
+    way: str
+    parameters: int
+    bytes: int
+    seconds: float
+    fastest: float
+    slowest: float
+    held_seconds: float
+    cpu_seconds: float
+    memory: int
+
+
+async def by_codec(two: Pair, cpu: Processes, millions: int, codec: CodecName, seed: int) -> One:
+    """An exchange as nodes make it."""
+    await two.hold(millions, codec)
+    await two.move_apart(seed)
+    before, resident = cpu.seconds(), reset_peak(two.pids[0])
+    began = time.perf_counter()
+    step = await two.own.average_with(two.other)
+    took = time.perf_counter() - began
+    grown = peak_bytes(two.pids[0]) - resident
+    return One(step.bytes_sent, took, step.held_seconds, cpu.seconds() - before, max(0, grown))
+
+
+async def as_published(two: Pair, cpu: Processes) -> One:
+    """Δ and φ in fp32, each averaged as it comes; nothing is checked, and the weights are held while it goes on."""
+    size, chunk = two.own.worker.outer.size, two.own.spec.limits.chunk_bytes // 4
+    both = torch.randn(2 * size)
+    before, resident = cpu.seconds(), reset_peak(two.pids[0])
+    began = time.perf_counter()
+
+    async def swap(start: int) -> None:
+        part = both[start : start + chunk]
+        part.add_(await two.swap(part)).div_(2.0)
+
+    await side_by_side(range(0, 2 * size, chunk), Width(STREAMS, 600.0), swap)
+    took = time.perf_counter() - began
+    grown = peak_bytes(two.pids[0]) - resident + both.nbytes
+    return One(both.nbytes, took, took, cpu.seconds() - before, max(0, grown))
+
+
+async def measure(sizes: Sequence[int], codecs: Sequence[CodecName], rounds: int) -> list[Row]:
+    """Every codec in turn, again and again, size by size. The first round opens streams and touches memory."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        async with pair(folder=Path(name)) as two:
+            cpu = Processes((*two.pids, *two.p2pds))
+            for millions in sizes:
+                taken: dict[str, list[One]] = {}
+                for turn in range(rounds + 1):
+                    for codec in codecs:
+                        one = await by_codec(two, cpu, millions, codec, turn)
+                        taken.setdefault(codec, []).append(one)
+                    taken.setdefault(PUBLISHED, []).append(await as_published(two, cpu))
+                size = two.own.worker.outer.size
+                rows += [row_of(way, size, ones[1:]) for way, ones in taken.items()]
+                print(table(rows[-len(taken) :]), flush=True)
+    return rows
+
+
+def row_of(way: str, parameters: int, ones: Sequence[One]) -> Row:
+    """What some exchanges come to."""
+
+    def middle(name: str) -> float:
+        return statistics.median(getattr(one, name) for one in ones)
+
+    seconds = [one.seconds for one in ones]
+    return Row(
+        way,
+        parameters,
+        ones[0].bytes,
+        statistics.median(seconds),
+        min(seconds),
+        max(seconds),
+        middle("held_seconds"),
+        middle("cpu_seconds"),
+        int(middle("memory")),
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A row for each way of one size; ratios to the published one."""
+    published = next(row for row in rows if row.way == PUBLISHED)
+    lines = [
+        f"{published.parameters / 1e6:.1f} million parameters",
+        "| way | MB sent | of published | seconds (range) | of published | device held, ms | CPU s | memory, MB |",
+        "|---" * 8 + "|",
+    ]
+    lines += [
+        f"| {row.way} | {row.bytes / 1e6:.1f} | {row.bytes / published.bytes:.3f} "
+        f"| {row.seconds:.2f} ({row.fastest:.2f} to {row.slowest:.2f}) | {row.seconds / published.seconds:.2f} "
+        f"| {1e3 * row.held_seconds:.1f} | {row.cpu_seconds:.2f} | {row.memory / 1e6:.0f} |"
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """hivemind's averaging among so many peers, fp32."""
+
+    peers: int
+    parameters: int
+    bytes: int
+    """That each peer sends and receives, as its protocol has it: a part of the vector to each other one, and the mean
+    of its own part back."""
+    seconds: float
+    """Since all of the group were in it, median."""
+    fastest: float
+    slowest: float
+    with_matchmaking: float
+    failed: int
+    """Rounds in which not all got the mean of all."""
+
+
+def all_reduce(peers: int, parameters: int, rounds: int) -> AllReduce:
+    """Average a vector of that size among so many, some times over."""
+    with Group(peers, parameters) as group:
+        taken = [group.average() for _ in range(rounds + 1)][1:]
+    done = [each for each in taken if each is not None]
+    if not done:
+        raise SystemExit(f"benchmarks.outer: none of {rounds} all-reduces among {peers} came to an end")
+    seconds, whole = [each.seconds for each in done], [each.with_matchmaking for each in done]
+    middle, size = statistics.median, 2 * (peers - 1) * 4 * parameters // peers
+    return AllReduce(
+        peers, parameters, size, middle(seconds), min(seconds), max(seconds), middle(whole), rounds - len(done)
+    )
+
+
+def all_reduce_table(found: Sequence[AllReduce]) -> str:
+    """A row for each group."""
+    lines = ["| peers | million parameters | MB sent | seconds (range) | with matchmaking | failed |", "|---" * 6 + "|"]
+    lines += [
+        f"| {each.peers} | {each.parameters / 1e6:.1f} | {each.bytes / 1e6:.1f} "
+        f"| {each.seconds:.2f} ({each.fastest:.2f} to {each.slowest:.2f}) "
+        f"| {each.with_matchmaking:.1f} | {each.failed} |"
+        for each in found
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print the tables, write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", type=int, nargs="+", default=[1, 10], choices=list(WIDTHS), metavar="M")
+    parser.add_argument("--codecs", nargs="*", default=list(CODECS), choices=CODECS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--all-reduce", type=int, nargs="*", default=[], metavar="PEERS")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "rounds": options.rounds}
+    rows = uvloop.run(measure(options.millions, options.codecs, options.rounds)) if options.codecs else []
+    found["exchanges"] = [asdict(row) for row in rows]
+    reduced: list[AllReduce] = []
+    for peers in options.all_reduce:
+        for millions in options.millions:
+            reduced.append(all_reduce(peers, millions * 1_000_000, options.rounds))
+    if reduced:
+        print(all_reduce_table(reduced))
+    found["all_reduce"] = [asdict(each) for each in reduced]
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

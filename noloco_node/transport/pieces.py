@@ -1,0 +1,85 @@
+"""Many pieces of one transfer under way at once: as many as the link needs, found by trying."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
+from noloco_node import ambient
+
+T = TypeVar("T")
+
+FIRST_PIECES = 4
+MOST_PIECES = 32
+"""What 1 Gbit/s holds over a round trip of 250 ms, in pieces of 1 MiB."""
+GAIN = 1.2
+"""Twice as many pieces under way are kept where so many times as many came in a second."""
+
+
+class Width:
+    """How many pieces to have under way: twice as many again and again while that makes the transfer faster, else as
+    many as before. On a line that is full more of them would only wait, and whatever else goes over it behind them."""
+
+    def __init__(self, fixed: int | None, limit: float) -> None:
+        """Always `fixed` where that is a number. `limit`: seconds within which a piece must be there."""
+        self.most = MOST_PIECES if fixed is None else fixed
+        self.pieces = FIRST_PIECES if fixed is None else fixed
+        """Under way from now on."""
+        self._kept = self.pieces
+        self._limit = limit
+        self._best = self._slowest = 0.0
+        self._came = 0
+        self._since: float | None = None
+
+    def begin_with(self, pieces: int) -> None:
+        """No more than so many at first; where the number is fixed, ever."""
+        self.pieces = self._kept = min(self.pieces, pieces)
+
+    def came(self, began: float, now: float) -> None:
+        """One more piece is here, which was asked for when it `began`. Both in monotonic seconds."""
+        self._slowest = max(self._slowest, now - began)
+        if self._since is None:  # from the first arrival on: the way there is no part of the line's rate
+            self._since = now
+            return
+        self._came += 1
+        if self._came >= self.pieces:
+            self._set_anew(self._came / max(now - self._since, 1e-9))
+            self._came, self._since, self._slowest = 0, now, 0.0
+
+    def _set_anew(self, rate: float) -> None:
+        """After as many pieces as were under way; `rate` in pieces a second."""
+        if rate <= GAIN * self._best:
+            self.pieces = self._kept
+            return
+        self._best, self._kept = rate, self.pieces
+        if 4.0 * self._slowest <= self._limit:  # should they only share the line, half of the time is enough
+            self.pieces = max(self.pieces, min(self.most, 2 * self.pieces))
+
+
+async def side_by_side(items: Iterable[T], width: Width, work: Callable[[T], Awaitable[None]]) -> None:
+    """Do `work` on each item, in their order, on `width.pieces` at once. Raises the first failure, and does no more
+    then."""
+    waiting, working = deque(items), 0
+
+    async def go_on() -> None:
+        nonlocal working
+        while waiting and working <= width.pieces:
+            began = ambient.monotonic()
+            await work(waiting.popleft())
+            width.came(began, ambient.monotonic())
+            begin()
+        working -= 1
+
+    def begin() -> None:
+        nonlocal working
+        for _ in range(min(width.pieces - working, len(waiting))):
+            working += 1
+            group.create_task(go_on())
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            begin()
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
