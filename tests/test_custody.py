@@ -20,6 +20,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.launch.local_swarm import LocalSwarm
 from noloco_node.node import custody
 from noloco_node.node.custody import last_of_stage, unusable_checkpoints
+from noloco_node.node.first_state import obtain_state
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.sizing.footprint import footprint_of
@@ -130,7 +131,7 @@ async def test_who_comes_without_a_state_waits_once_for_who_held_it(
         held = HeldState(stage=1, clock=holder.worker.progress.clock, seen=time.time())
         stays = stays_of(made, newcomer, warnings)
         beginning = asyncio.create_task(
-            stays.begin(newcomer, None, CheckpointFolder(tmp_path, 1), [(peer_name(1, 0), held)])
+            obtain_state(newcomer, stays, None, CheckpointFolder(tmp_path, 1), [(peer_name(1, 0), held)])
         )
         await eventually(lambda: warnings)
         if comes_back:

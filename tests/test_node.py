@@ -12,7 +12,8 @@ from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import MAX_BODY_BYTES, check_microbatch_bytes
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.node.daemon import run_and_save, run_node
+from noloco_node.node.daemon import run_node
+from noloco_node.node.journey import run_and_save
 from noloco_node.node.network import out_of_reach
 from noloco_node.sizing.preflight import plan
 from noloco_node.storage.run_folder import RunFolder

@@ -22,6 +22,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import revival
 from noloco_node.node.checkpointing import CheckpointKeeper
+from noloco_node.node.first_state import become_current
 from noloco_node.node.replica import Replica
 from noloco_node.node.revival import revive_if_lost
 from noloco_node.sizing.footprint import footprint_of
@@ -249,7 +250,7 @@ async def test_of_two_that_come_to_a_lost_stage_one_restores_and_the_other_waits
         await first.membership.announce(PeerState.TRAINING)
         heartbeat = asyncio.create_task(first.membership.run())
         assert await waiting is None
-        assert await second.become_current() == peer_name(1, 0)
+        assert await become_current(second) == peer_name(1, 0)
         heartbeat.cancel()
         await asyncio.wait((heartbeat,))
 

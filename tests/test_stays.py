@@ -15,7 +15,7 @@ from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import Directory, DirectoryView, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import stage_lifecycle as stays_module
-from noloco_node.node.first_state import STARTS_ALONE
+from noloco_node.node.first_state import STARTS_ALONE, obtain_state
 from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.placement.migration import Move
 from noloco_node.sizing.footprint import footprint_of
@@ -61,16 +61,16 @@ async def test_who_is_alone_waits_for_others_once(
 ) -> None:
     """Before a stage is chosen, or else before the state is; then it starts from the seed with a warning."""
     async with world(micro_spec(stages=1), settings=JOINS) as made:
-        assert await stays_in(made, JOINS).begin(made.replicas[0], None, checkpoints) == "seed"
+        assert await obtain_state(made.replicas[0], stays_in(made, JOINS), None, checkpoints) == "seed"
         assert looks == [SECONDS]
         assert [r.levelno for r in caplog.records if r.getMessage() == STARTS_ALONE] == [logging.WARNING]
     looks.clear()
     async with world(micro_spec(stages=1), settings=JOINS) as made:
         stays = stays_in(made, JOINS)
         await stays.look_around()
-        assert await stays.begin(made.replicas[0], None, checkpoints) == "seed"
+        assert await obtain_state(made.replicas[0], stays, None, checkpoints) == "seed"
         assert looks == [SECONDS, 0.0]
-        assert await stays.begin(made.replicas[0], None, checkpoints) == "seed"
+        assert await obtain_state(made.replicas[0], stays, None, checkpoints) == "seed"
         assert looks == [SECONDS, 0.0, SECONDS], "a later stay looks anew"
 
 
@@ -82,7 +82,7 @@ async def test_who_saw_others_looks_for_them_again(
         await made.replicas[1].membership.announce(PeerState.JOINING)
         stays = stays_in(made, JOINS)
         await stays.look_around()
-        assert await stays.begin(made.replicas[0], None, checkpoints) == "seed"
+        assert await obtain_state(made.replicas[0], stays, None, checkpoints) == "seed"
         assert looks == [SECONDS, SECONDS]
         assert STARTS_ALONE not in caplog.text
 
@@ -92,7 +92,7 @@ async def test_who_joins_nobody_waits_for_nobody_and_is_not_warned(
 ) -> None:
     """The first node of a run."""
     async with world(micro_spec(stages=1)) as made:
-        assert await stays_in(made, NodeSettings()).begin(made.replicas[0], None, checkpoints) == "seed"
+        assert await obtain_state(made.replicas[0], stays_in(made, NodeSettings()), None, checkpoints) == "seed"
     assert looks == [0.0]
     assert STARTS_ALONE not in caplog.text
 

@@ -1,19 +1,25 @@
-"""How a replica comes to its first state: it asks who answers, decides (`placement.initial_state`), copies a stage
-peer."""
+"""How a replica comes to its first state, from top to bottom: it looks for others, waits for who held that of its
+stage, brings back a stage that is lost, asks who answers, decides (`placement.initial_state`), copies a stage peer."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection, Sequence
+from typing import Literal
 
-from noloco_node.accounting.activity import Activity
 from noloco_node.bootstrap.spec_fetch import run_has_ended
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS
-from noloco_node.directory.membership import SERVING, Membership
+from noloco_node.directory.known_peers import HeldState
+from noloco_node.directory.membership import SERVING
 from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.participant import ReplicaContext
+from noloco_node.node.custody import HOLDER_SECONDS, stage_lost, state_elsewhere, wait_for_holder
+from noloco_node.node.replica import Replica
+from noloco_node.node.revival import revive_if_lost
+from noloco_node.node.stage_lifecycle import BeginsFrom, StageLifecycle
 from noloco_node.placement.initial_state import (
     ASK_SECONDS,
     BEGINNINGS,
@@ -23,7 +29,8 @@ from noloco_node.placement.initial_state import (
     no_first_weights,
     where_to_begin,
 )
-from noloco_node.state_transfer.donor_choice import BUSY_PATIENCE_SECONDS, NoDonor, StateCopier
+from noloco_node.state_transfer.donor_choice import BUSY_PATIENCE_SECONDS, NoDonor
+from noloco_node.storage.checkpoint import CheckpointFolder
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +41,87 @@ STARTS_ALONE = (
 )
 
 
-class FirstState:
-    """Where a replica begins, and whom it may copy. The initial peers are those by which it came in; the run begins
-    with a node that has none."""
+async def obtain_state(
+    replica: Replica,
+    stays: StageLifecycle,
+    saved_clock: float | None,
+    checkpoints: CheckpointFolder,
+    holders: Sequence[tuple[PeerId, HeldState]] = (),
+) -> BeginsFrom | None:
+    """Give the replica the state to begin with, and say where from. `saved_clock` is that of the checkpoint that it was
+    resumed from; one of `checkpoints` may be what is left of a lost stage, and `holders` held it when they were last
+    seen: a node that has just started waits for them, briefly and once. None where this node has moved here and nobody
+    gave it: `StageLifecycle.back` is the stage to return to then. Raises UserError (NO_DONOR) for a node that has just
+    started."""
+    say_that_it_looks(replica)
+    await stays.look_again(replica.membership)
+    try:
+        if saved_clock is None:
+            await _wait_for_who_held_it(replica, stays, holders)
+            revived = await _bring_back(replica, stays, checkpoints)
+            if revived is not None:
+                return revived
+        donor = await become_current(replica, saved_clock)
+    except UserError as error:
+        if error.exit_code is not ExitCode.NO_DONOR or stays.moving is None:
+            raise
+        logger.warning("could not move to stage %d: %s", replica.stage, error.message)
+        return None
+    if donor is not None:
+        return "peer"
+    return "seed" if saved_clock is None else "checkpoint"
 
-    def __init__(self, context: ReplicaContext, membership: Membership, copier: StateCopier, watch: Activity) -> None:
+
+def say_that_it_looks(replica: Replica) -> None:
+    """To whoever watches the node."""
+    replica.activity.say("joining", "looking for the nodes of the run")
+
+
+async def _wait_for_who_held_it(
+    replica: Replica, stays: StageLifecycle, holders: Sequence[tuple[PeerId, HeldState]]
+) -> None:
+    if holders and stays.moving is None and not replica.membership.stage_peers(*SERVING):
+        stays.emit(state_elsewhere(replica.stage, holders, HOLDER_SECONDS))
+        await wait_for_holder(replica.membership, holders)
+
+
+async def _bring_back(
+    replica: Replica, stays: StageLifecycle, checkpoints: CheckpointFolder
+) -> Literal["guard", "checkpoint", "seed"] | None:
+    """Where nobody serves the stage although others train; None where it is not lost."""
+    spec = replica.context.spec
+    revived = await revive_if_lost(
+        spec,
+        replica.membership,
+        replica.worker,
+        stays.copies,
+        replica.context.transport.peer_id,
+        confirmed=stays.moving is not None and stays.moving.why == "lost",
+        saved=lambda: checkpoints.newest(spec.run_id, replica.stage),
+    )
+    if revived == "seed":
+        stays.emit(stage_lost(spec, replica.stage))
+    return revived
+
+
+async def become_current(replica: Replica, own_clock: float | None = None) -> PeerId | None:
+    """Begin where `where_to_begin` says, on probation with a stage peer's state; the donor, or None where the weights
+    stand. See `FirstState.take`."""
+    return await FirstState(replica).take(own_clock)
+
+
+class FirstState:
+    """Where a replica begins, and whom it may copy. `entrances` are the peers by which it came in, the initial peers
+    where none are given; the run begins with a node that has none."""
+
+    def __init__(self, replica: Replica, entrances: Collection[PeerId] | None = None) -> None:
+        context = replica.context
+        self._replica = replica
         self._spec = context.spec
         self._stage = context.stage
         self._own = context.transport.peer_id
-        self._membership = membership
-        self._copier = copier
-        self._watch = watch
-        self._entrances = peers_at(context.settings.initial_peers)
+        self._membership = replica.membership
+        self._entrances = peers_at(context.settings.initial_peers) if entrances is None else entrances
         self._joined = bool(self._entrances)
 
     async def take(self, own_clock: float | None) -> PeerId | None:
@@ -110,8 +186,9 @@ class FirstState:
 
     async def _copy_a_stage_peer(self, patience: float) -> PeerId:
         """Become a copy of a stage peer; busy ones are waited for `patience` seconds. Raises NoDonor."""
-        self._watch.say("downloading", f"a stage peer's state of stage {self._stage}")
-        donor, _ = await self._copier.copy_best(self.possible_donors, patience)
+        self._replica.activity.say("downloading", f"a stage peer's state of stage {self._stage}")
+        donor, _ = await self._replica.state_transfer.copier.copy_best(self.possible_donors, patience)
+        self._replica.begins_as_copy()
         return donor
 
     async def possible_donors(self) -> list[PeerId]:

@@ -24,7 +24,6 @@ from noloco_node.directory.peer_clocks import FarBehind, PeerClocks
 from noloco_node.directory.records import Directory, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.course import ReplicaCourse
-from noloco_node.node.first_state import FirstState
 from noloco_node.node.neighbourhood import Neighbourhood
 from noloco_node.node.outer_steps import OuterSteps
 from noloco_node.participant import ReplicaContext
@@ -75,7 +74,7 @@ class Replica:
         self.context = context
         self._pace, self._capacity = Pace(), Capacity(self.worker.busy_seconds)
         self._guards = guards
-        self._watch = Activity(emit)
+        self.activity = Activity(emit)
         self._neighbourhood = Neighbourhood(context, directory, samples, self._describe, self._directory_read)
         self.membership = self._neighbourhood.membership
         self._clocks = self._make_clocks()
@@ -93,7 +92,6 @@ class Replica:
         self.outer_steps: OuterSteps = OuterSteps(
             context, self.membership, self.averaging, self.state_transfer.copier, self._pace, self._behind
         )
-        self.first_state = FirstState(context, self.membership, self.state_transfer.copier, self._watch)
         self.missing = MissingStages()
         self._end = self._make_end()
         self.course = ReplicaCourse(
@@ -148,20 +146,10 @@ class Replica:
         self.pipeline.heed_relays(relayed)
         self.outer_steps.relayed = relayed
 
-    async def look_around(self, seconds: float) -> None:
-        """Read the directory until it shows another node, `seconds` at most."""
-        self._watch.say("joining", "looking for the nodes of the run")
-        await self.membership.look_for_others(seconds)
-
-    async def become_current(self, own_clock: float | None = None) -> PeerId | None:
-        """Begin where `where_to_begin` says, on probation with a stage peer's state; the donor, or None where the
-        weights stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError
-        (NO_DONOR) where a stage peer's state is needed and nobody gave it."""
-        donor = await self.first_state.take(own_clock)
-        if donor is not None:
-            self._end.copied = True
-            self.outer_steps.begin_on_probation()
-        return donor
+    def begins_as_copy(self) -> None:
+        """Its state is a stage peer's: it begins on probation, and the run has begun."""
+        self._end.copied = True
+        self.outer_steps.begin_on_probation()
 
     def serve(self) -> None:
         """Register all methods with the transport; nothing is accepted before `run`."""
@@ -225,8 +213,8 @@ class Replica:
             await asyncio.sleep(ACCOUNT_SECONDS)
             self.books.write()
             self.state_transfer.donor.tend()
-            idle = self._watch.idle_seconds(self.worker.last_trained.at)
-            self._watch.say(*doing(facts_of(self.membership, idle, self._pace.step_seconds, self.pipeline.in_hand)))
+            idle = self.activity.idle_seconds(self.worker.last_trained.at)
+            self.activity.say(*doing(facts_of(self.membership, idle, self._pace.step_seconds, self.pipeline.in_hand)))
 
     @property
     def capacity(self) -> float:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from typing import Literal
 
@@ -14,16 +14,13 @@ from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.first_look import FIRST_LOOK_SECONDS, look_for_others
-from noloco_node.directory.known_peers import HeldState
-from noloco_node.directory.membership import SERVING
+from noloco_node.directory.membership import SERVING, Membership
 from noloco_node.directory.records import Directory, DirectoryView, PeerRecord
 from noloco_node.directory.roll_call import SWEEP_SECONDS, RollCall
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.node.custody import HOLDER_SECONDS, stage_lost, state_elsewhere, wait_for_holder
 from noloco_node.node.replica import Replica
-from noloco_node.node.revival import revive_if_lost
 from noloco_node.pipeline.messages import Ledger
 from noloco_node.placement.arrival import Arrival
 from noloco_node.placement.balancing import Server, as_seen_at_work, servers_of, usual_strength
@@ -32,7 +29,6 @@ from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.machine import free_memory
 from noloco_node.sizing.memory import fitting_stages, memory_of
 from noloco_node.state_transfer.backups import StageCopies
-from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.telemetry.events import NodeMoved, Warned
 from noloco_node.transport.interface import Transport
 
@@ -144,47 +140,15 @@ class StageLifecycle:
         async with self._arrival.announced(stage):
             yield
 
-    async def begin(
-        self,
-        replica: Replica,
-        saved_clock: float | None,
-        checkpoints: CheckpointFolder,
-        holders: Sequence[tuple[PeerId, HeldState]] = (),
-    ) -> BeginsFrom | None:
-        """Give the replica the state to begin with, and say where from. `saved_clock` is that of the checkpoint that it
-        was resumed from; one of `checkpoints` may be what is left of a lost stage, and `holders` held it when they were
-        last seen: a node that has just started waits for them, briefly and once. None where this node has moved here
-        and nobody gave it: `back` is the stage to return to then. Raises UserError (NO_DONOR) for a node that has just
-        started."""
-        await replica.look_around(self._patience())
+    async def look_again(self, membership: Membership) -> None:
+        """The directory again, with the stage at hand; a later stay looks anew."""
+        await membership.look_for_others(self._patience())
         self._looked_in_vain = False
-        confirmed = self._came_from is not None and self._came_from[1].why == "lost"
-        try:
-            if saved_clock is None:
-                if holders and self._came_from is None and not replica.membership.stage_peers(*SERVING):
-                    self.emit(state_elsewhere(replica.stage, holders, HOLDER_SECONDS))
-                    await wait_for_holder(replica.membership, holders)
-                revived = await revive_if_lost(
-                    self._spec,
-                    replica.membership,
-                    replica.worker,
-                    self.copies,
-                    self._own,
-                    confirmed=confirmed,
-                    saved=lambda: checkpoints.newest(self._spec.run_id, replica.stage),
-                )
-                if revived == "seed":
-                    self.emit(stage_lost(self._spec, replica.stage))
-                if revived is not None:
-                    return revived
-            if await replica.become_current(saved_clock) is not None:
-                return "peer"
-            return "seed" if saved_clock is None else "checkpoint"
-        except UserError as error:
-            if error.exit_code is not ExitCode.NO_DONOR or self._came_from is None:
-                raise
-            logger.warning("could not move to stage %d: %s", replica.stage, error.message)
-            return None
+
+    @property
+    def moving(self) -> Move | None:
+        """What brought this node to its stage from another one; None for its first."""
+        return None if self._came_from is None else self._came_from[1]
 
     async def give_up_move(self) -> None:
         """Where a move was under way: nobody must wait for this node at its new stage any more."""

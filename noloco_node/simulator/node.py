@@ -16,6 +16,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.first_look import FIRST_LOOK_SECONDS
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.first_state import become_current, say_that_it_looks
 from noloco_node.node.replica import Replica
 from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.directory import SimulatedDht, SimulatedDirectory
@@ -122,8 +123,9 @@ class Node:
             serve_hello(transport, self._spec, lambda: self.stage)
             replica.serve()
             try:
-                await replica.look_around(FIRST_LOOK_SECONDS if self._settings.initial_peers else 0.0)
-                await replica.become_current()
+                say_that_it_looks(replica)
+                await replica.membership.look_for_others(FIRST_LOOK_SECONDS if self._settings.initial_peers else 0.0)
+                await become_current(replica)
                 await replica.run()
                 self.weights = await weights_of(replica)
             finally:

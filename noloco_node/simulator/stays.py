@@ -1,4 +1,4 @@
-"""A node of a simulation that may move: the stays of `node.daemon`, with the same lifecycle and checkpoints, on a
+"""A node of a simulation that may move: the stays of `node.journey`, with the same lifecycle and checkpoints, on a
 machine that has no p2pd, no run folder and no receipts."""
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.node.checkpointing import CheckpointKeeper
+from noloco_node.node.first_state import obtain_state
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.simulator.device import SimulatedDevice
@@ -98,7 +99,7 @@ class StayingNode(Node):
                     await keeper.resume(saved)
                 replica.serve()
                 folder = self.disk or CheckpointFolder(Path("nowhere"), KEPT)
-                origin = await stays.begin(replica, clock, folder)
+                origin = await obtain_state(replica, stays, clock, folder)
             if origin is None:
                 self.stage = stays.back()
                 return False

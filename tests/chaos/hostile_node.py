@@ -28,7 +28,7 @@ from noloco_node.directory.dht_node import Stored
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.directory.validator import sign_record, stage_key
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.node import daemon as node
+from noloco_node.node import journey as node
 from noloco_node.node.replica import Replica
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.pipeline import messages as microbatch

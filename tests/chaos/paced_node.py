@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from noloco_node.cli import main as cli
-from noloco_node.node import daemon as node
+from noloco_node.node import journey as node
 from noloco_node.training.compute_thread import ComputeThread, Priority
 from noloco_node.training.fair_queue import OWN, QueueTurn
 

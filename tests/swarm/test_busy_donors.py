@@ -9,6 +9,7 @@ import pytest
 
 from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.first_state import FirstState, become_current
 from noloco_node.node.replica import Replica
 from noloco_node.state_transfer import donor_choice as late_join
 from noloco_node.state_transfer import messages as state_messages
@@ -43,14 +44,14 @@ async def test_a_donor_that_drips_does_not_keep_a_joiner_from_one_that_is_busy(m
     """Who reads at the honest donors, and offers a state of its own, would hold a joiner for hours: where the slow one
     is all that gives, the busy one is asked again after each look at the slow one's pace."""
     async with one_busy_and_one_dripping(monkeypatch, times=1) as (made, joiner):
-        assert await joiner.become_current() == FIRST
+        assert await become_current(joiner) == FIRST
         assert await is_copy_of(joiner, made.replicas[0])
 
 
 async def test_where_the_others_are_busy_for_ever_the_slow_donor_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has come of its state stays; that it is slow is told once."""
     async with one_busy_and_one_dripping(monkeypatch, times=None) as (made, joiner):
-        donor, _ = await joiner.state_transfer.copier.copy_best(joiner.first_state.possible_donors)
+        donor, _ = await joiner.state_transfer.copier.copy_best(FirstState(joiner).possible_donors)
         assert donor == SECOND
         assert await is_copy_of(joiner, made.replicas[1])
         slow = [e for e in made.events[-1] if isinstance(e, DonorFailed) and PeerId(e.donor) == SECOND]
@@ -62,5 +63,5 @@ async def test_a_joiner_whose_patience_with_busy_donors_is_over_stays_with_the_s
 ) -> None:
     """It is not left for one that does not give."""
     async with one_busy_and_one_dripping(monkeypatch, times=None) as (_, joiner):
-        donor, _ = await joiner.state_transfer.copier.copy_best(joiner.first_state.possible_donors, patience=0.0)
+        donor, _ = await joiner.state_transfer.copier.copy_best(FirstState(joiner).possible_donors, patience=0.0)
         assert donor == SECOND

@@ -27,6 +27,7 @@ from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.first_state import FirstState, become_current
 from noloco_node.node.replica import Replica
 from noloco_node.pauses import Doubling
 from noloco_node.simulator.device import SimulatedDevice
@@ -106,7 +107,7 @@ async def join_until_the_first_has_failed(made: World, joiner: Replica, *, hones
     What no honest node gives is held against it once."""
     made.events[-1].clear()
     while FIRST not in failures(made):
-        assert await joiner.become_current() == SECOND
+        assert await become_current(joiner) == SECOND
     assert await is_copy_of(joiner, made.replicas[1])
     assert joiner.context.transport.conduct.offences == ({} if honest else {"bad_answer": 1})
     return failures(made)[FIRST]
@@ -186,7 +187,7 @@ async def test_a_donor_that_is_slow_full_or_away_offends_nobody() -> None:
     async with donors_and_joiner(3) as (made, joiner):
         made.network.inject(Fault(FaultKind.UNREACHABLE, target=FIRST))
         made.network.inject(Fault(FaultKind.REFUSE, target=SECOND, reason=Refusal.DRAINING))
-        assert await joiner.become_current() == peer_name(0, 2)
+        assert await become_current(joiner) == peer_name(0, 2)
         assert not joiner.context.transport.conduct.offences
 
 
@@ -218,7 +219,7 @@ async def drawn_in() -> None:
         for veteran in veterans:
             await make_veteran(veteran)
         async with running(*veterans):
-            assert await joiner.become_current() is not None
+            assert await become_current(joiner) is not None
             behind = min(v.worker.progress.clock for v in veterans) - joiner.worker.progress.clock
             assert behind > 2 * spec.max_lag_tokens, "or this proves nothing"
             async with running(joiner):
@@ -263,14 +264,14 @@ async def test_a_donor_is_asked_again_after_lost_requests_and_while_it_is_not_re
     for fault in (lost, early):
         async with donors_and_joiner(1) as (made, joiner):
             made.network.inject(fault)
-            assert await joiner.become_current() == FIRST
+            assert await become_current(joiner) == FIRST
             assert len([event for event in made.events[-1] if isinstance(event, DonorFailed)]) == 1
     async with donors_and_joiner(1) as (made, joiner):
         donors = [[], [FIRST]]
         assert (await joiner.state_transfer.copier.copy_best(lambda: asyncio.sleep(0, donors.pop(0))))[0] == FIRST
         asked = made.network.inject(Fault(FaultKind.UNREACHABLE, method=state_messages.OFFER.name, times=99))
         with pytest.raises(UserError):
-            await joiner.become_current()
+            await become_current(joiner)
         assert asked.times == 99 - late_join.AWAY_TRIES
 
 
@@ -287,7 +288,7 @@ async def test_when_nobody_gives_its_state_each_donor_is_named_with_its_reason()
         )
         made.network.inject(contract)
         with pytest.raises(UserError) as error:
-            await joiner.become_current()
+            await become_current(joiner)
         assert error.value.exit_code is ExitCode.NO_DONOR
         lines = dict(line.strip().split(": ", 1) for line in error.value.message.splitlines()[1:])
         assert set(lines) == {FIRST, SECOND, peer_name(0, 2)}
@@ -312,10 +313,10 @@ async def test_no_state_crosses_a_relay(monkeypatch: pytest.MonkeyPatch, relayed
     async with donors_and_joiner(1) as (made, joiner):
         made.replicas[0].state_transfer.donor._relayed = relayed
         if relayed_looks < late_join.RELAYED_TRIES:
-            assert await joiner.become_current() == FIRST
+            assert await become_current(joiner) == FIRST
             return
         with pytest.raises(UserError) as error:
-            await joiner.become_current()
+            await become_current(joiner)
         assert error.value.exit_code is ExitCode.NO_DONOR
         assert "a state is not sent through a relay" in error.value.message
         assert looks == late_join.RELAYED_TRIES
@@ -386,7 +387,7 @@ async def test_a_broken_transfer_goes_on_where_it_broke(monkeypatch: pytest.Monk
         came = count_chunks(joiner.context.transport, monkeypatch)
         fault = Fault(FaultKind.LOSE_ANSWER, target=FIRST, method=state_messages.CHUNK.name, times=0)
         made.network.inject(fault)
-        joining = asyncio.create_task(joiner.become_current())
+        joining = asyncio.create_task(become_current(joiner))
         await eventually(lambda: len(came) >= 5, what="some chunks came")
         fault.times = 12  # each of four streams gives up after three tries
         veteran = made.replicas[0]
@@ -434,7 +435,7 @@ async def test_a_donor_that_drips_is_left_for_an_idle_one() -> None:
         joiner = made.replicas[-1]
         async with asyncio.timeout(30):
             while FIRST not in failures(made):
-                assert await joiner.become_current() == SECOND
+                assert await become_current(joiner) == SECOND
         assert "another may be faster" in failures(made)[FIRST]
         assert await is_copy_of(joiner, made.replicas[1])
         assert joiner.context.transport.conduct.offences.total() == 0
@@ -476,7 +477,7 @@ async def test_a_full_donor_says_busy_and_the_joiner_waits_for_a_place(monkeypat
         with pytest.raises(Refused, match="1 joiners read this node's state") as refused:
             await joiner.context.transport.call(FIRST, state_messages.OPEN.name, request_of(joiner), **request)
         assert refused.value.reason is Refusal.BUSY
-        joining = asyncio.create_task(joiner.become_current())
+        joining = asyncio.create_task(become_current(joiner))
         asked = made.replicas[0].context.transport.traffic.received
         before = asked.get(state_messages.OFFER.name, 0)
         await eventually(lambda: asked.get(state_messages.OFFER.name, 0) > before, what="the joiner has asked")
@@ -500,7 +501,7 @@ async def test_a_donor_without_memory_for_a_copy_says_busy_and_gives_when_there_
         with pytest.raises(Refused, match="no memory for a copy") as refused:
             await joiner.context.transport.call(FIRST, state_messages.OPEN.name, request_of(joiner), **request)
         assert refused.value.reason is Refusal.BUSY
-        assert await joiner.become_current() == FIRST
+        assert await become_current(joiner) == FIRST
         assert failures(made) == {}
         assert free == []
 
@@ -511,7 +512,7 @@ async def test_busy_donors_are_named_when_the_joiners_patience_ends(monkeypatch:
     async with donors_and_joiner() as (made, joiner):
         made.network.inject(Fault(FaultKind.REFUSE, method=state_messages.OPEN.name, reason=Refusal.BUSY))
         with pytest.raises(late_join.NoDonor) as error:
-            await joiner.state_transfer.copier.copy_best(joiner.first_state.possible_donors, patience=0.5)
+            await joiner.state_transfer.copier.copy_best(FirstState(joiner).possible_donors, patience=0.5)
         assert set(error.value.reasons) == {FIRST, SECOND}
         assert all("busy" in reason for reason in error.value.reasons.values())
 
@@ -519,7 +520,7 @@ async def test_busy_donors_are_named_when_the_joiners_patience_ends(monkeypatch:
 async def test_progress_is_told_from_nothing_to_all() -> None:
     """The events from which bar and log are made rise and end with the whole."""
     async with donors_and_joiner(1) as (made, joiner):
-        await joiner.become_current()
+        await become_current(joiner)
         told = [event for event in made.events[-1] if isinstance(event, StateDownload)]
         assert told[0].received == 0
         assert told[-1].received == told[-1].total > 100_000
@@ -673,7 +674,7 @@ async def test_a_donor_whose_p2pd_is_killed_midway_is_replaced_by_the_next(
             await make_veteran(veteran)
         by_id = {veteran.context.transport.peer_id: veteran for veteran in veterans}
         came = count_chunks(joiner.context.transport, monkeypatch)
-        joining = asyncio.create_task(joiner.become_current())
+        joining = asyncio.create_task(become_current(joiner))
         first = (await eventually(lambda: [peer for peer, _ in came], 60, "the first chunk"))[0]
         os.kill(by_id[first].context.transport._host.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         donor = await asyncio.wait_for(joining, 90)

@@ -24,6 +24,7 @@ from noloco_node.averaging.probation import (
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.first_state import become_current
 from noloco_node.node.replica import Replica
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
 from noloco_node.transport.errors import Refusal
@@ -334,7 +335,7 @@ async def test_a_joiner_of_a_running_swarm_ends_its_probation_by_itself() -> Non
         for veteran in made.replicas[:2]:  # their records may be older than their rounds
             await veteran.membership.announce(PeerState.TRAINING)
         joiner = made.replicas[2]
-        assert await joiner.become_current() in (peer_name(0, 0), peer_name(0, 1))
+        assert await become_current(joiner) in (peer_name(0, 0), peer_name(0, 1))
         assert joiner.averaging.standing.newcomer
         await joiner.membership.announce(PeerState.TRAINING)
         await made.replicas[0].membership.refresh()

@@ -16,6 +16,7 @@ from noloco_node.config.run_spec import LimitsSpec, OuterSpec, RunSpec
 from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.first_state import become_current
 from noloco_node.node.replica import Replica
 from noloco_node.outer.names import CodecName
 from noloco_node.pauses import Doubling
@@ -56,7 +57,7 @@ async def test_a_joiner_becomes_a_copy(codec: CodecName) -> None:
     """Weights, slow weights, momentum, trail, Adam's moments and step count, clock and round are those of the donor,
     bitwise; and both then take the same next step."""
     async with veteran_and_joiner(outer=OUTER.model_copy(update={"codec": codec})) as (made, (veteran, joiner)):
-        assert await joiner.become_current() == peer_name(0, 0)
+        assert await become_current(joiner) == peer_name(0, 0)
         progress, state = await veteran.worker.full_state()
         copied_progress, copied = await joiner.worker.full_state()
         assert state.keys() == copied.keys()
@@ -79,7 +80,7 @@ async def test_in_a_young_swarm_the_seeded_weights_stand() -> None:
     """Before anyone's first outer round nothing is copied."""
     async with world(micro_spec(stages=1, outer=OUTER), replicas=2) as made:
         await made.replicas[0].membership.announce(PeerState.TRAINING)
-        assert await made.replicas[1].become_current() is None
+        assert await become_current(made.replicas[1]) is None
 
 
 def begun_with_weights() -> RunSpec:
@@ -96,7 +97,7 @@ async def test_who_has_no_first_weights_copies_a_stage_peer_before_any_outer_rou
         await first.membership.announce(PeerState.TRAINING)
         shift = torch.full_like((await first.worker.slow_weights())[1], 0.5)
         await first.worker.load_slow_weights(0.0, 0, shift)
-        assert await second.become_current() == peer_name(0, 0)
+        assert await become_current(second) == peer_name(0, 0)
         assert torch.equal((await second.worker.slow_weights())[1], shift)
 
 
@@ -105,7 +106,7 @@ async def test_who_has_no_first_weights_and_finds_nobody_is_told_what_to_bring(m
     monkeypatch.setattr(late_join, "AWAY_PAUSES", Doubling(0.001, 0.1))
     async with world(begun_with_weights()) as made:
         with pytest.raises(UserError, match="begins with the weights weights-0000") as error:
-            await made.replicas[0].become_current()
+            await become_current(made.replicas[0])
         assert error.value.exit_code is ExitCode.NO_DONOR
         assert "--set run.model.from_pretrained=FOLDER" in error.value.remedy
 
@@ -114,7 +115,7 @@ async def test_when_the_first_donor_dies_midway_the_next_one_gives_the_state() -
     """Chunks of one donor are lost for good: the joiner ends as a copy of the other."""
     async with veteran_and_joiner(3) as (made, (_, second, joiner)):
         made.network.inject(Fault(FaultKind.LOSE_REQUEST, target=peer_name(0, 0), method=state_messages.CHUNK.name))
-        donors = {await joiner.become_current() for _ in range(4)}
+        donors = {await become_current(joiner) for _ in range(4)}
         assert donors == {peer_name(0, 1)}
         assert made.network.fired[FaultKind.LOSE_REQUEST] >= 3
         state, copied = [(await replica.worker.full_state())[1] for replica in (second, joiner)]
@@ -127,7 +128,7 @@ async def test_without_a_donor_the_node_says_so_and_keeps_its_weights() -> None:
         before = (await joiner.worker.full_state())[1]["fast"]
         made.network.inject(Fault(FaultKind.UNREACHABLE, method=state_messages.OPEN.name))
         with pytest.raises(UserError) as error:
-            await joiner.become_current()
+            await become_current(joiner)
         assert error.value.exit_code is ExitCode.NO_DONOR
         assert "stage 0" in error.value.message
         assert torch.equal(before, (await joiner.worker.full_state())[1]["fast"])
@@ -147,7 +148,7 @@ async def test_an_altered_chunk_is_never_loaded(monkeypatch: pytest.MonkeyPatch)
     async with veteran_and_joiner() as (_, (_, joiner)):
         before = (await joiner.worker.full_state())[1]["fast"]
         with pytest.raises(UserError):
-            await joiner.become_current()
+            await become_current(joiner)
         assert torch.equal(before, (await joiner.worker.full_state())[1]["fast"])
 
 
@@ -182,7 +183,7 @@ async def test_a_busy_donor_serves_one_snapshot_to_many() -> None:
             return await full_state()
 
         veteran.worker.full_state = counted  # pyright: ignore[reportAttributeAccessIssue]
-        donors = await asyncio.gather(joiner.become_current(), second.become_current())
+        donors = await asyncio.gather(become_current(joiner), become_current(second))
         assert donors == [peer_name(0, 0)] * 2
         assert len(taken) == 1
 
@@ -222,6 +223,6 @@ async def test_a_fetched_state_is_checked_off_the_event_loop(monkeypatch: pytest
 
     monkeypatch.setattr(state_transfer, "unpack", noted)
     async with veteran_and_joiner() as (_, (_, joiner)):
-        assert await joiner.become_current() == peer_name(0, 0)
+        assert await become_current(joiner) == peer_name(0, 0)
     assert len(threads) == 1
     assert threads[0] != threading.get_ident()

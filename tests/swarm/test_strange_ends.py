@@ -24,6 +24,7 @@ from noloco_node.identity.addresses import parse_address
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.node import first_state
+from noloco_node.node.first_state import FirstState, become_current
 from noloco_node.node.replica import Replica
 from noloco_node.pauses import Doubling
 from noloco_node.simulator.device import SimulatedDevice
@@ -175,14 +176,14 @@ async def test_a_ghosts_record_keeps_no_run_from_starting(state: PeerState) -> N
         first, second = made.replicas[:2]
         await haunt(made, state, finished=state is PeerState.FINISHING)
         await first.membership.announce(PeerState.TRAINING)
-        assert await second.become_current() is None
+        assert await become_current(second) is None
 
 
 async def test_a_first_node_begins_whatever_ghosts_say() -> None:
     """It has joined nobody, so the run begins with it."""
     async with world(short_run()) as made:
         await haunt(made, PeerState.FINISHING, finished=True)
-        assert await made.replicas[0].become_current() is None
+        assert await become_current(made.replicas[0]) is None
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -192,7 +193,7 @@ async def test_who_comes_after_the_end_is_told_so(stage: int, monkeypatch: pytes
     async with world(short_run(), settings=JOINS) as made:
         await haunt(made, PeerState.GONE, finished=True)
         with pytest.raises(UserError) as raised:
-            await made.replicas[stage].become_current()
+            await become_current(made.replicas[stage])
         assert raised.value.exit_code is ExitCode.NO_DONOR
         assert "end" in raised.value.message
         assert "initial peers" in raised.value.remedy
@@ -208,7 +209,7 @@ async def test_two_that_come_after_the_end_are_no_run_for_each_other(monkeypatch
             await replica.membership.announce(PeerState.JOINING)
         for replica in late:
             with pytest.raises(UserError) as raised:
-                await replica.become_current()
+                await become_current(replica)
             assert raised.value.exit_code is ExitCode.NO_DONOR
 
 
@@ -221,7 +222,7 @@ async def test_a_joiner_on_a_link_that_loses_requests_asks_again(lost: int) -> N
         await past_the_first_round(veteran)
         await veteran.membership.announce(PeerState.TRAINING)
         made.network.inject(Fault(FaultKind.LOSE_REQUEST, source=peer_name(0, 1), times=lost))
-        assert await joiner.become_current() == peer_name(0, 0)
+        assert await become_current(joiner) == peer_name(0, 0)
 
 
 async def test_a_ghosts_word_that_the_run_is_over_waits_for_those_that_are_slow_to_answer(
@@ -236,7 +237,7 @@ async def test_a_ghosts_word_that_the_run_is_over_waits_for_those_that_are_slow_
         await haunt(made, PeerState.FINISHING, finished=True)
         await veteran.membership.announce(PeerState.TRAINING)
         made.network.inject(Fault(FaultKind.LOSE_REQUEST, source=peer_name(0, 1), method="records", times=6))
-        assert await joiner.become_current() == peer_name(0, 0)
+        assert await become_current(joiner) == peer_name(0, 0)
 
 
 async def test_a_stranger_that_answers_and_claims_to_be_ahead_keeps_no_run_from_starting(
@@ -249,7 +250,7 @@ async def test_a_stranger_that_answers_and_claims_to_be_ahead_keeps_no_run_from_
         await haunt(made, PeerState.FINISHING, name=peer_name(0, 0), finished=True)
         assert not stranger.state_transfer.accepting
         await other.membership.announce(PeerState.TRAINING)
-        assert await joiner.become_current() is None
+        assert await become_current(joiner) is None
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["silent", "busy"])
@@ -269,8 +270,8 @@ async def test_most_of_those_that_answer_may_claim_to_be_ahead_and_keep_no_run_f
                 stranger.state_transfer.open()
             stranger.state_transfer.donor._refuse_relayed = refuses  # type: ignore[method-assign]
         await other.membership.announce(PeerState.TRAINING)
-        joiner.first_state._entrances = [other.context.transport.peer_id]
-        assert await asyncio.wait_for(joiner.become_current(), 60) is None
+        entered = FirstState(joiner, [other.context.transport.peer_id])
+        assert await asyncio.wait_for(entered.take(None), 60) is None
 
 
 async def refuses(_: object) -> None:
@@ -320,7 +321,7 @@ async def test_two_ghosts_in_a_real_directory_neither_keep_a_run_from_starting_n
         for replica in made.replicas:
             await replica.membership.announce(PeerState.TRAINING)
         for replica in made.replicas:
-            assert await replica.become_current() is None
+            assert await become_current(replica) is None
             assert len(replica.membership.live(0, PeerState.TRAINING, PeerState.FINISHING)) == 3
         async with lives(last) as (waiting,):
             await asyncio.wait((waiting,), timeout=2 * limits.grace_seconds)

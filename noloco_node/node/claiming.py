@@ -1,0 +1,42 @@
+"""The run folder of a node: whether it may be used for a run, and taken for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from noloco_node.config.data_spec import NOT_READ
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
+from noloco_node.storage.run_folder import RunFolder
+
+
+def check_folder(folder: RunFolder, spec: RunSpec, settings: NodeSettings) -> None:
+    """Raise UserError (RUN_FOLDER) as `open_run` says. Writes nothing."""
+    if folder.judge(spec.run_id, spec.name) and not settings.initial_peers:
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"run '{spec.name}' ({spec.run_id}) has come to its end in '{folder.path}': {_whose_weights(spec)} "
+            f"in {folder.final}",
+            "name another folder with --run-folder to train it anew",
+        )
+
+
+def _whose_weights(spec: RunSpec) -> str:
+    if spec.stages == 1:
+        return "its weights are"
+    return f"the weights of this node's stage, one of {spec.stages}, which only together are the model, are"
+
+
+def open_run(
+    folder: RunFolder, checkpoints: CheckpointFolder, spec: RunSpec, settings: NodeSettings
+) -> Checkpoint | None:
+    """Take the folder for this run; its newest checkpoint that can be gone on from. Raises UserError (RUN_FOLDER) where
+    it holds another run, or where the run has come to its end there and no peer to go on with is named."""
+    check_folder(folder, spec, settings)
+    folder.claim(spec.run_id, spec.name)
+    folder.keep_spec(spec.agreed_json)
+    if spec.data.own_tokenizer and spec.data.tokenizer != NOT_READ:
+        folder.keep_tokenizer_place(Path(spec.data.tokenizer).expanduser().absolute())
+    return checkpoints.newest(spec.run_id, None if settings.stage == "auto" else settings.stage)

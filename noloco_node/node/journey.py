@@ -1,0 +1,377 @@
+"""A node's way through a run, from top to bottom: enter, choose a stage, obtain a state, train, leave.
+
+Each step calls down, into what it is made of, and gives the next one what it has: which stage a node serves is asked of
+`stage_lifecycle`, where its state comes from of `first_state`, and a stay of it is a `Replica`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+
+from noloco_node import __version__, ambient
+from noloco_node.accounting.receipts import Receipts, open_receipts
+from noloco_node.bootstrap.hello import held_out_loss, serve_hello
+from noloco_node.bootstrap.spec_fetch import serve_spec
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
+from noloco_node.data.reading import Reader, open_samples
+from noloco_node.data.samples import Position, Samples
+from noloco_node.data.shared_turns import SharedTurns
+from noloco_node.directory.records import DirectoryView, PeerState
+from noloco_node.directory.summary import SwarmSummary, outlook_of
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.model.stage import Stage, build_stage
+from noloco_node.node import start_checks
+from noloco_node.node.checkpointing import CheckpointKeeper
+from noloco_node.node.claiming import open_run
+from noloco_node.node.custody import last_of_stage, unusable_checkpoints
+from noloco_node.node.first_state import obtain_state
+from noloco_node.node.interrupts import Interrupts
+from noloco_node.node.network import Agree, Network, network
+from noloco_node.node.replica import Replica
+from noloco_node.node.stage_lifecycle import BeginsFrom, StageLifecycle, stays_of
+from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.storage.weights import save_stage
+from noloco_node.telemetry.events import AnyEvent, NodeStarted, NodeStopped, P2pdRestarted, Reachability
+from noloco_node.telemetry.of_node import Telemetry
+from noloco_node.training.compute_device import check_device, describe_device, device_name, peak_flop_per_second
+from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.placing import on_its_device
+
+logger = logging.getLogger(__name__)
+
+Show = Callable[[RunSpec, SwarmSummary], None]
+"""Shows a run and its swarm to a person; called on a thread of its own, before anything is built."""
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """With what a node sets out: its settings and folder, and how it finds out which run it takes part in."""
+
+    agree: Agree
+    settings: NodeSettings
+    folder: RunFolder
+    run: str | None
+    """The run that the settings name; None for who asks its peers."""
+    show: Show | None
+    started: float
+    """On the monotonic clock, seconds."""
+    opened: asyncio.Event
+    """Set once the folder is this run's."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """What every stay of a node stands on."""
+
+    net: Network
+    folder: RunFolder
+    checkpoints: CheckpointFolder
+    thread: ComputeThread
+    telemetry: Telemetry
+    stays: StageLifecycle
+    saved: Checkpoint | None
+    """What the first stay goes on from."""
+
+    @property
+    def emit(self) -> Callable[[AnyEvent], None]:
+        """Takes every event of the node."""
+        return self.telemetry.emit
+
+
+@dataclass(frozen=True, slots=True)
+class _Stay:
+    """A replica with what accompanies it."""
+
+    replica: Replica
+    keeper: CheckpointKeeper
+    receipts: Receipts
+
+
+async def travel(departure: Departure, telemetry: Telemetry, interrupts: Interrupts) -> NodeStopped:
+    """The whole way; the last event says how it ended. Raises UserError for what the person who started it can
+    change."""
+    async with _enter(departure, telemetry) as place:
+        stage = await _choose(place, departure.show)
+        while True:
+            async with _obtain(place, stage) as stay:
+                in_vain, stopped = stay is None, None
+                if stay is not None:
+                    await _train(place, stay, interrupts)
+                    stopped = await _leave(place, stay, interrupts, departure.started)
+            del stay  # two stages may be more than the memory holds
+            if stopped is not None:
+                return stopped
+            stage = place.stays.back() if in_vain else place.stays.departs()
+
+
+@contextlib.asynccontextmanager
+async def _enter(departure: Departure, telemetry: Telemetry) -> AsyncGenerator[_Place]:
+    """Onto the network, to agreement on the run, and into the folder."""
+    settings, folder, emit = departure.settings, departure.folder, telemetry.emit
+    check_device(settings.device)
+    logger.info("%s", describe_device(settings.device))
+    torch.set_num_threads(settings.torch_threads)
+    checkpoints = CheckpointFolder(folder.checkpoints, settings.checkpoints_kept)
+    async with network(departure.agree, settings, folder, run=departure.run) as net, _compute_thread() as thread:
+        saved = await ambient.elsewhere(open_run, folder, checkpoints, net.spec, net.settings)
+        departure.opened.set()
+        if saved is None and (warning := unusable_checkpoints(checkpoints)) is not None:
+            emit(warning)
+        await ambient.elsewhere(net.known.save, net.spec.run_id)  # the folder is this run's now
+        stays = await stays_of(net.spec, net.settings, net.transport, net.directory)
+        place = _Place(net, folder, checkpoints, thread, telemetry, stays, saved)
+        del saved  # it holds a copy of everything, and is `place`'s to let go of
+        yield place
+
+
+async def _choose(place: _Place, show: Show | None) -> int:
+    """Look who serves what, choose this node's stage, show the run to who wants to see it, and be there for others."""
+    net, stays, saved = place.net, place.stays, place.saved
+    view: DirectoryView | None = None
+    if show is not None or (saved is None and net.settings.stage == "auto"):
+        view = await stays.look_around()
+    # Before anything is shown: that takes a while, in which the records of the view grow old.
+    now = net.directory.now()
+    stage = stays.stage = await stays.first_stage(saved and saved.standing.stage)
+    if show is not None and view is not None:
+        await ambient.elsewhere(show, net.spec, outlook_of(view, now, net.spec.inner.target_tokens))
+    stays.emit = place.emit
+    checks = partial(start_checks.for_a_stage, net.spec, net.settings, stage, place.folder, moves=stays.may_move)
+    start_checks.report(await ambient.elsewhere(checks))
+    net.reach.tell(lambda now: place.emit(Reachability(way=now.way.value, words=now.words())))
+    net.supervisor.on_restart = lambda cause: place.emit(P2pdRestarted(cause=cause, restarts=net.supervisor.restarts))
+    serve_hello(
+        net.transport, net.spec, lambda: stays.stage, held_out=lambda: held_out_loss(place.telemetry.evaluation)
+    )
+    serve_spec(net.transport, net.spec)
+    return stage
+
+
+@contextlib.asynccontextmanager
+async def _obtain(place: _Place, stage_index: int) -> AsyncGenerator[_Stay | None]:
+    """A replica of the stage with the state to begin with, or None where this node came from another stage in vain."""
+    net, stays, spec = place.net, place.stays, place.net.spec
+    saved, place.saved = place.saved, None
+    async with contextlib.AsyncExitStack() as stack:
+        async with stays.arriving(stage_index):
+            walk = stays.ledger.walk if saved is None else saved.standing.walk
+            ahead = net.settings.prefetch_bytes
+            stage, samples = await ambient.elsewhere(_prepare, spec, stage_index, net.daemon.own_id, walk, ahead)
+            if samples is not None:
+                stack.push_async_callback(ambient.elsewhere, samples.close)
+            replica = Replica(
+                spec,
+                net.settings,
+                await on_its_device(spec, net.settings, stage, place.thread),
+                net.transport,
+                net.directory,
+                place.thread,
+                samples=samples,
+                emit=place.emit,
+                ledger=stays.ledger,
+                guards=lambda: stays.copies.guards,
+                relayed=net.relayed,
+            )
+            stack.callback(replica.close)
+            replica.heed_relays(lambda: net.reach.relayed)
+            stack.enter_context(place.telemetry.showing(replica.books.surroundings))
+            keeper = stack.enter_context(CheckpointKeeper(replica, place.checkpoints, place.emit, net.settings))
+            if saved is not None:
+                await keeper.resume(saved)
+            clock, resumed, saved = saved and saved.standing.progress.clock, saved is not None, None
+            receipts = await open_receipts(
+                place.folder.contribution,
+                spec.run_id,
+                stage_index,
+                net.transport,
+                replica.pipeline.ledger,
+                lambda: replica.worker.progress,
+            )
+            stack.callback(receipts.close)
+            replica.serve()
+            holders = net.known.holders(spec.run_id, stage_index)
+            origin = await net.beside(obtain_state(replica, stays, clock, place.checkpoints, holders))
+        if origin is not None:
+            place.emit(stays.arrived(replica, origin) or _started_event(place, stage, origin, resumed=resumed))
+        yield None if origin is None else _Stay(replica, keeper, receipts)
+
+
+async def _train(place: _Place, stay: _Stay, interrupts: Interrupts) -> None:
+    """One stay, to its end, and what is kept of it."""
+    replica = stay.replica
+    interrupts.graceful(replica.stop)
+    leaving = (PeerState.FINISHING, PeerState.DRAINING)
+    work = stay.receipts.beside(replica.run(), replica.context.moved, lambda: replica.membership.state in leaving)
+    farewell = _say_if_last(place, replica, interrupts)
+    life = place.net.beside(work, stay.keeper.run(), place.stays.accompany(replica), farewell)
+    await run_and_save(life, _saving(place, stay, interrupts))
+
+
+async def _leave(place: _Place, stay: _Stay, interrupts: Interrupts, started: float) -> NodeStopped | None:
+    """How the node ends; None where it only moves on to another stage."""
+    if _moves_on(place.stays, interrupts):
+        return None
+    await place.stays.give_up_move()
+    replica, folder, spec = stay.replica, place.folder, place.net.spec
+    reason = "interrupted" if replica.stop.is_set() else "target_reached"
+    if reason == "target_reached":
+        folder.mark_ended(spec.run_id, spec.name)
+    return stopped_event(
+        reason,
+        "",
+        started,
+        outer_rounds=replica.worker.progress.outer_rounds,
+        partners=replica.outer_steps.partners,
+        final_weights=str(folder.final.relative_to(folder.path)),
+    )
+
+
+async def _say_if_last(place: _Place, replica: Replica, interrupts: Interrupts) -> None:
+    """Once this node is told to leave: say so where its stage is left without a replica."""
+    await replica.stop.wait()
+    if interrupts.asked:
+        warning = last_of_stage(
+            replica.membership, place.net.transport.acquaintances.answers, place.net.spec.guard_copies
+        )
+        if warning is not None:
+            place.emit(warning)
+
+
+def _prepare(
+    spec: RunSpec, stage_index: int, own: PeerId, position: Position, prefetch_bytes: int
+) -> tuple[Stage, Samples | None]:
+    """Build the stage and, on stage 0, read the text from `position` on. Runs off the event loop."""
+    stage = build_stage(spec.model, stage_index)
+    check_microbatch_bytes(spec, stage.hidden_size)
+    _spare_the_collector()
+    if stage_index > 0:
+        return stage, None
+    reader = Reader(own, spec.inner.microbatch_windows, spec.evaluation.windows, prefetch_bytes)
+
+    def turns(count: int, begin: Position) -> SharedTurns:
+        return SharedTurns(count, spec.data.seed, own, spec.limits.record_seconds, random.Random(f"slots/{own}"), begin)
+
+    return stage, open_samples(spec.data, stage.vocab_size, reader, position, turns)
+
+
+def _spare_the_collector() -> None:
+    """What is loaded by now is not gone through again by a full collection, which would hold the event loop as long:
+    0.27 s of CPU for the 412,000 objects of a node's libraries and a small stage, 6 µs afterwards."""
+    gc.collect()
+    gc.freeze()
+
+
+async def run_and_save(run: Awaitable[None], save: Callable[[], Awaitable[None]]) -> None:
+    """Await `run`, then save. Where it fails, what was trained so far is saved and its failure goes on.
+
+    A failure of that rescue is logged, so that it does not take the first one's place. Nothing is saved on
+    cancellation: it means to leave at once.
+    """
+    try:
+        await run
+    except Exception:
+        try:
+            await save()
+            logger.info("the weights were saved as they are")
+        except Exception:
+            logger.exception("the weights could not be saved either")
+        raise
+    await save()
+
+
+def _moves_on(stays: StageLifecycle, interrupts: Interrupts) -> bool:
+    return stays.move is not None and not interrupts.asked
+
+
+def _saving(place: _Place, stay: _Stay, interrupts: Interrupts) -> Callable[[], Awaitable[None]]:
+    """What saves the last checkpoint and the final weights; those of a stage that this node only leaves for another are
+    with its stage peers."""
+
+    async def save() -> None:
+        if not _moves_on(place.stays, interrupts):
+            await stay.keeper.save()
+            await _save_weights(place, stay.replica)
+
+    return save
+
+
+async def _save_weights(place: _Place, replica: Replica) -> None:
+    """Write the final slow and fast weights under their names in the whole model."""
+    slow, fast = (
+        {replica.full_names[local]: weight for local, weight in weights.items()}
+        for weights in await replica.worker.named_weights()
+    )
+    progress = replica.worker.progress
+    await ambient.elsewhere(
+        save_stage,
+        place.folder.final,
+        run_id=place.net.spec.run_id,
+        cut=replica.context.cut,
+        clock=progress.clock,
+        outer_rounds=progress.outer_rounds,
+        slow=slow,
+        fast=fast,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _compute_thread() -> AsyncGenerator[ComputeThread]:
+    thread = ComputeThread()
+    try:
+        yield thread
+    finally:
+        await thread.close()
+
+
+def _started_event(place: _Place, stage: Stage, origin: BeginsFrom, *, resumed: bool) -> NodeStarted:
+    spec, daemon = place.net.spec, place.net.daemon
+    return NodeStarted(
+        peer_id=daemon.own_id,
+        stage=stage.cut.index,
+        stages=spec.stages,
+        run_id=spec.run_id,
+        run_name=spec.name,
+        version=__version__,
+        pid=os.getpid(),
+        addresses=daemon.visible_addresses(),
+        metrics_address=place.telemetry.address,
+        parameters=sum(parameter.numel() for parameter in stage.parameters()),
+        origin=origin,
+        resumed=resumed,
+        device=device_name(place.net.settings.device),
+        peak_flop_per_second=peak_flop_per_second(place.net.settings.device, spec.inner.precision),
+        flop_per_token=place.stays.flop_per_token(stage.cut.index),
+        codec=spec.outer.codec,
+    )
+
+
+def stopped_event(
+    reason: Literal["target_reached", "interrupted", "failed"],
+    detail: str,
+    started: float,
+    *,
+    outer_rounds: int = 0,
+    partners: dict[str, int] | None = None,
+    final_weights: str | None = None,
+) -> NodeStopped:
+    return NodeStopped(
+        reason=reason,
+        detail=detail,
+        outer_rounds=outer_rounds,
+        partners=partners or {},
+        final_weights=final_weights,
+        seconds=ambient.monotonic() - started,
+    )
