@@ -216,8 +216,6 @@ class EvaluationSpec(Settings):
 class LimitsSpec(Settings):
     """Bounds that all peers share."""
 
-    max_replicas: Positive = 1024
-    """Replicas of a stage that the share of the global batch counts at most."""
     record_seconds: PositiveFloat = 20.0
     """Life of a directory record; it is renewed three times within it."""
     grace_seconds: PositiveFloat = 20.0
@@ -285,6 +283,11 @@ class RunSpec(Settings):
     def microbatches_a_step(self, replicas: int) -> int:
         """That a replica trains on between two inner steps, where so many share the batch."""
         return max(1, math.ceil(self.inner.global_batch_tokens / (max(1, replicas) * self.microbatch_tokens)))
+
+    @property
+    def most_sharing(self) -> int:
+        """Replicas of a stage from which on each microbatch is an inner step."""
+        return math.ceil(self.inner.global_batch_tokens / self.microbatch_tokens)
 
     @property
     def max_lag_tokens(self) -> int:

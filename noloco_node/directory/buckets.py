@@ -26,14 +26,19 @@ from noloco_node.identity.peer_id import PeerId
 
 TARGET = 64
 """Records of a bucket."""
-RAISE, LOWER = 1.5, 0.375
-"""Times the target above which a bucket is too full, and below which it is too empty: between a level's bounds lies
-more than a factor of two, or nodes would go up and down."""
+RAISE, LOWER = 1.5, 0.4375
+"""Times the target above which a bucket is too full, and below which it is too empty. Between a level's bounds lies
+more than a factor of two, or nodes would go up and down; and less than four, or a stage of some sizes would suit two
+levels that do not write where the other reads."""
 HIGHER_TOO = 0.75
 """Times the target from which the next level would be half full enough to be somebody's: records are written there."""
 MOST_LEVEL = 20
 """64 million replicas of a stage."""
 PREFIX_BITS = 32
+BEHIND, BEHIND_FAR, FAR = 0.375, 0.3125, 4
+"""Times the target from which the records of a first bucket speak of its level, and of one that is as far as this: a
+bucket may hold far fewer than the others of its level by chance, and for good. Of a near level so many of a small stage
+have as many zeros; with fewer still, a level would be spoken of that nobody writes at."""
 LOOKED_BACK = 4
 """Buckets, one after another, that must agree before the level is changed; no bucket decides alone."""
 KEPT = 10
@@ -98,7 +103,7 @@ def level_behind(prefixes: Collection[int]) -> int:
     found = 0
     for level in range(PREFIX_BITS, 0, -1):
         found += zeros[level]
-        if found >= LOWER * TARGET:
+        if found >= (BEHIND_FAR if level >= FAR else BEHIND) * TARGET:
             return min(level, MOST_LEVEL)
     return 0
 

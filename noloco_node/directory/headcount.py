@@ -121,7 +121,7 @@ class Headcount:
     def replicas(self, answering: Iterable[PeerId], unsure: Iterable[PeerId] = (), *, sampled: bool = False) -> float:
         """Replicas of the stage that train, this one included, where these stage peers answer, and nothing is known of
         whether the `unsure` ones do. Of a stage that is `sampled` nobody's coming says how long it has been there: all
-        count alike that have shown nothing yet."""
+        count alike that have shown nothing yet, and no further than of those that have shown what they do worked."""
         working, first, later, shares = 0.0, 0.0, list[tuple[float, float]](), dict[float, float]()
         for peer, there in (*((peer, 1.0) for peer in answering), *self._sampled(unsure)):
             if self.idles(peer):
@@ -137,6 +137,9 @@ class Headcount:
                     shares[seen.since] = welcome_share(*asks, from_the_start=False)
                 later.append((there, shares[seen.since]))
         share = welcome_share(*self._known.asks_since(-math.inf), from_the_start=True) if first else 0.0
+        if sampled and share:
+            idle = sum(self.idles(peer) for peer in self._seen)
+            share = min(share, (working + PRIOR) / (working + idle + PRIOR))
         return count(working, first, later, share)
 
     def _sampled(self, unsure: Iterable[PeerId]) -> list[tuple[PeerId, float]]:

@@ -329,10 +329,10 @@ class Training:
         return chosen
 
     def _step_where_due(self) -> None:
-        inner, limit = self._run.inner, self._run.limits.max_replicas
+        inner = self._run.inner
         for stage, accounts in zip(self._stages, self._accounts, strict=True):
             live = sum(account.present for account in accounts)
-            share = share_of_batch(inner.global_batch_tokens, live, limit)
+            share = share_of_batch(inner.global_batch_tokens, live)
             due: list[int] = []
             rates: list[float] = []
             for row, account in enumerate(accounts):

@@ -60,7 +60,7 @@ class StageLifecycle:
         self._known = transport.acquaintances
         self._roll = self._make_roll(transport)
         self._arrival = Arrival(directory, self._own, spec.limits.record_seconds, self._known, self._ask_all)
-        self._needs = memory_of(spec, settings, footprint, spec.limits.max_replicas)
+        self._needs = memory_of(spec, settings, footprint, spec.most_sharing)
         self._fitting = fitting_stages(self._needs, free_memory(settings.device))
         self._began = 0.0
         self._looked_in_vain = False

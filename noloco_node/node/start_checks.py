@@ -113,7 +113,7 @@ def for_a_stage(
     parameters = footprint.parameters[stage]
     elsewhere = sum(footprint.parameters) - parameters if moves else 0
     own_memory = resolve_device(settings.device).startswith("cuda")
-    need = memory_of(spec, settings, footprint, spec.limits.max_replicas)[stage]
+    need = memory_of(spec, settings, footprint, spec.most_sharing)[stage]
     available, total = memory()
     return [
         check_disk(free_disk(folder.path), parameters, str(folder.path), elsewhere),

@@ -106,7 +106,7 @@ class CrowdAveraging:
         """A parcel's gradient is added; an inner step is taken where that is enough."""
         self._gathered[i] += self.nodes.settings.parcel * MICROBATCH_TOKENS
         replicas = self.directory.replicas(i)
-        share = share_of_batch(self._global_batch, replicas, self._most)
+        share = share_of_batch(self._global_batch, min(replicas, self._most))
         credit = credit_after_step(self._gathered[i], self._credit[i], share)
         if credit is None:
             return

@@ -73,7 +73,8 @@ class DirectorySettings(Settings):
     record_bytes: Positive = 391
     """Of a record, and as many for asking for one key."""
     max_replicas: Positive = 1024
-    """Replicas that share the global batch at most, where everybody is seen (`limits.max_replicas`)."""
+    """Replicas that share the global batch at most, where everybody is seen: a limit that runs had before views were
+    samples."""
 
 
 class Deaths(Settings):

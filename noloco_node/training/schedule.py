@@ -37,9 +37,10 @@ def tied_pace(lead: float | None, lag: float) -> float:
     return min(FASTEST_PACE, max(SLOWEST_PACE, 1.0 + math.copysign(beyond, behind)))
 
 
-def share_of_batch(global_batch_tokens: int, live_replicas: int, max_replicas: int) -> float:
-    """Tokens after which a replica takes an inner step."""
-    return global_batch_tokens / min(max(1, live_replicas), max_replicas)
+def share_of_batch(global_batch_tokens: int, live_replicas: int) -> float:
+    """Tokens after which a replica takes an inner step; where that is less than a microbatch, each microbatch is a
+    step."""
+    return global_batch_tokens / max(1, live_replicas)
 
 
 def credit_after_step(gathered: int, credit: float, share: float) -> float | None:

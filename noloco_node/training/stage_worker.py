@@ -466,7 +466,7 @@ class StageWorker:
 
     def _step_if_due(self) -> None:
         live = self.live_replicas  # once: the event loop may replace it at any moment
-        share = share_of_batch(self._spec.inner.global_batch_tokens, live, self._spec.limits.max_replicas)
+        share = share_of_batch(self._spec.inner.global_batch_tokens, live)
         gathered = self._trainer.tokens_accumulated
         credit = credit_after_step(gathered, self._credit, share)
         if credit is None:

@@ -231,3 +231,18 @@ def test_a_small_sample_says_nothing_and_a_larger_one_what_is_safe() -> None:
         assert shares == sorted(shares)
         assert drawn >= SAMPLE or not any(shares)
     assert [sampled_share(16, 16), sampled_share(16, 3), sampled_share(400, 3)] == [1.0, 0.0, 0.0]
+
+
+def test_of_a_stage_seen_in_part_those_count_as_much_as_of_those_that_had_their_chance_worked() -> None:
+    """Forty honest stage peers and forty that answer and never work, a quarter of each found out: not eighty."""
+    stage, honest, idlers = Stage(), named("honest", 40), named("idler", 40)
+    stage.come(*honest, *idlers)
+    assert round(stage.heads.replicas(list(stage.clocks), sampled=True)) == 81
+    for worker, idler in zip(honest[:10], idlers[:10], strict=True):
+        stage.known.asked(worker, 1.0)
+        stage.known.worked(worker)
+        for _ in range(IDLES_ALLOWED + 1):
+            stage.known.asked(idler, 1.0)
+            stage.known.idle(idler)
+        stage.look(0.5)
+    assert 38 <= round(stage.heads.replicas(list(stage.clocks), sampled=True)) <= 47

@@ -38,8 +38,8 @@ def test_the_rate_rises_then_falls_and_stays_within_bounds(first: float, second:
 
 
 def test_the_share_is_the_batch_over_the_replicas_within_bounds() -> None:
-    """A node that sees nobody, not even itself, counts as one; more than the run allows count as that many."""
-    assert [share_of_batch(1200, live, 8) for live in (0, 1, 3, 8, 500)] == [1200, 1200, 400, 150, 150]
+    """A node that sees nobody, not even itself, counts as one; of however many each has its part."""
+    assert [share_of_batch(1200, live) for live in (0, 1, 3, 8, 12_000)] == [1200, 1200, 400, 150, 0.1]
 
 
 @pytest.mark.parametrize(("live", "batch"), [(1, 160), (3, 256), (5, 448), (2, 128), (7, 64)])

@@ -82,9 +82,9 @@ async def test_a_decision_on_an_inner_step_stands_on_one_number_of_replicas(monk
     """The loop reads the directory between the decision and the step: clock and report are of the share decided on."""
     async with lone_worker(micro_spec(stages=1)) as (worker, _, reports):
 
-        def share_while_the_loop_writes(global_batch_tokens: int, live_replicas: int, max_replicas: int) -> float:
+        def share_while_the_loop_writes(global_batch_tokens: int, live_replicas: int) -> float:
             worker.live_replicas = 4
-            return schedule.share_of_batch(global_batch_tokens, live_replicas, max_replicas)
+            return schedule.share_of_batch(global_batch_tokens, live_replicas)
 
         monkeypatch.setattr(stage_worker, "share_of_batch", share_while_the_loop_writes)
         await worker.loss(*window_batch(range(WINDOWS)))
