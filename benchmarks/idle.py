@@ -2,18 +2,21 @@
 
     python -m benchmarks.idle configs/tiny.yaml --out benchmarks/results/idle.json
 
-One daemon serves the last stage of a run of which nobody serves the first: it is up, and waits.
+One daemon serves the last stage of a run of which nobody serves the first: it is up, and waits. What a joiner needs
+until it trains is in `benchmarks.join`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,15 +27,18 @@ from noloco_node.telemetry.events import EventReader, NodeStarted
 
 START_SECONDS = 300.0
 LOOK_SECONDS = 0.05
-LIBRARIES = ("torch", "hivemind", "transformers.modeling_utils", "noloco_node.node.daemon")
+ROUNDS = 3
+"""Of starts and of imports."""
+DAEMON = "noloco_node.node.daemon"
+LIBRARIES = ("torch", "hivemind", "transformers.modeling_utils", "transformers.models.llama.modeling_llama", DAEMON)
 MEMORY_AFTER_IMPORT = """
-import importlib, json, psutil
-own, found = psutil.Process(), {"python": 0}
-found["python"] = own.memory_info().rss
+import importlib, json, psutil, time
+own = psutil.Process()
+found = {"python": (own.memory_info().rss, 0.0)}
 for name in NAMES:
-    before = own.memory_info().rss
+    before, began = own.memory_info().rss, time.monotonic()
     importlib.import_module(name)
-    found[name] = own.memory_info().rss - before
+    found[name] = (own.memory_info().rss - before, time.monotonic() - began)
 print(json.dumps(found))
 """
 
@@ -66,11 +72,11 @@ def seconds_of_help() -> float:
     return statistics.median(taken)
 
 
-def memory_of_imports() -> dict[str, int]:
-    """Bytes that each library adds to a fresh process, in this order."""
+def imports() -> dict[str, tuple[int, float]]:
+    """Bytes and seconds that each library adds to a fresh process, in this order."""
     program = f"NAMES = {LIBRARIES!r}\n{MEMORY_AFTER_IMPORT}"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    return json.loads(done.stdout)
+    return {name: (size, seconds) for name, (size, seconds) in json.loads(done.stdout).items()}
 
 
 def _cpu(process: psutil.Process) -> float:
@@ -78,8 +84,9 @@ def _cpu(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-def idle(config: Path, seconds: float) -> Idle:
-    """Start a daemon, wait until it is up, look at it for so long, end it."""
+@contextlib.contextmanager
+def running(config: Path) -> Iterator[tuple[subprocess.Popen[str], Path, float]]:
+    """A daemon of the last stage, where its events are, and when it began; ended with the block."""
     last = load_config(config).run.stages - 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "node"
@@ -88,28 +95,41 @@ def idle(config: Path, seconds: float) -> Idle:
         began = time.monotonic()
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as child:
             try:
-                daemon = psutil.Process(child.pid)
-                _wait_until_up(child, folder / "events.jsonl", began)
-                start, start_cpu = time.monotonic() - began, _cpu(daemon)
-                time.sleep(seconds / 4)  # what a start leaves behind is over
-                p2pd = next(each for each in daemon.children() if "p2pd" in each.name())
-                before, before_p2pd, at = _cpu(daemon), _cpu(p2pd), time.monotonic()
-                time.sleep(seconds)
-                passed = time.monotonic() - at
-                memory = daemon.memory_full_info()
-                return Idle(
-                    help_seconds=seconds_of_help(),
-                    start_seconds=start,
-                    start_cpu_seconds=start_cpu,
-                    memory_bytes=memory.rss,
-                    private_bytes=memory.uss,
-                    p2pd_bytes=p2pd.memory_info().rss,
-                    daemon_share=(_cpu(daemon) - before) / passed,
-                    p2pd_share=(_cpu(p2pd) - before_p2pd) / passed,
-                )
+                yield child, folder / "events.jsonl", began
             finally:
                 child.terminate()
                 child.communicate()
+
+
+def idle(config: Path, seconds: float) -> Idle:
+    """Start a daemon, wait until it is up, look at it for so long, end it."""
+    with running(config) as (child, events, began):
+        daemon = psutil.Process(child.pid)
+        _wait_until_up(child, events, began)
+        start, start_cpu = time.monotonic() - began, _cpu(daemon)
+        time.sleep(seconds / 4)  # what a start leaves behind is over
+        p2pd = next(each for each in daemon.children() if "p2pd" in each.name())
+        before, before_p2pd, at = _cpu(daemon), _cpu(p2pd), time.monotonic()
+        time.sleep(seconds)
+        passed = time.monotonic() - at
+        memory = daemon.memory_full_info()
+        return Idle(
+            help_seconds=seconds_of_help(),
+            start_seconds=start,
+            start_cpu_seconds=start_cpu,
+            memory_bytes=memory.rss,
+            private_bytes=memory.uss,
+            p2pd_bytes=p2pd.memory_info().rss,
+            daemon_share=(_cpu(daemon) - before) / passed,
+            p2pd_share=(_cpu(p2pd) - before_p2pd) / passed,
+        )
+
+
+def started(config: Path) -> float:
+    """Seconds from a daemon's command until it is up; it is ended then."""
+    with running(config) as (child, events, began):
+        _wait_until_up(child, events, began)
+        return time.monotonic() - began
 
 
 def _wait_until_up(child: subprocess.Popen[str], events: Path, began: float) -> None:
@@ -129,16 +149,24 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="to look at the daemon for")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found, imports = idle(options.config, options.seconds), memory_of_imports()
+    found, taken = idle(options.config, options.seconds), [imports() for _ in range(ROUNDS)]
+    starts = [found.start_seconds, *(started(options.config) for _ in range(ROUNDS - 1))]
+    loading = [sum(seconds for _, seconds in each.values()) for each in taken]
+    start, beyond = statistics.median(starts), statistics.median(starts) - statistics.median(loading)
     print(f"--help                 {found.help_seconds:.2f} s")
-    print(f"up after               {found.start_seconds:.1f} s, {found.start_cpu_seconds:.1f} s of CPU")
+    print(
+        f"up after               {start:.1f} s ({min(starts):.1f} to {max(starts):.1f}), "
+        f"{found.start_cpu_seconds:.1f} s of CPU"
+    )
+    print(f"  of it imports        {statistics.median(loading):.1f} s, and {beyond:.1f} s after them")
     print(f"memory                 {found.memory_bytes / 1e6:.0f} MB, {found.private_bytes / 1e6:.0f} of it its own")
-    for name, size in imports.items():
-        print(f"  import {name:<30} {size / 1e6:.0f} MB")
+    for name in taken[0]:
+        size, seconds = (statistics.median(each[name][place] for each in taken) for place in (0, 1))
+        print(f"  import {name:<42} {size / 1e6:.0f} MB, {seconds:.2f} s")
     print(f"memory of p2pd         {found.p2pd_bytes / 1e6:.0f} MB")
     print(f"waiting                {found.daemon_share:.2%} of a core, p2pd {found.p2pd_share:.2%}")
     if options.out:
-        options.out.write_text(json.dumps(asdict(found) | {"imports": imports}, indent=1) + "\n")
+        options.out.write_text(json.dumps(asdict(found) | {"starts": starts, "imports": taken}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

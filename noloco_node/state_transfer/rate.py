@@ -23,6 +23,8 @@ KEPT_BESIDE_EXPORTS = 0.985
 and each is slowed by the others as well, which it cannot tell from its own undisturbed pace."""
 SLOWEST, FASTEST = 0.1, 1.5
 """Bounds of one change of the rate, as factors."""
+CLIMB = 3.0
+"""The upper one until something has been lost: most who join a node on a wide line cost it nothing."""
 FIRST_RATE = 2e6
 """What is given until a window has told what that costs: it should not fill a home's line."""
 LEAST_CHUNKS, LEAST_OF_EXPORTS = 4.0, 2.0
@@ -56,14 +58,14 @@ class Cost:
         self._lost = REMEMBERED * self._lost + given * lost
         self._given = REMEMBERED * self._given + given * given
 
-    def next_rate(self, rate: float, lowest: float, kept: float = KEPT_SHARE) -> float:
+    def next_rate(self, rate: float, lowest: float, kept: float = KEPT_SHARE, *, fastest: float = FASTEST) -> float:
         """Bytes a second at which the share `kept` of the pace would be left, reached in bounded steps from `rate`.
 
         Never below `lowest`, or the joiner would take the donor for dead.
         """
-        factor = FASTEST
+        factor = fastest
         if self._lost > 0.0:
-            factor = min(FASTEST, max(SLOWEST, (1.0 - kept) * self._given / self._lost / rate))
+            factor = min(fastest, max(SLOWEST, (1.0 - kept) * self._given / self._lost / rate))
         return max(lowest, min(HIGHEST_RATE, factor * rate))
 
 
@@ -92,6 +94,8 @@ class DonorRate:
         self._giving = False
         """Somebody's turn has come, and is not over."""
         self._cost = Cost()
+        self._climbing = True
+        """Nothing has been lost yet."""
         self._quiet: float | None = None
         self._windows = 0
         self._begin_window()
@@ -168,7 +172,8 @@ class DonorRate:
         self._cost.note(given, lost)
         kept, share = (KEPT_SHARE, 1.0) if self._hurried else (KEPT_BESIDE_EXPORTS, LEAST_OF_EXPORTS / LEAST_CHUNKS)
         lowest = share * self._lowest * max(1, min(self._places, len(self._read)))
-        rate = self._cost.next_rate(self.rate, lowest, kept)
+        self._climbing = self._climbing and lost <= 1.0 - kept
+        rate = self._cost.next_rate(self.rate, lowest, kept, fastest=CLIMB if self._climbing else FASTEST)
         if rate < self.rate / 2.0:  # so far off that all was lost, perhaps at much less: it would say too little
             self._cost = Cost()
         if rate < self.rate or self._windows >= GIVING_WINDOWS:  # down at once, up after a second look

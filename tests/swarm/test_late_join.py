@@ -618,6 +618,16 @@ async def test_the_rate_settles_where_training_is_hardly_slowed() -> None:
     assert min(settled) > 2e6, "and it gives what costs little"
 
 
+async def test_a_donor_that_loses_nothing_gives_fifty_megabytes_a_second_within_a_minute() -> None:
+    """The first twenty seconds are silent; it goes up by as much again and again until something is lost."""
+    donor = PacedDonor(microbatch=100, cost=2e-11)
+    assert (await donor.rates(80))[-1] > 50e6
+    donor.cost = 1e-7
+    assert min(await donor.rates(30)) < 1e6
+    donor.cost = 2e-11
+    assert (await donor.rates(30))[-1] < 50e6, "who has once lost something goes up by less"
+
+
 async def test_a_line_that_others_fill_is_left_at_once() -> None:
     """What giving costs rises thirtyfold: the rate is near the new one within half a minute."""
     donor = PacedDonor(microbatch=100, cost=1e-9)
