@@ -13,6 +13,7 @@ from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, RunSpec, to
 from noloco_node.outer.codec import CODECS
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.memory import memory_of
+from noloco_node.sizing.quickest import Quickest, quickest
 from noloco_node.sizing.traffic import traffic_of
 from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
 
@@ -45,6 +46,8 @@ class Expectation:
     """Best first."""
     in_vain: tuple[str, ...]
     """Settings that would change nothing worth saying."""
+    quickest: tuple[Quickest, ...]
+    """To a loss, of what the laboratory measured: with the codec and H alone, and with other settings as well."""
 
 
 def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
@@ -64,6 +67,9 @@ def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
         needs = memory_of(of.run, of.node, footprint(of), of.local_swarm.replicas)
         return max(need.on_device for need in needs)
 
+    def outer_bytes(of: Config) -> float:
+        return float(max(traffic.outer_step for traffic in traffic_of(of.run, footprint(of))))
+
     now, before = outlook(config), device_bytes(config)
     found: list[Suggestion] = []
     in_vain: list[str] = []
@@ -81,6 +87,7 @@ def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
         compute_seconds=sum(load.compute_seconds for load in loads),
         suggestions=tuple(found[:SUGGESTIONS]),
         in_vain=tuple(in_vain),
+        quickest=quickest(config, outlook, outer_bytes),
     )
 
 
