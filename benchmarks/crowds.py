@@ -1,4 +1,4 @@
-"""Tables and plots of simulated crowds, from the `results.json` of `noloco_node.simulator.events`.
+"""Tables and plots of several simulated crowds, from the `results.json` of `noloco-node simulate`.
 
     python -m benchmarks.crowds docs/results/scale
 
@@ -27,7 +27,7 @@ EVENTS = {"deaths": "a quarter dies", "flash": "ten times as many come within fi
 def sizes_of(folder: Path) -> list[dict[str, Any]]:
     """What one simulation found of each size; nothing where it was not run."""
     path = folder / "results.json"
-    return json.loads(path.read_text(encoding="utf-8"))["sizes"] if path.exists() else []
+    return json.loads(path.read_text(encoding="utf-8"))["figures"]["sizes"] if path.exists() else []
 
 
 def directory_bytes(size: dict[str, Any]) -> float:
@@ -65,11 +65,15 @@ def training_table(folder: Path) -> list[str]:
         joined = "-" if f["joined_after"] is None else f"{f['joined_after']:.0f} s"
         lines.append(
             f"| {f['nodes']:,} | {f['working']:.1%} | {f['of_best']:.1%} | {f['alone']:.2%} | {f['outer_steps']:.1f} | "
-            f"{f['contraction']:.3f} ({f['contraction_expected']:.3f}) | {f['evenness']:.2f}, "
-            f"{f['evenness_of_routes']:.2f} | {f['lost']:.2%} | {joined} | {size['cpu_seconds']:.0f} | "
+            f"{f['contraction']:.3f} ({f['contraction_expected']:.3f}) | {_number(f['evenness'])}, "
+            f"{_number(f['evenness_of_routes'])} | {f['lost']:.2%} | {joined} | {size['cpu_seconds']:.0f} | "
             f"{size['peak_mib']:.0f} |"
         )
     return lines
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def recovered(moments: list[dict[str, Any]], at: float, share: float = 0.9) -> float | None:
@@ -129,7 +133,7 @@ def events_table(folder: Path) -> list[str]:
     ]
     for name, title in EVENTS.items():
         for size in sizes_of(folder / name):
-            settings = json.loads((folder / name / "results.json").read_text(encoding="utf-8"))["settings"]
+            settings = json.loads((folder / name / "results.json").read_text(encoding="utf-8"))["sim"]
             event = (settings["deaths"] or settings["arrivals"] or settings["cuts"])[0]
             seconds = recovered(size["moments"], event["at_seconds"])
             joined = size["figures"]["joined_after"]

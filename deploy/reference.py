@@ -15,13 +15,14 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from noloco_node.config.crowd_spec import Arrivals, CrowdSettings, Cut, Deaths
 from noloco_node.config.data_spec import MixedSource
 from noloco_node.config.environment import variable_of
 from noloco_node.config.lab_spec import LabSpec, VariantSpec
 from noloco_node.config.node_settings import LocalSwarmSettings, NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.config.settings import Settings
-from noloco_node.config.sim_spec import SimSpec
+from noloco_node.config.sim_spec import HuntSpec, SimSpec
 from noloco_node.errors import EXIT_MEANINGS
 from noloco_node.telemetry.events import AnyEvent, Distribution, Event, Strangers
 
@@ -54,9 +55,14 @@ def _settings() -> Iterator[str]:
     yield from _group(LocalSwarmSettings, "local_swarm")
     yield from ("", "## `lab`", "", "What `noloco-node lab` compares. No daemon reads it.")
     yield from _group(LabSpec, "lab")
-    yield from _group(SimSpec, "sim")
     yield from ("", "### Each of `lab.variants`", "", _sentence(VariantSpec.__doc__), "")
     yield from _table(VariantSpec, "", environment=False)
+    for kind, group in (("swarm", SimSpec), ("hunt", HuntSpec), ("crowd", CrowdSettings)):
+        yield from ("", f"## `sim` of `sim.kind: {kind}`", "", _sentence(group.__doc__))
+        yield from _group(group, "sim")
+    for name, group in (("deaths", Deaths), ("arrivals", Arrivals), ("cuts", Cut)):
+        yield from ("", f"### Each of `sim.{name}`", "", _sentence(group.__doc__), "")
+        yield from _table(group, "", environment=False)
 
 
 def _group(group: type[Settings], prefix: str) -> Iterator[str]:

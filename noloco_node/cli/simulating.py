@@ -1,9 +1,10 @@
-"""`noloco-node simulate`: a swarm in virtual time."""
+"""`noloco-node simulate`: a swarm in virtual time, a hunt by drawn faults, a crowd by events."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,20 +16,35 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from noloco_node.config.load import Config, CrowdConfig, HuntConfig
+    from noloco_node.simulator.report import Simulation
+
 
 SIMULATE_HELP = """\
-Run a swarm in virtual time, in this process: the node's own code on modelled devices, links and directory. The `sim:`
-part of CONFIG says how many nodes, on what, for how long. DIR gets results.json, table.md and a plot. The same command
-gives the same course, whose hash is printed. What is modelled, and how far to trust it: docs/simulator.md.
+Run a swarm in virtual time, in this process. The `sim:` part of CONFIG says what, by sim.kind:
+  swarm   the node's own code on modelled devices, links and directory (4 to some hundred nodes)
+  hunt    many small swarms under faults that are drawn from seeds; what fails is shortened and told (exit code 20)
+  crowd   up to 100,000 nodes by events, on the node's own decisions
+DIR gets results.json, table.md and a plot. The same command gives the same course, whose hash is printed. What is
+modelled, and how far to trust it: docs/simulator.md.
 
-example:
-  noloco-node simulate sim/swarm --out results/sim --set sim.nodes=64 --set sim.hours=0.5"""
+examples:
+  noloco-node simulate sim/swarm --out results/sim --set sim.nodes=64 --set sim.hours=0.5
+  noloco-node simulate sim/hunt --out results/hunt --seeds 10000
+  noloco-node simulate sim/crowd --out results/crowd --set 'sim.nodes=[1000, 10000]'"""
 
 
 def simulate_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `simulate`."""
     command.add_argument("config", metavar="CONFIG", type=Path, help="YAML file, or a name from `config list`")
     command.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the results go")
+    command.add_argument("--seeds", metavar="N", type=int, help="of a hunt, how many schedules: --set sim.seeds=N")
+    command.add_argument(
+        "--same-as",
+        metavar="FILE",
+        type=Path,
+        help="results.json of the same simulation: fail (20) if this one differs",
+    )
     set_argument(command, "sim.nodes=64")
     command.set_defaults(call=_simulate)
 
@@ -36,25 +52,69 @@ def simulate_arguments(command: argparse.ArgumentParser) -> None:
 def _simulate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from noloco_node.config.load import load_config
-    from noloco_node.simulator.course import simulate
-    from noloco_node.simulator.report import table, write_results
+    from noloco_node.config.load import Config, HuntConfig, load_simulation
+    from noloco_node.simulator.report import trace_to_keep, write_results
 
-    config = load_config(options.config, options.set)
-    console = Console()
+    sets = [*options.set, *([f"sim.seeds={options.seeds}"] if options.seeds is not None else [])]
+    config = load_simulation(options.config, sets)
+    run_id = config.run.run_id if isinstance(config, Config) else None
+    expected = options.same_as and trace_to_keep(options.same_as, config.sim.model_dump(mode="json"), run_id)
+    words = [word for each in sets for word in ("--set", each)]
+    command = shlex.join(["noloco-node", "simulate", str(options.config), "--out", str(options.out), *words])
+    files: dict[str, Path] = {}
+
+    def keep(result: Simulation) -> None:
+        files.update(write_results(result, command, options.out))
+
+    bar = _bar(Console())
+    if isinstance(config, Config):
+        result = _swarm(config, bar, keep)
+    elif isinstance(config, HuntConfig):
+        result = _hunt(config, bar, keep)
+    else:
+        result = _crowd(config, bar, keep)
+    print(result.table)
+    for name, path in files.items():
+        print(f"{name:<30} {path}")
+    print(f"trace {result.trace}: the same command gives the same one")
+    if expected is not None and expected != result.trace:
+        print(f"{options.same_as} has the trace {expected}: the course is another one", file=sys.stderr)
+        return int(ExitCode.CHECK_FAILED)
+    return int(ExitCode.CHECK_FAILED if result.kind == "hunt" and result.figures["failed"] else ExitCode.OK)
+
+
+def _swarm(config: Config, bar: Callable[[float, float], None], keep: Callable[[Simulation], None]) -> Simulation:
+    from noloco_node.simulator.course import simulate
+    from noloco_node.simulator.report import of_swarm
+
     sim = config.sim
     print(
         f"{sim.nodes} nodes of {config.run.stages} stages, {sim.hours:g} virtual hours, seed {sim.seed}, {sim.tensors}"
     )
-    found = simulate(config, _bar(console))
-    sets = [word for each in options.set for word in ("--set", each)]
-    command = shlex.join(["noloco-node", "simulate", str(options.config), "--out", str(options.out), *sets])
-    files = write_results(config, found, command, options.out)
-    print(table(found))
-    for name, path in files.items():
-        print(f"{name:<30} {path}")
-    print(f"trace {found.trace}: the same command gives the same one")
-    return int(ExitCode.OK)
+    result = of_swarm(config, simulate(config, bar))
+    keep(result)
+    return result
+
+
+def _hunt(config: HuntConfig, bar: Callable[[float, float], None], keep: Callable[[Simulation], None]) -> Simulation:
+    from noloco_node.simulator.hunting import go_hunting
+    from noloco_node.simulator.report import of_hunt
+
+    result = of_hunt(config.sim, go_hunting(config.sim, print, bar))
+    keep(result)
+    return result
+
+
+def _crowd(config: CrowdConfig, bar: Callable[[float, float], None], keep: Callable[[Simulation], None]) -> Simulation:
+    from noloco_node.simulator.events import CrowdSize, simulate_sizes
+    from noloco_node.simulator.report import of_crowd
+
+    sim, sizes = config.sim, list[CrowdSize]()
+    print(f"{', '.join(f'{many:,}' for many in sim.nodes)} nodes of {sim.work.stages} stages, {sim.hours:g} h each")
+    for size in simulate_sizes(sim, bar):
+        sizes.append(size)
+        keep(of_crowd(sim, sizes))
+    return of_crowd(sim, sizes)
 
 
 def _bar(console: Console) -> Callable[[float, float], None]:
@@ -64,7 +124,7 @@ def _bar(console: Console) -> Callable[[float, float], None]:
     if not console.is_terminal:
         return lambda _done, _all: None
     bar = Progress(console=console, transient=True)
-    task = bar.add_task("virtual hours", total=1.0)
+    task = bar.add_task("simulated", total=1.0)
     bar.start()
 
     def show(done: float, every: float) -> None:

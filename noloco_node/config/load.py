@@ -13,6 +13,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.environment import node_environment, variable_of
 from noloco_node.config.lab_spec import LabSpec
 from noloco_node.config.node_settings import LocalSwarmSettings, NodeSettings
@@ -21,7 +22,7 @@ from noloco_node.config.pretrained import with_pretrained
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.config.settings import Settings
 from noloco_node.config.shipped import find_config, nearest_config
-from noloco_node.config.sim_spec import SimSpec
+from noloco_node.config.sim_spec import HuntSpec, SimSpec
 from noloco_node.config.tokenizer_files import with_tokenizer
 from noloco_node.config.wording import allowed_in_words, did_you_mean, value_in_words
 from noloco_node.config.yaml_text import MAX_CHARACTERS, parse_yaml
@@ -57,6 +58,28 @@ class Config(Settings):
                 f"so stages are 0 to {self.run.stages - 1}; choose one of them, or auto"
             )
         return self
+
+
+class HuntConfig(Settings):
+    """A file for `noloco-node simulate` alone: many small swarms under faults."""
+
+    sim: HuntSpec
+    """What is hunted."""
+
+
+class CrowdConfig(Settings):
+    """A file for `noloco-node simulate` alone: a crowd by events."""
+
+    sim: CrowdSettings
+    """What crowd it is."""
+
+
+SimulationConfig = Config | HuntConfig | CrowdConfig
+"""What `noloco-node simulate` takes, by `sim.kind`."""
+SIMULATED_ALONE: Mapping[object, type[HuntConfig | CrowdConfig]] = MappingProxyType(
+    {"hunt": HuntConfig, "crowd": CrowdConfig}
+)
+"""Kinds of simulations that no run belongs to."""
 
 
 class OwnData(Settings):
@@ -118,7 +141,31 @@ def load_config(path: Path, overrides: Sequence[str] = (), environ: Mapping[str,
     _apply_environment(raw, environ)
     for override in overrides:
         _apply(raw, override)
+    kind = _simulated_kind(raw)
+    if kind in SIMULATED_ALONE:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"{path}: sim.kind is {kind}: it says what to simulate, and has no run that nodes could train",
+            f"simulate it: noloco-node simulate {path} --out DIR",
+        )
     return validate(raw, str(path))
+
+
+def load_simulation(path: Path, overrides: Sequence[str] = ()) -> SimulationConfig:
+    """Read and validate a file for `noloco-node simulate`, by its `sim.kind`. Raises `UserError` as `load_config`."""
+    raw = _read(path)
+    for override in overrides:
+        _apply(raw, override)
+    alone = SIMULATED_ALONE.get(_simulated_kind(raw))
+    if alone is None:
+        return validate(raw, str(path))
+    return _validated(alone, raw, str(path), "correct it; docs/settings.md lists every setting of sim: by its kind")
+
+
+def _simulated_kind(raw: Mapping[str, Any]) -> str | None:
+    sim: object = raw.get("sim")
+    kind = cast("Mapping[str, object]", sim).get("kind") if isinstance(sim, Mapping) else None
+    return kind if isinstance(kind, str) else None
 
 
 def load_join(overrides: Sequence[str], environ: Mapping[str, str] = NO_ENVIRONMENT) -> JoinConfig:

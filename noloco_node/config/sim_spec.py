@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from noloco_node.config.settings import Fraction, PositiveFloat, Settings
+from noloco_node.config.settings import Fraction, Positive, PositiveFloat, Settings
 
 MOST_NODES = 4096
 """Beyond some hundreds a virtual minute takes a real one."""
+MOST_HUNTED = 64
 
 
 class SimSpec(Settings):
     """A swarm in virtual time: the node's own code on modelled devices, links and directory."""
 
+    kind: Literal["swarm"] = "swarm"
+    """What is simulated; `hunt` and `crowd` have settings of their own, below."""
     nodes: Annotated[int, Field(gt=0, le=MOST_NODES)] = 16
     """Nodes in all, dealt out to the stages in turn."""
     hours: Annotated[float, Field(gt=0.0, le=10_000.0)] = 1.0
@@ -68,4 +71,33 @@ class SimSpec(Settings):
     def _somebody_carries(self) -> SimSpec:
         if self.relayed >= 1.0:
             raise ValueError("sim.relayed is 1: nobody would be left to relay; lower it")
+        return self
+
+
+class HuntSpec(Settings):
+    """Many small swarms, each under a schedule of faults that is drawn from its seed; invariants judge what comes of
+    it. Each is a run of its own that ends with its target."""
+
+    kind: Literal["hunt"]
+    seeds: Positive = 100
+    """How many schedules."""
+    first: Annotated[int, Field(ge=0)] = 0
+    """Seed of the first one."""
+    fewest: Annotated[int, Field(ge=2, le=MOST_HUNTED)] = 4
+    """Nodes of the smallest swarm."""
+    most: Annotated[int, Field(ge=2, le=MOST_HUNTED)] = 8
+    """Nodes of the largest one."""
+    faults: tuple[str, ...] = ()
+    """Kinds of faults that are drawn, by name; none named: all."""
+    tensors: Literal["quadratic", "real"] = "quadratic"
+    """What the nodes learn: noisy quadratics, or tiny real stages."""
+    schedule: dict[str, Any] | None = None
+    """This schedule alone, as it was printed."""
+
+    @model_validator(mode="after")
+    def _fewest_below_most(self) -> HuntSpec:
+        if self.fewest > self.most:
+            raise ValueError(
+                f"sim.fewest ({self.fewest}) exceeds sim.most ({self.most}): raise the one or lower the other"
+            )
         return self

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from noloco_node.config.crowd_spec import Arrivals, CrowdSettings, Cut, Deaths
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server, Supply, choose_stage
 from noloco_node.placement.migration import LOOKS_A_STAY, MigrationStanding, Relocation
@@ -17,7 +19,6 @@ from noloco_node.simulator.crowd_averaging import CrowdAveraging
 from noloco_node.simulator.crowd_directory import directory_of
 from noloco_node.simulator.crowd_nodes import Agenda, Nodes
 from noloco_node.simulator.crowd_pipeline import BACKWARDS, CrowdPipeline
-from noloco_node.simulator.crowd_settings import Arrivals, CrowdSettings, Cut, Deaths
 
 DONOR_PLACES = 2
 """`node.donor_places`."""
@@ -78,13 +79,14 @@ class Crowd:
         self._before = (0, 0.0, 0.0)
         self._start(many)
 
-    def run(self, sample_seconds: float = 30.0) -> None:
-        """All of it."""
+    def run(self, sample_seconds: float = 30.0, told: Callable[[float], None] = lambda _: None) -> None:
+        """All of it; `told` gets the share that is done."""
         at = 0.0
         while at < self.settings.seconds:
             at = min(self.settings.seconds, at + sample_seconds)
             self.agenda.run(at)
             self._sample()
+            told(at / self.settings.seconds)
 
     def _start(self, many: int) -> None:
         strengths, stages = [0.0] * self.settings.work.stages, range(self.settings.work.stages)

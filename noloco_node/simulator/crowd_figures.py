@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -81,12 +81,12 @@ class CrowdRun:
         self.crowd = crowd
         self._many = len(crowd.nodes)
 
-    def run(self, sample_seconds: float = 30.0) -> CrowdFigures:
-        """To the end."""
+    def run(self, sample_seconds: float = 30.0, told: Callable[[float], None] = lambda _: None) -> CrowdFigures:
+        """To the end; `told` gets the share that is done."""
         crowd, settings = self.crowd, self.crowd.settings
         spread = crowd.averaging.spread()
         crowd.agenda.after(settings.warm_up_seconds, self._begin)
-        crowd.run(sample_seconds)
+        crowd.run(sample_seconds, told)
         span = [moment for moment in crowd.moments if moment.at > settings.warm_up_seconds]
         seconds = settings.seconds - settings.warm_up_seconds
         many = float(np.mean([moment.nodes for moment in span]))

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.directory.buckets import MOST_LEVEL, prefix_of
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.simulator.crowd_settings import CrowdSettings
 
 PROGRESS_SECONDS = 15.0
 """After which a stream that moves no byte is given up (`pipeline.progress_seconds`)."""

@@ -1,63 +1,116 @@
-"""Hunts by the hour: `python -m noloco_node.simulator.hunting --seeds 10000`. Every schedule that fails is shortened
-and printed as the command that repeats it."""
+"""Hunts by the hour: drawn schedules of faults, one after the other. Every one that fails is shortened and told as the
+command that repeats it."""
 
 from __future__ import annotations
 
-import argparse
+import hashlib
 import json
 import logging
 import shlex
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from noloco_node.errors import ExitCode
+from pydantic import ValidationError
+
+from noloco_node.config.sim_spec import HuntSpec
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.simulator.faults import KINDS, Schedule, draw
 from noloco_node.simulator.hunt import HuntOutcome, carry_out, shrunk
 
-MODULE = "python -m noloco_node.simulator.hunting"
+HUNT = "sim/hunt"
+"""The configuration that comes along."""
+TOLD_EVERY = 100
+"""Schedules between two words of how far it is."""
 
 
-def hunt(
-    schedules: Sequence[Schedule],
-    tell: Callable[[str], None],
-    *,
-    real_tensors: bool = False,
-    shrinks: bool = True,
-) -> dict[str, object]:
-    """Carry all of them out, and tell of each that fails. What came of it, as plain values for a file."""
+@dataclass(frozen=True, slots=True)
+class Hunted:
+    """What came of a hunt."""
+
+    schedules: int
+    failed: tuple[dict[str, Any], ...]
+    """Seed and shortest failing schedule of each that failed, and what it breached."""
+    drawn: dict[str, int]
+    """Faults by kind."""
+    fired: dict[str, int]
+    """Those of them that did something."""
+    virtual_hours: float
+    cpu_seconds: float
+    trace: str
+    """Hash of the courses of all."""
+
+
+def schedules_of(hunt: HuntSpec) -> Iterator[Schedule]:
+    """What a hunt carries out. Raises UserError (CONFIG) for faults that are none, and for a schedule that another
+    version has printed."""
+    if unknown := sorted(set(hunt.faults) - set(KINDS)):
+        raise UserError(ExitCode.CONFIG, f"sim.faults names {', '.join(unknown)}", f"name some of: {', '.join(KINDS)}")
+    if hunt.schedule is not None:
+        try:
+            schedule = Schedule.model_validate_json(json.dumps(hunt.schedule))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise UserError(
+                ExitCode.CONFIG,
+                f"sim.schedule is none that this version can carry out: {place}: {first['msg']}",
+                "carry it out with the version that printed it, or hunt its seed: --set sim.first=SEED --seeds 1",
+            ) from None
+        return iter((schedule,))
+    seeds = range(hunt.first, hunt.first + hunt.seeds)
+    return (draw(seed, hunt.fewest, hunt.most, hunt.faults or KINDS) for seed in seeds)
+
+
+def go_hunting(hunt: HuntSpec, tell: Callable[[str], None], progress: Callable[[float, float], None]) -> Hunted:
+    """Carry all schedules out, and tell of each that fails. Raises UserError (CONFIG) as `schedules_of`."""
+    schedules, every = schedules_of(hunt), 1 if hunt.schedule else hunt.seeds
+    real = hunt.tensors == "real"
     drawn: Counter[str] = Counter()
     fired: Counter[str] = Counter()
-    failed: list[dict[str, object]] = []
+    failed: list[dict[str, Any]] = []
+    courses = hashlib.sha256()
     seconds, began = 0.0, time.process_time()
-    for number, schedule in enumerate(schedules, 1):
-        outcome = carry_out(schedule, real_tensors=real_tensors)
-        seconds += outcome.seconds
-        for fault, has in zip(schedule.faults, outcome.fired, strict=True):
-            drawn[fault.kind] += 1
-            fired[fault.kind] += has
-        if outcome.breaches:
-            shortest = shrunk(outcome, real_tensors=real_tensors) if shrinks else outcome
-            failed.append({"seed": schedule.seed, "schedule": shortest.schedule.model_dump(mode="json")})
-            tell(_verdict(outcome, shortest, real_tensors=real_tensors))
-        if number % 100 == 0 or number == len(schedules):
-            tell(f"{number} of {len(schedules)} schedules, {len(failed)} failed")
-    return {
-        "schedules": len(schedules),
-        "failed": failed,
-        "drawn": dict(sorted(drawn.items())),
-        "fired": dict(sorted(fired.items())),
-        "virtual_hours": seconds / 3600,
-        "cpu_seconds": time.process_time() - began,
-    }
+    with _quiet():
+        for number, schedule in enumerate(schedules, 1):
+            outcome = carry_out(schedule, real_tensors=real)
+            seconds += outcome.seconds
+            courses.update(outcome.trace.encode())
+            for fault, has in zip(schedule.faults, outcome.fired, strict=True):
+                drawn[fault.kind] += 1
+                fired[fault.kind] += has
+            if outcome.breaches:
+                shortest = outcome if hunt.schedule else shrunk(outcome, real_tensors=real)
+                made = shortest.schedule.model_dump(mode="json")
+                failed.append({"seed": schedule.seed, "schedule": made, "breaches": list(shortest.breaches)})
+                tell(_verdict(outcome, shortest, real_tensors=real))
+            if number % TOLD_EVERY == 0 or number == every:
+                tell(f"{number} of {every} schedules, {len(failed)} failed")
+            progress(number, every)
+    cpu = time.process_time() - began
+    kinds = dict(sorted(drawn.items())), {kind: fired[kind] for kind in sorted(drawn)}
+    return Hunted(every, tuple(failed), *kinds, seconds / 3600, cpu, courses.hexdigest())
 
 
 def command_of(schedule: Schedule, *, real_tensors: bool = False) -> str:
     """What repeats a schedule."""
-    more = ["--real-tensors"] if real_tensors else []
-    return f"{MODULE} {shlex.join([*more, '--schedule', schedule.model_dump_json()])}"
+    words = ["--set", f"sim.schedule={schedule.model_dump_json()}"]
+    words += ["--set", "sim.tensors=real"] if real_tensors else []
+    return f"noloco-node simulate {HUNT} --out DIR {shlex.join(words)}"
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Nodes log what befalls them, which is the point of it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _verdict(outcome: HuntOutcome, shortest: HuntOutcome, *, real_tensors: bool) -> str:
@@ -65,41 +118,3 @@ def _verdict(outcome: HuntOutcome, shortest: HuntOutcome, *, real_tensors: bool)
     lines[0] += f"{len(shortest.schedule.faults)}, trace {shortest.trace[:16]}:"
     lines += [f"  {line}" for line in shortest.breaches]
     return "\n".join([*lines, f"  {command_of(shortest.schedule, real_tensors=real_tensors)}"])
-
-
-def _options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=MODULE, description="Run drawn schedules of faults on whole swarms.")
-    parser.add_argument("--seeds", type=int, default=100, metavar="N", help="how many schedules (100)")
-    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first one (0)")
-    parser.add_argument("--fewest", type=int, default=4, metavar="N", help="nodes of the smallest swarm (4)")
-    parser.add_argument("--most", type=int, default=8, metavar="N", help="nodes of the largest one (8)")
-    parser.add_argument("--kinds", default=",".join(KINDS), metavar="A,B", help="of faults; all of them")
-    parser.add_argument("--real-tensors", action="store_true", help="tiny real stages in place of quadratics")
-    parser.add_argument("--schedule", metavar="JSON", help="this one alone, as it was printed")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the counts go, as JSON")
-    return parser
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Exit code 0 where nothing failed, else 1."""
-    parser = _options()
-    options = parser.parse_args(arguments)
-    kinds = tuple(options.kinds.split(","))
-    if unknown := sorted(set(kinds) - set(KINDS)):
-        parser.error(f"--kinds names {', '.join(unknown)}: there are {', '.join(KINDS)}")
-    if not 2 <= options.fewest <= options.most <= 64 or options.seeds < 1:
-        parser.error("--fewest and --most are 2 to 64 nodes, --seeds is 1 or more")
-    logging.disable(logging.WARNING)
-    if options.schedule:
-        schedules = [Schedule.model_validate_json(options.schedule)]
-    else:
-        seeds = range(options.first, options.first + options.seeds)
-        schedules = [draw(seed, options.fewest, options.most, kinds) for seed in seeds]
-    found = hunt(schedules, print, real_tensors=options.real_tensors, shrinks=not options.schedule)
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return int(ExitCode.OK) if not found["failed"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

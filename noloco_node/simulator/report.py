@@ -1,75 +1,221 @@
-"""A simulation's files: results.json, table.md, plots."""
+"""A simulation's files, alike for every kind: results.json, table.md, a plot."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from noloco_node import __version__
+from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.load import Config
+from noloco_node.config.sim_spec import HuntSpec
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.laboratory.canvas import PALETTE, Sheet, caption
 from noloco_node.simulator.course import Simulated
+from noloco_node.simulator.events import CrowdSize
+from noloco_node.simulator.hunting import Hunted
+
+Row = tuple[str, ...]
 
 
-def write_results(config: Config, found: Simulated, command: str, folder: Path) -> dict[str, Path]:
+@dataclass(frozen=True)
+class Simulation:
+    """What came of a simulation of any kind."""
+
+    kind: str
+    sim: dict[str, Any]
+    """Its settings."""
+    trace: str
+    """Hash of its course."""
+    virtual_hours: float
+    core_hours: float
+    figures: dict[str, Any]
+    rows: Sequence[Row]
+    """For a person; the first one is the head."""
+    draw: Callable[[Path], None]
+    run: tuple[str, str] | None = None
+    """Name and id of the run, where it is one."""
+
+    @property
+    def table(self) -> str:
+        """Markdown."""
+        lines = [f"| {' | '.join(row)} |" for row in self.rows]
+        return "\n".join([lines[0], f"|{'---|' * len(self.rows[0])}", *lines[1:]])
+
+
+def write_results(result: Simulation, command: str, folder: Path) -> dict[str, Path]:
     """Files by name. Raises OSError where `folder` cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {name: folder / name for name in ("results.json", "table.md", "course.png")}
     whole: dict[str, Any] = {
         "version": __version__,
         "command": command,
-        "trace": found.trace,
-        "virtual_hours": found.virtual_hours,
-        "core_hours": found.core_hours,
-        "sim": config.sim.model_dump(mode="json"),
-        "run": config.run.name,
-        "run_id": config.run.run_id,
-        "figures": found.figures.as_json(),
+        "kind": result.kind,
+        "trace": result.trace,
+        "virtual_hours": result.virtual_hours,
+        "core_hours": result.core_hours,
+        "sim": result.sim,
+        **({"run": result.run[0], "run_id": result.run[1]} if result.run else {}),
+        "figures": result.figures,
     }
-    files["results.json"].write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    files["table.md"].write_text(table(found) + "\n", encoding="utf-8")
-    _draw(found, files["course.png"])
+    text = json.dumps(_plain(whole), indent=1, allow_nan=False)
+    files["results.json"].write_text(text + "\n", encoding="utf-8")
+    files["table.md"].write_text(result.table + "\n", encoding="utf-8")
+    result.draw(files["course.png"])
     return files
 
 
-def table(found: Simulated) -> str:
-    """The figures for a person."""
-    figures, rows = found.figures, list[tuple[str, str]]()
-    rows.append(("virtual time", f"{found.virtual_hours:.2f} h"))
-    rows.append(("virtual hours a core hour", f"{found.virtual_hours / max(found.core_hours, 1e-9):.0f}"))
-    rows.append(
-        (
-            "nodes started / killed / failed",
-            f"{figures.nodes_started} / {figures.nodes_killed} / {figures.nodes_failed}",
-        )
+def trace_to_keep(path: Path, sim: dict[str, Any], run_id: str | None) -> str:
+    """The trace in the results.json of an earlier simulation, which must have been of this version, these settings and
+    this run. Raises UserError (CONFIG) where it was not, or is none."""
+    remedy = "name the results.json of a simulation by this version with the same settings"
+    try:
+        earlier: object = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(ExitCode.CONFIG, f"--same-as {path} cannot be read: {error}", remedy) from None
+    found = cast("dict[str, Any]", earlier) if isinstance(earlier, dict) else {}
+    trace = found.get("trace")
+    if not isinstance(trace, str):
+        raise UserError(ExitCode.CONFIG, f"--same-as {path} holds no trace", remedy)
+    if found.get("version") != __version__:
+        said = f"--same-as {path} is a trace of version {found.get('version')}, and this is {__version__}"
+        raise UserError(ExitCode.CONFIG, f"{said}: another version's course is another one", remedy)
+    before: object = found.get("sim")
+    held = cast("dict[str, Any]", before) if isinstance(before, dict) else {}
+    other = sorted(name for name in {*held, *sim} if held.get(name) != _plain(sim.get(name)))
+    if other or found.get("run_id") != run_id:
+        names = ", ".join(f"sim.{name}" for name in other) or "the run"
+        raise UserError(ExitCode.CONFIG, f"--same-as {path} was simulated with other settings: {names}", remedy)
+    return trace
+
+
+def of_swarm(config: Config, found: Simulated) -> Simulation:
+    """What came of whole nodes."""
+    return Simulation(
+        kind="swarm",
+        sim=config.sim.model_dump(mode="json"),
+        trace=found.trace,
+        virtual_hours=found.virtual_hours,
+        core_hours=found.core_hours,
+        figures=found.figures.as_json(),
+        rows=[("figure", "value"), *_swarm_rows(found)],
+        draw=lambda path: _draw_swarm(found, path),
+        run=(config.run.name, config.run.run_id),
     )
-    rows.append(("devices at work, by stage", ", ".join(f"{share:.0%}" for share in figures.work_share)))
-    rows.append(("trained tokens a second", f"{figures.tokens_per_second:,.0f}"))
-    rows.append(
-        ("outer steps", ", ".join(f"{count:,} {kind}" for kind, count in sorted(figures.outer_steps.items())) or "none")
+
+
+def of_hunt(hunt: HuntSpec, found: Hunted) -> Simulation:
+    """What came of schedules of faults."""
+    rows: list[Row] = [("fault", "drawn", "took effect")]
+    rows += [(kind, f"{count:,}", f"{found.fired[kind]:,}") for kind, count in found.drawn.items()]
+    rows.append(("schedules / failed", f"{found.schedules:,}", f"{len(found.failed):,}"))
+    return Simulation(
+        kind="hunt",
+        sim=hunt.model_dump(mode="json"),
+        trace=found.trace,
+        virtual_hours=found.virtual_hours,
+        core_hours=found.cpu_seconds / 3600.0,
+        figures={
+            "schedules": found.schedules,
+            "failed": list(found.failed),
+            "drawn": found.drawn,
+            "fired": found.fired,
+        },
+        rows=rows,
+        draw=lambda path: _draw_hunt(found, path),
     )
-    rows.append(("of those committed, alone", f"{figures.alone_share:.1%}"))
+
+
+def of_crowd(settings: CrowdSettings, sizes: Sequence[CrowdSize]) -> Simulation:
+    """What came of a crowd's sizes, so far."""
+    courses = hashlib.sha256("".join(size.figures.trace for size in sizes).encode())
+    return Simulation(
+        kind="crowd",
+        sim=settings.model_dump(mode="json"),
+        trace=courses.hexdigest(),
+        virtual_hours=settings.hours * len(sizes),
+        core_hours=sum(size.cpu_seconds for size in sizes) / 3600.0,
+        figures={"sizes": [asdict(size) for size in sizes]},
+        rows=_crowd_rows(sizes),
+        draw=lambda path: _draw_crowd(sizes, path),
+    )
+
+
+def _swarm_rows(found: Simulated) -> Iterable[Row]:
+    figures = found.figures
+    yield "virtual time", f"{found.virtual_hours:.2f} h"
+    yield "virtual hours a core hour", f"{found.virtual_hours / max(found.core_hours, 1e-9):.0f}"
+    counts = (figures.nodes_started, figures.nodes_killed, figures.nodes_failed)
+    yield "nodes started / killed / failed", " / ".join(map(str, counts))
+    yield "devices at work, by stage", ", ".join(f"{share:.0%}" for share in figures.work_share)
+    yield "trained tokens a second", f"{figures.tokens_per_second:,.0f}"
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(figures.outer_steps.items()))
+    yield "outer steps", kinds or "none"
+    yield "of those committed, alone", f"{figures.alone_share:.1%}"
     for stage, pairing in enumerate(figures.pairing):
         if pairing is not None:
             said = f"{pairing.meetings:,} meetings of {pairing.pairs:,} pairs, "
             said += f"chi-square {pairing.chi_square:.1f}, p {pairing.p_value:.2g}"
-            rows.append((f"evenness of pairing, stage {stage}", said))
+            yield f"evenness of pairing, stage {stage}", said
     received, sent = figures.directory_received, figures.directory_sent
-    rows.append(("directory, received a node", f"{received[0] / 1e3:.2f} kB/s, at most {received[1] / 1e3:.2f}"))
-    rows.append(("directory, sent a node", f"{sent[0] / 1e3:.2f} kB/s, at most {sent[1] / 1e3:.2f}"))
+    yield "directory, received a node", f"{received[0] / 1e3:.2f} kB/s, at most {received[1] / 1e3:.2f}"
+    yield "directory, sent a node", f"{sent[0] / 1e3:.2f} kB/s, at most {sent[1] / 1e3:.2f}"
     for method, octets in sorted(figures.sent_per_node.items(), key=lambda each: -each[1])[:8]:
-        rows.append((f"sent a node: {method}", f"{octets / 1e3:.2f} kB/s"))
-    rows.append(("trace", found.trace))
-    return "\n".join(["| figure | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+        yield f"sent a node: {method}", f"{octets / 1e3:.2f} kB/s"
+    yield "trace", found.trace
+
+
+def _crowd_rows(sizes: Sequence[CrowdSize]) -> list[Row]:
+    """A column for each size."""
+    rows: dict[str, list[str]] = {"figure": [f"{size.figures.nodes:,} nodes" for size in sizes]}
+
+    def row(name: str, said: Callable[[CrowdSize], str]) -> None:
+        rows[name] = [said(size) for size in sizes]
+
+    row("devices at work", lambda size: f"{size.figures.working:.1%}")
+    row("trained microbatches a second", lambda size: f"{size.figures.trained:.4g}")
+    row("of the best assignment", lambda size: f"{size.figures.of_best:.1%}")
+    row("outer steps a node and hour", lambda size: f"{size.figures.outer_steps:.1f}")
+    row("of those, alone", lambda size: f"{size.figures.alone:.2%}")
+    row("spread left", lambda size: f"{size.figures.contraction:.3g}")
+    row("spread left, by arithmetic", lambda size: f"{size.figures.contraction_expected:.3g}")
+    row("evenness of pairing (1: chance)", lambda size: _number(size.figures.evenness))
+    row("evenness of routes (1: chance)", lambda size: _number(size.figures.evenness_of_routes))
+    row("counts wrong by (rms)", lambda size: f"{size.figures.error:.1%}")
+    for kind in sorted({kind for size in sizes for kind in size.figures.node_bytes}):
+        row(f"sent a node: {kind}", lambda size, kind=kind: f"{size.figures.node_bytes.get(kind, 0) / 1e3:.2f} kB/s")
+    row("the busiest holder", lambda size: f"{size.figures.holder_bytes['highest'] / 1e3:.1f} kB/s")
+    row("microbatches lost", lambda size: f"{size.figures.lost:.2%}")
+    row("a newcomer serves after", lambda size: _number(size.figures.joined_after, " s"))
+    row("moves a node and hour", lambda size: f"{size.figures.moves:.2f}")
+    row("processor time", lambda size: f"{size.cpu_seconds:.0f} s")
+    row("memory", lambda size: f"{size.peak_mib:.0f} MiB")
+    return [(name, *values) for name, values in rows.items()]
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.3g}{unit}"
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: what is no number is null."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in cast("Sequence[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _or_gap(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _draw(found: Simulated, path: Path) -> None:
+def _draw_swarm(found: Simulated, path: Path) -> None:
     sheet, samples = Sheet(1, 3, title="a swarm in virtual time"), found.figures.samples
     hours = [sample.hours for sample in samples]
     for panel, name in zip(sheet.panels[0], ("loss (nats per token)", "spread of slow weights", "nodes"), strict=True):
@@ -80,5 +226,31 @@ def _draw(found: Simulated, path: Path) -> None:
     for stage in range(len(found.figures.work_share)):
         spread(hours, [_or_gap(s.spread[stage]) for s in samples], color=PALETTE[stage % 10], label=f"stage {stage}")
     nodes(hours, [sample.nodes for sample in samples], color=PALETTE[2])
+    sheet.legend()
+    sheet.save(path)
+
+
+def _draw_hunt(found: Hunted, path: Path) -> None:
+    sheet = Sheet(1, 1, title="faults by kind", width=7.0)
+    panel, kinds = sheet.panels[0][0], list(found.drawn)
+    panel.barh(kinds, list(found.drawn.values()), color="#d0d0d0", label="drawn")  # pyright: ignore[reportUnknownMemberType]
+    panel.barh(kinds, [found.fired[kind] for kind in kinds], color=PALETTE[0], label="took effect")  # pyright: ignore[reportUnknownMemberType]
+    sheet.legend()
+    sheet.save(path)
+
+
+def _draw_crowd(sizes: Sequence[CrowdSize], path: Path) -> None:
+    sheet = Sheet(1, 3, title="a crowd by events")
+    names = ("trained, of the best assignment", "spread of weights", "counts wrong by (rms)")
+    for panel, name in zip(sheet.panels[0], names, strict=True):
+        caption(panel, name)
+        panel.set_xlabel("virtual hours")  # pyright: ignore[reportUnknownMemberType]
+    share, spread, error = (panel.plot for panel in sheet.panels[0])  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    for number, size in enumerate(sizes):
+        hours, colour = [moment.at / 3600.0 for moment in size.moments], PALETTE[number % 10]
+        trained = [moment.trained / moment.best if moment.best else math.nan for moment in size.moments]
+        share(hours, trained, color=colour, label=f"{size.figures.nodes:,} nodes")
+        spread(hours, [moment.spread for moment in size.moments], color=colour)
+        error(hours, [moment.error for moment in size.moments], color=colour)
     sheet.legend()
     sheet.save(path)

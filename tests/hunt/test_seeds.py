@@ -1,21 +1,25 @@
 """Drawn schedules of faults on whole swarms in virtual time: nothing is against the invariants, and each fault fires.
 
-A seed that fails is repeated, and its schedule shortened, by `python -m noloco_node.simulator.hunting --first SEED
---seeds 1`.
+A seed that fails is repeated, and its schedule shortened, by `noloco-node simulate sim/hunt --out DIR --set
+sim.first=SEED --seeds 1`.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator
-from typing import cast
+from pathlib import Path
 
 import pytest
 
+from noloco_node.config.load import HuntConfig, load_simulation
+from noloco_node.config.sim_spec import HuntSpec
+from noloco_node.errors import UserError
 from noloco_node.simulator import invariants
 from noloco_node.simulator.faults import KINDS, Schedule, draw
 from noloco_node.simulator.hunt import HuntOutcome, carry_out
-from noloco_node.simulator.hunting import command_of, hunt
+from noloco_node.simulator.hunting import command_of, go_hunting, schedules_of
 from noloco_node.simulator.invariants import Run
 from noloco_node.simulator.shrink import shortest_failing
 from tests.profiles import tries
@@ -60,11 +64,33 @@ def test_what_fails_is_told_with_the_command_that_repeats_it(monkeypatch: pytest
     monkeypatch.setattr(invariants, "INVARIANTS", (nobody_lies,))
     schedule = next(made for made in map(draw, range(99)) if len(made.faults) > 1 and "liar" in str(made.faults[-1]))
     told: list[str] = []
-    found = hunt([schedule], told.append)
-    shortest = Schedule.model_validate(cast("list[dict[str, object]]", found["failed"])[0]["schedule"])
+    given = HuntSpec(kind="hunt", first=schedule.seed, seeds=1)
+    found = go_hunting(given, told.append, lambda _done, _all: None)
+    shortest = Schedule.model_validate(found.failed[0]["schedule"])
     assert [fault.kind for fault in shortest.faults] == ["liar"]
     assert command_of(shortest) in told[0]
     assert "lies: somebody" in told[0]
+    words = shlex.split(command_of(shortest))
+    again = load_simulation(Path(words[2]), words[words.index("--set") + 1 :])
+    assert isinstance(again, HuntConfig)
+    assert list(schedules_of(again.sim)) == [shortest]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("sim.faults=[death, flood]", "sim.faults names flood"),
+        ('sim.schedule={"seed": 1, "replicas": [2], "faults": [{"kind": "flood", "at": 0.5}]}', "the version that"),
+        ('sim.schedule={"seed": 1}', "replicas"),
+    ],
+)
+def test_what_cannot_be_hunted_is_refused(override: str, said: str) -> None:
+    """A schedule of another version among it, with the setting and what to do."""
+    given = load_simulation(Path("sim/hunt"), [override])
+    assert isinstance(given, HuntConfig)
+    with pytest.raises(UserError) as refused:
+        schedules_of(given.sim)
+    assert said in f"{refused.value} {refused.value.remedy}"
 
 
 def test_one_seed_is_one_course() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 from pathlib import Path
 
 import pytest
 
+from noloco_node import __version__
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.shipped import shipped_config
 from noloco_node.errors import UserError
@@ -17,7 +17,7 @@ from noloco_node.outer.names import CodecName
 from noloco_node.simulator.course import check_simulation, simulate
 from noloco_node.simulator.figures import evenness
 from noloco_node.simulator.quadratic import DIMENSIONS, weigh_as
-from noloco_node.simulator.report import table, write_results
+from noloco_node.simulator.report import of_swarm, trace_to_keep, write_results
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.transport.memory import Parcel
 from noloco_node.transport.messages import TensorSpec
@@ -67,11 +67,20 @@ def test_a_simulation_has_figures_files_and_the_same_trace_again(tmp_path: Path)
     assert found.figures.tokens_per_second > 0
     assert 0.0 < min(found.figures.work_share) <= max(found.figures.work_share) <= 1.1
     assert len(found.figures.samples) == 3
-    files = write_results(config, found, "noloco-node simulate", tmp_path)
-    assert json.loads(files["results.json"].read_text())["trace"] == found.trace
+    result = of_swarm(config, found)
+    files = write_results(result, "noloco-node simulate", tmp_path)
     assert all(path.stat().st_size for path in files.values())
-    assert found.trace in table(found)
+    assert found.trace in result.table
     assert simulate(config, lambda _done, _all: None).trace == found.trace
+    kept = files["results.json"]
+    assert trace_to_keep(kept, result.sim, config.run.run_id) == found.trace
+    with pytest.raises(UserError, match=r"other settings: sim\.nodes"):
+        trace_to_keep(kept, {**result.sim, "nodes": 5}, config.run.run_id)
+    with pytest.raises(UserError, match="other settings: the run"):
+        trace_to_keep(kept, result.sim, "another")
+    kept.write_text(kept.read_text().replace(__version__, "0"))
+    with pytest.raises(UserError, match="a trace of version 0"):
+        trace_to_keep(kept, result.sim, config.run.run_id)
 
 
 def test_evenness_tells_uniform_meetings_from_uneven_ones() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from noloco_node.config.crowd_spec import CrowdSettings
+from noloco_node.config.load import CrowdConfig, HuntConfig, load_config, load_simulation
 from noloco_node.errors import UserError
 from noloco_node.simulator.crowd import Crowd
 from noloco_node.simulator.crowd_figures import CLASSES, CrowdRun, unevenness
-from noloco_node.simulator.crowd_settings import CrowdSettings
-from noloco_node.simulator.events import check_memory, load_crowd
+from noloco_node.simulator.events import check_memory, simulate_sizes
+from noloco_node.simulator.report import of_crowd, write_results
 
 
 def settings(**fields: Any) -> CrowdSettings:
@@ -176,9 +179,39 @@ def test_bad_settings_are_refused_by_name(tmp_path: Path, fields: str, said: str
     lines = {"kind": "kind: crowd", "nodes": "nodes: [10]", "seconds": "seconds: 60"}
     file = tmp_path / "crowd.yaml"
     own = fields.partition(":")[0]
-    file.write_text("\n".join([*(line for name, line in lines.items() if name != own), fields]))
+    every = [*(line for name, line in lines.items() if name != own), *fields.split("\n")]
+    file.write_text("\n  ".join(["sim:", *every]))
     with pytest.raises(UserError, match=said):
-        load_crowd(file)
+        load_simulation(file)
+
+
+def test_what_is_simulated_alone_is_refused_as_a_run() -> None:
+    """With the command that simulates it; what comes along is sound."""
+    for name, kind in (("sim/crowd", CrowdConfig), ("sim/hunt", HuntConfig)):
+        assert isinstance(load_simulation(Path(name)), kind)
+        with pytest.raises(UserError) as refused:
+            load_config(Path(name))
+        assert f"noloco-node simulate {name}" in refused.value.remedy
+    with pytest.raises(UserError, match=r"sim\.most"):
+        load_simulation(Path("sim/hunt"), ["sim.most=65"])
+    with pytest.raises(UserError, match=r"sim\.fewest \(9\) exceeds"):
+        load_simulation(Path("sim/hunt"), ["sim.fewest=9"])
+
+
+def test_each_size_is_written_as_soon_as_it_is_there(tmp_path: Path) -> None:
+    """With settings, figures, a table and a plot as for every kind; progress comes to its end."""
+    told = list[tuple[float, float]]()
+    every = settings(nodes=[8, 12], seconds=300)
+    sizes = list(simulate_sizes(every, lambda done, whole: told.append((done, whole))))
+    assert told[-1] == (20.0, 20)
+    for count in (1, 2):
+        result = of_crowd(every, sizes[:count])
+        files = write_results(result, "noloco-node simulate", tmp_path)
+        written = json.loads(files["results.json"].read_text())
+        assert (written["kind"], len(written["figures"]["sizes"])) == ("crowd", count)
+        assert written["sim"]["nodes"] == [8, 12]
+    assert all(path.stat().st_size for path in files.values())
+    assert result.table.startswith("| figure | 8 nodes | 12 nodes |")
 
 
 def test_more_nodes_than_the_memory_holds_are_refused() -> None:

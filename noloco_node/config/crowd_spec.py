@@ -8,10 +8,6 @@ from pydantic import Field, model_validator
 
 from noloco_node.config.settings import Fraction, Positive, PositiveFloat, Settings
 
-NODE_BYTES = 32_000
-"""Taken to be what a node needs at the most, books of its peers included: 100,000 took 8,500 each where only the
-directory was simulated."""
-
 
 class DeviceSettings(Settings):
     """The nodes' devices: their speeds are spread evenly on a logarithmic scale."""
@@ -102,7 +98,7 @@ class Cut(Settings):
 
 
 class CrowdSettings(Settings):
-    """One simulation by events, for each size once. Seconds are of the swarm."""
+    """A crowd of more nodes than can be run whole, by events, for each size once. Seconds are of the swarm."""
 
     kind: Literal["crowd"]
     seed: int = 0
@@ -132,22 +128,29 @@ class CrowdSettings(Settings):
     def _can_be(self) -> CrowdSettings:
         if min(self.nodes) < self.work.stages:
             raise ValueError(
-                f"nodes ({min(self.nodes)}) are fewer than work.stages ({self.work.stages}): a stage would have none"
+                f"sim.nodes ({min(self.nodes)}) are fewer than sim.work.stages ({self.work.stages}): "
+                "a stage would have none"
             )
         if self.parcel > self.work.microbatches_a_step:
             raise ValueError(
-                f"parcel ({self.parcel}) exceeds work.microbatches_a_step ({self.work.microbatches_a_step}): a parcel "
-                "would be more than an inner step; lower the one or raise the other"
+                f"sim.parcel ({self.parcel}) exceeds sim.work.microbatches_a_step "
+                f"({self.work.microbatches_a_step}): a parcel would be more than an inner step; lower the one or raise "
+                "the other"
             )
         if self.work.min_inner_steps > self.work.inner_steps:
             raise ValueError(
-                f"work.min_inner_steps ({self.work.min_inner_steps}) exceeds work.inner_steps ({self.work.inner_steps})"
+                f"sim.work.min_inner_steps ({self.work.min_inner_steps}) exceeds sim.work.inner_steps "
+                f"({self.work.inner_steps}): lower the one or raise the other"
             )
         if self.warm_up_seconds >= self.seconds:
-            raise ValueError(f"warm_up_seconds ({self.warm_up_seconds:g}) must be below seconds ({self.seconds:g})")
+            raise ValueError(
+                f"sim.warm_up_seconds ({self.warm_up_seconds:g}) must be below sim.seconds ({self.seconds:g})"
+            )
         for cut in self.cuts:
             if cut.region >= self.links.regions:
-                raise ValueError(f"cuts: there is no region {cut.region}, links.regions is {self.links.regions}")
+                raise ValueError(
+                    f"sim.cuts: there is no region {cut.region}, sim.links.regions is {self.links.regions}"
+                )
         return self
 
     @property

@@ -1,0 +1,274 @@
+"""A swarm of real daemons against the same swarm in virtual time, both read by the same figures.
+
+    python -m benchmarks.calibration --out docs/results/calibration/real.json
+
+Two stages × four replicas. Each forward and backward takes a set time and no processor (a paced device); links are
+clear, or each node has one uplink of so many Mbit/s and so many milliseconds (`benchmarks.shaped_links`); in one state
+a node of the last stage is killed. Everything is taken from what nodes told, between two moments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import psutil
+
+from benchmarks.shaped_links import Uplink, doors, owner_of
+from noloco_node.config.load import load_config
+from noloco_node.simulator.links import Attachment, Links, SharedWay
+from noloco_node.simulator.loop import WALL, in_virtual_time
+from noloco_node.simulator.node import peer_of
+from noloco_node.simulator.quadratic import Quadratic, weigh_as
+from noloco_node.simulator.world import World
+from noloco_node.sizing.footprint import footprint_of
+from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, OuterStep
+from noloco_node.training.compute_thread import Priority
+from tests.chaos.swarm import CONFIG, Swarm, behind
+from tests.support import free_port
+
+REPLICAS = 4
+LAYOUT = (0, 1) * REPLICAS
+OVERRIDES = (
+    "run.model.config.hidden_size=128",
+    "run.model.config.intermediate_size=256",
+    "run.inner.microbatch_windows=8",
+    "run.inner.global_batch_tokens=8192",
+    "run.inner.target_tokens=1_000_000_000",
+    "run.pipeline.budget_seconds=60",
+    "run.pipeline.progress_seconds=15",
+    "run.limits.exchange_progress_seconds=15",
+    "run.limits.record_seconds=20",
+    f"local_swarm.replicas={REPLICAS}",
+)
+CLEAR_MBIT, CLEAR_TRIP = 4000.0, 0.0005
+"""What this machine's loopback is taken for."""
+STEP_SECONDS = 0.0002
+SIMULATIONS = 3
+"""Seeds, of which the mean is shown."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Devices, links, and what befalls them."""
+
+    name: str
+    operation: float = 0.2
+    """Seconds of a forward, and of a backward."""
+    mbit: float | None = None
+    """Of each uplink; None: nothing is shaped."""
+    round_trip: float = 0.0
+    in_flight: int | None = None
+    """Microbatches under way of an origin; None: as many as it finds best."""
+    dies: bool = False
+    """A node of the last stage is killed when the figures begin."""
+
+
+STATES = (
+    State("clear"),
+    State("20 Mbit/s, 100 ms", mbit=20.0, round_trip=0.1),
+    State("20 Mbit/s, 100 ms, one under way", mbit=20.0, round_trip=0.1, in_flight=1),
+    State("20 Mbit/s, 100 ms, one of the last stage dies", mbit=20.0, round_trip=0.1, dies=True),
+)
+
+
+@dataclass(frozen=True)
+class Told:
+    """One node: its stage and all that it told."""
+
+    stage: int
+    events: Sequence[AnyEvent]
+
+
+def figures_of(nodes: Sequence[Told], begin: float, end: float, tokens: int) -> dict[str, float]:
+    """What nodes told between two moments of the wall clock; a microbatch has so many tokens."""
+    trained, served, inner, waits, hops = 0.0, 0.0, 0.0, 0.0, 0.0
+    busy: dict[int, list[float]] = {}
+    steps: list[OuterStep] = []
+    for node in nodes:
+        accounts = [event for event in node.events if isinstance(event, Account) and begin <= event.time <= end]
+        inside = [event for event in node.events if begin <= event.time <= end]
+        steps += [event for event in inside if isinstance(event, OuterStep)]
+        inner += sum(isinstance(event, InnerStep) for event in inside)
+        if len(accounts) < 2:
+            continue
+        first, last = accounts[0], accounts[-1]
+        seconds = last.time - first.time
+        busy.setdefault(node.stage, []).append((last.busy_seconds - first.busy_seconds) / seconds)
+        if node.stage == 0:
+            trained += (last.trained - first.trained) / seconds
+        served += (last.served - first.served) / seconds
+        if first.hop_seconds is not None and last.hop_seconds is not None:
+            waits += last.hop_seconds.sum - first.hop_seconds.sum
+            hops += sum(last.hop_seconds.counts) - sum(first.hop_seconds.counts)
+    kinds = {kind: sum(step.kind == kind for step in steps) for kind in ("paired", "alone", "aborted", "caught_up")}
+    taken = kinds["paired"] + kinds["alone"]
+    exchanges = [step.seconds for step in steps if step.kind == "paired"]
+    minutes = (end - begin) / 60.0
+    return {
+        "tokens/s": trained * tokens,
+        "answers for a trained microbatch": served / max(trained, 1e-9),
+        "inner steps a replica and minute": inner / len(nodes) / minutes,
+        "outer steps a replica and minute": taken / len(nodes) / minutes,
+        "of those alone, %": 100.0 * kinds["alone"] / max(1, taken),
+        "aborted a minute": kinds["aborted"] / minutes,
+        "microbatch from stage 0 and back, s": waits / max(1.0, hops),
+        "exchange, s": fmean(exchanges) if exchanges else 0.0,
+        **{f"device of stage {stage} works, %": 100.0 * fmean(shares) for stage, shares in sorted(busy.items())},
+    }
+
+
+async def measured(state: State, warm_up: float, seconds: float) -> tuple[dict[str, float], dict[str, float]]:
+    """The figures of real daemons, and what else says how they were measured."""
+    run = load_config(CONFIG, OVERRIDES).run
+    overrides = (*OVERRIDES, f"node.in_flight={state.in_flight or 'auto'}")
+    shaped = state.mbit is not None
+    ports = [free_port() for _ in LAYOUT]
+    uplinks = [Uplink((state.mbit or 1e6) * 125e3, state.round_trip / 2) for _ in LAYOUT]
+    unshaped = Uplink(1e12, 0.0)
+    daemons: dict[int, Uplink] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        swarm = Swarm(Path(folder), overrides, state.operation)
+
+        def caller(port: int) -> Uplink:
+            daemons.update({node.pid: uplink for node, uplink in zip(swarm.nodes, uplinks, strict=False)})
+            return owner_of(port, daemons, unshaped)
+
+        async with doors(ports, uplinks, caller) as made:
+            try:
+                if shaped:
+                    await swarm.start(LAYOUT, lambda number: behind(ports[number], made[number].port))
+                else:
+                    await swarm.start(LAYOUT)
+                await swarm.until_training(steps=2)
+                await swarm.rest(warm_up, 60.0)
+                begin, sent = time.time(), sum(uplink.sent for uplink in uplinks)
+                if state.dies:
+                    swarm.kill(swarm.nodes[1])
+                    await swarm.until(lambda: not swarm.nodes[1].running, 10.0, "the killed node is gone")
+                spent = _cpu(swarm)
+                await swarm.rest(seconds, 60.0)
+                end, spent = time.time(), _cpu(swarm) - spent
+                sent = sum(uplink.sent for uplink in uplinks) - sent
+            finally:
+                await swarm.stop()
+        told = [Told(node.stage, node.events) for node in swarm.nodes]
+    figures = figures_of(told, begin, end, run.microbatch_tokens)
+    beside = {
+        "kB/s on a node's uplink": sent / (end - begin) / len(LAYOUT) / 1e3 if shaped else 0.0,
+        "cores": spent / (end - begin),
+        "load": os.getloadavg()[0],
+        "passed unshaped": float(unshaped.sent),
+        **_work(told, begin, end),
+    }
+    return figures, beside
+
+
+def _cpu(swarm: Swarm) -> float:
+    found = 0.0
+    for node in swarm.live:
+        process = psutil.Process(node.pid)
+        for each in (process, *process.children(recursive=True)):
+            times = each.cpu_times()
+            found += times.user + times.system
+    return found
+
+
+def _work(told: Sequence[Told], begin: float, end: float) -> dict[str, float]:
+    """What the devices' work took: seconds of an operation, and of the steps beside them for each inner step."""
+    steps, inner, busy, calls, lag = 0.0, 0, 0.0, 0, 0.0
+    for node in told:
+        accounts = [event for event in node.events if isinstance(event, Account) and begin <= event.time <= end]
+        inner += sum(isinstance(event, InnerStep) and begin <= event.time <= end for event in node.events)
+        for before, after in pairwise(accounts):
+            lag = max(lag, after.loop_lag_seconds)
+            steps += after.busy_by_work["step"] - before.busy_by_work["step"]
+            for work in ("backward", "forward", "draw"):
+                busy += after.busy_by_work[work] - before.busy_by_work[work]
+            calls += 2 * (after.trained - before.trained) if node.stage == 0 else after.served - before.served
+    return {
+        "an operation, s": busy / max(1, calls),
+        "steps for an inner step, s": steps / max(1, inner),
+        "worst lag of a loop, s": lag,
+    }
+
+
+def simulated(state: State, warm_up: float, seconds: float, seed: int) -> dict[str, float]:
+    """The same in virtual time."""
+    return in_virtual_time(lambda: _simulated(state, warm_up, seconds, seed), seed=seed)
+
+
+async def _simulated(state: State, warm_up: float, seconds: float, seed: int) -> dict[str, float]:
+    config = load_config(CONFIG, OVERRIDES)
+    run, loop = config.run, asyncio.get_running_loop()
+    way = SharedWay([[state.round_trip or CLEAR_TRIP]], random.Random(seed))
+    links = Links(way, weigh_as(footprint_of(run), run.outer.codec))
+    settings = config.node.model_copy(update={"seed": seed, "in_flight": state.in_flight or "auto"})
+
+    def device(number: int) -> Callable[[Priority], float]:
+        del number
+        return lambda work: STEP_SECONDS if work is Priority.STEP else state.operation
+
+    async with World(run, settings, learning=Quadratic(seed), device=device, links=links, seed=seed) as world:
+        for number, stage in enumerate(LAYOUT):
+            up = (state.mbit or CLEAR_MBIT) * 125e3
+            way.attach(peer_of(number), Attachment(0, up, CLEAR_MBIT * 125e3))
+            world.start(stage)
+        await asyncio.sleep(20.0 + warm_up)
+        begin = loop.time()
+        if state.dies:
+            world.kill(next(node for node in world.running if node.stage == 1))
+        await asyncio.sleep(seconds)
+        told = [Told(node.stage, world.events[node.number]) for node in world.nodes]
+        return figures_of(told, WALL + begin, WALL + loop.time(), run.microbatch_tokens)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """For people: each figure of each state, real, simulated, and the one by the other."""
+    lines: list[str] = []
+    for row in rows:
+        lines += ["", f"**{row['name']}**, {row['seconds']:g} s", "", "| figure | real | simulated | ratio |"]
+        lines.append("|---|---|---|---|")
+        for name, real in row["real"].items():
+            made = fmean(each[name] for each in row["simulated"])
+            ratio = f"{real / made:.2f}" if made else "-"
+            lines.append(f"| {name} | {real:.4g} | {made:.4g} | {ratio} |")
+    return "\n".join(lines[1:])
+
+
+def main() -> None:
+    """Measure, simulate, print the table and write all figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=100.0, help="of each measurement")
+    parser.add_argument("--warm-up", type=float, default=30.0, help="seconds after all have begun to train")
+    parser.add_argument("--only", type=int, nargs="+", default=range(len(STATES)), help="states, by number from 0")
+    parser.add_argument("--again", type=Path, help="simulate again beside the real figures of this file")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    before: list[dict[str, Any]] = json.loads(options.again.read_text()) if options.again else []
+    rows: list[dict[str, Any]] = []
+    for state in [STATES[number] for number in options.only]:
+        known = next((row for row in before if row["name"] == state.name), None)
+        if known is None:
+            real, beside = asyncio.run(measured(state, options.warm_up, options.seconds))
+            known = {**asdict(state), "seconds": options.seconds, "real": real, "beside": beside}
+        made = [simulated(state, options.warm_up, options.seconds, seed) for seed in range(SIMULATIONS)]
+        rows.append({**known, "simulated": made})
+        print(table(rows[-1:]), json.dumps(known["beside"]), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
