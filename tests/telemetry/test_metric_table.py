@@ -110,7 +110,7 @@ async def test_a_swarm_that_trains_feeds_every_metric_of_a_replica() -> None:
         metrics = Metrics()
         for event in made.events[0]:
             metrics.observe(event)
-        made.replicas[0]._watch.say("training", "training")
+        made.replicas[0].activity.say("training", "training")
         metrics.observe(made.events[0][-1])
     found = scraped(metrics)
     silent = {name for name in TABLE if not found.get(name)}
