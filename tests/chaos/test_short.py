@@ -12,8 +12,9 @@ from tests.chaos.report import Verdict, markdown, write_report
 from tests.chaos.scenarios import SCENARIOS
 from tests.support import nothing_left_behind
 
-WITH_THE_TESTS = ("kills", "freeze", "hostile")
-"""The others take longer, need root, or only say something after minutes: `make chaos` runs all."""
+WITH_THE_TESTS = ("kills", pytest.param("freeze", marks=pytest.mark.long), "hostile")
+"""Nodes that freeze are in the schedules in virtual time (`tests/hunt`). Others take longer, need root, or only say
+something after minutes: `make chaos` runs all."""
 
 
 @pytest.fixture

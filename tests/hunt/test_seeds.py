@@ -24,7 +24,7 @@ from noloco_node.simulator.invariants import Run
 from noloco_node.simulator.shrink import shortest_failing
 from tests.profiles import tries
 
-SEEDS = tries(200, one_of=5)
+SEEDS = tries(200, one_of=10)
 EACH = 10
 
 

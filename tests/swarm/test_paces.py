@@ -28,7 +28,7 @@ Behaviour = Callable[[int], tuple[float, str]]
 """Of the hostile peer, by the number of the request: seconds until it ends, and how."""
 
 
-def trained_beside(hostile: Behaviour, slots: int, *, until: float = 3000.0, seed: int = 1) -> float:
+def trained_beside(hostile: Behaviour, slots: int, *, until: float = 1500.0, seed: int = 1) -> float:
     """Microbatches that a sender with so many slots has trained in that time, beside what it does where all four are
     honest. The honest ones take about 0.2 s each and say that they hold two others; the hostile one says it is idle."""
     rng, now, asked, trained = random.Random(seed), 0.0, 0, 0
