@@ -27,6 +27,7 @@ from noloco_node.directory.records import PeerState
 from noloco_node.model.stage import build_stage
 from noloco_node.training.compute_thread import Priority
 from noloco_node.training.stage_trainer import ForwardContext, StageTrainer
+from tests.inside import thread_of
 from tests.worlds import Swarm, libp2p_world, micro_spec, window_batch
 
 MOST_OPERATIONS = 1.0
@@ -155,7 +156,7 @@ class Spent:
 
 async def spent(made: Swarm) -> Spent:
     """Up to now. All replicas of a test's world share one compute thread."""
-    thread = made.replicas[0].worker._thread
+    thread = thread_of(made.replicas[0].worker)
     compute = await thread.run(Priority.STEP, time.thread_time)
     times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
     return Spent(compute, time.process_time() - compute, sum(t.user + t.system for t in times))

@@ -36,6 +36,7 @@ from noloco_node.state_transfer.given_copies import GivenCopies
 from noloco_node.state_transfer.slow_weights import of_one_mind
 from noloco_node.training.layout import FlatLayout
 from noloco_node.transport.memory import MemoryTransport
+from tests.inside import directory_of
 from tests.support import files_up_to
 from tests.worlds import World, micro_spec, window_rows, world
 
@@ -138,7 +139,7 @@ async def test_an_export_of_a_live_run_is_the_mean_of_its_replicas_in_full_preci
         gathered = await swarm.gather(tmp_path / "spool")
         expected = await mean_slow(swarm.made, 0) | await mean_slow(swarm.made, 1)
         await swarm.made.replicas[0].membership.refresh()
-        view = swarm.made.replicas[0].membership._directory.view
+        view = directory_of(swarm.made.replicas[0].membership).view
         assert OUTSIDER not in {record.peer_id for stage in (0, 1) for record in view.live(stage, 0.0)}
     assert {stage: len(found) for stage, found in gathered.replicas.items()} == {0: 2, 1: 2}
     sizes = footprint_of(gathered.run).parameters

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "noloco_node"
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "noloco_node"
 
 
 def shared(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
@@ -29,3 +31,63 @@ def test_the_law_sees_a_shared_name() -> None:
     """But not that of a private class, which stays in its file."""
     one, other = ast.parse("class Course: ...\nclass _Row: ..."), ast.parse("class Course: ...\nclass _Row: ...")
     assert shared({"one": one, "other": other}) == {"Course": ["one", "other"]}
+
+
+MOST_REACHED = 145
+"""Places in the tests that reach for a private name of the package. It only falls: `tests/inside.py` is for those that
+several need."""
+
+
+def is_private(name: str) -> bool:
+    """Of its file or its object alone."""
+    return name.startswith("_") and not name.endswith("__") and name != "_"
+
+
+def is_own(node: ast.Attribute) -> bool:
+    """Whether an object's method asks it of the object."""
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def private_names(trees: Iterable[ast.Module]) -> set[str]:
+    """What the files define under such a name."""
+    found: set[str] = set()
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node):
+                found.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+    return set(filter(is_private, found))
+
+
+def reached(tree: ast.Module, names: set[str]) -> list[str]:
+    """Those of `names` that a file imports, or asks of anything but its own object or one of its own classes."""
+    own = private_names([tree])
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in names - own
+            and ast.unparse(node.value) not in ("self", "cls")
+        ):
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("noloco_node"):
+            found += [each.name for each in node.names if is_private(each.name)]
+    return found
+
+
+def test_tests_reach_for_ever_fewer_private_names() -> None:
+    """They freeze what is nobody's promise: whoever adds one takes another away, or gives it a public name."""
+    names = private_names(ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py"))
+    found = {path: reached(ast.parse(path.read_text(encoding="utf-8")), names) for path in TESTS.rglob("*.py")}
+    assert sum(map(len, found.values())) <= MOST_REACHED, {path.name: each for path, each in found.items() if each}
+
+
+def test_the_law_sees_a_private_name() -> None:
+    """But not what belongs to the test's own classes."""
+    text = (
+        "from noloco_node.aio import _tool\nclass Own:\n    def __init__(self): self._own = 1\nOwn()._own\nx.y._rows\n"
+    )
+    assert reached(ast.parse(text), {"_rows", "_own", "_tool"}) == ["_tool", "x.y._rows"]

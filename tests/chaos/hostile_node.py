@@ -47,6 +47,7 @@ from noloco_node.transport.frames import (
 from noloco_node.transport.libp2p import STREAM_PROTOCOL
 from noloco_node.transport.messages import Message, TensorSpec
 from tests.chaos import paced_node
+from tests.inside import directory_of, host_of, node_of, signs_as
 
 HOSTILITY = "NOLOCO_CHAOS_HOSTILITY"
 """Names of attacks, separated by commas."""
@@ -138,7 +139,7 @@ class Attacker:
             TALLY.count(name)
 
     async def _send(self, peer: PeerId, *parts: bytes, wait: bool = True) -> None:
-        reader, writer = await self._transport._host.open_stream(peer, STREAM_PROTOCOL)
+        reader, writer = await host_of(self._transport).open_stream(peer, STREAM_PROTOCOL)
         try:
             writer.write(b"".join(parts))
             await writer.drain()
@@ -193,7 +194,7 @@ class Attacker:
 
         async def dribble() -> None:
             try:
-                _, writer = await self._transport._host.open_stream(peer, STREAM_PROTOCOL)
+                _, writer = await host_of(self._transport).open_stream(peer, STREAM_PROTOCOL)
                 for position in range(len(frame)):
                     writer.write(frame[position : position + 1])
                     await writer.drain()
@@ -223,7 +224,7 @@ class Attacker:
 
     async def _forge(self, peer: PeerId, stage: int) -> None:
         """Records in another's name, of another place, and one of its own that claims the end of time."""
-        directory: Any = self._replica.membership._directory
+        directory: Any = directory_of(self._replica.membership)
         while not hasattr(directory, "_node"):  # what screens the records wraps what fetches them
             directory = directory._directory
         key, expires = stage_key(self._replica.context.spec.run_id, stage), directory.now() + 300
@@ -236,7 +237,7 @@ class Attacker:
             version="x",
         )
         other = record.model_copy(update={"peer_id": peer, "state": PeerState.GONE})
-        identity = directory._identity
+        identity = signs_as(directory)
         for value, subkey, until in (
             (sign_record(identity, key, other, expires), peer, expires),
             (sign_record(identity, key, record, expires), peer, expires),
@@ -245,8 +246,8 @@ class Attacker:
         ):
             row = Stored(DHTID.generate(source=key).to_bytes(), subkey, value, until)
             async with asyncio.timeout(2):
-                for near in list(directory._node.table.peer_id_to_uid):
-                    await directory._node.store(near, [row])
+                for near in list(node_of(directory).table.peer_id_to_uid):
+                    await node_of(directory).store(near, [row])
 
     def _header(self, stage: int) -> dict[str, Any]:
         spec = self._replica.context.spec

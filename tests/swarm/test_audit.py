@@ -27,6 +27,7 @@ from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
 from noloco_node.trust.reputation import TRIAL_SECONDS, Trust
 from noloco_node.trust.sources_seen import DrawnBy
+from tests.inside import audits_under_way, reputes_of
 from tests.support import eventually
 from tests.worlds import micro_spec, peer_name
 
@@ -102,9 +103,9 @@ class Stage:
         assert chosen is not None
         asked = len(self.asked)
         self.auditor.consider(self.answer_of(chosen, size), BODY, budget=9.0, took=0.0)
-        if self.auditor._at_work:
+        if audits_under_way(self.auditor):
             running = asyncio.create_task(self.auditor.run())
-            await eventually(lambda: not self.auditor._at_work)
+            await eventually(lambda: not audits_under_way(self.auditor))
             await cancel_and_wait([running])
         return self.asked[asked:]
 
@@ -290,7 +291,7 @@ async def test_books_about_peers_do_not_grow_with_their_names(monkeypatch: pytes
     """Those heard last are remembered."""
     monkeypatch.setattr(routing, "PEERS_REMEMBERED", 4)
     stage = await Stage(12).known()
-    assert len(stage.book._reputes) == 4
+    assert len(reputes_of(stage.book)) == 4
 
 
 async def test_a_failure_in_an_audit_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
@@ -353,7 +354,7 @@ class Chain:
             origin = self.names[0][number % len(self.names[0])]
             drawn = DrawnBy(origin, 0.0)
             await self.downstream[origin].send(Outgoing(f"{number:032x}", "train", drawn, body, labels), 60.0)
-        await eventually(lambda: not any(each.auditor._at_work for each in self.downstream.values()))
+        await eventually(lambda: not any(audits_under_way(each.auditor) for each in self.downstream.values()))
         await cancel_and_wait(auditing)
         for transport in self.transports:
             await transport.close()

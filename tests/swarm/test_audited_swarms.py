@@ -29,6 +29,7 @@ from noloco_node.training.stage_trainer import LossResult
 from noloco_node.transport import bans as conduct
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.trust.reputation import SET_ASIDE_AT, Trust
+from tests.inside import reputes_of
 from tests.support import eventually
 from tests.worlds import World, last_accounts, micro_spec, peer_name, run_to_the_end, run_with_faults, trainer_of, world
 
@@ -90,7 +91,7 @@ async def test_a_liar_among_three_is_set_aside_by_every_origin_and_nobody_else(l
     heads, tails = accounts[:3], accounts[3:]
     check_books(made, heads, tails)
     for book, account in zip(books, heads, strict=True):
-        asides = {peer: repute.set_asides for peer, repute in book._reputes.items() if repute.set_asides}
+        asides = {peer: repute.set_asides for peer, repute in reputes_of(book).items() if repute.set_asides}
         assert asides == {peer_name(1, 0): 1}
         assert account.strangers.audits[Finding.CONTRADICTED] == SET_ASIDE_AT
     assert tails[0].served <= 3 * SET_ASIDE_AT + 6

@@ -24,6 +24,7 @@ from noloco_node.sizing.footprint import footprint_of
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message
+from tests.inside import directory_of
 from tests.support import eventually
 from tests.worlds import World, micro_spec, no_tensors, peer_name, world
 
@@ -131,7 +132,7 @@ async def test_a_stage_that_only_a_crowd_of_keys_fills_is_rescued_by_a_neighbour
         for own, other in (origins, origins[::-1]):
             transport = own.context.transport
             transport.acquaintances.worked(other.context.transport.peer_id)  # pyright: ignore[reportPrivateUsage]
-            directory = own.membership._directory  # pyright: ignore[reportPrivateUsage]
+            directory = directory_of(own.membership)
             stays.append(StageLifecycle(spec, settings, footprint_of(spec), transport, directory))
         async with asyncio.TaskGroup() as group:
             for replica in origins:

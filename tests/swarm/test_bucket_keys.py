@@ -8,6 +8,7 @@ from noloco_node.directory import buckets, sampled_view
 from noloco_node.directory.buckets import MOST_LEVEL, Place, bucket_of, prefix_of
 from noloco_node.directory.records import PeerState
 from noloco_node.directory.validator import RecordValidator, bucket_key, sign_record
+from tests.inside import intake_of, records_of, sampled_of, walker_of
 from tests.swarm.hostile_dht import throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
 from tests.swarm.test_directory import record_of
@@ -57,19 +58,19 @@ async def test_a_stage_that_grows_beyond_one_key_is_seen_in_part_and_counted() -
     """Ten members, and then a farewell, which goes wherever the leaver's record still lives."""
     members = await swarm_of(10)
     await live_for_a_while(members, 8)
-    assert {member.directory._sampled.level_of(0).level for member in members} <= {0, 1, 2}
+    assert {sampled_of(member.directory).level_of(0).level for member in members} <= {0, 1, 2}
     everybody = {member.peer for member in members}
     for member in members:
         view, now = member.directory.view, member.directory.now()
         assert 2 <= len(view.stages[0]) <= 10
         assert set(view.stages[0]) <= everybody
         assert 1 <= view.number(0, now) <= 18
-    leaver = max(members, key=lambda member: member.directory._sampled.level_of(0).level)
-    assert leaver.directory._sampled.level_of(0).level > 0
+    leaver = max(members, key=lambda member: sampled_of(member.directory).level_of(0).level)
+    assert sampled_of(leaver.directory).level_of(0).level > 0
     written = set(leaver.directory._written)
     assert {place.level for place in written} >= {0, 1}
     await leaver.directory.publish(record_of(leaver.peer, state=PeerState.GONE, sequence=99), LIFE + 5)
-    rows = [leaver.directory._records.held(digest(place), leaver.peer) for place in written]
+    rows = [records_of(leaver.directory).held(digest(place), leaver.peer) for place in written]
     assert [row and row.record.state for row in rows] == [PeerState.GONE] * len(written)
 
 
@@ -78,7 +79,7 @@ async def test_records_of_a_bucket_are_told_over_own_links() -> None:
     """With the level that they were signed for; who is told takes them in."""
     members = await swarm_of(8)
     await live_for_a_while(members, 8)
-    teller = next(m for m in members if m.directory._sampled.level_of(0).level > 0)
+    teller = next(m for m in members if sampled_of(m.directory).level_of(0).level > 0)
     told = teller.directory.to_tell(12)
     assert told[0].peer == teller.peer
     assert [row.peer for row in told].count(teller.peer) == 1
@@ -122,7 +123,7 @@ async def test_who_floods_levels_has_few_places_with_each_holder() -> None:
     for level in range(1, MOST_LEVEL + 1):
         place = Place(0, level, bucket_of(prefix, level))
         signed = sign_record(flooder, bucket_key(RUN, place), record_of(flooder.peer_id), expires)
-        taken += holder.directory._intake.take(flooder.peer_id, digest(place), flooder.peer_id, signed, expires)
+        taken += intake_of(holder.directory).take(flooder.peer_id, digest(place), flooder.peer_id, signed, expires)
     assert taken == 8
     view = await holder.directory.refresh()
     assert view.stages[0] == {}
@@ -140,6 +141,6 @@ async def test_a_full_bucket_is_read_whole_from_one_holder() -> None:
         signer = throw_away_key()
         if bucket_of(prefix_of(signer.peer_id), 1) == 1:
             signed = sign_record(signer, bucket_key(RUN, place), record_of(signer.peer_id), expires)
-            brought += holder.directory._intake.take(signer.peer_id, digest(place), signer.peer_id, signed, expires)
-    assert await reader.directory._walker.glance(reader.directory._id_of(place))
+            brought += intake_of(holder.directory).take(signer.peer_id, digest(place), signer.peer_id, signed, expires)
+    assert await walker_of(reader.directory).glance(reader.directory._id_of(place))
     assert len(reader.directory._rows(place, reader.directory.now())) == 90

@@ -31,6 +31,7 @@ from noloco_node.training.progress import Progress
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
+from tests.inside import served_by
 from tests.support import eventually, one_turn
 from tests.worlds import micro_spec, run_to_the_end, world
 
@@ -236,7 +237,7 @@ async def test_forged_and_exaggerated_receipts_are_refused(tmp_path: Path) -> No
 
 def slow_server(server: Receipts, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Its answers take a while, as over a slow link."""
-    method = server._transport._desk._methods[RECEIPT.name]  # type: ignore[attr-defined]
+    method = served_by(server._transport)[RECEIPT.name]
     handle = method.handle
 
     async def slowly(peer: PeerId, message: Message) -> Message:

@@ -30,6 +30,7 @@ from noloco_node.identity.invitations import invite
 from noloco_node.identity.keys import Identity, load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.start import running_p2p
+from tests.inside import intake_of, node_of, walker_of
 from tests.support import eventually, nothing_left_behind
 
 RUN = "run-under-test"
@@ -125,11 +126,11 @@ async def test_a_clock_that_was_ahead_for_a_moment_hides_its_node_no_longer(tmp_
     with nothing_left_behind():
         async with dht_nodes(tmp_path, 2) as [(writer, identity), (reader, _)]:
             right, ahead = writer.now, lambda: time.time() + 86_400.0
-            writer.now = writer._intake.now = ahead
+            writer.now = intake_of(writer).now = ahead
             await writer.publish(record_of(identity.peer_id, sequence=1), 30)
             await reader.refresh()
             assert live_ids(reader, 0) == set()
-            writer.now = writer._intake.now = right
+            writer.now = intake_of(writer).now = right
             assert await writer.publish(record_of(identity.peer_id, sequence=2), 30)
             for directory in (reader, writer):
                 await directory.refresh()
@@ -189,11 +190,11 @@ async def test_halves_that_forgot_each_other_find_each_other_again(tmp_path: Pat
 
             assert await publish_and_read(1.0) == [ids, ids]
             for directory, _ in nodes:
-                table = directory._node.table
+                table = node_of(directory).table
                 for node_id in list(table.uid_to_peer_id):
                     del table[node_id]
-                directory._walker.forget()
-                directory._walker._reliable.clear()
+                walker_of(directory).forget()
+                walker_of(directory)._reliable.clear()
                 directory._entrances.clear()
             await eventually(lambda: not any(live_ids(directory, 0) for directory, _ in nodes), what="records end")
             alone = await publish_and_read(30.0)
@@ -212,7 +213,7 @@ async def test_a_hostile_node_harms_no_reader(tmp_path: Path) -> None:
     Every honest reader still sees all honest records, in time, and only those."""
     with nothing_left_behind():
         async with dht_nodes(tmp_path, 3) as nodes:
-            [address] = nodes[0][0]._node._p2p._visible_maddrs
+            [address] = node_of(nodes[0][0])._p2p._visible_maddrs
             evil = load_or_create_identity(tmp_path / "evil.key")
             settings_ = NodeSettings(initial_peers=(f"{address}/p2p/{nodes[0][1].peer_id}",))
             for number, (directory, identity) in enumerate(nodes):

@@ -13,6 +13,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.directory.dht import join_directory
 from noloco_node.identity.keys import Identity, load_or_create_identity
 from noloco_node.libp2p.start import running_p2p
+from tests.inside import node_of
 from tests.support import eventually, nothing_left_behind
 from tests.swarm.hostile_dht import Stranger, ghost, key_ids
 from tests.swarm.test_directory import RUN, STAGES, dht_nodes, live_ids, record_of
@@ -86,5 +87,5 @@ async def seen_by_a_newcomer(folder: Path, address: str) -> set[str]:
 
 def address_of(directory: Any) -> str:
     """Where a node of the directory listens."""
-    p2p = directory._node.protocol.p2p if hasattr(directory._node, "protocol") else directory._node._p2p
+    p2p = node_of(directory).protocol.p2p if hasattr(node_of(directory), "protocol") else node_of(directory)._p2p
     return f"{p2p._visible_maddrs[0]}/p2p/{p2p.peer_id}"

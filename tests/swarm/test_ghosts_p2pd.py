@@ -22,6 +22,7 @@ from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.placement.migration import Move
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.telemetry.events import InnerStep
+from tests.inside import directory_of, host_of, signs_as
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import Swarm, libp2p_world, micro_spec
 
@@ -60,7 +61,7 @@ def claim(spec: RunSpec, ghost: Identity, stage: int, sequence: int) -> PeerReco
 @contextlib.asynccontextmanager
 async def haunted(made: Swarm, folder: Path) -> AsyncIterator[None]:
     """One stranger with a p2pd of its own stores and renews the ghosts' records while the block runs."""
-    spec, host = made.replicas[0].context.spec, made.replicas[0].context.transport._host  # type: ignore[attr-defined]
+    spec, host = made.replicas[0].context.spec, host_of(made.replicas[0].context.transport)
     ghosts = [
         (load_or_create_identity(folder / f"ghost-{stage}-{number}.key"), stage)
         for stage in range(spec.stages)
@@ -72,7 +73,7 @@ async def haunted(made: Swarm, folder: Path) -> AsyncIterator[None]:
         directory = await join_directory(daemon, stranger, spec.run_id, spec.stages)
 
         async def store(ghost: Identity, stage: int, sequence: int) -> None:
-            directory._identity = ghost  # pyright: ignore[reportPrivateUsage]
+            signs_as(directory, ghost)
             await directory.publish(claim(spec, ghost, stage, sequence), LIFE)
 
         async def renew() -> None:
@@ -86,7 +87,7 @@ async def haunted(made: Swarm, folder: Path) -> AsyncIterator[None]:
         finally:
             renewing.cancel()
             await asyncio.wait((renewing,))
-            directory._identity = stranger  # pyright: ignore[reportPrivateUsage]
+            signs_as(directory, stranger)
             await directory.close()
 
 
@@ -108,7 +109,7 @@ async def test_ghosts_in_a_real_directory_change_no_count_move_nobody_and_put_no
     spec = micro_spec(steps=STEPS, microbatches_a_step=2, outer=OuterSpec(inner_steps=4), limits=LIMITS)
     async with libp2p_world(spec, tmp_path, replicas=2, settings=SETTINGS) as made:
         stays = [
-            StageLifecycle(spec, SETTINGS, footprint_of(spec), each.context.transport, each.membership._directory)  # pyright: ignore[reportPrivateUsage]
+            StageLifecycle(spec, SETTINGS, footprint_of(spec), each.context.transport, directory_of(each.membership))
             for each in made.replicas
         ]
         running = [asyncio.create_task(replica.run()) for replica in made.replicas]

@@ -28,6 +28,7 @@ from noloco_node.directory.store import MOST_HEARSAY, MOST_RECORDS
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.keys import Identity
 from noloco_node.identity.peer_id import PeerId
+from tests.inside import intake_of, node_of, records_of, rows_of, walker_of
 from tests.swarm.hostile_dht import FIND, PING, STORE, Stranger, ghost, key_ids, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
 from tests.swarm.test_directory import RUN, live_ids, record_of
@@ -120,10 +121,10 @@ async def test_a_node_id_that_is_not_the_peers_gets_no_place(introduced: bool) -
         await liar.enter(made)
     else:
         await stranger.enter(made)
-        assert await made[0].directory._node.ping(stranger.p2p.peer_id) is False
+        assert await node_of(made[0].directory).ping(stranger.p2p.peer_id) is False
     await publish(made, 1)
     for member in made:
-        assert stranger.p2p.peer_id not in member.directory._node.table
+        assert stranger.p2p.peer_id not in node_of(member.directory).table
         assert live_ids(member.directory, 0) == {member.peer for member in made}
     assert stranger.stored == 0
 
@@ -161,7 +162,7 @@ async def test_answers_are_cut_to_what_p2pd_carries_and_those_that_are_known_com
     one.met.worked(two.peer)
     expires, network = one.directory.now() + 60, one.p2p.network
     stranger = Stranger(MemoryP2P(network, throw_away_key().peer_id), [])
-    one.directory._intake._may_check = lambda *_: True  # type: ignore[method-assign]
+    intake_of(one.directory)._may_check = lambda *_: True  # type: ignore[method-assign]
     for _ in range(MOST_RECORDS // MOST_HEARSAY + 1):
         bringer = Stranger(MemoryP2P(network, throw_away_key().peer_id), [])
         told = [ghost(RUN, 0, expires, padding=500) for _ in range(MOST_HEARSAY)]
@@ -178,7 +179,7 @@ async def test_answers_are_cut_to_what_p2pd_carries_and_those_that_are_known_com
     assert rows.get(one.peer) is not None
     many = await stranger.find(one.peer, [KEY] * 5000)
     assert ANSWERS_BYTES / 2 < many.ByteSize() < P2PD_CARRIES / 2
-    one.directory._node._answers.of(PeerId(str(stranger._p2p.peer_id))).spend(100 * ASKED_BYTES)
+    node_of(one.directory)._answers.of(PeerId(str(stranger._p2p.peer_id))).spend(100 * ASKED_BYTES)
     assert not (await stranger.find(one.peer, [KEY])).results[0].value, "one peer is given so much a second"
     assert (await bringer.find(one.peer, [KEY])).results[0].value, "others are not concerned"
 
@@ -189,8 +190,8 @@ async def test_ghosts_fade_within_a_records_life_and_wander_nowhere_whatever_end
     made = await members(4)
     time = [0.0]
     for member in made:
-        member.directory._records._clock = lambda: time[0]
-        member.directory._records._longest = 60.0
+        records_of(member.directory)._clock = lambda: time[0]
+        records_of(member.directory)._longest = 60.0
     one, now = made[0], made[0].directory.now()
     honest = {member.peer for member in made}
     stranger = Stranger(MemoryP2P(one.p2p.network, throw_away_key().peer_id), [])
@@ -217,7 +218,7 @@ async def test_ghosts_fade_within_a_records_life_and_wander_nowhere_whatever_end
 async def test_routing_tables_do_not_grow_with_invented_keys() -> None:
     """Hundreds of peers that ask once and are gone; whoever was there stays."""
     made = await members(2)
-    table = made[0].directory._node.table
+    table = node_of(made[0].directory).table
     for _ in range(600):
         passing = BlackHole(made[0].p2p.network, throw_away_key(), [])
         await passing.enter(made[:1])
@@ -307,11 +308,11 @@ async def test_ground_keys_around_a_stage_come_not_between_those_that_have_answe
 def forget_all_records(made: list[Member]) -> None:
     """As when every record has ended."""
     for member in made:
-        store = member.directory._records
+        store = records_of(member.directory)
         for key in store.held_keys():
-            for signer in list(store._rows[key]):
+            for signer in list(rows_of(store)[key]):
                 store._drop(key, signer)
-        member.directory._walker.near.clear()
+        walker_of(member.directory).near.clear()
 
 
 async def test_records_told_over_own_links_reach_those_whose_dht_says_nothing() -> None:
@@ -325,7 +326,7 @@ async def test_records_told_over_own_links_reach_those_whose_dht_says_nothing() 
     one.met.answered(newcomer.peer)
     assert one.directory.told(newcomer.peer, newcomer.directory.to_tell(12)) == 1
     key = KEY.to_bytes()
-    one.directory._intake.take(newcomer.identity.peer_id, key, *ghost(RUN, 0, expires), expires)
+    intake_of(one.directory).take(newcomer.identity.peer_id, key, *ghost(RUN, 0, expires), expires)
     rows = one.directory.to_tell(12)
     assert [row.peer for row in rows] == [one.peer, newcomer.peer]
     assert two.directory.told(one.peer, rows) == 2
@@ -380,7 +381,7 @@ async def test_a_seed_of_no_run_introduces_those_of_every_run_to_each_other_besi
 async def test_messages_of_any_content_raise_nothing() -> None:
     """Keys and ids of wrong lengths, lists that do not match, values that are no MessagePack."""
     [one] = await members(1)
-    node = one.directory._node
+    node = node_of(one.directory)
     context = SimpleNamespace(remote_id=PeerID.from_base58(throw_away_key().peer_id))
     for junk in (b"", b"\xff" * 7, b"\xff" * 40):
         info = dht_pb2.NodeInfo(node_id=junk)
@@ -444,7 +445,7 @@ async def test_who_only_asks_sees_everybody_and_gets_no_place_and_no_records_to_
     assert live_ids(watcher.directory, 0) == {member.peer for member in made}
     for member in made:
         assert watcher.peer not in member.directory.neighbours()
-        assert member.directory._node.impostors == 0
+        assert node_of(member.directory).impostors == 0
     asked = {name for peer, name in (call for member in made for call in member.p2p.calls) if peer == watcher.peer}
     assert asked == set(), "nobody pings it, stores at it or asks it"
     for member in (*made, watcher):

@@ -8,7 +8,7 @@ import math
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from noloco_node.training.fair_queue import QueueTurn
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message, TensorSpec
+from tests.inside import directory_of, served_by, thread_of
 from tests.support import eventually
 from tests.worlds import LENGTH, VOCABULARY, World, micro_spec, trainer_of, world
 
@@ -120,7 +121,7 @@ async def test_the_stages_of_a_swarm_say_what_the_whole_model_says(stages: int) 
         assert text == Numbers().decode(generated[0].tolist())
         likeliest = Wish(wish.prompt, tokens=8, temperature=0.0, seed=1)
         assert await told(asked, likeliest) == await told(asked, Wish(wish.prompt, 8, 0.0, seed=2)) != text
-        records = asked.made.replicas[0].membership._directory
+        records = directory_of(asked.made.replicas[0].membership)
         await records.refresh()
         shown = {record.peer_id for stage in range(stages) for record in records.view.live(stage, records.now())}
         assert ASKER not in shown
@@ -137,7 +138,7 @@ async def test_a_peer_that_dies_or_answers_nonsense_is_replaced_and_the_text_is_
         async def short(_peer: PeerId, _message: Message) -> Message:
             return Message({}, (torch.zeros(1, VOCABULARY - 1),))
 
-        cast(MemoryTransport, liar.context.transport)._desk._methods[FORWARD.name].handle = short
+        served_by(liar.context.transport)[FORWARD.name].handle = short
         parts: list[str] = []
 
         def write(text: str) -> None:
@@ -173,7 +174,7 @@ async def test_who_was_silent_is_not_asked_again_while_others_are_only_full() ->
         for _ in range(8):
             await model.next_logits([1])
         assert model.replaced == 1
-        method, said = cast(MemoryTransport, asked.made.replicas[1].context.transport)._desk._methods[FORWARD.name], 0
+        method, said = served_by(asked.made.replicas[1].context.transport)[FORWARD.name], 0
         admit = method.admit
 
         def busy(*request: Any) -> Any:
@@ -330,7 +331,7 @@ async def test_askers_take_turns_with_the_training_and_do_not_wait_for_its_end()
             return on_the_device
 
         trainer.evaluate_loss, trainer.last_logits = noted("sender", measure), noted("asker", look)
-        held = asyncio.ensure_future(worker._thread.run(Priority.STEP, begin.wait))
+        held = asyncio.ensure_future(thread_of(worker).run(Priority.STEP, begin.wait))
         inputs, labels = torch.randn(4, LENGTH, 32), torch.zeros(4, LENGTH, dtype=torch.int32)
         waiting = [
             asyncio.ensure_future(

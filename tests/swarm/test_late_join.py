@@ -49,6 +49,7 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.memory import Fault, FaultKind, MemoryTransport
 from noloco_node.transport.messages import JsonObject, Message
+from tests.inside import host_of, served_by
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import NAMED, Swarm, World, libp2p_world, micro_spec, peer_name, world
 
@@ -92,7 +93,7 @@ async def is_copy_of(replica: Replica, donor: Replica) -> bool:
 
 def forge(replica: Replica, monkeypatch: pytest.MonkeyPatch, change: Callable[[JsonObject], JsonObject]) -> None:
     """This donor's manifests are changed after they were signed."""
-    method = replica.context.transport._desk._methods[state_messages.OPEN.name]  # type: ignore[attr-defined]
+    method = served_by(replica.context.transport)[state_messages.OPEN.name]
     honest = method.handle
 
     async def forged(peer: PeerId, message: Message) -> Message:
@@ -155,7 +156,7 @@ async def test_a_manifest_that_another_peer_signed_is_refused(monkeypatch: pytes
 async def test_an_altered_chunk_is_refused_and_the_next_donor_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of one chunk; the donor is named with the reason."""
     async with donors_and_joiner() as (made, joiner):
-        method = made.replicas[0].context.transport._desk._methods[state_messages.CHUNK.name]  # type: ignore[attr-defined]
+        method = served_by(made.replicas[0].context.transport)[state_messages.CHUNK.name]
         honest = method.handle
 
         async def altered(peer: PeerId, message: Message) -> Message:
@@ -171,7 +172,7 @@ async def test_an_altered_chunk_is_refused_and_the_next_donor_gives(monkeypatch:
 async def test_an_offer_that_is_none_is_an_offence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first donor claims to have fewer than no readers; the second one gives."""
     async with donors_and_joiner() as (made, joiner):
-        method = made.replicas[0].context.transport._desk._methods[state_messages.OFFER.name]  # type: ignore[attr-defined]
+        method = served_by(made.replicas[0].context.transport)[state_messages.OFFER.name]
         honest = method.handle
 
         async def altered(peer: PeerId, message: Message) -> Message:
@@ -417,7 +418,7 @@ async def test_a_donor_that_falls_silent_is_left_after_the_progress_deadline() -
 
 def drip(replica: Replica, seconds: float) -> None:
     """From now on this donor gives one chunk in so many seconds."""
-    method = replica.context.transport._desk._methods[state_messages.CHUNK.name]  # type: ignore[attr-defined]
+    method = served_by(replica.context.transport)[state_messages.CHUNK.name]
     honest, turn = method.handle, asyncio.Lock()
 
     async def slowly(peer: PeerId, message: Message) -> Message:
@@ -689,7 +690,7 @@ async def test_a_donor_whose_p2pd_is_killed_midway_is_replaced_by_the_next(
         came = count_chunks(joiner.context.transport, monkeypatch)
         joining = asyncio.create_task(become_current(joiner))
         first = (await eventually(lambda: [peer for peer, _ in came], 60, "the first chunk"))[0]
-        os.kill(by_id[first].context.transport._host.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        os.kill(host_of(by_id[first].context.transport).pid, signal.SIGKILL)
         donor = await asyncio.wait_for(joining, 90)
         assert donor in by_id
         assert donor != first

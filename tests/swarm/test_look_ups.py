@@ -9,6 +9,7 @@ from noloco_node.directory.asked_key import KEY_BYTES, MOST_MARKS, AskedKey, pac
 from noloco_node.directory.dht_node import ASKED_BYTES
 from noloco_node.directory.store import HeldRecord
 from noloco_node.identity.peer_id import PeerId
+from tests.inside import intake_of, node_of, records_of, walker_of
 from tests.swarm.hostile_dht import Stranger, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
 from tests.swarm.test_directory import record_of
@@ -57,11 +58,11 @@ async def test_looking_at_a_full_stage_is_paid_for_also_where_the_answer_has_no_
 
 def fill(member: Member, count: int) -> None:
     """Have it hold records that their signers brought, of the usual size."""
-    node = member.directory._node
-    now, key = node._intake.now(), KEY.to_bytes()
+    node = node_of(member.directory)
+    now, key = intake_of(node).now(), KEY.to_bytes()
     for number in range(count):
         peer = PeerId(f"a-signer-of-a-record-{number}")
-        node._records.put(key, peer, HeldRecord(record_of(peer), bytes(450), now + 50.0, peer), now)
+        records_of(node).put(key, peer, HeldRecord(record_of(peer), bytes(450), now + 50.0, peer), now)
 
 
 async def test_between_walks_two_holders_are_asked_for_what_is_new() -> None:
@@ -71,18 +72,18 @@ async def test_between_walks_two_holders_are_asked_for_what_is_new() -> None:
     reader, writer = made[0], made[1]
     await reader.directory.refresh()
     assert await writer.directory.publish(record_of(writer.peer, sequence=2), 61.0)
-    asked, told, take = asked_by(reader), list[str](), reader.directory._intake.take
+    asked, told, take = asked_by(reader), list[str](), intake_of(reader.directory).take
 
     def taking(storer: PeerId, key: bytes, signer: object, signed: object, expires: object) -> bool:
         told.append(str(signer))
         return take(storer, key, signer, signed, expires)
 
-    reader.directory._intake.take = taking  # type: ignore[method-assign]
+    intake_of(reader.directory).take = taking  # type: ignore[method-assign]
     view = await reader.directory.refresh()
     assert asked_by(reader) - asked == 2
     assert view.stages[0][writer.peer].record.sequence == 2
     assert len(told) <= 3, "the new record, and each holder's own"
-    for peer in reader.directory._walker.near[KEY]:
+    for peer in walker_of(reader.directory).near[KEY]:
         reader.p2p.network.pop(str(peer))
     asked = asked_by(reader)
     view = await reader.directory.refresh()

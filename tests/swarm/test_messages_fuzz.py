@@ -57,6 +57,7 @@ from noloco_node.transport.messages import Message
 from noloco_node.transport.server import RequestDesk
 from noloco_node.trust import admission as access
 from tests.chaos.attacks.life import throw_away_key
+from tests.inside import desk_of, host_of, remembered, repeats_of, thread_of
 from tests.profiles import tries
 from tests.support import eventually, nothing_left_behind, one_turn
 from tests.swarm.mutated_requests import METHODS, REQUESTS, Recipe, changed_tensors, fields_of, recipe
@@ -217,7 +218,9 @@ class Target:
             await eventually(
                 lambda session=session: exchanger.engagement.session is not session, what="the commit is done"
             )
-        await eventually(lambda: not self.replica.worker._thread.waiting and not self.replica.pipeline.server.pending)
+        await eventually(
+            lambda: not thread_of(self.replica.worker).waiting and not self.replica.pipeline.server.pending
+        )
 
     async def try_one(self, recipe: Recipe) -> str:
         """Send one request and hold the replica to its promises."""
@@ -238,19 +241,19 @@ class Target:
     def check_books(self) -> None:
         """Nothing has grown beyond its limit, and nothing is left under way."""
         server, exchanger = self.replica.pipeline.server, self.replica.averaging.exchanger
-        assert len(server._repeats._trained) <= IDS_KEPT
-        assert len(server._repeats._answers) <= ANSWERS_KEPT
-        assert len(server._repeats._ids) <= IDS_KEPT
+        trained, answers, ids = remembered(repeats_of(server))
+        assert max(len(trained), len(ids)) <= IDS_KEPT
+        assert len(answers) <= ANSWERS_KEPT
         assert not server._under_way
         assert server.pending == 0
         assert self.replica.worker.live_versions == 1
         assert len(exchanger.bounds) == FRAGMENTS + 1
         for bound in exchanger.bounds.values():
-            for remembered in (bound.difference._latest, bound._regress._latest):
-                assert len(remembered) <= 64
-                assert all(math.isfinite(norm) for norm in remembered.values())
+            for norms in (bound.difference._latest, bound._regress._latest):
+                assert len(norms) <= 64
+                assert all(math.isfinite(norm) for norm in norms.values())
         assert not exchanger.responder.waiting
-        assert self.replica.worker._thread.waiting == 0
+        assert thread_of(self.replica.worker).waiting == 0
         assert set(self.transport.traffic.received) <= {*METHODS, "unknown"}
         for event in self.events:
             if isinstance(event, OuterStep) and event.kind == "paired":
@@ -338,7 +341,7 @@ async def start(made: Swarm, spec: RunSpec, stage: int, strangers: list[Transpor
     target = Target(spec, replica, transport, strangers, events=made.events[made.replicas.index(replica)])
     file = ContributionFile(Path(target.folder.name) / "contribution.jsonl")
     await serve_the_rest(target, file)
-    count_handled(target, transport._desk)
+    count_handled(target, desk_of(transport))
     for each in made.replicas:
         for participant in each.participants:
             participant.open()
@@ -377,7 +380,7 @@ async def real_target(folder: Path) -> AsyncIterator[Target]:
     async with libp2p_world(spec, folder) as made:
         server = made.replicas[1].context.transport
         assert isinstance(server, Libp2pTransport)
-        peers = tuple(server._host.visible_addresses())  # type: ignore[attr-defined]
+        peers = tuple(host_of(server).visible_addresses())
         key = load_or_create_identity(folder / "stranger.key")
         async with running_p2p(NodeSettings(initial_peers=peers), key) as daemon:
             stranger = Libp2pTransport(daemon, identity=key)
@@ -454,8 +457,10 @@ def test_each_mutated_request_is_answered_or_refused_and_a_refused_one_changes_n
     runner.run(target.still_trains())
     check_outcomes(target, SINGLE * 9 // 10, caplog)
     assert set(target.handled) >= set(METHODS) - {"no.such.method", exchange.OPEN.name, exchange.CHUNK.name}
-    assert len(target.replica.pipeline.server._repeats._trained) == IDS_KEPT, "the limit must have been reached"
-    assert len(target.replica.pipeline.server._repeats._answers) == ANSWERS_KEPT
+    assert len(remembered(repeats_of(target.replica.pipeline.server))[0]) == IDS_KEPT, (
+        "the limit must have been reached"
+    )
+    assert len(remembered(repeats_of(target.replica.pipeline.server))[1]) == ANSWERS_KEPT
     for reason in ("malformed", "unknown_exchange", "unknown_method", "not_finite", "too_large", "wrong_run"):
         assert target.outcomes[reason] > 0, target.outcomes
 

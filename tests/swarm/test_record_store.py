@@ -24,6 +24,7 @@ from noloco_node.directory.store import (
 )
 from noloco_node.directory.validator import MAX_RECORD_BYTES, RecordValidator
 from noloco_node.identity.peer_id import PeerId
+from tests.inside import rows_of
 from tests.swarm.hostile_dht import ghost, key_ids, throw_away_key
 
 RUN, STAGES, LIFE = "run-under-test", 2, 60.0
@@ -196,7 +197,7 @@ def test_a_seed_keeps_the_stages_of_runs_beside_keys_without_number() -> None:
         store.put(key, PeerId(f"ghost-{number}"), held("stranger"), 70.0)
         store.put(key, PeerId("stranger"), held("stranger"), 70.0)
         store.put(key, PeerId(f"direct-{number}"), held(f"direct-{number}"), 70.0)
-        assert sum("stranger" in rows for rows in store._rows.values()) <= MOST_KEYS_A_SIGNER
+        assert sum("stranger" in rows for rows in rows_of(store).values()) <= MOST_KEYS_A_SIGNER
     assert len(store.held_keys()) <= 64
     assert set(honest) <= set(store.held_keys())
 
@@ -225,13 +226,16 @@ def test_whatever_comes_the_counts_are_true_the_bounds_hold_and_the_own_record_s
         name = f"peer-{signer}"
         row = held(name if direct else f"peer-{storer}", now + life)
         store.put(KEY if key == 3 else bytes([key]) * 20, PeerId(name), row, now)
-        every = [(each, store.held(each, peer)) for each in store.held_keys() for peer in store._rows[each]]
+        every = [(each, store.held(each, peer)) for each in store.held_keys() for peer in rows_of(store)[each]]
         assert len(every) == len(store) <= 10
         assert len(store.held_keys()) <= 3
-        assert all(len(rows) <= 6 for rows in store._rows.values())
-        assert OWN in store._rows[KEY]
+        assert all(len(rows) <= 6 for rows in rows_of(store).values())
+        assert OWN in rows_of(store)[KEY]
         hearsay = Counter(
-            (each, row.storer) for each, rows in store._rows.items() for peer, row in rows.items() if row.storer != peer
+            (each, row.storer)
+            for each, rows in rows_of(store).items()
+            for peer, row in rows.items()
+            if row.storer != peer
         )
         assert hearsay == {place: len(brought) for place, brought in store._hearsay.items()}
 

@@ -43,6 +43,7 @@ from noloco_node.libp2p.relay.server import CircuitRelay
 from noloco_node.libp2p.start import reached_by_a_stranger, running_p2p, start_p2p
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import Message
+from tests.inside import handshakes_of, held_by
 from tests.support import eventually, nothing_left_behind, p2pd_children
 from tests.worlds import no_tensors
 
@@ -118,10 +119,10 @@ async def test_the_asker_ends_the_stream_not_the_relay() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await asking.read()
-        assert relay._handshakes[ONE] == 1
+        assert handshakes_of(relay)[ONE] == 1
         asked.close()
         await serving
-        assert not relay._handshakes
+        assert not handshakes_of(relay)
 
 
 @contextlib.asynccontextmanager
@@ -227,7 +228,7 @@ async def test_a_hidden_node_whose_p2pd_was_started_again_is_reached_as_before(
     monkeypatch.setattr(circuit_relay, "PLACE_SECONDS", 1.0)
     keys = [load_or_create_identity(tmp_path / name) for name in "rb"]
     async with relay_node(keys[0]) as (middle, relay), running_p2p(entering(middle, relay=True), keys[1]) as hidden:
-        await eventually(lambda: hidden.own_id in relay._places, what="its place")
+        await eventually(lambda: hidden.own_id in held_by(relay), what="its place")
         os.kill(hidden.pid, signal.SIGKILL)
         await hidden.wait_until_dead()
         await eventually(lambda: relay.places == 0, what="the place has lapsed")
@@ -284,7 +285,7 @@ async def test_who_has_gone_holds_no_place_that_another_wants(tmp_path: Path, mo
             while await ask_for_place(one, middle.own_id) is not None:  # its p2pd may not have noticed yet who has gone
                 assert relay.places == 2
             assert await ask_for_place(other, middle.own_id) is None
-            assert {one.own_id, other.own_id} == set(relay._places), "who is there keeps its place"
+            assert {one.own_id, other.own_id} == set(held_by(relay)), "who is there keeps its place"
 
 
 def connect_request(peer: PeerId) -> bytes:
@@ -307,7 +308,7 @@ async def test_one_caller_cannot_use_up_the_circuits_of_whom_it_calls(
         running_p2p(entering(middle, relay=False), keys[2]) as greedy,
         running_p2p(NodeSettings(), keys[3]) as other,
     ):
-        await eventually(lambda: hidden.own_id in relay._places, what="its place")
+        await eventually(lambda: hidden.own_id in held_by(relay), what="its place")
         held: list[asyncio.StreamWriter] = []
         statuses: list[int] = []
         for _ in range(circuit_relay.MOST_CIRCUITS_OF_ONE):
@@ -350,7 +351,7 @@ async def test_who_leaves_its_requests_unfinished_gets_no_more_of_them(
                 return reader, writer
 
             held = [await unfinished() for _ in range(3)]
-            await eventually(lambda: relay._handshakes[slow.own_id] == 3, what="they are being read")
+            await eventually(lambda: handshakes_of(relay)[slow.own_id] == 3, what="they are being read")
             reader, writer = await unfinished()
             async with asyncio.timeout(circuit_relay.HANDSHAKE_SECONDS / 2):
                 with contextlib.suppress(ConnectionError):
@@ -359,7 +360,7 @@ async def test_who_leaves_its_requests_unfinished_gets_no_more_of_them(
             assert await ask_for_place(honest, middle.own_id) == answer
             for _, writer in held:
                 writer.transport.abort()
-            await eventually(lambda: not relay._handshakes, what="they are over")
+            await eventually(lambda: not handshakes_of(relay), what="they are over")
             assert await ask_for_place(slow, middle.own_id) == answer
         await relay.close()
 
@@ -379,7 +380,7 @@ async def test_places_are_kept_whatever_a_stranger_brings_about(
         running_p2p(entering(middle, relay=True), keys[1]) as hidden,
         running_p2p(entering(middle, relay=False), keys[2]) as caller,
     ):
-        await eventually(lambda: hidden.own_id in relay._places, what="its place")
+        await eventually(lambda: hidden.own_id in held_by(relay), what="its place")
 
         async def survives(what: str) -> None:
             async def failing(*_: object) -> bool:
@@ -389,8 +390,8 @@ async def test_places_are_kept_whatever_a_stranger_brings_about(
                 patch.setattr(relay_places, what, failing)
                 assert await caller.connect(hidden.own_id, hidden.visible_addresses()) is None
                 await eventually(lambda: f"ZeroDivisionError: {what}" in caplog.text, what="it is said")
-            until = relay._places[hidden.own_id]
-            await eventually(lambda: relay._places[hidden.own_id] > until, what="it has asked again")
+            until = held_by(relay)[hidden.own_id]
+            await eventually(lambda: held_by(relay)[hidden.own_id] > until, what="it has asked again")
 
         for what in ("_answers", "_go_direct", "_ask_again"):
             await survives(what)
@@ -477,4 +478,4 @@ async def test_a_hidden_node_comes_straight_back_under_its_identity(tmp_path: Pa
         for _ in range(2):
             async with running_p2p(entering(middle, relay=True), load_or_create_identity(tmp_path / "b")) as hidden:
                 assert hidden.own_id == keys[1].peer_id
-                await eventually(lambda: hidden.own_id in relay._places, what="its place")
+                await eventually(lambda: hidden.own_id in held_by(relay), what="its place")

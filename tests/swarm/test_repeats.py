@@ -16,6 +16,7 @@ from noloco_node.transport.calls import Reply
 from noloco_node.transport.errors import Refused
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message
+from tests.inside import remembered
 from tests.swarm.test_pipeline import QUICK, request
 from tests.worlds import LENGTH, WINDOWS, World, micro_spec, peer_name, trainer_of, world
 
@@ -102,8 +103,8 @@ def test_the_books_are_bounded_and_what_came_to_nothing_may_be_trained_again(mon
     for number in range(200):
         books.mark_trained(name(number % 7, f"sender {number % 5}", number))
         books.keep(name(number), Reply(MicrobatchAnswer(loss_sum=0.0, tokens=1, load=0), (torch.zeros(8),)))
-    assert (len(books._trained), len(books._answers)) == (50, repeats.ANSWERS_KEPT)  # pyright: ignore[reportPrivateUsage]
-    assert books._ids.total() == 50  # pyright: ignore[reportPrivateUsage]
+    assert (len(remembered(books)[0]), len(remembered(books)[1])) == (50, repeats.ANSWERS_KEPT)
+    assert remembered(books)[2].total() == 50
     last = name(199 % 7, "sender 4", 199)
     assert books.was_trained(last)
     with pytest.raises(Refused):

@@ -34,6 +34,7 @@ from noloco_node.state_transfer import donor_choice as late_join
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind
+from tests.inside import host_of
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import NAMED, Swarm, World, libp2p_world, micro_spec, peer_name, run_to_the_end, world
 
@@ -289,7 +290,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 async def publish_ghosts(made: Swarm, folder: Path) -> None:
     """From a node with throw-away keys, which is gone when this returns: one that trains, one that has finished."""
-    spec, host = made.replicas[0].context.spec, made.replicas[0].context.transport._host  # type: ignore[attr-defined]
+    spec, host = made.replicas[0].context.spec, host_of(made.replicas[0].context.transport)
     for name, state in (("one", PeerState.TRAINING), ("two", PeerState.FINISHING)):
         identity = load_or_create_identity(folder / f"{name}.key")
         settings = NodeSettings(initial_peers=tuple(host.visible_addresses()[:1]))

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from noloco_node.model.stage import build_stage
+from tests.inside import optimizer_of
 from tests.training.made_trainers import flat_gradient, make_trainer
 from tests.worlds import micro_spec
 
@@ -47,6 +48,6 @@ def test_loaded_optimizer_state_lies_on_the_stage_device() -> None:
     state = trainer.optimizer_state()
     trainer.device = torch.device("meta")  # a device that every machine has and that is not the host's
     trainer.load(trainer.master.clone(), state)
-    parts = [part for parameter_state in trainer._optimizer.state.values() for part in parameter_state.values()]  # pyright: ignore[reportPrivateUsage]
+    parts = [part for parameter_state in optimizer_of(trainer).state.values() for part in parameter_state.values()]
     assert len(parts) == 6
     assert {part.device.type for part in parts} == {"meta"}

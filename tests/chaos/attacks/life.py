@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -35,6 +35,7 @@ from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.interface import Handle
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec
+from tests.inside import thread_of
 
 RPC_SECONDS = 3.0
 CALL_SECONDS = 5.0
@@ -199,7 +200,7 @@ class Life:
     async def close_workers(self) -> None:
         """End their threads."""
         for worker in self.workers:
-            await cast("Any", worker)._thread.close()
+            await thread_of(worker).close()
 
 
 def _admit_all(_peer: PeerId, _header: JsonObject, _specs: tuple[TensorSpec, ...]) -> None:

@@ -1,0 +1,122 @@
+"""What tests see of objects beyond their public names, each in one place: whoever changes it changes it here.
+
+What a test replaces by something that fails or lies it still names itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from typing import Any, cast
+
+from noloco_node.directory.membership import Membership
+from noloco_node.directory.records import Directory
+from noloco_node.identity.keys import Identity
+from noloco_node.libp2p.relay.server import CircuitRelay
+from noloco_node.pipeline.ledger import Repeats
+from noloco_node.training.compute_thread import Compute
+from noloco_node.training.stage_worker import StageWorker
+from noloco_node.transport.interface import Transport
+
+
+def desk_of(transport: Transport) -> Any:
+    """Where a transport's requests are admitted."""
+    return cast("Any", transport)._desk
+
+
+def served_by(transport: Transport) -> dict[str, Any]:
+    """Each method that a transport serves, by its name, to be answered otherwise."""
+    return desk_of(transport)._methods
+
+
+def host_of(transport: Transport) -> Any:
+    """The p2pd below a transport."""
+    return cast("Any", transport)._host
+
+
+def thread_of(worker: StageWorker) -> Compute:
+    """What computes for a worker."""
+    return cast("Any", worker)._thread
+
+
+def directory_of(membership: Membership) -> Directory:
+    """Where a replica reads who is there."""
+    return cast("Any", membership)._directory
+
+
+def node_of(directory: object) -> Any:
+    """A directory's part in the DHT."""
+    return cast("Any", directory)._node
+
+
+def walker_of(directory: object) -> Any:
+    """What asks for a directory's keys."""
+    return cast("Any", directory)._walker
+
+
+def intake_of(directory: object) -> Any:
+    """What judges the records that a directory is brought."""
+    return cast("Any", directory)._intake
+
+
+def records_of(directory: object) -> Any:
+    """What a directory holds."""
+    return cast("Any", directory)._records
+
+
+def sampled_of(directory: object) -> Any:
+    """What a directory makes of the keys that it reads."""
+    return cast("Any", directory)._sampled
+
+
+def rows_of(store: object) -> Mapping[Any, Any]:
+    """Key -> signer -> what is held of it."""
+    return cast("Any", store)._rows
+
+
+def signs_as(directory: object, identity: Identity | None = None) -> Identity:
+    """With which identity a directory signs, from now on with `identity` where one is given."""
+    signing = cast("Any", directory)
+    if identity is not None:
+        signing._identity = identity
+    return signing._identity
+
+
+def held_by(relay: CircuitRelay) -> dict[Any, float]:
+    """Who has a place with a relay, and until when."""
+    return cast("Any", relay)._places
+
+
+def handshakes_of(relay: CircuitRelay) -> Mapping[Any, int]:
+    """Callers whose request a relay reads, and how many of each."""
+    return cast("Any", relay)._handshakes
+
+
+def repeats_of(server: object) -> Repeats:
+    """What a replica knows of microbatches that it has seen."""
+    return cast("Any", server)._repeats
+
+
+def remembered(repeats: Repeats) -> tuple[Sized, Sized, Any]:
+    """Microbatches that were trained, answers that are kept, ids by how many have them."""
+    inner = cast("Any", repeats)
+    return inner._trained, inner._answers, inner._ids
+
+
+def reputes_of(book: object) -> Mapping[Any, Any]:
+    """What audits have said, by peer."""
+    return cast("Any", book)._reputes
+
+
+def audits_under_way(auditor: object) -> Sized:
+    """Of an auditor."""
+    return cast("Any", auditor)._at_work
+
+
+def optimizer_of(trainer: object) -> Any:
+    """What steps a stage's parameters."""
+    return cast("Any", trainer)._optimizer
+
+
+def published_by(trainer: object) -> Any:
+    """The weights that a trainer's next forward uses."""
+    return cast("Any", trainer)._versions.current.flat
