@@ -23,10 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from noloco_node.config.load import load_config
+from noloco_node.config.load import Config, load_config
+from noloco_node.laboratory.canvas import Sheet, style
 from noloco_node.laboratory.expansion import Point, expand
 from noloco_node.laboratory.training import Training
 from noloco_node.model.export import model_of
+from noloco_node.sizing.footprint import footprint_of
 
 FINE_TUNING_STEPS = 400
 BATCH = 32
@@ -157,10 +159,60 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def page(config: Config, outcomes: Sequence[Outcome]) -> str:
+    """The table under what made it."""
+    run, seeds = config.run, sorted({each.seed for each in outcomes})
+    return f"""# {run.name}
+
+Repeat it with
+
+```sh
+python -m benchmarks.after_training configs/lab/after-training.yaml --out docs/results/after-training
+```
+
+{parameters_of(config):,} parameters, pre-trained on {run.inner.target_tokens:,} tokens of the text of the standard \
+library with {config.lab.replicas[0]} replicas; the mean of the replicas is then fine-tuned alone, {FINE_TUNING_STEPS} \
+steps of {BATCH} examples, half of either task, equal for all variants of a seed. *Exact*: share of {SCORED} held-out \
+questions of which every letter of the answer is the likeliest. Mean ± sample standard deviation over seeds {seeds}, \
+as many as n says. Learning rates are the file's, not tuned for this.
+
+{table(outcomes)}
+![scores](scores.png)
+"""
+
+
+def parameters_of(config: Config) -> int:
+    """Of the whole model."""
+    return sum(footprint_of(config.run).parameters)
+
+
+def draw(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Each seed a dot: loss of answers and share of reversals, by the loss of the pre-trained."""
+    sheet = Sheet(1, 2, title="What a pre-training is worth after fine-tuning")
+    for index, variant in enumerate(dict.fromkeys(each.variant for each in outcomes)):
+        of = [each for each in outcomes if each.variant == variant]
+        colour, marker = style(index)
+        losses = [each.loss for each in of]
+        heights = ([each.answer_loss for each in of], [each.scores["reversal"] for each in of])
+        for panel, values in zip(sheet.panels[0], heights, strict=True):
+            panel.plot(losses, values, linestyle="none", color=colour, marker=marker, label=variant)
+    for panel, name in zip(sheet.panels[0], ("loss of answers", "reversals, exact"), strict=True):
+        panel.set_xlabel("loss of the pre-trained")
+        panel.set_ylabel(name)
+    sheet.legend()
+    sheet.save(path)
+
+
 def spot(values: Sequence[float], form: str) -> str:
     """Mean ± deviation."""
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{form.format(statistics.mean(values))} ± {form.format(deviation)} (n = {len(values)})"
+
+
+def write(config: Config, folder: Path, outcomes: Sequence[Outcome]) -> None:
+    """The page and the picture."""
+    (folder / "table.md").write_text(page(config, outcomes), encoding="utf-8")
+    draw(outcomes, folder / "scores.png")
 
 
 def main() -> None:
@@ -184,7 +236,7 @@ def main() -> None:
             with log.open("a", encoding="utf-8") as written:
                 written.write(json.dumps(done[-1]._asdict()) + "\n")
             print(done[-1], flush=True)
-    (options.out / "table.md").write_text(table(done), encoding="utf-8")
+    write(config, options.out, done)
     print(table(done))
 
 
