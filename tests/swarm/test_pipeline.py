@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline.ledger import MicrobatchName
 from noloco_node.pipeline.messages import MicrobatchHeader, Sample
 from noloco_node.pipeline.source import MicrobatchSource
+from noloco_node.simulator.device import SimulatedDevice
+from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
+from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message
@@ -39,8 +43,11 @@ from tests.worlds import (
 )
 
 QUICK = PipelineSpec(budget_seconds=2.0, progress_seconds=1.0)
-LENGTHS = (80, pytest.param(160, marks=pytest.mark.long))
+LENGTHS = (50, pytest.param(160, marks=pytest.mark.long))
 """Steps of a whole run that is to average well."""
+SECONDS = {Priority.STEP: 0.01, Priority.BACKWARD: 0.04, Priority.FORWARD: 0.02, Priority.DRAW: 0.02}
+DEVICE = partial(SimulatedDevice, SECONDS.__getitem__)
+"""Of whole runs in virtual time: a busy machine moves no exchange."""
 
 
 def closed_account(made: World) -> Account:
@@ -408,14 +415,16 @@ async def test_narrow_activations_learn_the_same() -> None:
 
 
 @pytest.mark.parametrize("steps", LENGTHS)
-async def test_the_whole_swarm_averages_and_its_spread_falls_with_the_learning_rate(steps: int) -> None:
-    """4 replicas × 2 stages: everyone meets several stage peers, few steps are alone, the last spread is small.
+def test_the_whole_swarm_averages_and_its_spread_falls_with_the_learning_rate(steps: int) -> None:
+    """4 replicas × 2 stages: everyone meets several stage peers, few steps are alone, the last spread is small."""
+    in_virtual_time(lambda: _averages(steps), seed=steps)
 
-    How many inner steps an exchange spans depends on the machine's load, so the counts are bounded loosely.
-    """
+
+async def _averages(steps: int) -> None:
+    """The course of it."""
     outer = OuterSpec(inner_steps=10)
     spec = micro_spec(steps=steps, microbatches_a_step=4, outer=outer)
-    async with world(spec, replicas=4, settings=NodeSettings(in_flight=2)) as made:
+    async with world(spec, replicas=4, settings=NodeSettings(in_flight=2), device=DEVICE) as made:
         await run_to_the_end(made)
         partners = [len(replica.outer_steps.partners) for replica in made.replicas]
         outer_steps = [event for events in made.events for event in events if isinstance(event, OuterStep)]
@@ -428,12 +437,17 @@ async def test_the_whole_swarm_averages_and_its_spread_falls_with_the_learning_r
 
 
 @pytest.mark.parametrize("steps", LENGTHS)
-async def test_a_swarm_that_exchanges_fragments_by_four_bits_comes_to_its_end(steps: int) -> None:
+def test_a_swarm_that_exchanges_fragments_by_four_bits_comes_to_its_end(steps: int) -> None:
     """Both fragments are exchanged about equally often, each once in H inner steps; everyone takes a last step of the
     whole; the spread falls."""
+    in_virtual_time(lambda: _exchanges_fragments(steps), seed=steps)
+
+
+async def _exchanges_fragments(steps: int) -> None:
+    """The course of it."""
     outer = OuterSpec(inner_steps=10, codec="int4", fragments=2)
     spec = micro_spec(steps=steps, microbatches_a_step=4, outer=outer)
-    async with world(spec, replicas=4, settings=NodeSettings(in_flight=2)) as made:
+    async with world(spec, replicas=4, settings=NodeSettings(in_flight=2), device=DEVICE) as made:
         await run_to_the_end(made)
         each = [[event for event in events if isinstance(event, OuterStep)] for events in made.events]
         inner = [replica.worker.progress.steps for replica in made.replicas]
