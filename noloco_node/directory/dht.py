@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -96,8 +97,8 @@ class DhtDirectory:
         self._seeking: asyncio.Task[None] | None = None
         self._life = USUAL_LIFE
         """Seconds that the last own record lives."""
-        self._walked_at = float("-inf")
-        """DHT time."""
+        self._walked_at: dict[Any, float] = {}
+        """DHT time of the last walk to each stage's key: not all are looked at equally often."""
 
     @property
     def view(self) -> DirectoryView:
@@ -215,11 +216,13 @@ class DhtDirectory:
             return
         now, own = self.now(), self._identity.peer_id
         alone = not any(peer != own for rows in self._view.stages for peer in rows)
-        answered = await self._walker.look(keys)
-        if answered and not alone and 0.0 <= now - self._walked_at < WALK_AGAIN * self._life:
-            return
-        self._walked_at = now
-        await self._walker.walk(keys, self._also(ALSO_ASKED))
+        due = keys
+        if await self._walker.look(keys) and not alone:
+            last, soon = self._walked_at, WALK_AGAIN * self._life
+            due = [key for key in keys if not 0.0 <= now - last.get(key, -math.inf) < soon]
+        if due:
+            self._walked_at |= dict.fromkeys(due, now)
+            await self._walker.walk(due, self._also(ALSO_ASKED))
 
     def _id_of(self, place: Place) -> Any:
         """The DHT's name of a key; that of a bucket is one that the validator may expect."""
@@ -280,7 +283,7 @@ class DhtDirectory:
         While it was away every look-up failed, and took the peers that it asked out of the routing table.
         """
         self._walker.forget()
-        self._walked_at = float("-inf")
+        self._walked_at.clear()
         return sum(await asyncio.gather(*(self._node.ping(_peer(peer)) for peer in peers)))
 
     async def close(self) -> None:

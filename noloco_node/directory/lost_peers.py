@@ -53,6 +53,8 @@ class LostPeers:
 
     def due(self, now: float) -> PeerId | None:
         """Whom to ask for now, if anyone; the next time for it is set."""
+        for lost in self._lost.values():  # no pause is longer, unless the clock has gone back since
+            lost.next_try = min(lost.next_try, now + 1.5 * PAUSES.longest)
         waiting = [peer for peer, lost in self._lost.items() if lost.next_try <= now]
         if not waiting:
             return None

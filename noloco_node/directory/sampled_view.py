@@ -10,6 +10,7 @@ and ask their few holders.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -59,14 +60,14 @@ class _Stage:
     read_at: dict[Place, float] = field(default_factory=dict[Place, float])
     drawn: Place | None = None
     """The bucket that is read for the number at this look."""
-    drawn_at: float = float("-inf")
+    drawn_at: float = -math.inf
     drawn_here: int = 0
     """Buckets of the present level that were."""
-    renewed_at: float = float("-inf")
+    renewed_at: float = -math.inf
 
     def age(self, place: Place, now: float) -> float:
         """Seconds since it was read."""
-        return now - self.read_at.get(place, float("-inf"))
+        return _since(self.read_at.get(place, -math.inf), now)
 
 
 class SampledView:
@@ -115,12 +116,12 @@ class SampledView:
             each.drawn = None
             each.drawn_here += 1
         if each.level.level != before:
-            each.held, each.drawn_here, each.drawn_at = [], 0, float("-inf")
+            each.held, each.drawn_here, each.drawn_at = [], 0, -math.inf
         elif place not in each.held and place.level == each.level.level > 0:
             if self._near(place.stage):
                 self._hold(each, place, len(rows), now)
             elif not rows:  # one holder's word that nobody is there: another bucket at the next look
-                each.drawn_at = float("-inf")
+                each.drawn_at = -math.inf
             elif len(rows) < MOST_ROWS:
                 each.held = [place]
         if place in each.held or (place.level == 0 and not each.held):
@@ -139,9 +140,9 @@ class SampledView:
         near = self._near(stage)
         wanted = [place for place in each.held if near and each.age(place, now) >= READ_AGAIN * self._life]
         hurried = each.drawn_here < SETTLED or each.level.confirming or (len(each.held) < HELD and near)
-        if each.drawn is not None and now - each.drawn_at > self._life:  # nobody answers for it
+        if each.drawn is not None and _since(each.drawn_at, now) > self._life:  # nobody answers for it
             each.drawn = None
-        if each.drawn is None and (hurried or now - each.drawn_at >= SAMPLED_AGAIN * self._life):
+        if each.drawn is None and (hurried or _since(each.drawn_at, now) >= SAMPLED_AGAIN * self._life):
             each.drawn, each.drawn_at = Place(stage, *each.level.next_bucket()), now
         if each.drawn is not None and each.drawn not in wanted:
             wanted.append(each.drawn)
@@ -154,7 +155,7 @@ class SampledView:
         if count >= MOST_ROWS:
             return
         if len(each.held) >= HELD:
-            if not crowded and now - each.renewed_at < RENEWED_SECONDS:
+            if not crowded and _since(each.renewed_at, now) < RENEWED_SECONDS:
                 return
             each.held.remove(crowded[0] if crowded else each.held[0])
         each.held.append(place)
@@ -166,10 +167,11 @@ class SampledView:
         return {peer: rows[peer] for peer in sorted(self._rng.sample(sorted(rows), MOST_ROWS))}
 
     def _rows_of(self, each: _Stage, now: float) -> Rows:
-        for place in [place for place, rows in each.rows.items() if not _any_lives(rows, now)]:
-            del each.rows[place]
+        for place, rows in list(each.rows.items()):
+            if each.read_at.get(place, now) > now or not _any_lives(rows, now):
+                del each.rows[place]
         each.read_at = {
-            place: at for place, at in each.read_at.items() if place.level == 0 or now - at < 2.0 * self._life
+            place: at for place, at in each.read_at.items() if place.level == 0 or _since(at, now) < 2.0 * self._life
         }
         if len(each.rows) == 1:
             return next(iter(each.rows.values()))
@@ -179,6 +181,11 @@ class SampledView:
                 if peer not in merged or merged[peer].expires < row.expires:
                     merged[peer] = row
         return {peer: merged[peer] for peer in sorted(merged)}
+
+
+def _since(at: float, now: float) -> float:
+    """Seconds since then; without end where that is still to come: this machine's clock has been set back."""
+    return now - at if at <= now else math.inf
 
 
 def _scale(each: _Stage, rows: Rows, now: float) -> Scale:

@@ -202,6 +202,8 @@ class RecordStore:
         esteem = self.esteem_of(signer, row, now)
         if esteem is Esteem.OWN:
             return True
+        if self._keys_of[signer] >= MOST_KEYS_A_SIGNER:  # perhaps at keys that nobody has looked at since they ended
+            self._drop_all_ended(now)
         if self._keys_of[signer] >= MOST_KEYS_A_SIGNER:
             return False
         hearsay = MOST_HEARSAY_OF_A_BUCKET if key in self._buckets else MOST_HEARSAY

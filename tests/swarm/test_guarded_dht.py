@@ -57,7 +57,7 @@ async def publish(made: list[Member], sequence: int = 0) -> None:
 
 async def look_at_everybody(member: Member) -> None:
     """As once in half a record's life."""
-    member.directory._walked_at = float("-inf")
+    member.directory._walked_at.clear()
     await member.directory.refresh()
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from hivemind.p2p import PeerID
 
 from noloco_node.directory import dht_node as guarded_dht
+from noloco_node.directory import sampled_view
 from noloco_node.directory.asked_key import KEY_BYTES, MOST_MARKS, AskedKey, pack_asked, unpack_asked
-from noloco_node.directory.dht_node import ASKED_BYTES
+from noloco_node.directory.dht_node import ASKED_BYTES, node_id_of
 from noloco_node.directory.store import HeldRecord
+from noloco_node.identity.keys import Identity
 from noloco_node.identity.peer_id import PeerId
 from tests.inside import intake_of, node_of, records_of, walker_of
-from tests.swarm.hostile_dht import Stranger, throw_away_key
+from tests.swarm.hostile_dht import Stranger, key_ids, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
 from tests.swarm.test_directory import record_of
-from tests.swarm.test_guarded_dht import KEY, members
+from tests.swarm.test_guarded_dht import KEY, RUN, members
 
 
 async def test_keys_without_number_that_look_up_a_full_stage_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +99,7 @@ async def test_half_a_records_life_after_a_walk_everybody_is_asked_again() -> No
     made = await members(12)
     reader, now = made[1], made[1].directory.now()
     await reader.directory.refresh()
-    reader.directory._walked_at = now
+    reader.directory._walked_at[KEY] = now
     for later, whole in ((29.0, False), (31.0, True), (40.0, False), (-500.0, True)):
         reader.directory.now = lambda later=later: now + later  # type: ignore[method-assign]
         asked = asked_by(reader)
@@ -108,6 +111,33 @@ async def test_half_a_records_life_after_a_walk_everybody_is_asked_again() -> No
         asked = asked_by(newcomer)
         await newcomer.directory.refresh()
         assert asked_by(newcomer) - asked >= 12
+
+
+async def test_a_key_that_is_looked_at_more_rarely_is_walked_to_before_a_records_life_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A further stage's, to which others come nearer than all that were near: whoever served it would seem gone."""
+    monkeypatch.setattr(sampled_view, "WHOLE", 0)
+    made = [await Member(network := {}).join(RUN, 3)]
+    made += [await Member(network).join(RUN, 3, made[0].peer) for _ in range(7)]
+    reader, key = made[0], key_ids(RUN, 3)[2]
+    for member in made[:2]:
+        await member.directory.publish(record_of(member.peer), 60.0)
+    await reader.directory.refresh()
+
+    def distance(identity: Identity) -> int:
+        return key.xor_distance(node_id_of(PeerID.from_base58(identity.peer_id)))
+
+    least = min(distance(member.identity) for member in made)
+    nearer = [each for each in (throw_away_key() for _ in range(400)) if distance(each) < least][:6]
+    came = [await Member(network, identity).join(RUN, 3, reader.peer) for identity in nearer]
+    server = await Member(network).join(RUN, 3, came[0].peer)
+    await server.directory.publish(record_of(server.peer, stage=2), 60.0)
+    began = reader.directory.now()
+    for later in range(12, 60, 12):
+        monkeypatch.setattr(reader.directory, "now", lambda later=later: began + later)
+        await reader.directory.refresh()
+    assert server.peer in reader.directory.view.stages[2]
 
 
 def test_what_an_asker_holds_is_left_out_and_nothing_else() -> None:

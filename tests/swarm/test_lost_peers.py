@@ -85,3 +85,11 @@ def test_everyone_has_a_turn_and_the_list_is_bounded(lost: LostPeers) -> None:
     assert lost.missed[-1] == "peer-number-999"
     asked = [lost.due(2000.0) for _ in range(MOST_REMEMBERED + 1)]
     assert set(asked) == {*lost.missed, None}
+
+
+def test_a_clock_that_goes_back_puts_nobody_off(lost: LostPeers) -> None:
+    """By an hour: whoever was to be asked for at a moment that is far ahead now is asked for soon, and not at once."""
+    lost.seen(view("the-lost-one"), view(), 7200.0)
+    assert lost.due(7210.0) == "the-lost-one"
+    assert lost.due(3610.0) is None
+    assert lost.due(3610.0 + 1.5 * PAUSES.longest) == "the-lost-one"

@@ -213,6 +213,18 @@ def test_the_whole_is_bounded_and_what_has_ended_makes_room() -> None:
     assert len(store) == 1
 
 
+def test_keys_whose_records_have_ended_do_not_count_against_their_signer() -> None:
+    """Also keys that this node never looks at again, as buckets of levels that a stage has left."""
+    store, signer = store_of(), PeerId("long-lived")
+    keys = [bytes([number]) * 20 for number in range(2 * MOST_KEYS_A_SIGNER)]
+    for turn, key in enumerate(keys):
+        now = 30.0 * turn
+        assert store.put(key, signer, held(signer, now + 20.0), now)
+    now = 1e4
+    taken = [store.put(key, signer, held(signer, now + 20.0), now + 0.1 * turn) for turn, key in enumerate(keys)]
+    assert sum(taken) == MOST_KEYS_A_SIGNER == len(store)
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_whatever_comes_the_counts_are_true_the_bounds_hold_and_the_own_record_stays(data: st.DataObject) -> None:

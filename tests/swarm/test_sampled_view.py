@@ -237,3 +237,17 @@ def test_an_empty_bucket_of_a_further_stage_is_one_holders_word() -> None:
             shown = {} if place.level and place.bucket % 8 == 1 else observer.keys.at(place, observer.now)
             observer.sampled.took(place, shown, observer.now)
         assert len(observer.sampled.view(observer.now).live(2, observer.now)) >= 20
+
+
+def test_a_clock_that_goes_back_holds_no_look_up() -> None:
+    """By an hour, as when a machine's time is set: all is read as often as before, and nobody lives an hour longer."""
+    observer = Observer(keys := Keys(800, 800, 800), stages=3)
+    observer.look(60)
+    before = keys.read
+    observer.look(30)
+    usual = keys.read - before
+    observer.now -= 3600.0
+    observer.look(30)
+    assert keys.read - before > 1.7 * usual
+    keys.rows.clear()
+    assert not any(observer.look(16).stages)
