@@ -11,54 +11,37 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from noloco_node.aio import Pulse
 from noloco_node.averaging.dialler import Dialler
 from noloco_node.averaging.engagement import Change, Phase
 from noloco_node.averaging.probation import ProbationStanding
 from noloco_node.averaging.responder import Responder
 from noloco_node.averaging.side import Side
-from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.participant import ReplicaContext
 from noloco_node.telemetry.events import OuterStep
-from noloco_node.training.stage_worker import StageWorker
-from noloco_node.transport.interface import Transport, Withdraw
+from noloco_node.transport.interface import Withdraw
 
 
 class Exchanger(Side):
     """This replica's outer steps: dials, answers, and steps alone; at most one exchange at a time.
 
     `run()` must be running in the owner's task group. `on_outer_step` receives an event for every commit and every try
-    that came to nothing. `moved` fires when an exchange has ended or a catch-up is due. A fragment is named by its
-    index; None is the whole stage, also where it is cut into one.
+    that came to nothing. `ReplicaContext.moved` fires when one has ended or a catch-up is due. A fragment is named by
+    its index; None is the whole stage, also where it is cut into one.
     """
 
     def __init__(
         self,
-        spec: RunSpec,
-        stage: int,
-        transport: Transport,
-        worker: StageWorker,
+        context: ReplicaContext,
         *,
-        streams: int | None,
         clocks: PeerClocks,
         standing: ProbationStanding,
         on_outer_step: Callable[[OuterStep], None],
-        moved: Pulse,
         accepting: Callable[[], bool],
     ) -> None:
-        super().__init__(
-            spec,
-            stage,
-            transport,
-            worker,
-            clocks=clocks,
-            standing=standing,
-            on_outer_step=on_outer_step,
-            moved=moved,
-            accepting=accepting,
-        )
-        self._dialler = Dialler(self, streams)
+        super().__init__(context, clocks=clocks, standing=standing, on_outer_step=on_outer_step, accepting=accepting)
+        self._dialler = Dialler(self, context.settings.fixed_streams)
         self.responder = Responder(self)
 
     @property

@@ -25,15 +25,10 @@ class Averaging(Participant):
     ) -> None:
         self.standing = ProbationStanding(context.spec.outer.inner_steps, on_probation_end)
         self.exchanger = Exchanger(
-            context.spec,
-            context.stage,
-            context.transport,
-            context.worker,
-            streams=context.settings.fixed_streams,
+            context,
             clocks=clocks,
             standing=self.standing,
             on_outer_step=on_outer_step,
-            moved=context.moved,
             accepting=lambda: self.accepting,
         )
 

@@ -10,7 +10,6 @@ from typing import Literal
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.aio import Pulse
 from noloco_node.averaging.arithmetic import Arithmetic
 from noloco_node.averaging.backoff import BackOff, Visits
 from noloco_node.averaging.engagement import Change, Engagement, Phase
@@ -24,15 +23,14 @@ from noloco_node.averaging.session import (
     opening_specs,
     remember,
 )
-from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import Judgement, PartnerBound
 from noloco_node.outer.replica import Part
+from noloco_node.participant import ReplicaContext
 from noloco_node.telemetry.events import OuterStep
-from noloco_node.training.stage_worker import Commit, StageWorker
+from noloco_node.training.stage_worker import Commit
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -43,21 +41,17 @@ class Side:
 
     def __init__(
         self,
-        spec: RunSpec,
-        stage: int,
-        transport: Transport,
-        worker: StageWorker,
+        context: ReplicaContext,
         *,
         clocks: PeerClocks,
         standing: ProbationStanding,
         on_outer_step: Callable[[OuterStep], None],
-        moved: Pulse,
         accepting: Callable[[], bool],
     ) -> None:
-        self.spec = spec
-        self.stage = stage
-        self.transport = transport
-        self.worker = worker
+        self.spec = spec = context.spec
+        self.stage = context.stage
+        self.transport = transport = context.transport
+        self.worker = worker = context.worker
         self.clocks = clocks
         self.standing = standing
         self._on_outer_step = on_outer_step
@@ -77,7 +71,7 @@ class Side:
         """Whose state this replica is to take, since it lags too far behind to be averaged with."""
         self.free_since_step = 0
         """Inner steps of this replica when its last exchange ended; a step alone is none."""
-        self._moved = moved
+        self._moved = context.moved
 
     @property
     def stage_peers(self) -> int:

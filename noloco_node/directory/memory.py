@@ -36,7 +36,21 @@ class MemoryDirectoryHub:
         return rows if len(rows) <= MOST_RECORDS else dict(islice(rows.items(), MOST_RECORDS))
 
 
-class MemoryDirectory:
+class UnsignedDirectory:
+    """What directories have in common whose records nobody signs: none is told over own links."""
+
+    def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
+        """See `Directory.to_tell`: nothing."""
+        del most
+        return ()
+
+    def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
+        """See `Directory.told`: nothing is taken."""
+        del teller, records
+        return 0
+
+
+class MemoryDirectory(UnsignedDirectory):
     """Implements `Directory` over a hub."""
 
     def __init__(self, hub: MemoryDirectoryHub) -> None:
@@ -85,13 +99,3 @@ class MemoryDirectory:
                 self._sampled.took(place, self._hub.live(place, now), now)
             self._view = self._sampled.view(now)
         return self._view
-
-    def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
-        """Nothing: records are not signed here, and the hub tells everyone."""
-        del most
-        return ()
-
-    def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
-        """See `Directory.told`: nothing is taken."""
-        del teller, records
-        return 0

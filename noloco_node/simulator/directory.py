@@ -16,7 +16,8 @@ from noloco_node import ambient
 from noloco_node.directory.dht import ALSO_ASKED, ALSO_TOLD
 from noloco_node.directory.dht_node import BUCKET_SIZE, REPLICAS, ROW_BYTES, RPC_SECONDS
 from noloco_node.directory.dht_walk import STRANGERS_SECONDS
-from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, SignedRecord
+from noloco_node.directory.memory import UnsignedDirectory
+from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.links import Links
 from noloco_node.transport.acquaintance import Acquaintances
@@ -98,7 +99,7 @@ class SimulatedDht:
         return self._near[1][stage]
 
 
-class SimulatedDirectory:
+class SimulatedDirectory(UnsignedDirectory):
     """Implements `Directory` over a `SimulatedDht`, for one node."""
 
     def __init__(self, dht: SimulatedDht, peer: PeerId, met: Acquaintances) -> None:
@@ -171,16 +172,6 @@ class SimulatedDirectory:
                 del rows[peer]
         self._view = DirectoryView(tuple(dict(sorted(rows.items())) for rows in self._member.rows))
         return self._view
-
-    def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
-        """See `Directory.to_tell`: nothing, for records are not signed here."""
-        del most
-        return ()
-
-    def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
-        """See `Directory.told`: nothing is taken."""
-        del teller, records
-        return 0
 
     def _candidates(self, stage: int) -> list[_Member]:
         """Whom to ask, the nearest first: not those that have just not answered."""
