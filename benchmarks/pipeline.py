@@ -1,11 +1,14 @@
 """Tokens per second of a local swarm over those of one process training the same model on the same cores.
 
     python -m benchmarks.pipeline configs/tiny.yaml --out benchmarks/results/pipeline.json
+    python -m benchmarks.pipeline configs/tiny.yaml --layouts 2x1 2x2 4x2 1x4 --activations fp16 int8 --repeats 3
+    python -m benchmarks.pipeline benchmarks/hidden-512.yaml --layouts 2x2 2x4
 
-The single process takes its best of several microbatch and thread settings; then single and swarm are measured in
-turn, so that both see the same machine. The swarm's rate is taken between the moment when every first-stage replica has
-taken some inner steps and the moment when the first of them stops training: start-up and the end are left out on both
-sides. Several numbers of microbatches in flight are measured: their validation losses are at equal tokens.
+The single process takes its best of several microbatch and thread settings (or what `--single` names); then single and
+swarm are measured in turn, so that both see the same machine, every variant once before any is measured again. The
+swarm's rate is taken between the moment when every first-stage replica has taken some inner steps and the moment when
+the first of them stops training: start-up and the end are left out on both sides. Validation losses are at equal
+tokens. A variant is a layout, a number of microbatches in flight and a codec of activations.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import torch
@@ -37,6 +40,31 @@ SINGLE_SECONDS = 25
 THREADS = (1, 2)
 WINDOWS = (4, 8, 16, 32)
 STEPS_BEFORE_WINDOW = 5
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one row of the table is measured with."""
+
+    stages: int
+    replicas: int
+    in_flight: int
+    activations: str
+
+    @property
+    def name(self) -> str:
+        """As the table shows it."""
+        return f"{self.stages} × {self.replicas}, {self.in_flight} in flight, {self.activations}"
+
+    @property
+    def settings(self) -> list[str]:
+        """As `--set` takes them."""
+        return [
+            f"run.model.stages={self.stages}",
+            f"local_swarm.replicas={self.replicas}",
+            f"node.in_flight={self.in_flight}",
+            f"run.pipeline.activations={self.activations}",
+        ]
 
 
 @dataclass
@@ -109,7 +137,7 @@ class Activity(Observer):
             self._cpu.append(cpu_of(list(self._pids.values())))
             self._span.append(event.time)
 
-    def result(self) -> dict[str, object]:
+    def result(self) -> dict[str, Any]:
         """Rate, CPU shares and final loss."""
         start, end = self._span
         tokens = sum(e.tokens for steps in self._steps.values() for e in steps if start < e.time <= end)
@@ -123,7 +151,7 @@ class Activity(Observer):
         }
 
 
-async def run_swarm(config: Config) -> dict[str, object]:
+async def run_swarm(config: Config) -> dict[str, Any]:
     """One whole run of a local swarm, measured."""
     watch = Activity(config.local_swarm.replicas)
     with tempfile.TemporaryDirectory() as folder:
@@ -136,60 +164,112 @@ async def run_swarm(config: Config) -> dict[str, object]:
     return watch.result()
 
 
-def run_single(config: Path, threads: int, windows: int, seconds: float) -> dict[str, float]:
+def run_single(config: Path, settings: list[str], threads: int, windows: int, seconds: float) -> dict[str, float]:
     """One process, in a process of its own so that the thread setting holds."""
     command = [sys.executable, "-m", "benchmarks.single", str(config)]
     command += ["--threads", str(threads), "--windows", str(windows), "--seconds", str(seconds)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    for setting in settings:
+        command += ["--set", setting]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def layout(text: str) -> tuple[int, int]:
+    """Stages and replicas out of "2x4". ArgumentTypeError where it is no such text."""
+    parts = text.split("x")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no layout: write stages x replicas, as in 2x4")
+    return int(parts[0]), int(parts[1])
+
+
+def parse() -> argparse.Namespace:
+    """What the caller wants."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--tokens", type=int, default=400_000, help="target of each swarm run")
+    parser.add_argument("--layouts", type=layout, nargs="+", metavar="PxR", help="the config's own, if none is named")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1], help="microbatches a first-stage replica")
+    parser.add_argument("--activations", nargs="+", help="codecs, one after the other; the config's own, if none")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--single", type=int, nargs=2, metavar=("THREADS", "WINDOWS"), help="take these, no sweep")
+    parser.add_argument("--single-seconds", type=float, default=SINGLE_SECONDS)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--add", action="store_true", help="to the runs that are in --out already, of another sitting")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of swarm and single process")
+    return parser.parse_args()
+
+
+def variants(options: argparse.Namespace) -> list[Variant]:
+    """All that are to be measured."""
+    config = load_config(options.config, options.set)
+    own = (config.run.model.stages, config.local_swarm.replicas)
+    codecs = options.activations or [config.run.pipeline.activations[0]]
+    return [
+        Variant(*shape, in_flight, codec)
+        for shape, in_flight, codec in product(options.layouts or [own], options.in_flight, codecs)
+    ]
 
 
 def main() -> None:
     """Measure, print and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--tokens", type=int, default=400_000, help="target of each swarm run")
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 2, 4], help="microbatches a replica, in turn")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    options = parser.parse_args()
-    sweep = [run_single(options.config, t, w, SWEEP_SECONDS) for t, w in product(THREADS, WINDOWS)]
-    best = max(sweep, key=lambda row: row["tokens_per_second"])
-    rows: list[dict[str, object]] = []
-    for in_flight in options.in_flight * options.repeats:
-        quiet = [f"run.inner.target_tokens={options.tokens}", f"run.evaluation.every_tokens={10 * options.tokens}"]
-        config = load_config(options.config, [*quiet, *options.set, f"node.in_flight={in_flight}"])
-        single = run_single(options.config, int(best["threads"]), int(best["windows"]), SINGLE_SECONDS)
+    options = parse()
+    wanted = variants(options)
+    sweep: list[dict[str, float]] = []
+    if options.single is None:
+        sweep = [run_single(options.config, options.set, t, w, SWEEP_SECONDS) for t, w in product(THREADS, WINDOWS)]
+        best = max(sweep, key=lambda row: row["tokens_per_second"])
+        options.single = (int(best["threads"]), int(best["windows"]))
+    quiet = [f"run.inner.target_tokens={options.tokens}", f"run.evaluation.every_tokens={10 * options.tokens}"]
+    rows: list[dict[str, Any]] = json.loads(options.out.read_text())["runs"] if options.add else []
+    for variant in wanted * options.repeats:
+        config = load_config(options.config, [*quiet, *options.set, *variant.settings])
+        single = run_single(options.config, options.set, *options.single, options.single_seconds)
         swarm = asyncio.run(run_swarm(config))
-        ratio = float(str(swarm["tokens_per_second"])) / single["tokens_per_second"]
-        rows.append({"in_flight": in_flight, "ratio": ratio, "single": single, "swarm": swarm})
+        ratio = swarm["tokens_per_second"] / single["tokens_per_second"]
+        cpu = swarm["cpu_seconds_per_million_tokens"] / single["cpu_seconds_per_million_tokens"]
+        rows.append({"variant": variant.name, "ratio": ratio, "cpu_ratio": cpu, "single": single, "swarm": swarm})
         print(json.dumps(rows[-1]), flush=True)
     result = {
         "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
         "version": __version__,
-        "layout": f"{config.run.stages} stages × {config.local_swarm.replicas} replicas",
         "tokens": options.tokens,
         "single_sweep": sweep,
         "runs": rows,
-        "by_in_flight": {str(count): summary(rows, count) for count in sorted(set(options.in_flight))},
+        "summary": {name: summary(rows, name) for name in dict.fromkeys(row["variant"] for row in rows)},
     }
-    text = json.dumps(result, indent=2)
-    print(text)
+    print(json.dumps(result["summary"], indent=2))
+    print(table(result["summary"]))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n")
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def summary(rows: list[dict[str, object]], in_flight: int) -> dict[str, float]:
-    """Medians over the runs with that many microbatches in flight."""
-    mine = [row for row in rows if row["in_flight"] == in_flight]
-    swarms = [cast(dict[str, Any], row["swarm"]) for row in mine]
-    return {
-        "ratio": statistics.median(cast(float, row["ratio"]) for row in mine),
-        "tokens_per_second": statistics.median(s["tokens_per_second"] for s in swarms),
-        "cpu_seconds_per_million_tokens": statistics.median(s["cpu_seconds_per_million_tokens"] for s in swarms),
-        "validation_loss": statistics.median(s["validation_loss"] for s in swarms),
+def summary(rows: list[dict[str, Any]], variant: str) -> dict[str, list[float]]:
+    """Of each figure median, least and most over the runs of a variant."""
+    mine = [row for row in rows if row["variant"] == variant]
+    figures = {
+        "ratio": [row["ratio"] for row in mine],
+        "cpu_ratio": [row["cpu_ratio"] for row in mine],
+        "tokens_per_second": [row["swarm"]["tokens_per_second"] for row in mine],
+        "cpu_seconds_per_million_tokens": [row["swarm"]["cpu_seconds_per_million_tokens"] for row in mine],
+        "single_cpu_seconds_per_million_tokens": [row["single"]["cpu_seconds_per_million_tokens"] for row in mine],
+        "validation_loss": [row["swarm"]["validation_loss"] for row in mine],
+        "compute_thread": [row["swarm"]["cpu_share"]["compute_thread"] for row in mine],
     }
+    return {name: [statistics.median(values), min(values), max(values)] for name, values in figures.items()}
+
+
+def table(summaries: dict[str, dict[str, list[float]]]) -> str:
+    """For a page: one row a variant."""
+    lines = [
+        "| variant | swarm / one process | CPU of a token, likewise | compute threads | loss |",
+        "|---|---|---|---|---|",
+    ]
+    for name, figures in summaries.items():
+        (rate, *ends), cpu = figures["ratio"], figures["cpu_ratio"][0]
+        share, loss = figures["compute_thread"][0], figures["validation_loss"][0]
+        spread = f"{rate:.2f} ({ends[0]:.2f} to {ends[1]:.2f})"
+        lines.append(f"| {name} | {spread} | {cpu:.2f} | {share:.0%} | {loss:.3f} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

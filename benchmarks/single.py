@@ -30,9 +30,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--windows", type=int, default=8, help="windows in a microbatch")
     parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    spec = load_config(options.config).run
+    spec = load_config(options.config, options.set).run
     inner = spec.inner
     model = AutoModelForCausalLM.from_config(build_config(spec.model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=inner.learning_rate, fused=True)
