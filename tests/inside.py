@@ -114,7 +114,7 @@ def audits_under_way(auditor: object) -> Sized:
 
 def optimizer_of(trainer: object) -> Any:
     """What steps a stage's parameters."""
-    return cast("Any", trainer)._optimizer
+    return cast("Any", trainer)._optimizer.torch
 
 
 def published_by(trainer: object) -> Any:

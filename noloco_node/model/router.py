@@ -52,7 +52,7 @@ class Router:
         for each in logits:
             given = torch.softmax(each, dim=-1)
             best = torch.topk(given, self.chosen, dim=-1).indices
-            chosen = chosen + torch.bincount(best.flatten(), minlength=self.experts)
+            chosen = chosen.index_add(0, best.flatten(), torch.ones_like(best.flatten()))  # bincount would wait for it
             chances = chances + given.float().sum(0)
         return Routed(chosen, chances)
 

@@ -395,9 +395,10 @@ class PipelineServer:
     ) -> Trained:
         deadline = ambient.monotonic() + min(header.budget_ms / 1000, self._spec.pipeline.budget_seconds)
         activations = await from_wire(activations, header.codec, self._carried)
-        if not await all_finite(activations):
+        scale = await scale_of(activations)
+        if not math.isfinite(scale) and not await all_finite(activations):
             raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
-        self._check_scale(name.sender, await scale_of(activations))
+        self._check_scale(name.sender, scale)
         wanted = without_marks(labels) if self._spec.data.attention == "document" else labels
         if int(labels.min()) < 0 or int(wanted.max()) >= self._vocabulary:  # on a GPU this would end the process
             raise Refused(Refusal.MALFORMED, f"a label is outside the vocabulary of {self._vocabulary}")

@@ -23,6 +23,8 @@ from noloco_node.marks import positions_of, without_marks
 from noloco_node.model.router import Routed
 from noloco_node.model.stage import Stage
 from noloco_node.training.compiled_stage import CompileBackend, CompiledStage, check_compiles, trying
+from noloco_node.training.flat_adamw import FlatAdamW
+from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.layer_checkpoints import checkpoint_layers
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.loss_bound import LossBound
@@ -82,6 +84,18 @@ class StepResult:
     skipped: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gradients:
+    """Of a microbatch, on the device."""
+
+    own: tuple[Tensor, ...]
+    """Of the stage's parameters."""
+    wire: Tensor | None
+    """Of the inputs, in the wire precision."""
+    numbers: tuple[Tensor, ...]
+    """Norm of its own, and beyond stage 0 norm of the inputs' and the sum of `wire`."""
+
+
 class StageTrainer:
     """One stage with its optimizer. Gradients of losses summed over tokens accumulate until `step` divides them.
 
@@ -90,6 +104,7 @@ class StageTrainer:
 
     def __init__(self, stage: Stage, inner: InnerSpec, *, device: str, wire_dtype: torch.dtype) -> None:
         self.device = torch.device(device)
+        self.copies = HostCopies(self.device)
         self.wire_dtype = wire_dtype
         self.layout = FlatLayout.of(dict(stage.named_parameters()))
         self._precision = PRECISIONS[inner.precision]
@@ -116,7 +131,7 @@ class StageTrainer:
         self._gradient_views = list(self.layout.views(self.gradient).values())
         self._tokens = 0
         self._loss_sum = 0.0
-        self._optimizer = self._make_optimizer(inner)
+        self._optimizer = FlatAdamW(self.layout, self.master, self.gradient, inner)
         self._versions = VersionStore(self.layout, self._precision.published)
         self._versions.publish(self.master)
 
@@ -180,8 +195,10 @@ class StageTrainer:
         else:
             passage.inputs, outputs, routed = self._forward_with_graph(passage, inputs)
             passage.outputs, passage.routed = outputs, routed
-        passage.chosen = _counts(routed)
-        return self._for_the_wire(outputs.detach())
+        wire = outputs.detach().to(self.wire_dtype)
+        host, total, *counts = self.copies.to_host(wire, _sum(wire), *_chosen(routed))
+        passage.chosen = _counts(counts)
+        return self._fitting(host, total)
 
     def backward(
         self,
@@ -205,17 +222,20 @@ class StageTrainer:
         inputs, outputs, routed = passage.inputs, passage.outputs, passage.routed
         if outputs is None:
             inputs, outputs, routed = self._forward_with_graph(passage, inputs)
-        gradient = output_gradient.to(device=self.device, dtype=outputs.dtype)
+        gradient = self.copies.to_device(output_gradient, outputs.dtype)
         cause = passage.source or source
-        if source and (factor := _factor(gradient, source, tokens, self.returned_bound)) < 1.0:
+        if source and (factor := _factor(output_gradient, source, tokens, self.returned_bound)) < 1.0:
             gradient, cause = gradient * factor, ""  # what is scaled down is no measure of what is usual here
         passage.taken_in = self._takes_in(passage.source, loss_sum, tokens)
-        beside = self._router_loss(routed, chosen, tokens)
-        input_gradient = self._differentiate(passage, inputs, (outputs, gradient), beside, cause, tokens)
+        beside = self._router_loss(routed, self._counts_there(chosen), tokens)
+        found = self._differentiate(passage, inputs, (outputs, gradient), beside)
+        wire, numbers, _ = self._read(found.wire, found.numbers)
+        self._check(numbers)
         self.discard(passage)
         if passage.taken_in:
+            self._accumulate(found.own, cause, numbers[0] / tokens)
             self._count(loss_sum, tokens)
-        return input_gradient
+        return wire
 
     def loss(self, inputs: Tensor, labels: Tensor, *, source: str = "", chosen: Sequence[int] = ()) -> LossResult:
         """Last stage: forward, loss and backward in one. `inputs` [B, T, hidden] (ids [B, T] where P = 1) of the peer
@@ -224,34 +244,39 @@ class StageTrainer:
         MicrobatchNotFinite."""
         passage = ForwardContext(source, positions=positions_of(labels), version=self._versions.acquire())
         assert passage.version is not None
+        tokens = labels.numel()
         try:
             leaf, logits, routed = self._forward_with_graph(passage, self._to_device(inputs))
-            loss = _summed_loss(logits, labels.to(self.device))
-            loss_sum = float(loss.detach())
+            loss = _summed_loss(logits, self.copies.to_device(labels, labels.dtype))
+            total = self._added(chosen, routed)
+            found = self._differentiate(passage, leaf, (loss, None), self._router_loss(routed, total, tokens))
+            beside = () if total is None else (total,)
+            wire, (loss_sum, *numbers), counts = self._read(found.wire, (loss.detach(), *found.numbers), *beside)
             if not math.isfinite(loss_sum):
                 raise MicrobatchNotFinite("the loss of this microbatch is not finite")
-            passage.taken_in = self._takes_in(source, loss_sum, labels.numel())
-            total = _added(chosen, _counts(routed))
-            beside = self._router_loss(routed, total, labels.numel())
-            input_gradient = self._differentiate(passage, leaf, (loss, None), beside, source, labels.numel())
+            passage.taken_in = self._takes_in(source, loss_sum, tokens)
+            self._check(numbers)
         finally:
             self.discard(passage)
         if passage.taken_in:
-            self._count(loss_sum, labels.numel())
-        return LossResult(loss_sum, labels.numel(), input_gradient, passage.taken_in, total)
+            self._accumulate(found.own, source, numbers[0] / tokens)
+            self._count(loss_sum, tokens)
+        return LossResult(loss_sum, tokens, wire, passage.taken_in, _counts(counts))
 
     def evaluate(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
         """Forward only: activations on the host in the wire precision; `positions` as a passage has them. Raises
         MicrobatchNotFinite."""
         with torch.no_grad():
-            outputs = self._run(self._versions.current, self._to_device(inputs), positions)
-        return self._for_the_wire(outputs)
+            wire = self._run(self._versions.current, self._to_device(inputs), positions).to(self.wire_dtype)
+            host, total = self.copies.to_host(wire, _sum(wire))
+        return self._fitting(host, total)
 
     def evaluate_loss(self, inputs: Tensor, labels: Tensor) -> float:
         """Last stage, forward only: loss summed over tokens. Raises MicrobatchNotFinite."""
         with torch.no_grad():
             logits = self._run(self._versions.current, self._to_device(inputs), positions_of(labels))
-            loss_sum = float(_summed_loss(logits, labels.to(self.device)))
+            (loss,) = self.copies.to_host(_summed_loss(logits, self.copies.to_device(labels, labels.dtype)))
+        loss_sum = cast(float, loss.tolist())  # pyright: ignore[reportUnknownMemberType]
         if not math.isfinite(loss_sum):
             raise MicrobatchNotFinite("the loss of this microbatch is not finite")
         return loss_sum
@@ -279,14 +304,13 @@ class StageTrainer:
         """
         assert self._tokens > 0, "a step needs tokens"
         tokens, loss = self._tokens, self._loss_sum / self._tokens
-        norm = float(torch.linalg.vector_norm(self.gradient, dtype=torch.float32)) / tokens  # pyright: ignore
+        (length,) = self.copies.to_host(torch.linalg.vector_norm(self.gradient, dtype=torch.float32))  # pyright: ignore
+        norm = cast(float, length.tolist()) / tokens  # pyright: ignore[reportUnknownMemberType]
         skipped = not math.isfinite(norm)
         if not skipped:
             clip = min(1.0, self._clip_norm / (norm + 1e-6))
             self.gradient.mul_(clip / tokens)
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate
-            self._optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+            self._optimizer.step(learning_rate)
             self._versions.publish(self.master)
         self.gradient.zero_()
         self._tokens, self._loss_sum = 0, 0.0
@@ -300,66 +324,26 @@ class StageTrainer:
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Copies (host) of AdamW's moments as flat vectors and its step count as an int64 scalar."""
-        moments = {name: torch.zeros(self.layout.size) for name in ("exp_avg", "exp_avg_sq")}
-        steps = 0
-        for part, parameter in self._optimizer_parts():
-            state = self._optimizer.state.get(parameter)
-            if state:
-                steps = int(state["step"])
-                for name, flat in moments.items():
-                    flat[part].copy_(state[name])
-        return {**moments, "optimizer_steps": torch.tensor(steps)}
+        return self._optimizer.state()
 
     def load(self, fast: Tensor, optimizer_state: Mapping[str, Tensor]) -> None:
         """Replace weights (flat, any device) and AdamW's state; `optimizer_state` as `optimizer_state()` gives it."""
         with torch.no_grad():
             self.master.copy_(fast)
-        for part, parameter in self._optimizer_parts():
-            self._optimizer.state[parameter] = {
-                "step": optimizer_state["optimizer_steps"].to(device=self.device, dtype=torch.float32, copy=True),
-                **{name: self._own(optimizer_state[name][part]) for name in ("exp_avg", "exp_avg_sq")},
-            }
+        self._optimizer.load(optimizer_state)
         self._versions.publish(self.master)
-
-    def _own(self, moment: Tensor) -> Tensor:
-        return moment.to(device=self.device, dtype=self._precision.masters, copy=True)
 
     def copy_into(self, room: Mapping[str, Tensor]) -> None:
         """Fill `room` (zeroed host tensors) with weights `fast`, AdamW's state as `optimizer_state()` gives it, and the
         accumulated `gradient`."""
         room["fast"].copy_(self.master)
         room["gradient"].copy_(self.gradient)
-        for part, parameter in self._optimizer_parts():
-            state = self._optimizer.state.get(parameter)
-            if state:
-                room["optimizer_steps"].fill_(int(state["step"]))
-                for name in ("exp_avg", "exp_avg_sq"):
-                    room[name][part].copy_(state[name])
+        self._optimizer.copy_into(room)
 
     def load_gradient(self, gradient: Tensor, tokens: int, loss_sum: float) -> None:
         """Replace what has accumulated: the flat gradient of a loss summed over `tokens`, and that loss."""
         self.gradient.copy_(gradient)
         self._tokens, self._loss_sum = tokens, loss_sum
-
-    def _make_optimizer(self, inner: InnerSpec) -> torch.optim.AdamW:
-        groups: list[dict[str, Any]] = []
-        for part, decay in zip(self._parts(), (inner.weight_decay, 0.0), strict=False):
-            parameter = self.master[part]
-            parameter.grad = self.gradient[part]
-            groups.append({"params": [parameter], "weight_decay": decay})
-        return torch.optim.AdamW(groups, lr=1.0, betas=(inner.beta1, inner.beta2), eps=inner.eps, fused=True)
-
-    def _parts(self) -> list[slice]:
-        """The decayed and the other elements of the flat vector."""
-        cut, size = self.layout.decayed, self.layout.size
-        assert 0 < cut < size, "a stage has matrices and vectors"
-        return [slice(0, cut), slice(cut, size)]
-
-    def _optimizer_parts(self) -> list[tuple[slice, Tensor]]:
-        """Where in the flat vector each of the optimizer's tensors lies."""
-        return [
-            (part, group["params"][0]) for part, group in zip(self._parts(), self._optimizer.param_groups, strict=True)
-        ]
 
     def _forward_with_graph(self, passage: ForwardContext, inputs: Tensor) -> tuple[Tensor, Tensor, Routed | None]:
         assert passage.version is not None
@@ -372,17 +356,30 @@ class StageTrainer:
         if self.router is None:
             compiled = self._compiled if self._compiled is not None and self._compiled.takes(inputs) else None
             return self._run(version, inputs, positions, compiled), None
-        at = None if positions is None else positions.to(self.device)
+        at = self._at(positions)
         with self._precision.computing(self.device):
             found: Any = functional_call(self._stage, version.parameters, (inputs, at), {"routers": True})
         outputs, logits = cast("tuple[Tensor, tuple[Tensor, ...]]", found)
         return outputs, self.router.routed(logits, self.device)
 
-    def _router_loss(self, routed: Routed | None, chosen: Sequence[int], tokens: int) -> Tensor | None:
-        """The stage's part, to be differentiated beside the tokens' loss; None where it has none."""
-        if self.router is None or routed is None or not routed.chances.requires_grad:
+    def _router_loss(self, routed: Routed | None, chosen: Tensor | None, tokens: int) -> Tensor | None:
+        """The stage's part, to be differentiated beside the tokens' loss; None where it has none. `chosen`: the counts
+        of all stages, on the device."""
+        if self.router is None or routed is None or chosen is None or not routed.chances.requires_grad:
             return None
-        return self.router.loss(routed.chances, torch.tensor(chosen, device=self.device), tokens)
+        return self.router.loss(routed.chances, chosen, tokens)
+
+    def _counts_there(self, chosen: Sequence[int]) -> Tensor | None:
+        if self.router is None:
+            return None
+        return self.copies.to_device(torch.tensor(chosen, dtype=torch.int64), torch.int64)
+
+    def _added(self, before: Sequence[int], routed: Routed | None) -> Tensor | None:
+        """How often all stages chose each expert, on the device, where routers are trained."""
+        if routed is None:
+            return None
+        earlier = self._counts_there(before) if before else None
+        return routed.chosen if earlier is None else routed.chosen + earlier
 
     def _run(
         self,
@@ -391,7 +388,7 @@ class StageTrainer:
         positions: Tensor | None = None,
         compiled: CompiledStage | None = None,
     ) -> Tensor:
-        at = None if positions is None else positions.to(self.device)
+        at = self._at(positions)
         with self._precision.computing(self.device):
             if compiled is not None:
                 return compiled(version.parameters, inputs, at)
@@ -401,32 +398,32 @@ class StageTrainer:
         return not source or self.loss_bound.takes_in(loss_sum / tokens, tokens)
 
     def _differentiate(
-        self,
-        passage: ForwardContext,
-        inputs: Tensor,
-        outputs: tuple[Tensor, Tensor | None],
-        beside: Tensor | None,
-        source: str,
-        tokens: int,
-    ) -> Tensor | None:
-        """The gradient of the inputs, from the outputs with theirs and a loss `beside`; the stage's own is accumulated,
-        if it is taken in."""
+        self, passage: ForwardContext, inputs: Tensor, outputs: tuple[Tensor, Tensor | None], beside: Tensor | None
+    ) -> _Gradients:
+        """From the outputs with their gradient and a loss `beside`; nothing is read of the device."""
         assert passage.version is not None
         parameters = list(passage.version.parameters.values()) if passage.taken_in else []
         wanted = parameters if self._is_first else [*parameters, inputs]
         ends = [outputs] if beside is None else [outputs, (beside, None)]
         gradients = torch.autograd.grad([end for end, _ in ends], wanted, [given for _, given in ends])
         own = gradients[: len(parameters)]
-        norm = float(nn.utils.get_total_norm(own))
-        rest = 0.0 if self._is_first else float(nn.utils.get_total_norm(gradients[-1]))
-        if not math.isfinite(norm + rest):  # one sender must not spoil the others' work
-            raise MicrobatchNotFinite("a gradient of this microbatch is not finite")
-        returned = None if self._is_first else self._for_the_wire(gradients[-1])
-        if passage.taken_in:
-            self._accumulate(own, self.caused_bound.factor(source, norm / tokens) if source else 1.0)
-        return returned
+        norm = nn.utils.get_total_norm(own) if own else torch.zeros((), device=self.device)
+        if self._is_first:
+            return _Gradients(own, None, (norm,))
+        wire = gradients[-1].to(self.wire_dtype)
+        return _Gradients(own, wire, (norm, nn.utils.get_total_norm(gradients[-1]), _sum(wire)))
 
-    def _accumulate(self, own: Sequence[Tensor], factor: float) -> None:
+    def _read(
+        self, wire: Tensor | None, numbers: Sequence[Tensor], *counts: Tensor
+    ) -> tuple[Tensor | None, list[float], tuple[Tensor, ...]]:
+        """All that is wanted of the device for a microbatch, by one wait."""
+        tensors = (*counts, torch.stack(list(numbers)), *(() if wire is None else (wire,)))
+        read = self.copies.to_host(*tensors)
+        values = cast("list[float]", read[len(counts)].tolist())  # pyright: ignore[reportUnknownMemberType]
+        return None if wire is None else read[-1], values, read[: len(counts)]
+
+    def _accumulate(self, own: Sequence[Tensor], source: str, norm: float) -> None:
+        factor = self.caused_bound.factor(source, norm) if source else 1.0
         with torch.no_grad():
             if factor < 1.0:
                 torch._foreach_mul_(own, factor)  # pyright: ignore
@@ -436,18 +433,25 @@ class StageTrainer:
                 for total, part in zip(self._gradient_views, own, strict=True):
                     total.add_(part)
 
-    def _for_the_wire(self, tensor: Tensor) -> Tensor:
-        """On the host in the wire precision. What that cannot hold stays here: whoever got it would have to take this
-        node for a liar. Raises MicrobatchNotFinite."""
-        host = tensor.to(device="cpu", dtype=self.wire_dtype)
-        if not math.isfinite(host.sum(dtype=torch.float32).item()):
-            raise MicrobatchNotFinite(f"activations or a gradient do not fit {self.wire_dtype} here")
-        return host
+    def _fitting(self, wire: Tensor, total: Tensor) -> Tensor:
+        """What the wire precision cannot hold stays here: whoever got it would have to take this node for a liar.
+        Raises MicrobatchNotFinite."""
+        if not math.isfinite(cast(float, total.tolist())):  # pyright: ignore[reportUnknownMemberType]
+            raise MicrobatchNotFinite(f"activations do not fit {self.wire_dtype} here")
+        return wire
+
+    def _check(self, numbers: Sequence[float]) -> None:
+        """Those of `_Gradients.numbers`. Raises MicrobatchNotFinite: one sender must not spoil the others' work."""
+        if not math.isfinite(sum(numbers[:2])):
+            raise MicrobatchNotFinite("a gradient of this microbatch is not finite")
+        if not math.isfinite(numbers[-1]):
+            raise MicrobatchNotFinite(f"a gradient does not fit {self.wire_dtype} here")
 
     def _to_device(self, inputs: Tensor) -> Tensor:
-        if self._is_first:
-            return inputs.to(device=self.device, dtype=torch.int64)
-        return inputs.to(device=self.device, dtype=self._precision.published)
+        return self.copies.to_device(inputs, torch.int64 if self._is_first else self._precision.published)
+
+    def _at(self, positions: Tensor | None) -> Tensor | None:
+        return None if positions is None else self.copies.to_device(positions, torch.int64)
 
     def _count(self, loss_sum: float, tokens: int) -> None:
         self._loss_sum += loss_sum
@@ -459,12 +463,18 @@ def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), wanted, reduction="sum")
 
 
-def _counts(routed: Routed | None) -> tuple[int, ...]:
-    return () if routed is None else tuple(cast("list[int]", routed.chosen.tolist()))  # pyright: ignore[reportUnknownMemberType]
+def _chosen(routed: Routed | None) -> tuple[Tensor, ...]:
+    return () if routed is None else (routed.chosen,)
 
 
-def _added(before: Sequence[int], own: Sequence[int]) -> tuple[int, ...]:
-    return tuple(map(sum, zip(before, own, strict=True))) if before else tuple(own)
+def _counts(chosen: Sequence[Tensor]) -> tuple[int, ...]:
+    """Of none or one vector on the host."""
+    return tuple(cast("list[int]", chosen[0].tolist())) if chosen else ()  # pyright: ignore[reportUnknownMemberType]
+
+
+def _sum(wire: Tensor) -> Tensor:
+    """Finite only if every element is."""
+    return wire.sum(dtype=torch.float32)
 
 
 def _factor(gradient: Tensor, source: str, tokens: int, bound: NormBound) -> float:

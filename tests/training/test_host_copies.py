@@ -1,0 +1,193 @@
+"""The device is waited for once on each microbatch's way through a stage, and once for each inner step.
+
+There is no GPU here. So the trainer's copies go by memory of their own on the processor too, and whatever is computed
+from what they brought to the device counts as being there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.data.samples import inputs_and_labels
+from noloco_node.marks import positions_of
+from noloco_node.training.host_copies import HostCopies
+from noloco_node.training.stage_trainer import ForwardContext, StageTrainer
+from tests.inside import published_by
+from tests.model.families import spec_of
+from tests.training.made_trainers import make_trainer
+from tests.worlds import micro_spec, window_rows
+
+CPU = torch.device("cpu")
+OPERATIONS = {"_local_scalar_dense", "is_nonzero", "nonzero", "bincount", "equal", "unique_consecutive", "_unique2"}
+"""That wait for a GPU, seen below autograd."""
+METHODS = {"tolist", "numpy", "cpu"}
+"""The same of what is not seen there."""
+
+
+class Device(TorchDispatchMode):
+    """Knows which memory is the device's, and counts what reads it otherwise than by `HostCopies`."""
+
+    def __init__(self, *there: Tensor) -> None:
+        super().__init__()
+        self._kept: list[Tensor] = []  # so that no memory is used anew while the test looks
+        self._memory: set[int] = set()
+        self.crossing = False
+        self.read: list[str] = []
+        self.holds(there)
+
+    def holds(self, tensors: Any) -> None:
+        """These are on the device from now on."""
+        for tensor in tensors:
+            self._kept.append(tensor)
+            self._memory.add(tensor.untyped_storage().data_ptr())
+
+    def has(self, values: Any) -> bool:
+        """Whether any of these tensors is there."""
+        tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.numel())
+        return any(tensor.untyped_storage().data_ptr() in self._memory for tensor in tensors)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self.crossing and self.has((args, kwargs)):
+            if func.overloadpacket.__name__ in OPERATIONS:
+                self.read.append(func.overloadpacket.__name__)
+            self.holds(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.numel())
+        return out
+
+
+class Methods(TorchFunctionMode):
+    """Sees what reads a tensor without an operation."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        moved = name == "to" and any(where == "cpu" for where in (*args[1:], *(kwargs or {}).values()))
+        if not self._device.crossing and (moved or name in METHODS) and self._device.has(args[0]):
+            self._device.read.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watched(trainer: StageTrainer, monkeypatch: pytest.MonkeyPatch) -> Generator[Device]:
+    """The trainer with a device apart from the host, and what is read of that device."""
+    copies = trainer.copies = HostCopies(CPU, apart=True)
+    device = Device(trainer.master, trainer.gradient, published_by(trainer))
+    to_device, to_host = copies.to_device, copies.to_host
+
+    def there(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        device.crossing = True
+        made = to_device(tensor, dtype)
+        device.crossing = False
+        device.holds([made])
+        return made
+
+    def here(*tensors: Tensor) -> tuple[Tensor, ...]:
+        device.crossing = True
+        made = to_host(*tensors)
+        device.crossing = False
+        return made
+
+    monkeypatch.setattr(copies, "to_device", there)
+    monkeypatch.setattr(copies, "to_host", here)
+    with Methods(device), device:
+        yield device
+
+
+def waits(trainer: StageTrainer, work: Callable[[], object]) -> int:
+    """How often `work` waits for the device."""
+    before = trainer.copies.waits
+    work()
+    return trainer.copies.waits - before
+
+
+def specs() -> dict[str, RunSpec]:
+    """Every kind of way that a microbatch goes."""
+    plain = micro_spec()
+    experts = plain.model_copy(update={"model": spec_of("qwen3_moe", stages=2, output_router_logits=True)})
+    return {
+        **{kind: micro_spec(inner={"backward": kind}) for kind in ("keep", "recompute", "checkpoint")},
+        "experts": experts,
+    }
+
+
+def looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leak: a look at every gradient."""
+    total_norm = torch.nn.utils.get_total_norm
+
+    def leaking(gradients: Any) -> Tensor:
+        assert all(bool(torch.isfinite(each).all()) for each in gradients)
+        return total_norm(gradients)
+
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", leaking)
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+@pytest.mark.parametrize("kind", list(specs()))
+def test_the_device_is_waited_for_once_for_each_part_of_a_microbatch_and_once_a_step(
+    kind: str, leaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward, loss with its backward, backward, inner step; nothing else reads the device, and a look is noticed."""
+    spec = specs()[kind]
+    if leaks:
+        looks_again(monkeypatch)
+    inputs, labels = inputs_and_labels(window_rows(range(4)))
+    head, tail = (make_trainer(spec, stage) for stage in (0, 1))
+    passage = ForwardContext(positions=positions_of(labels))
+    with watched(head, monkeypatch) as there, watched(tail, monkeypatch) as beyond:
+        sent: list[Tensor] = []
+        assert waits(head, lambda: sent.append(head.forward(inputs, passage))) == 1
+        results = [tail.loss(sent[0], labels, source="head", chosen=passage.chosen)]
+        assert tail.copies.waits == 1
+        gradient = results[0].input_gradient
+        assert gradient is not None
+        back = results[0].loss_sum, results[0].tokens
+        assert waits(head, lambda: head.backward(passage, gradient, *back, source="t", chosen=results[0].chosen)) == 1
+        assert waits(head, lambda: head.step(1e-3)) == 1
+        assert waits(tail, lambda: tail.step(1e-3)) == 1
+    assert bool(there.read or beyond.read) is leaks, (there.read, beyond.read)
+
+
+def test_by_memory_of_their_own_the_same_comes_out() -> None:
+    """Loss, gradients and weights are bitwise those of a trainer whose tensors are where they are needed anyway."""
+    spec = micro_spec()
+    inputs, labels = inputs_and_labels(window_rows(range(4)))
+    found: list[list[Tensor]] = []
+    for apart in (False, True):
+        head, tail = (make_trainer(spec, stage) for stage in (0, 1))
+        head.copies, tail.copies = HostCopies(CPU, apart=apart), HostCopies(CPU, apart=apart)
+        passage = ForwardContext()
+        outputs = head.forward(inputs, passage)
+        result = tail.loss(outputs, labels, source="head")
+        assert result.input_gradient is not None
+        head.backward(passage, result.input_gradient, result.loss_sum, result.tokens, source="tail")
+        head.step(1e-3)
+        found.append([outputs, result.input_gradient, tail.gradient, head.master])
+    assert all(torch.equal(plain, apart) for plain, apart in zip(*found, strict=True))
+
+
+def test_what_crosses_has_memory_of_its_own_and_keeps_its_precision_on_the_way() -> None:
+    """On a device apart; on the processor itself nothing is copied that need not be."""
+    tensor = torch.randn(3, 4).half()
+    apart, here = HostCopies(CPU, apart=True), HostCopies(CPU)
+    there = apart.to_device(tensor, torch.float32)
+    back, number = apart.to_host(there, there.sum())
+    assert torch.equal(there, tensor.float())
+    assert torch.equal(back, there)
+    assert number == there.sum()
+    assert len({t.untyped_storage().data_ptr() for t in (tensor, there, back)}) == 3
+    assert here.to_device(tensor, torch.float16) is tensor
+    assert here.to_host(tensor)[0] is tensor
+    assert (apart.waits, here.waits) == (1, 1)
