@@ -53,9 +53,8 @@ class FlatAdamW:
                 for name in MOMENTS:
                     room[name][part].copy_(state[name])
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Replace moments and step count; as `state()` gives them."""
-        device = self._master.device
+    def load(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+        """Replace moments and step count, as `state()` gives them, by copies on `device`."""
         for part, parameter in self._by_part():
             self.torch.state[parameter] = {
                 "step": state["optimizer_steps"].to(device=device, dtype=torch.float32, copy=True),

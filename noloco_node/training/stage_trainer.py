@@ -330,7 +330,7 @@ class StageTrainer:
         """Replace weights (flat, any device) and AdamW's state; `optimizer_state` as `optimizer_state()` gives it."""
         with torch.no_grad():
             self.master.copy_(fast)
-        self._optimizer.load(optimizer_state)
+        self._optimizer.load(optimizer_state, self.device)
         self._versions.publish(self.master)
 
     def copy_into(self, room: Mapping[str, Tensor]) -> None:
