@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,17 +116,22 @@ class Walker:
                 return False
             pairs.append((key, self._rng.sample(near, GLANCED)))
         walk, began = _Walk(tuple(keys), {key: {} for key in keys}, over=True, neighbours=0), self._clock()
-        for turn in range(GLANCED):
-            wanted: dict[Any, list[Any]] = {}
-            for key, peers in pairs:
-                wanted.setdefault(peers[turn], []).append(key)
-            for peer, asked in wanted.items():
-                self._ask(walk, peer, asked)
-            patience = SECOND_SECONDS if turn == 0 else began + STRANGERS_SECONDS - self._clock()
-            under_way = [self._asking[peer] for peer in walk.asked if peer in self._asking]
-            if under_way:
-                await asyncio.wait(under_way, timeout=max(0.0, patience))
-        return all(peer in walk.answered for _, peers in pairs for peer in peers)
+        first, second = (_by_peer((key, peers[turn]) for key, peers in pairs) for turn in range(GLANCED))
+        for peer, asked in first.items():
+            self._ask(walk, peer, asked)
+        await self._wait_for(walk.asked, SECOND_SECONDS)
+        while second and (left := began + STRANGERS_SECONDS - self._clock()) > 0.0:
+            for peer in [peer for peer in second if peer not in self._asking]:
+                self._ask(walk, peer, second.pop(peer))
+            await self._wait_for(second, left, asyncio.FIRST_COMPLETED)  # each is asked one thing at a time
+        await self._wait_for(walk.asked, max(0.0, began + STRANGERS_SECONDS - self._clock()))
+        return all(node_id_of(peer) in walk.candidates[key] for key, peers in pairs for peer in peers)
+
+    async def _wait_for(self, peers: Iterable[Any], seconds: float, until: str = asyncio.ALL_COMPLETED) -> None:
+        """For the answers of those of them that are being asked."""
+        under_way = [self._asking[peer] for peer in peers if peer in self._asking]
+        if under_way:
+            await asyncio.wait(under_way, timeout=seconds, return_when=until)
 
     def holders(self, key: Any) -> tuple[Any, ...]:
         """Those in `near` of a key, unless they were found too long ago."""
@@ -243,3 +248,11 @@ class Walker:
         last = self._pauses.get(peer)
         earlier = 0 if last is None else last.earlier + 1
         self._pauses[peer] = _Pause(self._clock() + PAUSES.after(earlier), earlier)
+
+
+def _by_peer(wanted: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """Keys that each peer is to be asked for."""
+    keys: dict[Any, list[Any]] = {}
+    for key, peer in wanted:
+        keys.setdefault(peer, []).append(key)
+    return keys

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 from hivemind.p2p import PeerID
 
 from noloco_node.directory import dht_node as guarded_dht
-from noloco_node.directory import sampled_view
+from noloco_node.directory import dht_walk, sampled_view
 from noloco_node.directory.asked_key import KEY_BYTES, MOST_MARKS, AskedKey, pack_asked, unpack_asked
 from noloco_node.directory.dht_node import ASKED_BYTES, node_id_of
 from noloco_node.directory.store import HeldRecord
@@ -92,6 +95,30 @@ async def test_between_walks_two_holders_are_asked_for_what_is_new() -> None:
     view = await reader.directory.refresh()
     assert asked_by(reader) - asked > 4
     assert set(view.stages[0]) == {member.peer for member in made}
+
+
+async def test_over_a_slow_line_two_holders_are_asked_for_each_key_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where who is second for one key still answers for another, of which it was first."""
+    monkeypatch.setattr(dht_walk, "SECOND_SECONDS", 0.0)
+    made = [await Member(network := {}).join(RUN, 2)]
+    made += [await Member(network).join(RUN, 2, made[0].peer) for _ in range(2)]
+    for number, member in enumerate(made):
+        await member.directory.publish(record_of(member.peer, stage=number % 2), 60.0)
+    for _ in range(2):
+        await made[0].directory.refresh()
+    call, asked = made[0].p2p.call_protobuf_handler, list[tuple[str, bytes]]()
+
+    async def slowly(peer: PeerID, name: str, request: Any, answer: Any) -> Any:
+        asked.extend((str(peer), unpack_asked(key).key) for key in request.keys)
+        for _ in range(20):
+            await asyncio.sleep(0.0)
+        return await call(peer, name, request, answer)
+
+    monkeypatch.setattr(made[0].p2p, "call_protobuf_handler", slowly)
+    for _ in range(8):
+        asked.clear()
+        await made[0].directory.refresh()
+        assert sorted(asked) == sorted((m.peer, key.to_bytes()) for m in made[1:] for key in key_ids(RUN, 2))
 
 
 async def test_half_a_records_life_after_a_walk_everybody_is_asked_again() -> None:
