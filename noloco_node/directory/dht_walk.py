@@ -139,18 +139,19 @@ class Walker:
         return self.near.get(key, ()) if recent else ()
 
     async def glance(self, key: Any) -> bool:
-        """Ask one node that holds a bucket's records, or where none is known find those nearest to its key, a few at a
-        time; whether anybody answered. Of the many buckets of a large stage nobody can ask everybody near each."""
+        """Ask two nodes that hold a bucket's records, the second for what the first did not have, or where none is
+        known find those nearest to its key, a few at a time; whether anybody answered. Of the many buckets of a large stage
+        nobody can ask everybody near each."""
         known = list(self.holders(key))
         self._rng.shuffle(known)
+        answered = False
         try:
             async with asyncio.timeout(WALK_SECONDS):
                 for peer in known[:GLANCED]:
-                    if await self._node.find(peer, [key], 0) is not None:
-                        return True
-                return await self.seek(key, known[:GLANCED])
+                    answered |= await self._node.find(peer, [key], 0) is not None
+                return answered or await self.seek(key, known[:GLANCED])
         except TimeoutError:  # whoever stalls holds up this bucket alone
-            return False
+            return answered
 
     async def seek(self, key: Any, silent: Sequence[Any] = ()) -> bool:
         """Find those that are nearest to a key now, a few at a time, without those that were `silent`; whether anybody

@@ -131,16 +131,31 @@ async def test_who_floods_levels_has_few_places_with_each_holder() -> None:
 
 async def test_a_full_bucket_is_read_whole_from_one_holder() -> None:
     """Ninety records of which nobody is known, in a DHT of two: else its count, and with it the stage's, is wrong."""
-    network: dict[str, MemoryP2P] = {}
-    holder = await Member(network).join(RUN, 1)
-    reader = await Member(network).join(RUN, 1, holder.peer)
-    place, expires = Place(0, 1, 1), holder.directory.now() + LIFE
+    holder, reader = await swarm_of(2)
+    place = Place(0, 1, 1)
     reader.directory._id_of(place)
-    brought = 0
-    while brought < 90:
-        signer = throw_away_key()
-        if bucket_of(prefix_of(signer.peer_id), 1) == 1:
-            signed = sign_record(signer, bucket_key(RUN, place), record_of(signer.peer_id), expires)
-            brought += intake_of(holder.directory).take(signer.peer_id, digest(place), signer.peer_id, signed, expires)
+    bring(holder, place, 90)
     assert await walker_of(reader.directory).glance(reader.directory._id_of(place))
     assert len(reader.directory._rows(place, reader.directory.now())) == 90
+
+
+async def test_of_a_bucket_two_holders_are_asked() -> None:
+    """Of whom each has what the other lacks: who publishes and who reads need not know the same nodes near its key."""
+    one, other, reader = await swarm_of(3)
+    place, key = Place(0, 1, 1), reader.directory._id_of(Place(0, 1, 1))
+    assert await walker_of(reader.directory).glance(key)
+    bring(one, place, 10)
+    bring(other, place, 10)
+    assert await walker_of(reader.directory).glance(key)
+    assert len(reader.directory._rows(place, reader.directory.now())) == 20
+
+
+def bring(holder: Member, place: Place, many: int) -> None:
+    """So many signers bring it their records at a bucket."""
+    expires = holder.directory.now() + LIFE
+    while many:
+        signer = throw_away_key()
+        if bucket_of(prefix_of(signer.peer_id), place.level) == place.bucket:
+            signed = sign_record(signer, bucket_key(RUN, place), record_of(signer.peer_id), expires)
+            assert intake_of(holder.directory).take(signer.peer_id, digest(place), signer.peer_id, signed, expires)
+            many -= 1
