@@ -140,8 +140,8 @@ class Walker:
 
     async def glance(self, key: Any) -> bool:
         """Ask two nodes that hold a bucket's records, the second for what the first did not have, or where none is
-        known find those nearest to its key, a few at a time; whether anybody answered. Of the many buckets of a large stage
-        nobody can ask everybody near each."""
+        known find those nearest to its key, a few at a time; whether anybody answered. Of the many buckets of a large
+        stage nobody can ask everybody near each."""
         known = list(self.holders(key))
         self._rng.shuffle(known)
         answered = False

@@ -132,22 +132,26 @@ async def test_who_floods_levels_has_few_places_with_each_holder() -> None:
 async def test_a_full_bucket_is_read_whole_from_one_holder() -> None:
     """Ninety records of which nobody is known, in a DHT of two: else its count, and with it the stage's, is wrong."""
     holder, reader = await swarm_of(2)
-    place = Place(0, 1, 1)
-    reader.directory._id_of(place)
-    bring(holder, place, 90)
-    assert await walker_of(reader.directory).glance(reader.directory._id_of(place))
-    assert len(reader.directory._rows(place, reader.directory.now())) == 90
+    bring(holder, Place(0, 1, 1), 90)
+    assert await read_by(reader, Place(0, 1, 1)) == 90
 
 
 async def test_of_a_bucket_two_holders_are_asked() -> None:
     """Of whom each has what the other lacks: who publishes and who reads need not know the same nodes near its key."""
     one, other, reader = await swarm_of(3)
-    place, key = Place(0, 1, 1), reader.directory._id_of(Place(0, 1, 1))
-    assert await walker_of(reader.directory).glance(key)
-    bring(one, place, 10)
-    bring(other, place, 10)
-    assert await walker_of(reader.directory).glance(key)
-    assert len(reader.directory._rows(place, reader.directory.now())) == 20
+    assert await read_by(reader, Place(0, 1, 1)) == 0
+    bring(one, Place(0, 1, 1), 10)
+    bring(other, Place(0, 1, 1), 10)
+    assert await read_by(reader, Place(0, 1, 1)) == 20
+
+
+async def read_by(reader: Member, place: Place) -> int:
+    """How many records it holds of a bucket after a look at it."""
+    from hivemind.dht.routing import DHTID
+
+    intake_of(reader.directory).expect(digest(place), place)
+    assert await walker_of(reader.directory).glance(DHTID.from_bytes(digest(place)))
+    return len(records_of(reader.directory).live(digest(place), reader.directory.now()))
 
 
 def bring(holder: Member, place: Place, many: int) -> None:
