@@ -23,7 +23,8 @@ class Width:
     many as before. On a line that is full more of them would only wait, and whatever else goes over it behind them."""
 
     def __init__(self, fixed: int | None, limit: float) -> None:
-        """Always `fixed` where that is a number. `limit`: seconds within which a piece must be there."""
+        """`fixed`, from the beginning, where that is a number. `limit`: seconds within which a piece must be
+        there."""
         self.most = MOST_PIECES if fixed is None else fixed
         self.pieces = FIRST_PIECES if fixed is None else fixed
         """Under way from now on."""
@@ -34,7 +35,7 @@ class Width:
         self._since: float | None = None
 
     def begin_with(self, pieces: int) -> None:
-        """No more than so many at first; where the number is fixed, ever."""
+        """No more than so many at first."""
         self.pieces = self._kept = min(self.pieces, pieces)
 
     def came(self, began: float, now: float) -> None:
