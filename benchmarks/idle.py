@@ -151,14 +151,12 @@ def main() -> None:
     options = parser.parse_args()
     found, taken = idle(options.config, options.seconds), [imports() for _ in range(ROUNDS)]
     starts = [found.start_seconds, *(started(options.config) for _ in range(ROUNDS - 1))]
-    loading = [sum(seconds for _, seconds in each.values()) for each in taken]
-    start, beyond = statistics.median(starts), statistics.median(starts) - statistics.median(loading)
+    start = statistics.median(starts)
     print(f"--help                 {found.help_seconds:.2f} s")
     print(
         f"up after               {start:.1f} s ({min(starts):.1f} to {max(starts):.1f}), "
         f"{found.start_cpu_seconds:.1f} s of CPU"
     )
-    print(f"  of it imports        {statistics.median(loading):.1f} s, and {beyond:.1f} s after them")
     print(f"memory                 {found.memory_bytes / 1e6:.0f} MB, {found.private_bytes / 1e6:.0f} of it its own")
     for name in taken[0]:
         size, seconds = (statistics.median(each[name][place] for each in taken) for place in (0, 1))

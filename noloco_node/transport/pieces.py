@@ -31,18 +31,25 @@ class Width:
         self._kept = self.pieces
         self._limit = limit
         self._best = self._slowest = 0.0
-        self._came = 0
+        self._came = self._first = 0
         self._since: float | None = None
 
     def begin_with(self, pieces: int) -> None:
         """No more than so many at first."""
         self.pieces = self._kept = min(self.pieces, pieces)
 
-    def came(self, began: float, now: float) -> None:
-        """One more piece is here, which was asked for when it `began`. Both in monotonic seconds."""
+    def wider(self) -> None:
+        """One more is under way from now on. Its first piece may take many times as long as others: a new stream
+        begins slowly, and what such a one takes says nothing of the line."""
+        self._first += 1
+
+    def came(self, began: float, now: float, *, first: bool = False) -> None:
+        """One more piece is here, which was asked for when it `began`, both in monotonic seconds; `first` of those that
+        go one after another."""
+        self._first -= first
         self._slowest = max(self._slowest, now - began)
-        if self._since is None:  # from the first arrival on: the way there is no part of the line's rate
-            self._since = now
+        if self._since is None or self._first:  # nor is the way there a part of the line's rate
+            self._since, self._came = now, 0
             return
         self._came += 1
         if self._came >= self.pieces:
@@ -66,10 +73,12 @@ async def side_by_side(items: Iterable[T], width: Width, work: Callable[[T], Awa
 
     async def go_on() -> None:
         nonlocal working
+        first = True
         while waiting and working <= width.pieces:
             began = ambient.monotonic()
             await work(waiting.popleft())
-            width.came(began, ambient.monotonic())
+            width.came(began, ambient.monotonic(), first=first)
+            first = False
             begin()
         working -= 1
 
@@ -77,6 +86,7 @@ async def side_by_side(items: Iterable[T], width: Width, work: Callable[[T], Awa
         nonlocal working
         for _ in range(min(width.pieces - working, len(waiting))):
             working += 1
+            width.wider()
             group.create_task(go_on())
 
     try:

@@ -39,21 +39,25 @@ async def test_pieces_go_side_by_side_in_their_order_and_end_with_the_first_fail
     assert len(begun) <= 5, "whoever is free at that moment takes one more"
 
 
-def carried(pieces: int, rate: float, round_trip: float, fixed: int | None = None) -> tuple[float, int]:
+def carried(
+    pieces: int, rate: float, round_trip: float, fixed: int | None = None, cold: float = 0.0
+) -> tuple[float, int]:
     """Seconds that so many pieces take over a line of so many bytes a second, and how many were under way at the
-    most."""
-    width, most = Width(fixed, LIMIT), 0
+    most. The first piece of each stream, of which there are as many as were ever under way, takes `cold` longer."""
+    width, most, warm = Width(fixed, LIMIT), 0, 0
 
     async def work() -> float:
         free_at = 0.0
         under_way = 0
 
         async def piece(_: int) -> None:
-            nonlocal free_at, under_way, most
+            nonlocal free_at, under_way, most, warm
             under_way += 1
+            is_cold = under_way > warm
+            warm = max(warm, under_way)
             most = max(most, under_way)
             free_at = max(free_at, ambient.monotonic()) + PIECE / rate
-            await asyncio.sleep(free_at + round_trip - ambient.monotonic())
+            await asyncio.sleep(free_at + round_trip + cold * is_cold - ambient.monotonic())
             under_way -= 1
 
         began = ambient.monotonic()
@@ -69,6 +73,12 @@ def test_a_long_and_fast_line_is_filled() -> None:
     many, most = carried(400, 125e6, 0.2)
     assert few > 19.0
     assert many < 6.5, "the line alone takes 3.4 s"
+    assert most == MOST_PIECES
+
+
+def test_streams_that_begin_slowly_keep_nobody_from_filling_the_line() -> None:
+    """The first piece on each takes eight round trips, as on a new stream of p2pd; the others one."""
+    _, most = carried(400, 125e6, 0.2, cold=1.4)
     assert most == MOST_PIECES
 
 
