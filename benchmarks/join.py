@@ -29,6 +29,7 @@ from noloco_node.telemetry.events import (
     InnerStep,
     NodeStarted,
     NodeStopped,
+    OuterStep,
     ProbationEnded,
     StateDownload,
 )
@@ -119,7 +120,8 @@ def swarm(config: Path, folder: Path) -> Iterator[str]:
                 running[0].wait(has(NodeStarted), "its start")
                 address = next(each.addresses[0] for each in running[0].events if isinstance(each, NodeStarted))
         for daemon in running:
-            daemon.wait(has(InnerStep, 4), "its fourth inner step")
+            daemon.wait(has(OuterStep, 2), "its second outer step")  # before the first a joiner copies nobody
+        print("four daemons train", flush=True)
         assert address is not None
         yield address
     finally:
@@ -156,7 +158,10 @@ def main() -> None:
     options = parser.parse_args()
     last = load_config(options.config).run.stages - 1
     with tempfile.TemporaryDirectory() as name, swarm(options.config, Path(name)) as address:
-        found = [join(address, Path(name) / f"joiner{number}", last) for number in range(options.rounds)]
+        found: list[Joined] = []
+        for number in range(options.rounds):
+            found.append(join(address, Path(name) / f"joiner{number}", last))
+            print(found[-1], flush=True)
     print("| seconds until | median | least | most |\n|---|---|---|---|")
     for what in ("up", "state", "first_step", "full_weight"):
         taken = [float(getattr(each, what)) for each in found]
