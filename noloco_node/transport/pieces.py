@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
@@ -20,7 +21,8 @@ GAIN = 1.2
 
 class Width:
     """How many pieces to have under way: twice as many again and again while that makes the transfer faster, else as
-    many as before. On a line that is full more of them would only wait, and whatever else goes over it behind them."""
+    many as before. On a line that is full more of them would only wait, and whatever else goes over it behind them.
+    Half as many where a piece took a quarter of its time: a line may become slow under way."""
 
     def __init__(self, fixed: int | None, limit: float) -> None:
         """`fixed`, from the beginning, where that is a number. `limit`: seconds within which a piece must be
@@ -29,7 +31,8 @@ class Width:
         self.pieces = FIRST_PIECES if fixed is None else fixed
         """Under way from now on."""
         self._kept = self.pieces
-        self._limit = limit
+        self._fixed, self._limit = fixed, limit
+        self._narrowed_at = -math.inf
         self._best = self._slowest = 0.0
         self._came = self._first = 0
         self._since: float | None = None
@@ -47,6 +50,9 @@ class Width:
         """One more piece is here, which was asked for when it `began`, both in monotonic seconds; `first` of those that
         go one after another."""
         self._first -= first
+        if self._fixed is None and not first and 4.0 * (now - began) > self._limit and began >= self._narrowed_at:
+            self._narrow(now)
+            return
         self._slowest = max(self._slowest, now - began)
         if self._since is None or self._first:  # nor is the way there a part of the line's rate
             self._since, self._came = now, 0
@@ -55,6 +61,13 @@ class Width:
         if self._came >= self.pieces:
             self._set_anew(self._came / max(now - self._since, 1e-9))
             self._came, self._since, self._slowest = 0, now, 0.0
+
+    def _narrow(self, now: float) -> None:
+        """The line has become slow: half as many, found anew from there on. Those under way are as slow; they say no
+        more."""
+        self.pieces = self._kept = max(1, self.pieces // 2)
+        self._best, self._came, self._slowest = 0.0, 0, 0.0
+        self._since = self._narrowed_at = now
 
     def _set_anew(self, rate: float) -> None:
         """After as many pieces as were under way; `rate` in pieces a second."""

@@ -90,7 +90,7 @@ def test_a_line_that_four_pieces_fill_carries_little_more_at_once(mbit: float, r
     width = Width(None, LIMIT)
     for turn in range(100):
         width.came(4.2 * turn, 4.2 * turn + 16.8)
-    assert width.pieces == FIRST_PIECES, "twice as many could miss the deadline"
+    assert width.pieces <= FIRST_PIECES, "twice as many could miss the deadline"
 
 
 def test_a_transfer_that_becomes_faster_has_more_under_way_again() -> None:
@@ -102,3 +102,27 @@ def test_a_transfer_that_becomes_faster_has_more_under_way_again() -> None:
     for _ in range(200):
         width.came(now, now := now + 0.02)
     assert width.pieces > FIRST_PIECES
+
+
+def test_on_a_line_that_becomes_slower_and_slower_every_piece_comes_in_time() -> None:
+    """From 1 Gbit/s down by half every ten seconds to 4 Mbit/s, over which 32 pieces would take a minute."""
+    slowest = 0.0
+
+    async def work() -> None:
+        free_at = 0.0
+
+        async def piece(_: int) -> None:
+            nonlocal free_at, slowest
+            began = ambient.monotonic()
+            start = max(free_at, began)
+            free_at = start + 1.0 / max(0.5, 119.0 * 0.5 ** (start / 10.0))
+            await asyncio.sleep(free_at + 0.25 - began)
+            slowest = max(slowest, ambient.monotonic() - began)
+
+        width = Width(None, LIMIT)
+        await side_by_side(range(1000), width, piece)
+        assert width.pieces > FIRST_PIECES
+        await side_by_side(range(750), width, piece)
+
+    in_virtual_time(work)
+    assert slowest < LIMIT / 2.0
