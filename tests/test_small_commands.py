@@ -164,6 +164,9 @@ def test_an_example_is_written_whole_and_never_over_a_file(
     assert (tmp_path / "tiny.yaml").read_text(encoding="utf-8") == "mine"
     assert cli.main(["config", "init", "lab/first", "--to", "a.yaml"]) == ExitCode.OK
     assert load_config(Path("a.yaml")) == load_config(Path("lab/first"))
+    capsys.readouterr()
+    assert cli.main(["config", "init", "sim/crowd", "--to", "b.yaml"]) == ExitCode.OK
+    assert "noloco-node simulate b.yaml" in capsys.readouterr().out
 
 
 def test_the_configurations_that_come_along_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,6 +139,9 @@ def _health(options: argparse.Namespace) -> int:
 
 def _init(options: argparse.Namespace) -> int:
     path = write_example(options.name, options.to)
+    if options.name.startswith("sim/"):
+        print(f"wrote {path}: edit it, then noloco-node simulate {path} --out results")
+        return int(ExitCode.OK)
     then = f"lab {path} --out results" if options.name.startswith("lab/") else f"swarm {path}"
     print(f"wrote {path}: edit it, check it with noloco-node config validate {path}, then noloco-node {then}")
     return int(ExitCode.OK)
