@@ -204,8 +204,8 @@ def variants(options: argparse.Namespace) -> list[Variant]:
     own = (config.run.model.stages, config.local_swarm.replicas)
     codecs = options.activations or [config.run.pipeline.activations[0]]
     return [
-        Variant(*shape, in_flight, codec)
-        for shape, in_flight, codec in product(options.layouts or [own], options.in_flight, codecs)
+        Variant(stages, replicas, in_flight, codec)
+        for (stages, replicas), in_flight, codec in product(options.layouts or [own], options.in_flight, codecs)
     ]
 
 
@@ -217,12 +217,15 @@ def main() -> None:
     if options.single is None:
         sweep = [run_single(options.config, options.set, t, w, SWEEP_SECONDS) for t, w in product(THREADS, WINDOWS)]
         best = max(sweep, key=lambda row: row["tokens_per_second"])
-        options.single = (int(best["threads"]), int(best["windows"]))
-    quiet = [f"run.inner.target_tokens={options.tokens}", f"run.evaluation.every_tokens={10 * options.tokens}"]
+        options.single = [int(best["threads"]), int(best["windows"])]
+    warmup = min(load_config(options.config, options.set).run.inner.warmup_tokens, options.tokens // 2)
+    quiet = [f"run.inner.target_tokens={options.tokens}", f"run.inner.warmup_tokens={warmup}"]
+    quiet.append(f"run.evaluation.every_tokens={10 * options.tokens}")
     rows: list[dict[str, Any]] = json.loads(options.out.read_text())["runs"] if options.add else []
     for variant in wanted * options.repeats:
         config = load_config(options.config, [*quiet, *options.set, *variant.settings])
-        single = run_single(options.config, options.set, *options.single, options.single_seconds)
+        threads, windows = options.single
+        single = run_single(options.config, options.set, threads, windows, options.single_seconds)
         swarm = asyncio.run(run_swarm(config))
         ratio = swarm["tokens_per_second"] / single["tokens_per_second"]
         cpu = swarm["cpu_seconds_per_million_tokens"] / single["cpu_seconds_per_million_tokens"]
