@@ -46,6 +46,10 @@ class Width:
         begins slowly, and what such a one takes says nothing of the line."""
         self._first += 1
 
+    def not_wider(self) -> None:
+        """Nothing was left for one more."""
+        self._first -= 1
+
     def came(self, began: float, now: float, *, first: bool = False) -> None:
         """One more piece is here, which was asked for when it `began`, both in monotonic seconds; `first` of those that
         go one after another."""
@@ -94,6 +98,8 @@ async def side_by_side(items: Iterable[T], width: Width, work: Callable[[T], Awa
             first = False
             begin()
         working -= 1
+        if first:
+            width.not_wider()
 
     def begin() -> None:
         nonlocal working
