@@ -17,6 +17,8 @@ from noloco_node.training.compute_thread import Compute
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.interface import Transport
 
+SIGNS = "_identity"
+
 
 def desk_of(transport: Transport) -> Any:
     """Where a transport's requests are admitted."""
@@ -75,10 +77,9 @@ def rows_of(store: object) -> Mapping[Any, Any]:
 
 def signs_as(directory: object, identity: Identity | None = None) -> Identity:
     """With which identity a directory signs, from now on with `identity` where one is given."""
-    signing = cast("Any", directory)
     if identity is not None:
-        signing._identity = identity
-    return signing._identity
+        setattr(directory, SIGNS, identity)
+    return getattr(directory, SIGNS)
 
 
 def held_by(relay: CircuitRelay) -> dict[Any, float]:

@@ -79,13 +79,13 @@ def test_a_local_swarm_begins_with_a_node_whose_checkpoint_is_whole(tmp_path: Pa
     config = load_config(MICRO)
     swarm = LocalSwarm(config, tmp_path)
     names = [node.name for node in swarm.nodes]
-    assert [node.name for node in swarm._in_order_of_start()] == names
+    assert [node.name for node in swarm.in_order_of_start()] == names
     for node in swarm.nodes[:2]:
         damaged(node.folder / "checkpoints", config.run.run_id)
     CheckpointFolder(swarm.nodes[2].folder / "checkpoints", 1).write(
         standing(9.0, run_id=config.run.run_id), tensors(9.0)
     )
-    assert [node.name for node in swarm._in_order_of_start()] == [names[2], names[0], names[1], names[3]]
+    assert [node.name for node in swarm.in_order_of_start()] == [names[2], names[0], names[1], names[3]]
 
 
 async def test_who_leaves_a_stage_alone_is_told_as_far_as_answers_tell() -> None:

@@ -63,8 +63,10 @@ async def test_a_stage_that_was_left_is_freed_at_once_and_its_replica_is_held_by
         trainer, outer = trainer_of(leaver.worker), leaver.worker.outer
         vectors = [weakref.ref(tensor) for tensor in (trainer.master, trainer.gradient, outer.slow, outer.momentum)]
         vectors.append(weakref.ref(trainer))
-        assert leaver.state_transfer.donor._held is not None
-        vectors.append(weakref.ref(leaver.state_transfer.donor._held.digests))
+        held = leaver.state_transfer.donor._held
+        assert held is not None
+        vectors.append(weakref.ref(held.digests))
+        del held
         replica = weakref.ref(leaver)
         del trainer, outer
         leaver.close()

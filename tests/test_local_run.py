@@ -10,7 +10,7 @@ from rich.console import Console
 
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.launch.local_run import _drop_checkpoints, disk_use, run_local_swarm
+from noloco_node.launch.local_run import disk_use, drop_checkpoints, run_local_swarm
 from noloco_node.launch.local_swarm import LocalSwarm
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import EventFile
@@ -61,6 +61,6 @@ def test_checkpoints_stay_where_the_run_has_not_ended(tmp_path: Path) -> None:
         RunFolder(node.folder).checkpoints.mkdir(parents=True)
     ended, *others = swarm.nodes
     RunFolder(ended.folder).mark_ended("run", "name")
-    _drop_checkpoints(swarm)
+    drop_checkpoints(swarm)
     assert not ended.has_checkpoints
     assert all(node.has_checkpoints for node in others)

@@ -101,7 +101,7 @@ async def test_a_lost_stage_is_restored_from_the_copy_that_a_node_of_another_sta
     async with trained_world(guards=1) as (made, (head, _, lost, newcomer), copies):
         await keep_until_kept(made, 0, 2, copies)
         _, slow = await lost.worker.slow_weights()
-        head._guards = lambda: copies[0].guards  # pyright: ignore[reportPrivateUsage]
+        head.guards = lambda: copies[0].guards  # pyright: ignore[reportPrivateUsage]
         await head.membership.announce(PeerState.TRAINING)
         await lose(made, 2)
         origin = await revive_if_lost(
@@ -147,7 +147,7 @@ async def test_a_lost_stage_is_restored_from_the_newer_of_own_checkpoint_and_cop
         if not copy_is_newer:
             await train()
             await save()
-        head._guards = lambda: copies[0].guards  # pyright: ignore[reportPrivateUsage]
+        head.guards = lambda: copies[0].guards  # pyright: ignore[reportPrivateUsage]
         await head.membership.announce(PeerState.TRAINING)
         await lose(made, 2)
         sent = made.replicas[0].context.transport.traffic.sent["copy.chunk"]  # pyright: ignore[reportPrivateUsage]
@@ -265,7 +265,7 @@ async def test_a_copy_is_taken_from_who_is_there_however_many_records_say_that_t
         giving = asyncio.create_task(copies[2].keep(replicas[2].membership, replicas[2].worker))
         await replicas[2].membership.announce(PeerState.TRAINING)
         await replicas[0].membership.refresh()
-        assert await copies[0]._renew(replicas[0].membership)  # pyright: ignore[reportPrivateUsage]
+        assert await copies[0].renew(replicas[0].membership)  # pyright: ignore[reportPrivateUsage]
         giving.cancel()
         await asyncio.wait((giving,))
 
@@ -331,7 +331,7 @@ async def keepers(
         records: list[PeerRecord] = []
         transports: list[MemoryTransport] = []
         for kind, clock, source in held:
-            if source not in made.network._transports:
+            if source not in made.network.transports:
                 transports.append(MemoryTransport(made.network, PeerId(source)))
             keeper = PeerId(f"keeper-number-{len(records)}")
             transports.append(MemoryTransport(made.network, keeper))

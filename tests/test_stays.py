@@ -115,7 +115,7 @@ async def test_a_move_that_is_given_up_is_taken_back() -> None:
     """A node that is told to end while it leaves for another stage must not be waited for there."""
     async with world(micro_spec(stages=2)) as made:
         stays = stays_in(made, NodeSettings())
-        arrival = stays._arrival  # pyright: ignore[reportPrivateUsage]
+        arrival = stays.arrival  # pyright: ignore[reportPrivateUsage]
         stays.move = Move(1, "lost")
         assert await arrival.confirmed(1, (1.0, 1.0), lambda _: True)
         assert made.hub.rows[1][peer_name(0, 0)].record.state is PeerState.JOINING

@@ -51,8 +51,8 @@ class Prefetch:
         self._changed = threading.Condition()
         self._waiters: list[asyncio.Future[None]] = []
         self._waited, self._waits_since = 0.0, 0.0
-        self._thread = threading.Thread(target=self._read, name="text", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._read, name="text", daemon=True)
+        self.thread.start()
 
     @property
     def position(self) -> Position:
@@ -98,7 +98,7 @@ class Prefetch:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join(CLOSE_SECONDS)
+        self.thread.join(CLOSE_SECONDS)
 
     def _forget(self, waiter: asyncio.Future[None]) -> None:
         with self._changed:

@@ -273,7 +273,7 @@ def _link_unless_taken(draft: Path, path: Path) -> bool:
 
 
 def _parse_private(data: bytes) -> Ed25519PrivateKey | RSAPrivateKey:
-    key_type, content = _unpack(data)
+    key_type, content = unpack_key(data)
     if key_type == _ED25519:
         seed, public = content[:ED25519_BYTES], content[ED25519_BYTES:]
         if len(public) != ED25519_BYTES:
@@ -294,7 +294,7 @@ def _parse_private(data: bytes) -> Ed25519PrivateKey | RSAPrivateKey:
 def _parse_public(data: bytes) -> Ed25519PublicKey | RSAPublicKey:
     if len(data) > MAX_PUBLIC_KEY_BYTES:
         raise BadKey("a public key of unreasonable length")
-    key_type, content = _unpack(data)
+    key_type, content = unpack_key(data)
     try:
         if key_type == _ED25519:
             return Ed25519PublicKey.from_public_bytes(content)
@@ -306,7 +306,7 @@ def _parse_public(data: bytes) -> Ed25519PublicKey | RSAPublicKey:
     return loaded
 
 
-def _pack(key_type: int, content: bytes) -> bytes:
+def pack_key(key_type: int, content: bytes) -> bytes:
     """libp2p's protobuf message of a key, `PublicKey` and `PrivateKey` alike: an enumeration and bytes.
 
     By hand, because importing hivemind's takes seconds. libp2p's peer id specification admits this encoding only.
@@ -314,11 +314,11 @@ def _pack(key_type: int, content: bytes) -> bytes:
     return bytes((_TYPE_TAG, key_type, _DATA_TAG)) + varint(len(content)) + content
 
 
-def _unpack(data: bytes) -> tuple[int, bytes]:
-    """Type and content of what `_pack` made. Raises BadKey."""
+def unpack_key(data: bytes) -> tuple[int, bytes]:
+    """Type and content of what `pack_key` made. Raises BadKey."""
     for head in range(_SHORTEST_HEAD, min(len(data), _LONGEST_HEAD) + 1):
         key_type, content = data[1], data[head:]
-        if key_type in (_RSA, _ED25519) and _pack(key_type, content) == data:
+        if key_type in (_RSA, _ED25519) and pack_key(key_type, content) == data:
             return key_type, content
     raise BadKey("not a protobuf key")
 
@@ -329,7 +329,7 @@ def _encode_public(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
     else:
         encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
         key_type, data = _RSA, private.public_key().public_bytes(encoding, form)
-    return _pack(key_type, data)
+    return pack_key(key_type, data)
 
 
 def _encode_private(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
@@ -341,7 +341,7 @@ def _encode_private(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
     else:
         encoding, form = serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL
         key_type, data = _RSA, private.private_bytes(encoding, form, nothing)
-    return _pack(key_type, data)
+    return pack_key(key_type, data)
 
 
 def _raw_public(key: Ed25519PublicKey) -> bytes:

@@ -76,11 +76,11 @@ def run_local_swarm(config: Config, run_folder: Path, console: Console) -> Swarm
     _write_summary(summary, files["summary"])
     died = any(node.died for node in swarm.nodes)
     if merged_loss is not None:
-        _drop_checkpoints(swarm)
+        drop_checkpoints(swarm)
     return SwarmResult(summary, ExitCode.NODE_DIED if died else ExitCode.OK, files, disk_use(run_folder))
 
 
-def _drop_checkpoints(swarm: LocalSwarm) -> None:
+def drop_checkpoints(swarm: LocalSwarm) -> None:
     """Of nodes in whose folders the run has ended: nobody goes on from them, and they are most of what is left."""
     for node in swarm.nodes:
         if node.ended:

@@ -209,7 +209,7 @@ class LocalSwarm:
         self._temporary = Path(tempfile.mkdtemp(prefix=SHARED_PREFIX))
         try:
             async with asyncio.timeout(self.start_seconds):
-                first, *others = await ambient.elsewhere(self._in_order_of_start)
+                first, *others = await ambient.elsewhere(self.in_order_of_start)
                 addresses = (await self._up(first, config_path, ())).addresses
                 for node in others:
                     await self._launch(node, config_path, addresses)
@@ -228,7 +228,7 @@ class LocalSwarm:
             up = {node.name: node.started for node in self.nodes if node.started is not None}
             atomic.write_json(self.run_folder / TARGETS, scrape_targets(up))
 
-    def _in_order_of_start(self) -> list[SwarmNode]:
+    def in_order_of_start(self) -> list[SwarmNode]:
         """First one that brings the run's state with it: one with damaged checkpoints would start the run from the
         seed, and can take the state from who is up already."""
         run_id, nodes = self.config.run.run_id, sorted(self.nodes, key=lambda node: node.ended)

@@ -73,7 +73,7 @@ class Replica:
         context = ReplicaContext(spec, settings, stage.cut, transport, self.worker, rng, Pulse(), emit)
         self.context = context
         self._pace, self._capacity = Pace(), Capacity(self.worker.busy_seconds)
-        self._guards = guards
+        self.guards = guards
         self.activity = Activity(emit)
         self._neighbourhood = Neighbourhood(context, directory, samples, self._describe, self._directory_read)
         self.membership = self._neighbourhood.membership
@@ -229,7 +229,7 @@ class Replica:
             speed,
             progress.outer_rounds,
             self.capacity,
-            self._guards(),
+            self.guards(),
             progress.steps,
             self.averaging.standing.newcomer,
         )

@@ -59,7 +59,7 @@ class StageLifecycle:
         self._rng = random.Random(f"stays/{settings.seed}/{transport.peer_id}")
         self._known = transport.acquaintances
         self._roll = self._make_roll(transport)
-        self._arrival = Arrival(directory, self._own, spec.limits.record_seconds, self._known, self._ask_all)
+        self.arrival = Arrival(directory, self._own, spec.limits.record_seconds, self._known, self._ask_all)
         self._needs = memory_of(spec, settings, footprint, spec.most_sharing)
         self._fitting = fitting_stages(self._needs, free_memory(settings.device))
         self._began = 0.0
@@ -122,7 +122,7 @@ class StageLifecycle:
         if wanted == "auto":
             if not self._fitting:
                 raise self._too_small()
-            return await self._arrival.choose(self._footprint.work, self._fitting, self._rng)
+            return await self.arrival.choose(self._footprint.work, self._fitting, self._rng)
         if not 0 <= wanted < stages:
             raise UserError(
                 ExitCode.CONFIG,
@@ -137,7 +137,7 @@ class StageLifecycle:
     async def arriving(self, stage: int) -> AsyncGenerator[None]:
         """Announce this node at `stage` while the block builds a replica of it and loads its state."""
         self.stage, self._began = stage, ambient.monotonic()
-        async with self._arrival.announced(stage):
+        async with self.arrival.announced(stage):
             yield
 
     async def look_again(self, membership: Membership) -> None:
@@ -153,7 +153,7 @@ class StageLifecycle:
     async def give_up_move(self) -> None:
         """Where a move was under way: nobody must wait for this node at its new stage any more."""
         if self.move is not None:
-            await self._arrival.withdraw(self.move.stage)
+            await self.arrival.withdraw(self.move.stage)
             self.move = None
 
     def back(self) -> int:
@@ -228,7 +228,7 @@ class StageLifecycle:
             strength = replica.capacity * work[replica.stage] or usual_strength(others)
             here = Server(self._own, replica.stage, strength, guards=self.copies.guards)
             move = relocation.look(now, here, others, shut=bool(shut))
-            if move is not None and await self._arrival.confirmed(
+            if move is not None and await self.arrival.confirmed(
                 move.stage, work, partial(relocation.still_worth, move, here)
             ):
                 for peer in shut if move.why == "lost" else ():

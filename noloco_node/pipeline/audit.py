@@ -114,7 +114,7 @@ class Auditor:
         with the budget (seconds) that the first had: nothing must tell the two apart. Refused, TransportError."""
         self._share = share
         self._book = book
-        self._train_again = train_again
+        self.train_again = train_again
         self._rng = rng
         self._clock = clock
         self._cases: asyncio.Queue[_Case] = asyncio.Queue()
@@ -201,7 +201,7 @@ class Auditor:
         silent = TRIAL_SECONDS
         try:
             async with asyncio.timeout(PATIENCE * case.took + 1.0):
-                return (await self._train_again(peer, case.outgoing, case.budget)).gradient
+                return (await self.train_again(peer, case.outgoing, case.budget)).gradient
         except Refused as refusal:
             why = str(refusal)
             silent = BUSY_SECONDS if refusal.reason in COME_BACK else TRIAL_SECONDS

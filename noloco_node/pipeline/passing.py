@@ -357,7 +357,7 @@ class PipelineServer:
         self._under_way[name] = task = asyncio.current_task()
         try:
             trained = await self._carry_through(name, header, *tensors)
-            answer = await self._answer(trained, header.codec, began)
+            answer = await self.answer(trained, header.codec, began)
         except asyncio.CancelledError:
             if name not in self._handed_back or task is None:
                 raise
@@ -422,7 +422,7 @@ class PipelineServer:
         self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float
     ) -> Trained:
         if self._downstream is None:
-            self._mark_trained(name)
+            self.mark_trained(name)
             turn = _turn(name.sender, header, labels)
             result = await self._worker.loss(activations, labels, source=name.sender, turn=turn, chosen=header.chosen)
             self._note_work(name, header, result.tokens, result.taken_in)
@@ -433,7 +433,7 @@ class PipelineServer:
             chosen = tuple(before + own for before, own in zip(header.chosen, passage.chosen, strict=False))
             trained = await self._send_on(header, outputs, labels, deadline, chosen)
             assert trained.gradient is not None
-            self._mark_trained(name)
+            self.mark_trained(name)
             gradient = await self._worker.backward(
                 passage,
                 trained.gradient,
@@ -473,7 +473,7 @@ class PipelineServer:
         except HopFailed as failure:
             raise Refused(failure.reason, failure.detail) from None
 
-    async def _answer(self, trained: Trained, codec: ActivationCodec, began: float) -> Reply[MicrobatchAnswer]:
+    async def answer(self, trained: Trained, codec: ActivationCodec, began: float) -> Reply[MicrobatchAnswer]:
         gradient = None if trained.gradient is None else await to_wire(trained.gradient, codec)
         header = MicrobatchAnswer(
             loss_sum=trained.loss_sum,
@@ -484,7 +484,7 @@ class PipelineServer:
         )
         return Reply(header, () if gradient is None else (gradient,))
 
-    def _mark_trained(self, name: MicrobatchName) -> None:
+    def mark_trained(self, name: MicrobatchName) -> None:
         """It changes this replica from here on."""
         self._ledger.repeated += self._repeats.mark_trained(name)
 

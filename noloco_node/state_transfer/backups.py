@@ -122,7 +122,7 @@ class StageCopies:
         self._own, self._pace = (membership.stage, worker), pace
         try:
             while True:
-                renewed = await self._renew(membership)
+                renewed = await self.renew(membership)
                 self._tend()
                 seconds = self._spec.limits.guard_seconds * (1.0 if renewed else RETRY_SHARE)
                 await asyncio.sleep(seconds * self._rng.uniform(0.8, 1.2))
@@ -192,7 +192,7 @@ class StageCopies:
             logger.warning("could not take the copy of stage %d from %s: %s", manifest.stage, peer, why)
             return None
 
-    async def _renew(self, membership: Membership) -> bool:
+    async def renew(self, membership: Membership) -> bool:
         stage = guarded_stage(membership.stage, membership.own_rank(), self._spec.stages, self._spec.guard_copies)
         if self.kept is not None and self.kept.stage != stage and membership.there(self.kept.stage, PeerState.TRAINING):
             self.kept = None  # never that of a stage which only this copy may be left of

@@ -75,7 +75,7 @@ class StateDonor:
         relayed: Callable[[PeerId], Awaitable[bool]] = nobody_relayed,
     ) -> None:
         self._spec = spec
-        self._relayed = relayed
+        self.relayed = relayed
         self._stage = stage
         self._transport = transport
         self._worker = worker
@@ -96,8 +96,8 @@ class StateDonor:
         """Register with the transport, and how each method is taken back."""
         return (
             on(self._transport, OFFER, self._handle_offer, self._admit),
-            on(self._transport, OPEN, self._handle_open, self._admit),
-            on(self._transport, CHUNK, self._handle_chunk, self._admit),
+            on(self._transport, OPEN, self.handle_open, self._admit),
+            on(self._transport, CHUNK, self.handle_chunk, self._admit),
         )
 
     @property
@@ -129,19 +129,19 @@ class StateDonor:
         if request.contract != self._worker.contract:
             raise Refused(Refusal.WRONG_CONTRACT)
 
-    async def _refuse_relayed(self, peer: PeerId) -> None:
-        if await self._relayed(peer):
+    async def refuse_relayed(self, peer: PeerId) -> None:
+        if await self.relayed(peer):
             raise Refused(Refusal.RELAYED, "a state is not sent through a relay: one side must dial the other")
 
     async def _handle_offer(self, peer: PeerId, _request: StateRequest) -> StateOffer:
-        await self._refuse_relayed(peer)
+        await self.refuse_relayed(peer)
         progress = self._worker.progress
         return StateOffer(
             clock=progress.clock, outer_rounds=progress.outer_rounds, readers=self.readers, places=self._places
         )
 
-    async def _handle_open(self, peer: PeerId, request: StateRequest) -> Reply[SignedManifest]:
-        await self._refuse_relayed(peer)
+    async def handle_open(self, peer: PeerId, request: StateRequest) -> Reply[SignedManifest]:
+        await self.refuse_relayed(peer)
         async with self._taking:
             now, held = ambient.monotonic(), self._held
             resumed = held is not None and held.manifest.snapshot == request.snapshot
@@ -179,7 +179,7 @@ class StateDonor:
         shared = max(SNAPSHOT_SHARED_SECONDS, (taken - started) / HELD_SHARE)
         return _Held(manifest, packed, digests, shared_until=taken + shared, used=taken)
 
-    async def _handle_chunk(self, peer: PeerId, request: StateRequest) -> Reply[Nothing]:
+    async def handle_chunk(self, peer: PeerId, request: StateRequest) -> Reply[Nothing]:
         held = self._held
         if held is None or held.manifest.snapshot != request.snapshot:
             raise Refused(Refusal.UNKNOWN_SNAPSHOT)

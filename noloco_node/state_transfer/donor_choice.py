@@ -127,7 +127,7 @@ class StateCopier:
         self._believe = believe
         self._emit = emit
         self._rng = rng
-        self._resting = PeerTimes[PeerId]()
+        self.resting = PeerTimes[PeerId]()
         """Until when donors are not asked again to which there is only a relayed connection."""
         self._relayed_told = False
         limits, size = spec.limits, packed_size(worker.state_sizes())
@@ -178,7 +178,7 @@ class StateCopier:
         """Take the state of this donor; TooSlow where one of `others` may be faster. Raises Refused or TransportError;
         the replica is unchanged then. One that gives nothing through a relay is asked every `RELAYED_REST_SECONDS` at
         most, and Refused for it between."""
-        if self._resting.holds(donor, ambient.monotonic()):
+        if self.resting.holds(donor, ambient.monotonic()):
             raise Refused(Refusal.RELAYED, "it said so a moment ago")
         try:
             await self._ask(donor)  # there must be something to come before there is room made for it
@@ -192,7 +192,7 @@ class StateCopier:
         return manifest
 
     def _let_rest(self, donor: PeerId) -> None:
-        self._resting[donor] = ambient.monotonic() + RELAYED_REST_SECONDS
+        self.resting[donor] = ambient.monotonic() + RELAYED_REST_SECONDS
         level = logging.DEBUG if self._relayed_told else logging.WARNING
         self._relayed_told = True
         logger.log(

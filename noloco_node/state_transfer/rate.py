@@ -89,7 +89,7 @@ class DonorRate:
         self._window = window
         self._trained = trained
         self._now = now
-        self._free_at = self._quiet_until = 0.0
+        self.free_at = self.quiet_until = 0.0
         self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
         self._giving = False
         """Somebody's turn has come, and is not over."""
@@ -118,10 +118,10 @@ class DonorRate:
         try:
             await turn
             now = self._now()
-            start = max(now, self._free_at, self._quiet_until)
+            start = max(now, self.free_at, self.quiet_until)
             if start > now:
                 await asyncio.sleep(start - now)
-            self._free_at = start + size / self.rate
+            self.free_at = start + size / self.rate
             self._taken += size
             self._hurried |= hurried
             self._read.add(reader)
@@ -148,7 +148,7 @@ class DonorRate:
         self._note(self._taken / elapsed, self._pace())
         if self._windows >= GIVING_WINDOWS:
             self._windows = 0
-            self._quiet_until = self._now() + self._window
+            self.quiet_until = self._now() + self._window
         self._begin_window()
 
     def _pace(self) -> float | None:

@@ -35,7 +35,7 @@ class NodePages:
         self._health = liveness(heartbeat)
         self._loop = asyncio.get_running_loop()
         self._around: Surroundings | None = None
-        self._made: tuple[float, Page] | None = None
+        self.made: tuple[float, Page] | None = None
         self.look: Callable[[], Surroundings] | None = None
         """Whom the node sees now; called on its own loop. None while it has no stage."""
 
@@ -58,11 +58,11 @@ class NodePages:
 
     def _state_page(self, _: Headers) -> Page:
         now = ambient.monotonic()
-        if self._made is None or now - self._made[0] >= CACHED_SECONDS:
+        if self.made is None or now - self.made[0] >= CACHED_SECONDS:
             document = self._state.document(self._look_around(), lag=self._heartbeat.age)
             body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-            self._made = now, Page(body, JSON)
-        return self._made[1]
+            self.made = now, Page(body, JSON)
+        return self.made[1]
 
     def _look_around(self) -> Surroundings | None:
         told: concurrent.futures.Future[None] = concurrent.futures.Future()

@@ -39,8 +39,8 @@ class Telemetry:
         self._memory = MemoryWatch(self.emit)
         self._heartbeat = Heartbeat(loop, self._look_at_memory)
         self._state = NodeState(__version__, self._log.view, tail)
-        self._pages = NodePages(self._metrics, self._state, self._heartbeat)
-        self._own_web = WebServer(self._pages.answers())
+        self.pages = NodePages(self._metrics, self._state, self._heartbeat)
+        self._own_web = WebServer(self.pages.answers())
         self._web = web or self._own_web
         write = None if self._display is None else self._display.line
         configure_logging(settings.log_level, self._log, write, tail, style=settings.log_format)
@@ -57,7 +57,7 @@ class Telemetry:
         if self._web is self._own_web:
             self._web.start(host, port)
         else:
-            self._web.show(self._pages.answers())
+            self._web.show(self.pages.answers())
 
     def ends(self) -> None:
         """The node was told to end."""
@@ -66,11 +66,11 @@ class Telemetry:
     @contextlib.contextmanager
     def showing(self, look: Callable[[], Surroundings]) -> Generator[None]:
         """Show whom the node sees, as long as the block lasts."""
-        self._pages.look = look
+        self.pages.look = look
         try:
             yield
         finally:
-            self._pages.look = None
+            self.pages.look = None
 
     def emit(self, event: AnyEvent) -> None:
         """Tell everybody who follows this node."""

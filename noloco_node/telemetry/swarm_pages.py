@@ -27,7 +27,7 @@ class SwarmPages:
         self._seen_at: float | None = None
         self._curves = {"nodes": Curve(), "tokens_per_second": Curve(), "clock": Curve()}
         self._metrics = SwarmMetrics(lambda: self._view, lambda: self.records(), lambda: self._age)
-        self._made: tuple[float, Page] | None = None
+        self.made: tuple[float, Page] | None = None
         self.records: Callable[[], int] = lambda: 0
         """How many records the seed holds."""
         self.detail = "starting: not in the network yet"
@@ -58,10 +58,10 @@ class SwarmPages:
 
     def _state_page(self, _: Headers) -> Page:
         now = ambient.monotonic()
-        if self._made is None or now - self._made[0] >= CACHED_SECONDS:
+        if self.made is None or now - self.made[0] >= CACHED_SECONDS:
             body = json.dumps(self._document(), separators=(",", ":"), allow_nan=False).encode()
-            self._made = now, Page(body, JSON)
-        return self._made[1]
+            self.made = now, Page(body, JSON)
+        return self.made[1]
 
     def _document(self) -> Document:
         """The swarm, and the seed that shows it."""

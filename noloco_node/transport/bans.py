@@ -98,7 +98,7 @@ class Bans:
     """The accounts of all peers that have offended, the worst forgotten last by time: at most `PEERS_REMEMBERED`."""
 
     def __init__(self, clock: Callable[[], float] = ambient.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self._standings = PeerTable[PeerId, BanRecord](PEERS_REMEMBERED, self._forgotten)
         self.offences: Counter[str] = Counter()
         """So far, by `Offence`."""
@@ -112,7 +112,7 @@ class Bans:
 
     def offended(self, peer: PeerId, offence: Offence, detail: str = "") -> None:
         """Count an offence of `peer`; a ban that follows is logged once, with its reason and its end."""
-        now = self._clock()
+        now = self.clock()
         before = self._standings.get(peer, BanRecord())
         after = self._standings[peer] = after_offence(before, offence, now)
         self.offences[offence.value] += 1
@@ -137,12 +137,12 @@ class Bans:
     def banned(self, peer: PeerId) -> bool:
         """Whether `peer` is banned now."""
         standing = self._standings.get(peer)
-        return standing is not None and standing.banned(self._clock())
+        return standing is not None and standing.banned(self.clock())
 
     @property
     def changes(self) -> int:
         """How often `banned` may have changed its answer so far: bans that began, and that ended."""
-        while self._ends and self._ends[0] <= self._clock():
+        while self._ends and self._ends[0] <= self.clock():
             heapq.heappop(self._ends)
             self._changes += 1
         return self._changes
@@ -154,12 +154,12 @@ class Bans:
     @property
     def banned_now(self) -> int:
         """Peers that are banned now."""
-        now = self._clock()
+        now = self.clock()
         return sum(standing.banned(now) for standing in self._standings.values())
 
     def refuse_banned(self, peer: PeerId) -> None:
         """Raise Refused (`banned`, with the reason and the seconds left) where `peer` is banned now."""
-        standing, now = self._standings.get(peer), self._clock()
+        standing, now = self._standings.get(peer), self.clock()
         if standing is not None and standing.banned(now):
             left = standing.banned_until - now
             raise Refused(Refusal.BANNED, f"for {standing.reason}, {math.ceil(left)} s more")

@@ -110,7 +110,7 @@ class MemoryNetwork:
         self._carrier = carrier
         self.fired: Counter[FaultKind] = Counter()
         """Faults that happened, by kind."""
-        self._transports: dict[PeerId, MemoryTransport] = {}
+        self.transports: dict[PeerId, MemoryTransport] = {}
         self._killed: set[PeerId] = set()
         self._faults: list[Fault] = []
 
@@ -136,14 +136,14 @@ class MemoryNetwork:
     def kill(self, peer: PeerId) -> None:
         """The peer dies: its handlers are cancelled, calls from and to it break, later ones find nobody."""
         self._killed.add(peer)
-        for transport in self._transports.values():
+        for transport in self.transports.values():
             transport.break_calls(peer if transport.peer_id != peer else None)
-        if peer in self._transports:
-            self._transports[peer].cancel_handlers()
+        if peer in self.transports:
+            self.transports[peer].cancel_handlers()
 
     def stall(self, stalled: Callable[[PeerId, PeerId], bool]) -> None:
         """Called when bytes cease to move between some: see `MemoryTransport.stall`."""
-        for transport in self._transports.values():
+        for transport in self.transports.values():
             transport.stall(stalled)
 
     def revive(self, peer: PeerId) -> None:
@@ -152,17 +152,17 @@ class MemoryNetwork:
 
     def attach(self, transport: MemoryTransport) -> None:
         """Called by a transport's constructor. A new transport takes over the peer id of an old one."""
-        self._transports[transport.peer_id] = transport
+        self.transports[transport.peer_id] = transport
         self._killed.discard(transport.peer_id)
 
     def detach(self, transport: MemoryTransport) -> None:
         """Called by a transport's `close`."""
-        if self._transports.get(transport.peer_id) is transport:
-            del self._transports[transport.peer_id]
+        if self.transports.get(transport.peer_id) is transport:
+            del self.transports[transport.peer_id]
 
     def find(self, source: PeerId, target: PeerId) -> MemoryTransport:
         """The peer to talk to, or `PeerUnreachable`."""
-        found = self._transports.get(target)
+        found = self.transports.get(target)
         if found is None or target in self._killed or source in self._killed:
             raise PeerUnreachable(f"{target} is not there")
         return found

@@ -284,7 +284,7 @@ def poison() -> None:
 
 
 def _poison_gradients(name: str, change: Callable[[Tensor], Tensor]) -> None:
-    answer = PipelineServer._answer
+    answer = PipelineServer.answer
 
     async def poisoned(
         self: PipelineServer, trained: Trained, codec: ActivationCodec, began: float
@@ -294,7 +294,7 @@ def _poison_gradients(name: str, change: Callable[[Tensor], Tensor]) -> None:
             trained = Trained(trained.loss_sum, trained.tokens, change(trained.gradient))
         return await answer(self, trained, codec, began)
 
-    PipelineServer._answer = poisoned
+    PipelineServer.answer = poisoned
 
 
 def _poison_weights(name: str, change: Callable[[Tensor], Tensor]) -> None:

@@ -55,7 +55,7 @@ def opened(portions: Portions, limit_bytes: int = 4 * SIZE, begin: Position = BE
         yield prefetch
     finally:
         prefetch.close()
-        assert not prefetch._thread.is_alive()
+        assert not prefetch.thread.is_alive()
 
 
 async def draw(prefetch: Prefetch) -> int:

@@ -242,7 +242,7 @@ async def test_a_replica_holds_two_blocks_at_most(spec: DataSpec) -> None:
     finally:
         reader.close()
         prefetch.close()
-    assert not prefetch._thread.is_alive(), "although it waited"
+    assert not prefetch.thread.is_alive(), "although it waited"
 
 
 async def test_where_there_is_no_block_now_the_reader_asks_again(
@@ -260,7 +260,7 @@ async def test_where_there_is_no_block_now_the_reader_asks_again(
     finally:
         reader.close()
         prefetch.close()
-    assert not prefetch._thread.is_alive()
+    assert not prefetch.thread.is_alive()
 
 
 class SmallBlocks:

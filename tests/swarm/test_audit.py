@@ -297,9 +297,9 @@ async def test_books_about_peers_do_not_grow_with_their_names(monkeypatch: pytes
 async def test_a_failure_in_an_audit_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     """Nobody foresaw it: it is logged with its cause, and the next microbatch is audited as ever."""
     stage = await Stage(3, share=1.0).known()
-    answer, stage.auditor._train_again = stage.auditor._train_again, broken
+    answer, stage.auditor.train_again = stage.auditor.train_again, broken
     await stage.microbatch()
-    stage.auditor._train_again = answer
+    stage.auditor.train_again = answer
     await stage.microbatch()
     assert stage.auditor.findings == {Finding.AGREED: 4, Finding.FAILED: 1}
     assert "RuntimeError: no memory" in caplog.text

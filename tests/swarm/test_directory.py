@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -163,7 +165,7 @@ async def test_a_dead_p2pd_neither_hangs_nor_raises(tmp_path: Path) -> None:
                 other = await join_directory(two, second, RUN, STAGES)
                 await directory.publish(record_of(first.peer_id), 60)
                 await other.refresh()
-                two._child.kill()
+                os.kill(two.pid, signal.SIGKILL)
                 await two.wait_until_dead()
                 async with asyncio.timeout(60):
                     await other.publish(record_of(second.peer_id), 30)

@@ -148,7 +148,7 @@ async def test_a_manifest_that_another_peer_signed_is_refused(monkeypatch: pytes
     async with donors_and_joiner() as (made, joiner):
         first, second = made.replicas[:2]
         asked = state_messages.StateRequest.model_validate(request_of(joiner).header)
-        stolen = await second.state_transfer.donor._handle_open(joiner.context.transport.peer_id, asked)
+        stolen = await second.state_transfer.donor.handle_open(joiner.context.transport.peer_id, asked)
         forge(first, monkeypatch, lambda _: stolen.header.model_dump())
         assert "not signed by the donor" in await join_until_the_first_has_failed(made, joiner)
 
@@ -315,7 +315,7 @@ async def test_no_state_crosses_a_relay(monkeypatch: pytest.MonkeyPatch, relayed
         return looks <= relayed_looks
 
     async with donors_and_joiner(1) as (made, joiner):
-        made.replicas[0].state_transfer.donor._relayed = relayed
+        made.replicas[0].state_transfer.donor.relayed = relayed
         if relayed_looks < late_join.RELAYED_TRIES:
             assert await become_current(joiner) == FIRST
             return
@@ -350,13 +350,13 @@ async def test_a_laggard_that_only_relays_connect_says_so_once_and_rests(
 
     monkeypatch.setattr(late_join, "new_download", counted)
     async with donors_and_joiner(1) as (made, laggard):
-        made.replicas[0].state_transfer.donor._relayed = relayed
+        made.replicas[0].state_transfer.donor.relayed = relayed
         await laggard.membership.refresh()
         for _ in range(5):
             await laggard.outer_steps.catch_up(FIRST)
         assert (looks, rooms) == (1, 0)
         monkeypatch.setattr(late_join, "RELAYED_REST_SECONDS", 0.0)
-        laggard.state_transfer.copier._resting.clear()
+        laggard.state_transfer.copier.resting.clear()
         for _ in range(2):
             await laggard.outer_steps.catch_up(FIRST)
         assert (looks, rooms) == (3, 0)
@@ -600,9 +600,9 @@ class PacedDonor:
         end = begin + seconds
         while self._now < end:
             self._now += 0.1
-            silent = self._now <= self.rate._quiet_until or self._now < self._born + 20
+            silent = self._now <= self.rate.quiet_until or self._now < self._born + 20
             if not silent:
-                self.rate._free_at = 0.0
+                self.rate.free_at = 0.0
                 await self.rate.take(int(0.1 * self.rate.rate))
             lost = 0.0 if silent else min(0.9, self.cost * self.rate.rate)
             done += 0.1 * 1000.0 * (1.0 - lost) * (1.0 + self._noise * self._generator.gauss(0.0, 1.0))

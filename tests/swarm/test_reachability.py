@@ -149,7 +149,7 @@ class World:
             raise PeerUnreachable(peer)
         relay = CircuitRelay(cast("Any", None), carry=peer in self.relaying)
         ends = [await asyncio.open_unix_connection(sock=end) for end in socket.socketpair()]
-        task = asyncio.create_task(relay._serve(OWN, *ends[0]))
+        task = asyncio.create_task(relay.serve_stream(OWN, *ends[0]))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return ends[1]

@@ -113,7 +113,7 @@ async def test_the_asker_ends_the_stream_not_the_relay() -> None:
         relay = CircuitRelay(cast("Any", None), carry=carry)
         ours, theirs = socket.socketpair()
         (reader, writer), (asking, asked) = [await asyncio.open_unix_connection(sock=end) for end in (theirs, ours)]
-        serving = asyncio.create_task(relay._serve(ONE, reader, writer))
+        serving = asyncio.create_task(relay.serve_stream(ONE, reader, writer))
         await write_message(asked, message)
         await read_fields(asking)
         with pytest.raises(TimeoutError):

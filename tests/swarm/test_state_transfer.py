@@ -136,7 +136,7 @@ async def test_without_a_donor_the_node_says_so_and_keeps_its_weights() -> None:
 
 async def test_an_altered_chunk_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A donor whose chunks do not match its manifest is given up; the joiner keeps its weights."""
-    honest = StateDonor._handle_chunk  # pyright: ignore[reportPrivateUsage]
+    honest = StateDonor.handle_chunk  # pyright: ignore[reportPrivateUsage]
 
     async def forge(self: StateDonor, peer: PeerId, request: state_messages.StateRequest) -> Reply[Nothing]:
         answer = await honest(self, peer, request)
@@ -144,7 +144,7 @@ async def test_an_altered_chunk_is_never_loaded(monkeypatch: pytest.MonkeyPatch)
         forged[0] ^= 1
         return Reply(answer.header, (forged,))
 
-    monkeypatch.setattr(StateDonor, "_handle_chunk", forge)
+    monkeypatch.setattr(StateDonor, "handle_chunk", forge)
     async with veteran_and_joiner() as (_, (_, joiner)):
         before = (await joiner.worker.full_state())[1]["fast"]
         with pytest.raises(UserError):

@@ -269,7 +269,7 @@ async def test_most_of_those_that_answer_may_claim_to_be_ahead_and_keep_no_run_f
             await haunt(made, PeerState.TRAINING, name=stranger.context.transport.peer_id)
             if busy:
                 stranger.state_transfer.open()
-            stranger.state_transfer.donor._refuse_relayed = refuses  # type: ignore[method-assign]
+            stranger.state_transfer.donor.refuse_relayed = refuses  # type: ignore[method-assign]
         await other.membership.announce(PeerState.TRAINING)
         entered = FirstState(joiner, [other.context.transport.peer_id])
         assert await asyncio.wait_for(entered.take(None), 60) is None

@@ -110,7 +110,7 @@ async def test_a_banned_peer_is_not_answered_routed_to_paired_with_or_counted() 
         head, stage_peer, tail = made.replicas[0], peer_name(0, 1), peer_name(1, 0)
         clock = [0.0]
         book = head.context.transport.conduct
-        book._clock = lambda: clock[0]
+        book.clock = lambda: clock[0]
         for peer in (stage_peer, tail):
             for _ in range(int(conduct.TOLERATED) + 1):
                 book.offended(peer, Offence.NOT_FINITE)
@@ -173,7 +173,7 @@ async def test_a_next_stage_whose_answers_break_the_protocol_is_banned_and_the_s
     """Poisoned gradients at every answer: after a few it is asked no more; no sample is lost."""
     async with serving_world() as made:
         head, tail = made.replicas
-        true = tail.pipeline.server._answer
+        true = tail.pipeline.server.answer
         poisoned = 0
 
         async def poison(*given: Any) -> Reply[MicrobatchAnswer]:
@@ -182,7 +182,7 @@ async def test_a_next_stage_whose_answers_break_the_protocol_is_banned_and_the_s
             answer = await true(*given)
             return Reply(answer.header, tuple(torch.full_like(t, float("nan")) for t in answer.tensors))
 
-        tail.pipeline.server._answer = poison  # type: ignore[method-assign]
+        tail.pipeline.server.answer = poison  # type: ignore[method-assign]
         await head.membership.refresh()
         head.pipeline.book.update([tail.context.transport.peer_id], 0)
         assert head.pipeline.origin is not None
@@ -337,7 +337,7 @@ def test_who_sends_broken_frames_is_banned_at_the_opening_of_a_stream(hostile: H
     """On real streams: corrupt, truncated and foreign bytes; the ban answers before a byte is sent, and ends."""
     run, clock = hostile.runner.run, [0.0]
     book = hostile.transport.conduct
-    book._clock = lambda: clock[0]
+    book.clock = lambda: clock[0]
     whole = b"".join(echo_request(8))
     assert run(hostile.hear(whole)) == "answered"
     assert run(hostile.hear(whole[:-9])) == "closed", "truncated: given up, and no offence, for links break"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +92,7 @@ async def real_world(folder: Path) -> AsyncIterator[World]:
         await asyncio.gather(server.start(), caller.start())
 
         async def kill() -> None:
-            one._child.kill()
+            os.kill(one.pid, signal.SIGKILL)
             await one.wait_until_dead()
 
         try:

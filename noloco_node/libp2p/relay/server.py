@@ -91,7 +91,7 @@ class CircuitRelay:
 
     async def start(self) -> None:
         """Take requests from now on."""
-        await self._host.serve_streams(HOP, self._serve)
+        await self._host.serve_streams(HOP, self.serve_stream)
 
     async def close(self) -> None:
         """Take no more, and end every circuit."""
@@ -101,7 +101,7 @@ class CircuitRelay:
         if self.carried_bytes:
             logger.info("relayed %d MB for others", self.carried_bytes // 10**6)
 
-    async def _serve(self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve_stream(self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         full = self._handshakes[peer] >= MOST_HANDSHAKES_OF_ONE or self._handshakes.total() >= MOST_HANDSHAKES
         if self._closed or full:
             writer.transport.abort()
