@@ -25,6 +25,7 @@ from noloco_node.config.environment import variable_of
 from noloco_node.config.load import load_config
 from noloco_node.config.shipped import find_config, shipped_configs
 from noloco_node.errors import ExitCode
+from noloco_node.sizing.loss_table import TABLE
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import EventFile
 from noloco_node.telemetry.web import Page, WebServer
@@ -125,13 +126,13 @@ def test_a_configuration_that_comes_along_is_known_by_its_name(tmp_path: Path, m
 
 
 def test_every_configuration_lies_in_the_wheel() -> None:
-    """The patterns of the package's data find them all, and what the pages are made of; the repository's folder is the
-    same one."""
+    """The patterns of the package's data find them all, what the pages are made of, and what the advice is drawn from;
+    the repository's folder is the same one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project["tool"]["setuptools"]["package-data"]["noloco_node"]
     found = {path for pattern in patterns for path in (ROOT / "noloco_node").glob(pattern)}
     pages = {path for path in (ROOT / "noloco_node").rglob("*") if path.suffix in (".html", ".css", ".js")}
-    assert found == {*shipped_configs().values(), *pages}
+    assert found == {*shipped_configs().values(), *pages, TABLE}
     assert {"tiny", "own-text", "lab/first"} <= shipped_configs().keys()
     assert (ROOT / "configs").resolve() == ROOT / "noloco_node" / "configs"
 

@@ -39,6 +39,7 @@ class WorkSettings(Settings):
     """What is trained, and what it sends."""
 
     stages: Annotated[int, Field(gt=0, le=64)] = 4
+    """Pipeline stages; nodes choose theirs by the daemon's own rule."""
     microbatch_bytes: Positive = 400_000
     """Activations of one microbatch between two stages; its gradients are as many."""
     exchange_bytes: Positive = 30_000_000
@@ -61,9 +62,11 @@ class DirectorySettings(Settings):
     """How nodes see each other."""
 
     view: Literal["everybody", "buckets"] = "buckets"
+    """`buckets`: large stages are seen in part, as nodes see them; `everybody`: each node reads all records."""
     record_seconds: PositiveFloat = 20.0
     """Life of a record."""
     look_seconds: PositiveFloat = 2.0
+    """Between two looks of a node."""
     holders: Positive = 5
     """Nodes that keep a key."""
     record_bytes: Positive = 391
@@ -77,14 +80,18 @@ class Deaths(Settings):
     """Nodes die at one moment."""
 
     at_seconds: Annotated[float, Field(ge=0.0)]
+    """Of the swarm, from its start."""
     share: Fraction
+    """Of the nodes that live then, drawn by chance."""
 
 
 class Arrivals(Settings):
     """A crowd comes."""
 
     at_seconds: Annotated[float, Field(ge=0.0)]
+    """When the first one comes, seconds from the start."""
     within_seconds: PositiveFloat
+    """They come evenly within so long."""
     times: PositiveFloat
     """As many as live at the time, times this."""
 
@@ -93,18 +100,24 @@ class Cut(Settings):
     """A region reaches nobody else, and nobody else reaches it."""
 
     at_seconds: Annotated[float, Field(ge=0.0)]
+    """When it begins, seconds from the start."""
     for_seconds: PositiveFloat
+    """How long it lasts."""
     region: Annotated[int, Field(ge=0)] = 0
+    """Which region, counted from 0."""
 
 
 class CrowdSettings(Settings):
     """A crowd of more nodes than can be run whole, by events, for each size once. Seconds are of the swarm."""
 
     kind: Literal["crowd"]
+    """What is simulated."""
     seed: int = 0
+    """Of everything that chance decides: one seed, one course."""
     nodes: Annotated[tuple[Positive, ...], Field(min_length=1)]
     """Nodes at the start; several: one simulation for each."""
     seconds: PositiveFloat
+    """How long it is."""
     warm_up_seconds: Annotated[float, Field(ge=0.0)] = 0.0
     """What happens before is in no figure."""
     churn_an_hour: Annotated[float, Field(ge=0.0, le=20.0)] = 0.0
@@ -121,8 +134,11 @@ class CrowdSettings(Settings):
     links: LinkSettings = LinkSettings()
     directory: DirectorySettings = DirectorySettings()
     deaths: tuple[Deaths, ...] = ()
+    """Moments at which many die at once."""
     arrivals: tuple[Arrivals, ...] = ()
+    """Crowds that come."""
     cuts: tuple[Cut, ...] = ()
+    """Regions that are cut off for a while."""
 
     @model_validator(mode="after")
     def _can_be(self) -> CrowdSettings:

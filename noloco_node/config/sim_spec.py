@@ -79,6 +79,7 @@ class HuntSpec(Settings):
     it. Each is a run of its own that ends with its target."""
 
     kind: Literal["hunt"]
+    """What is simulated."""
     seeds: Positive = 100
     """How many schedules."""
     first: Annotated[int, Field(ge=0)] = 0

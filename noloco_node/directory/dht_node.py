@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import secrets
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -221,7 +220,9 @@ class DhtNode:
 
     def _asking_for(self, key: bytes, neighbours: int) -> bytes:
         held = self._records.live(key, self._intake.now()).items()
-        return pack_asked(key, ((signer, row.expires) for signer, row in held), secrets.token_bytes(8), neighbours)
+        return pack_asked(
+            key, ((signer, row.expires) for signer, row in held), bytes.fromhex(ambient.token(8)), neighbours
+        )
 
     async def store(self, peer: Any, rows: Sequence[Stored]) -> list[bool] | None:
         """Ask a peer to hold records; which of them it took, None where it does not answer."""
