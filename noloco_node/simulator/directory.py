@@ -2,8 +2,8 @@
 have read them, look-ups take round trips and ask many, and who died takes what it held along.
 
 Who is told, and how many, are the daemon's own figures. A look asks everybody near a key, which the daemon does only
-now and then: between, it asks two of them for what it lacks. Not modelled: signatures, rations, hand-overs to nodes that
-come near a key, and that bytes of look-ups take up links; they are counted.
+now and then: between, it asks two of them for what it lacks. Not modelled: signatures, rations, hand-overs to nodes
+that come near a key, and that bytes of look-ups take up links; they are counted.
 """
 
 from __future__ import annotations

@@ -46,7 +46,11 @@ async def node(folder: Path, *arguments: str) -> AsyncIterator[list[AnyEvent]]:
     try:
         yield events
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 60) == ExitCode.INTERRUPTED
+        try:
+            assert await asyncio.wait_for(process.wait(), 60) == ExitCode.INTERRUPTED
+        except TimeoutError:
+            said = (folder / "printed").read_text(encoding="utf-8").splitlines()[-20:]
+            raise AssertionError(f"{folder.name} did not leave: {said}, {events[-5:]}") from None
         events.extend(reader.new_events())
     finally:
         following.cancel()
