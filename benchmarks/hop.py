@@ -30,6 +30,7 @@ import uvloop
 from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.proto import runtime_pb2  # pyright: ignore[reportMissingTypeStubs]
 
+from benchmarks.other_process import other_process
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.identity.addresses import parse_address
 from noloco_node.identity.keys import load_or_create_identity
@@ -316,27 +317,6 @@ def table(measured: Sequence[Measured]) -> str:
     return "\n".join(lines)
 
 
-@contextlib.asynccontextmanager
-async def other_process(folder: Path) -> AsyncIterator[tuple[dict[str, Any], int]]:
-    """The serving process: where it answers, and its process id. It ends with the block."""
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.hop", "--serve", str(folder)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    try:
-        async with asyncio.timeout(START_SECONDS):
-            line = await child.stdout.readline()
-        if not line:
-            raise SystemExit("benchmarks.hop: the other process ended at its start; its reason stands above")
-        yield json.loads(line), child.pid
-    finally:
-        child.stdin.close()
-        await child.wait()
-
-
 async def run(options: argparse.Namespace) -> tuple[list[Measured], list[Bulk]]:
     """Start the server, measure every size, then many streams at once."""
     shape = None
@@ -344,7 +324,8 @@ async def run(options: argparse.Namespace) -> tuple[list[Measured], list[Bulk]]:
         bits = options.mbit * 1e6 if options.mbit else Shape().bits_per_second
         shape = Shape(delay=options.round_trip / 2e3, bits_per_second=bits)
     with tempfile.TemporaryDirectory() as name:
-        async with other_process(Path(name)) as (where, pid), carriers(where, Path(name), shape) as (ways, daemon):
+        server = other_process("benchmarks.hop", "--serve", name, seconds=START_SECONDS)
+        async with server as (where, pid), carriers(where, Path(name), shape) as (ways, daemon):
             cpu = Processes((psutil.Process().pid, pid, where["p2pd"], daemon.pid))
             found: list[Measured] = []
             for size in options.sizes:

@@ -18,6 +18,7 @@ import random
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 import uvloop
 from torch import Tensor
 
+from benchmarks.other_process import other_process
 from noloco_node.aio import Pulse, cancel_and_wait
 from noloco_node.averaging.participant import Averaging
 from noloco_node.config.model_spec import ModelSpec
@@ -239,27 +241,6 @@ async def carry(port: int, delay: float, mbit: float) -> None:
     await proxy.close()
 
 
-@contextlib.asynccontextmanager
-async def other_process(*arguments: str) -> AsyncIterator[tuple[dict[str, Any], int]]:
-    """A process of this file: what it printed, and its process id. It ends with the block."""
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.pair", *arguments),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    try:
-        async with asyncio.timeout(START_SECONDS):
-            line = await child.stdout.readline()
-        if not line:
-            raise SystemExit("benchmarks.pair: the other process ended at its start; its reason stands above")
-        yield json.loads(line), child.pid
-    finally:
-        child.stdin.close()
-        await child.wait()
-
-
 @dataclass
 class Pair:
     """This process's replica and the other one."""
@@ -300,18 +281,21 @@ class Pair:
         return (await self._ask(SWAP, {}, tensor)).tensors[0]
 
 
+_another = partial(other_process, "benchmarks.pair", seconds=START_SECONDS)
+
+
 @contextlib.asynccontextmanager
 async def pair(round_trip: float = 0.0, mbit: float = 0.0, folder: Path | None = None) -> AsyncIterator[Pair]:
     """Two replicas, `round_trip` seconds apart on a line of so many Mbit/s each way (0: as fast as it goes)."""
     assert folder is not None
     try:
         async with contextlib.AsyncExitStack() as stack:
-            where, pid = await stack.enter_async_context(other_process("--serve", str(folder)))
+            where, pid = await stack.enter_async_context(_another("--serve", str(folder)))
             address = parse_address(where["address"])
             port = address.port
             if round_trip or mbit:
                 link = ("--link", str(port), str(round_trip / 2), str(mbit or 1e6))
-                port = (await stack.enter_async_context(other_process(*link)))[0]["port"]
+                port = (await stack.enter_async_context(_another(*link)))[0]["port"]
             identity = load_or_create_identity(folder / "own.key")
             entrance = f"/ip4/127.0.0.1/tcp/{port}/p2p/{address.peer}"
             settings = NodeSettings(initial_peers=(entrance,))

@@ -367,6 +367,7 @@ def stopped_event(
     partners: dict[str, int] | None = None,
     final_weights: str | None = None,
 ) -> NodeStopped:
+    """The last event of a node, which began at `started` on the monotonic clock (seconds)."""
     return NodeStopped(
         reason=reason,
         detail=detail,
