@@ -1,9 +1,11 @@
 """The simulator's two models against each other: whole nodes in virtual time, and the same crowd by events.
 
-    python -m benchmarks.two_models --nodes 16 --out docs/results/calibration/models-16.json
+    python -m benchmarks.two_models --nodes 64 --seconds 900 --warm-up 200 --seeds 3 \
+        --out docs/results/calibration/models-64.json
 
-Both have the same nodes: stage, speed, links and region of each are drawn by the event model and given to the whole
-nodes. Figures are of the time after a warm-up.
+Both have the same nodes: stage, speed, links and region of each are drawn by the event model, for each seed others, and
+given to the whole nodes. Figures are of the time after a warm-up. `--again` takes whole nodes' figures from the file,
+as far as it has them, and runs the event model alone.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,13 +26,13 @@ from noloco_node.config.load import Config, load_config
 from noloco_node.config.shipped import shipped_config
 from noloco_node.simulator.crowd import Crowd
 from noloco_node.simulator.links import Attachment, Links, SharedWay
-from noloco_node.simulator.loop import WALL, in_virtual_time
-from noloco_node.simulator.node import peer_of
+from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.simulator.node import Node, peer_of
 from noloco_node.simulator.quadratic import Quadratic, weigh_as
 from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.traffic import traffic_of
-from noloco_node.telemetry.events import Account, InnerStep, OuterStep
+from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, OuterStep
 from noloco_node.training.compute_thread import Priority
 
 MICROBATCHES_A_STEP = 2
@@ -39,6 +41,8 @@ IN_FLIGHT, MAX_PENDING = 8, 16
 FORWARD_SECONDS = 2.0
 STEP_SECONDS = 0.001
 RECORD_SECONDS = 20.0
+STATE_BYTES = 20.0
+"""For each weight, of what a joiner copies: the weights twice, the outer momentum and two moments."""
 
 
 def configuration(nodes: int) -> Config:
@@ -61,7 +65,8 @@ def configuration(nodes: int) -> Config:
 
 def crowd_settings(config: Config, nodes: int, warm_up: float, seconds: float, fastest: float) -> CrowdSettings:
     """The same for the event model."""
-    traffic = traffic_of(config.run, footprint_of(config.run))
+    footprint = footprint_of(config.run)
+    traffic = traffic_of(config.run, footprint)
     return CrowdSettings.model_validate(
         {
             "kind": "crowd",
@@ -72,7 +77,8 @@ def crowd_settings(config: Config, nodes: int, warm_up: float, seconds: float, f
             "work": {
                 "stages": config.run.stages,
                 "microbatch_bytes": round(traffic[0].forward),
-                "exchange_bytes": round(traffic[0].outer_step),
+                "state_bytes": round(STATE_BYTES * fmean(footprint.parameters)),
+                "exchange_bytes": round(fmean(each.outer_step for each in traffic)),
                 "microbatches_a_step": MICROBATCHES_A_STEP,
                 "inner_steps": INNER_STEPS,
                 "min_inner_steps": MIN_INNER_STEPS,
@@ -89,18 +95,30 @@ def crowd_settings(config: Config, nodes: int, warm_up: float, seconds: float, f
 def by_events(crowd: Crowd, settings: CrowdSettings) -> dict[str, float]:
     """Run a crowd, and what it came to."""
     warm_up, seconds, nodes = settings.warm_up_seconds, settings.seconds - settings.warm_up_seconds, len(crowd.nodes)
+    pipeline, averaging = crowd.pipeline, crowd.averaging
+
+    def inner_steps() -> int:
+        return sum(each.steps for each in averaging.progress)
+
     crowd.agenda.run(warm_up)
     crowd.nodes.sent.clear()
-    before, busy, finished = crowd.moment(), sum(crowd.pipeline.busy), crowd.pipeline.finished
+    before, busy, finished, stepped = crowd.moment(), sum(pipeline.busy), pipeline.finished, inner_steps()
+    away, hops, refused = pipeline.away, pipeline.hops, pipeline.refused
+    exchanging = averaging.exchange_seconds
     crowd.agenda.run(settings.seconds)
     after = crowd.moment()
     paired, alone = after.paired - before.paired, after.alone - before.alone
-    sent = crowd.nodes.sent
+    sent, finished = crowd.nodes.sent, pipeline.finished - finished
     return {
-        "microbatches/s": (crowd.pipeline.finished - finished) * settings.parcel / seconds,
-        "devices work, %": 100.0 * (sum(crowd.pipeline.busy) - busy) / seconds / nodes,
+        "microbatches/s": finished * settings.parcel / seconds,
+        "devices work, %": 100.0 * (sum(pipeline.busy) - busy) / seconds / nodes,
+        "inner steps a node and minute": (inner_steps() - stepped) / nodes / seconds * 60.0,
         "outer steps a node and minute": (paired + alone) / nodes / seconds * 60.0,
         "of those alone, %": 100.0 * alone / max(1, alone + paired),
+        "seconds of a hop": (pipeline.away - away) / max(1, finished) / (settings.work.stages - 1),
+        "seconds of an exchange": 2.0 * (averaging.exchange_seconds - exchanging) / max(1, paired),
+        "asked again, of a hundred": 100.0 * (pipeline.refused - refused) / max(1, pipeline.hops - hops),
+        "caught up": float(averaging.kinds["caught_up"]),
         "replicas of a stage, as seen": fmean(crowd.directory.replicas(i) for i in range(nodes)),
         "microbatches, kB/s a node": sent.get("microbatches", 0.0) / seconds / nodes / 1e3,
         "exchanges, kB/s a node": sent.get("exchanges", 0.0) / seconds / nodes / 1e3,
@@ -108,9 +126,70 @@ def by_events(crowd: Crowd, settings: CrowdSettings) -> dict[str, float]:
     }
 
 
+class Told:
+    """What whole nodes tell after a moment, and counts of it alone are kept."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._began = asyncio.get_running_loop().time()
+        self._first: dict[int, Account] = {}
+        self._last: dict[int, Account] = {}
+        self._kinds: Counter[str] = Counter()
+        self._seen: Counter[int] = Counter()
+        self._exchanged = 0.0
+        world.on_event = self._take
+
+    def _take(self, node: Node, event: AnyEvent) -> None:
+        self._world.events[node.number].clear()
+        if isinstance(event, OuterStep):
+            self._kinds[event.kind] += 1
+            self._exchanged += event.seconds if event.kind == "paired" else 0.0
+        elif isinstance(event, InnerStep):
+            self._seen[event.live_replicas] += 1
+        elif isinstance(event, Account):
+            self._first.setdefault(node.number, event)
+            self._last[node.number] = event
+
+    def figures(self, sent: Mapping[str, int]) -> dict[str, float]:
+        """Of the time so far."""
+        world, nodes = self._world, len(self._world.nodes)
+        seconds = asyncio.get_running_loop().time() - self._began
+        committed, inner = self._kinds["paired"] + self._kinds["alone"], self._seen.total()
+        pairs = [(self._first[node.number], self._last[node.number], node.stage) for node in world.nodes]
+
+        def rate(of: Callable[[Account], float], *, origins: bool = False) -> float:
+            """A second, over all nodes; each from its own first account to its last."""
+            found = [
+                (of(last) - of(first)) / (last.time - first.time) for first, last, s in pairs if not (origins and s)
+            ]
+            return sum(found)
+
+        answered = rate(lambda each: sum(each.hop_seconds.counts) if each.hop_seconds else 0)
+        again = rate(lambda each: each.retried)
+        return {
+            "microbatches/s": rate(lambda each: each.trained, origins=True),
+            "devices work, %": 100.0 * rate(lambda each: each.busy_seconds) / nodes,
+            "inner steps a node and minute": inner / nodes / seconds * 60.0,
+            "outer steps a node and minute": committed / nodes / seconds * 60.0,
+            "of those alone, %": 100.0 * self._kinds["alone"] / max(1, committed),
+            "seconds of a hop": rate(lambda each: each.hop_seconds.sum if each.hop_seconds else 0.0) / answered,
+            "seconds of an exchange": self._exchanged / max(1, self._kinds["paired"]),
+            "asked again, of a hundred": 100.0 * again / (answered + again),
+            "replicas of a stage, as seen": sum(seen * times for seen, times in self._seen.items()) / max(1, inner),
+            **{
+                f"{kind}, kB/s a node": sent[kind] / seconds / nodes / 1e3
+                for kind in ("microbatches", "exchanges", "directory")
+            },
+            "answered by the last stage/s": rate(lambda each: each.served),
+            "sent again or lost/s": rate(lambda each: each.repeated),
+            "caught up": float(self._kinds["caught_up"]),
+            "exchanges aborted": float(self._kinds["aborted"]),
+        }
+
+
 async def by_nodes(config: Config, crowd: Crowd, warm_up: float, seconds: float, seed: int) -> dict[str, float]:
     """The same nodes, whole."""
-    run, loop = config.run, asyncio.get_running_loop()
+    run = config.run
     drawn, regions = crowd.nodes, crowd.settings.links.regions
     near, far = crowd.settings.links.near_seconds, crowd.settings.links.far_seconds
     trips = [[near if one == other else far for other in range(regions)] for one in range(regions)]
@@ -134,82 +213,85 @@ async def by_nodes(config: Config, crowd: Crowd, warm_up: float, seconds: float,
             way.attach(peer_of(number), Attachment(drawn.region[number], drawn.up[number], drawn.down[number]))
             world.start(drawn.stage[number])
         await asyncio.sleep(warm_up)
-        began, before = loop.time(), _sent(links)
+        told, before = Told(world), _sent(links)
         await asyncio.sleep(seconds)
         sent = _sent(links)
         sent.subtract(before)
-        return _told(world, WALL + began, WALL + loop.time(), sent)
+        return told.figures(sent)
 
 
 def _sent(links: Links) -> Counter[str]:
     """Bytes by kind."""
+    families = {"microbatch": "microbatches", "outer": "exchanges", "dht": "directory"}
     found: Counter[str] = Counter()
     for counts in links.sent.values():
         for method, octets in counts.items():
-            family = method.partition(".")[0]
-            found[{"microbatch": "microbatches", "outer": "exchanges", "dht": "directory"}.get(family, method)] += (
-                octets
-            )
+            found[families.get(method.partition(".")[0], method)] += octets
     return found
 
 
-def _told(world: World, begin: float, end: float, sent: Counter[str]) -> dict[str, float]:
-    seconds, nodes = end - begin, len(world.nodes)
-    served, busy, seen = 0.0, list[float](), list[int]()
-    kinds: Counter[str] = Counter()
-    for node in world.nodes:
-        inside = [event for event in world.events[node.number] if begin <= event.time <= end]
-        kinds.update(event.kind for event in inside if isinstance(event, OuterStep))
-        seen += [event.live_replicas for event in inside if isinstance(event, InnerStep)]
-        accounts = [event for event in inside if isinstance(event, Account)]
-        passed = accounts[-1].time - accounts[0].time
-        busy.append((accounts[-1].busy_seconds - accounts[0].busy_seconds) / passed)
-        if node.stage == world.spec.stages - 1:
-            served += (accounts[-1].served - accounts[0].served) / passed
-    committed = kinds["paired"] + kinds["alone"]
-    return {
-        "microbatches/s": served,
-        "devices work, %": 100.0 * fmean(busy),
-        "outer steps a node and minute": committed / nodes / seconds * 60.0,
-        "of those alone, %": 100.0 * kinds["alone"] / max(1, committed),
-        "replicas of a stage, as seen": fmean(seen),
-        **{
-            f"{kind}, kB/s a node": sent[kind] / seconds / nodes / 1e3
-            for kind in ("microbatches", "exchanges", "directory")
-        },
-    }
+def table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Means over the seeds, their ratio, and the least and the largest ratio of a seed."""
+    lines = ["| figure | whole nodes | by events | ratio | of single seeds |", "|---|---|---|---|---|"]
+    for name in runs[0]["by events"]:
+        whole, events = ([run[side][name] for run in runs] for side in ("whole nodes", "by events"))
+        ratios = [made / other for made, other in zip(events, whole, strict=True) if other]
+        ratio = f"{fmean(events) / fmean(whole):.2f}" if fmean(whole) else "-"
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-"
+        lines.append(f"| {name} | {fmean(whole):.4g} | {fmean(events):.4g} | {ratio} | {spread} |")
+    for name in runs[0]["whole nodes"]:
+        if name not in runs[0]["by events"]:
+            lines.append(f"| {name} | {fmean(run['whole nodes'][name] for run in runs):.4g} | | | |")
+    spent = [fmean(run["cpu_seconds"][side] for run in runs) for side in ("whole nodes", "by events")]
+    lines.append(f"| seconds of processor time | {spent[0]:.0f} | {spent[1]:.1f} | | |")
+    return "\n".join(lines)
+
+
+def both(seed: int, options: argparse.Namespace, known: Mapping[str, Any] | None) -> dict[str, Any]:
+    """One seed's figures of either model; of whole nodes those that are `known`."""
+    config = configuration(options.nodes)
+    settings = crowd_settings(config, options.nodes, options.warm_up, options.seconds, options.fastest)
+    settings = settings.model_copy(update={"seed": seed})
+    crowd = Crowd(settings, options.nodes)
+    began = time.process_time()
+    events = by_events(crowd, settings)
+    spent = {"by events": time.process_time() - began}
+    if known is not None:
+        nodes, spent["whole nodes"] = known["whole nodes"], known["cpu_seconds"]["whole nodes"]
+    else:
+        began = time.process_time()
+        work = by_nodes(config, crowd, options.warm_up, options.seconds, seed)
+        nodes = in_virtual_time(lambda: work, seed=seed)
+        spent["whole nodes"] = time.process_time() - began
+    return {"seed": seed, "whole nodes": nodes, "by events": events, "cpu_seconds": spent}
 
 
 def main() -> None:
-    """Run both, print the table and write it."""
+    """Run both for each seed, print the table and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--warm-up", type=float, default=60.0)
     parser.add_argument("--fastest", type=float, default=16.0, help="speed of the fastest, in times the slowest")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--again", action="store_true", help="take what --out has of whole nodes")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    config = configuration(options.nodes)
-    settings = crowd_settings(config, options.nodes, options.warm_up, options.seconds, options.fastest)
-    settings = settings.model_copy(update={"seed": options.seed})
-    crowd = Crowd(settings, options.nodes)
-    began = time.process_time()
-    events = by_events(crowd, settings)
-    spent = [time.process_time() - began]
-    print(json.dumps(events), spent, flush=True)
-    work = by_nodes(config, crowd, options.warm_up, options.seconds, options.seed)
-    nodes = in_virtual_time(lambda: work, seed=options.seed)
-    spent.append(time.process_time() - began - spent[0])
-    print("| figure | whole nodes | by events | ratio |\n|---|---|---|---|")
-    for name, made in events.items():
-        whole = nodes[name]
-        print(f"| {name} | {whole:.4g} | {made:.4g} | {f'{made / whole:.2f}' if whole else '-'} |")
-    print(f"| seconds of processor time | {spent[1]:.0f} | {spent[0]:.0f} | |")
-    if options.out:
-        found: dict[str, Any] = {"nodes": options.nodes, "seconds": options.seconds, "fastest": options.fastest}
-        found |= {"whole nodes": nodes, "by events": events, "cpu_seconds": spent}
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    about = {name: getattr(options, name) for name in ("nodes", "seconds", "warm_up", "fastest")}
+    known: dict[int, dict[str, Any]] = {}
+    if options.again:
+        before = json.loads(options.out.read_text(encoding="utf-8"))
+        if {name: before[name] for name in about} != about:
+            parser.error(f"{options.out} is of {', '.join(f'{name} {before[name]}' for name in about)}")
+        known = {run["seed"]: run for run in before["runs"]}
+    runs: list[dict[str, Any]] = []
+    for seed in range(options.seeds):
+        runs.append(both(seed, options, known.get(seed)))
+        print(json.dumps(runs[-1]), flush=True)
+        if options.out:
+            kept = [*runs, *(run for other, run in known.items() if other > seed)]
+            options.out.write_text(json.dumps(about | {"runs": kept}, indent=1) + "\n", encoding="utf-8")
+    print(table(runs))
 
 
 if __name__ == "__main__":

@@ -119,6 +119,7 @@ class Crowd:
 
     def _tick(self) -> None:
         self.directory.tick()
+        self.averaging.look()
         self.agenda.after(self.settings.directory.look_seconds, self._tick)
 
     def _churn(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from noloco_node.averaging.backoff import Visits
@@ -17,12 +18,14 @@ from noloco_node.averaging.matchmaking import (
     decide,
     retry_delay,
 )
+from noloco_node.directory.peer_clocks import laggard, lags
 from noloco_node.outer.update import OuterRule, contribution, step_
 from noloco_node.simulator.crowd_directory import CrowdDirectory
 from noloco_node.simulator.crowd_nodes import PROGRESS_SECONDS, Nodes
 from noloco_node.training.progress import Progress, staggered
-from noloco_node.training.schedule import credit_after_step, share_of_batch
+from noloco_node.training.schedule import credit_after_step, share_of_batch, tied_pace
 from noloco_node.transport.errors import Refusal
+from noloco_node.trust.sources_seen import weighted_median
 
 RULE = OuterRule(alpha=0.0, beta=1.0, gamma=1.0, momentum="averaged")
 """The defaults of a run."""
@@ -36,7 +39,10 @@ NO_LIMIT = 1 << 40
 
 
 class CrowdAveraging:
-    """The replicas' counts and weights. Weights learn nothing: how their spread shrinks shows how well they mix."""
+    """The replicas' counts and weights. Weights learn nothing: how their spread shrinks shows how well they mix.
+
+    Many methods: each is one step of a replica's way to its next outer step.
+    """
 
     def __init__(self, nodes: Nodes, directory: CrowdDirectory, generator: torch.Generator) -> None:
         self.nodes = nodes
@@ -60,11 +66,23 @@ class CrowdAveraging:
         self._step_seconds: list[float] = []
         self._next_try: list[float] = []
         self._visits: list[Visits] = []
+        self._catch_up_from: list[int] = []
+        """Whose state each is to take as soon as it is free, since it lags too far behind; -1: nobody's."""
+        self._taking: list[bool] = []
+        """A stage peer's state is on its way."""
+        self.clocks = np.zeros(nodes.most)
+        """As they stand now, in tokens."""
+        self._middle: list[float] = []
+        """Of each stage, the median clock as of the last look."""
+        self._origins_middle = 0.0
+        """Of the first stage's, weighed by what each trains."""
         self._global_batch = 0
         limited = nodes.settings.directory.view == "everybody"
         self._most = nodes.settings.directory.max_replicas if limited else NO_LIMIT
         self.kinds: dict[str, int] = {"paired": 0, "alone": 0, "aborted": 0, "caught_up": 0}
         self.refusals: dict[str, int] = {}
+        self.exchange_seconds = 0.0
+        """Of all exchanges that were begun."""
         self.meetings: list[tuple[int, int]] = []
 
     def joined(self, i: int) -> None:
@@ -82,22 +100,50 @@ class CrowdAveraging:
         self._step_seconds.append(1.0)
         self._next_try.append(0.0)
         self._visits.append(Visits())
+        self._catch_up_from.append(-1)
+        self._taking.append(False)
 
     def agree(self, replicas: float) -> None:
         """So many replicas of each stage share the global batch from now on."""
         self._global_batch = round(replicas * self.nodes.settings.work.microbatches_a_step * MICROBATCH_TOKENS)
+
+    def look(self) -> None:
+        """Everybody looks into the directory, and what time it is in each stage is known. All hear the same of it: the
+        median of all clocks, where a node has that of those that it sees."""
+        nodes = self.nodes
+        many = len(nodes)
+        serving, stages = np.flatnonzero(np.array(nodes.serving, np.bool_)), nodes.stage_row[:many]
+        by_stage = [serving[stages[serving] == stage] for stage in range(nodes.settings.work.stages)]
+        self._middle = [float(np.median(self.clocks[who])) if len(who) else 0.0 for who in by_stage]
+        origins: list[int] = by_stage[0].tolist()
+        if origins:
+            self._origins_middle = weighted_median(
+                (self.progress[i].clock, round(1e3 * nodes.speed[i])) for i in origins
+            )
+
+    @property
+    def _most_lag(self) -> float:
+        return float(LAG_ROUNDS * self.window.inner_steps * self._global_batch)
+
+    def _lead(self, i: int) -> float | None:
+        """By how much the origins are ahead of a node's clock, as it hears; None on the first stage."""
+        return None if self.nodes.stage[i] == 0 else self._origins_middle - self.progress[i].clock
+
+    def _went_on(self, i: int, progress: Progress) -> None:
+        self.progress[i], self.clocks[i] = progress, progress.clock
 
     def copy(self, donor: int, i: int) -> None:
         """A node takes over another's state."""
         self.slow[i], self.momentum[i] = self.slow[donor], self.momentum[donor]
         self.expected[i] = self.expected[donor]
         other = self.progress[donor]
-        self.progress[i] = self.progress[i].as_copy_of(other.clock, other.outer_rounds, self.window.inner_steps)
+        self._went_on(i, self.progress[i].as_copy_of(other.clock, other.outer_rounds, self.window.inner_steps))
         self._free_since[i] = self.progress[i].steps
 
     def left(self, i: int) -> None:
         """A node is gone."""
         partner, self._engaged[i] = self._engaged[i], -1
+        self._catch_up_from[i], self._taking[i] = -1, False
         if partner >= 0:
             self.kinds["aborted"] += 1
             self.agenda.after(PROGRESS_SECONDS, self._give_up, partner, i)
@@ -111,7 +157,8 @@ class CrowdAveraging:
         if credit is None:
             return
         now = self.agenda.now
-        self.progress[i] = self.progress[i].after_inner_step(self._gathered[i], replicas)
+        pace = tied_pace(self._lead(i), self._most_lag)
+        self._went_on(i, self.progress[i].after_inner_step(self._gathered[i], replicas, pace))
         self._gathered[i], self._credit[i] = 0, credit
         self._step_seconds[i], self._stepped_at[i] = now - self._stepped_at[i], now
         self.consider(i)
@@ -120,12 +167,14 @@ class CrowdAveraging:
         """Decide about the next outer step."""
         if not self.nodes.serving[i] or self._dialling[i] >= 0:
             return
+        if self._catch_up_from[i] >= 0 and not self._busy(i):
+            self._catch_up(i)
         progress = self.progress[i]
         state = PairingState(
             steps_since_outer=progress.steps_since_outer,
             steps_free=progress.steps - self._free_since[i],
             stage_peers=lambda: self.directory.seen(i, 0),
-            engaged=self._engaged[i] >= 0,
+            engaged=self._busy(i),
             next_try=self._next_try[i],
         )
         decision = decide(state, self.window, now=self.agenda.now, rng=self.nodes.rng)
@@ -133,7 +182,7 @@ class CrowdAveraging:
             self._dialling[i] = int(decision.partner)
             self.agenda.after(self.nodes.latency(i, int(decision.partner)), self._proposed, i, int(decision.partner))
         elif isinstance(decision, StepAlone):
-            self.progress[i] = progress.after_outer_step(0, progress, 0.0)
+            self._went_on(i, progress.after_outer_step(0, progress, 0.0))
             self._visits[i].stepped()
             self.kinds["alone"] += 1
             self.nodes.tell("alone", i)
@@ -149,30 +198,48 @@ class CrowdAveraging:
         if refusal is not None:
             self.agenda.after(back, self._answered, i, refusal.value)
             return
-        clocks = self.progress[i].clock, self.progress[j].clock
-        lag = LAG_ROUNDS * self.window.inner_steps * self._global_batch
-        behind = None if abs(clocks[0] - clocks[1]) <= lag else (i if clocks[0] < clocks[1] else j)
-        if behind == j:
+        if self._lags(i, j) is not None:  # as the dialler finds when the dialled one has opened
+            self.kinds["aborted"] += 2
             self.agenda.after(back, self._answered, i, Refusal.LAGGING.value)
             return
         self._dialling[i] = -1
         self._engaged[i], self._engaged[j] = j, i
         self.nodes.exchanging[i] = self.nodes.exchanging[j] = True
         work = self.nodes.settings.work
-        if behind == i:
-            seconds = self.nodes.exchange_seconds(i, j, work.state_bytes)
-            self.agenda.after(seconds, self._caught_up, i, j)
-            return
         seconds = self.nodes.exchange_seconds(i, j, work.exchange_bytes)
+        self.exchange_seconds += seconds
         self.agenda.after(seconds, self._commit, i, j, self.progress[i], self.progress[j])
 
+    def _heard(self, i: int) -> tuple[float, ...]:
+        """Clocks of a node's stage peers, as the directory has them."""
+        return (self._middle[self.nodes.stage[i]],)
+
+    def _busy(self, i: int) -> bool:
+        return self._engaged[i] >= 0 or self._taking[i]
+
+    def _lags(self, i: int, j: int) -> str | None:
+        """Which of the two a node finds to lag the other too far: `own` or `other`; if it is its own, it is to take the
+        other's state."""
+        clocks, middle = (self.progress[i].clock, self.progress[j].clock), self._heard(i)
+        found = laggard(*clocks, estimated=middle, recorded=middle, max_lag=self._most_lag)
+        if found == "own":
+            self._catch_up_from[i] = j
+        return found
+
     def _refusal(self, i: int, j: int) -> Refusal | None:
+        if not self._busy(j):
+            lagging = self._lags(j, i)
+            if lagging == "other" and lags(self.progress[i].clock, self._heard(i), self._most_lag):
+                self._catch_up_from[i] = j
+            if lagging is not None:
+                self.consider(j)
+                return Refusal.LAGGING
         dialling = self._dialling[j]
         refusal = answer_proposal(
             own=self.nodes.peer[j],
             dialler=self.nodes.peer[i],
             dialling=None if dialling < 0 else self.nodes.peer[dialling],
-            exchange_open=self._engaged[j] >= 0,
+            exchange_open=self._busy(j),
             steps_since_outer=self.progress[j].steps_since(0),
             window=self.window,
             last_round=False,
@@ -208,14 +275,26 @@ class CrowdAveraging:
         self._free_since[i] = self.progress[i].steps
         self.consider(i)
 
-    def _caught_up(self, i: int, j: int) -> None:
-        if not self._free(i, j):
+    def _catch_up(self, i: int) -> None:
+        """Take the state of a stage peer that is too far ahead. The other goes on meanwhile."""
+        donor, self._catch_up_from[i] = self._catch_up_from[i], -1
+        if not self.nodes.serving[donor] or not self.nodes.reach(i, donor):
             return
-        self.nodes.count("states", self.nodes.settings.work.state_bytes)
-        self.copy(j, i)
-        self.kinds["caught_up"] += 1
-        self.nodes.tell("caught up", i, j)
-        self.consider(j)
+        self._taking[i] = True
+        seconds = self.nodes.exchange_seconds(donor, i, self.nodes.settings.work.state_bytes)
+        self.agenda.after(seconds, self._caught_up, i, donor)
+
+    def _caught_up(self, i: int, donor: int) -> None:
+        if not self._taking[i]:
+            return
+        self._taking[i] = False
+        self._free_since[i] = self.progress[i].steps
+        if self.nodes.serving[donor] and self.nodes.reach(i, donor):
+            self.nodes.count("states", self.nodes.settings.work.state_bytes)
+            self.copy(donor, i)
+            self.kinds["caught_up"] += 1
+            self.nodes.tell("caught up", i, donor)
+        self.consider(i)
 
     def _commit(self, i: int, j: int, before_i: Progress, before_j: Progress) -> None:
         if not self._free(i, j):
@@ -232,7 +311,7 @@ class CrowdAveraging:
         self.expected[i] = self.expected[j] = (self.expected[i] + self.expected[j]) / 4
         shift = 0.5 * (before_j.clock - before_i.clock)
         for one, before, by in ((i, before_i, shift), (j, before_j, -shift)):
-            self.progress[one] = self.progress[one].after_outer_step(0, before, by)
+            self._went_on(one, self.progress[one].after_outer_step(0, before, by))
             self._visits[one].stepped()
         self._visits[j].made(self.nodes.peer[i], self.directory.replicas(j) - 1)
         self.kinds["paired"] += 2

@@ -75,7 +75,8 @@ class _Records:
         self.life = self.settings.record_seconds
         self.stages = nodes.settings.work.stages
         self.error = 0.0
-        self.renew_at = rng.random(nodes.most) * (self.life / RENEWALS)
+        self.renew_at = np.full(nodes.most, -math.inf)
+        """When each publishes its record next; of those that never have, before all time."""
         self.column = np.zeros(nodes.most, np.int64)
         """A node's stage; of those that are cut off, beyond all stages of the others."""
         self.columns = self.stages
@@ -89,11 +90,13 @@ class _Records:
         self.written: dict[int, Floats] = {}
 
     def due(self) -> Ints:
-        """Who renews its record now: they live, have come to their stage, and it is a third of a life ago."""
+        """Who publishes its record now: they live, have come to their stage, and have not done so for a third of a
+        life. Those who do it for the first time, all at the start, come again each at a time of its own."""
         nodes, now = self.nodes, self.nodes.agenda.now
         here = np.array(nodes.serving, np.bool_)
         who = np.flatnonzero(here & (self.renew_at[: len(here)] <= now))
-        self.renew_at[who] = now + self.life / RENEWALS
+        part = np.where(np.isneginf(self.renew_at[who]), self.rng.random(len(who)), 1.0)
+        self.renew_at[who] = now + part * (self.life / RENEWALS)
         return who
 
     def sort(self) -> None:

@@ -134,15 +134,15 @@ class Nodes:
 
     def carry(self, i: int, j: int, octets: float, times: float) -> float:
         """Seconds until so many bytes have come from one to the other: one thing after the other on either link, and
-        what is exchanged beside takes its part. All takes so many `times` as long; the bytes are counted by whoever
+        what is exchanged beside takes its part. A downlink is taken for as long as the bytes need on it, not for as
+        long as a slow uplink needs for them. All takes so many `times` as long; the bytes are counted by whoever
         sends."""
         now = self.agenda.now
         up = self.up[i] * (EXCHANGE_SHARE if self.exchanging[i] else 1.0)
         down = self.down[j] * (EXCHANGE_SHARE if self.exchanging[j] else 1.0)
-        begun = max(now, self.up_free[i])
-        self.up_free[i] = sent = begun + times * octets / up
-        self.down_free[j] = come = max(sent, max(begun, self.down_free[j]) + times * octets / down)
-        return come - now + times * self.latency(i, j)
+        self.up_free[i] = sent = max(now, self.up_free[i]) + times * octets / up
+        self.down_free[j] = taken = max(now, self.down_free[j]) + times * octets / down
+        return max(sent, taken) - now + times * self.latency(i, j)
 
     def exchange_seconds(self, i: int, j: int, octets: float) -> float:
         """Seconds for both to have what the other sends, beside microbatches."""

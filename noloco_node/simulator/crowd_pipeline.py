@@ -75,6 +75,8 @@ class CrowdPipeline:
         """Asked of somebody who died or was cut off."""
         self.refused = 0
         self.hops = 0
+        self.away = 0.0
+        """Seconds, as microbatches have them, from being sent to whoever answered to the answer: of all answers."""
         self.routes: list[tuple[int, int]] = []
         """Sender and receiver of parcels that came through, where they are kept."""
         self.keep_routes = False
@@ -264,6 +266,7 @@ class CrowdPipeline:
         peer = self.nodes.peer[j]
         book.done(peer, passage.began, RequestOutcome.CAME)
         book.reported(peer, load)
+        self.away += self.clock() - passage.began
         if self.keep_routes:
             self.routes.append((i, j))
         self._put(Priority.BACKWARD, passage, OWN)

@@ -7,7 +7,10 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -143,6 +146,67 @@ def test_counts_are_right_in_either_view(view: str) -> None:
     crowd.agenda.run(90.0)
     assert crowd.directory.error <= (0.0 if view == "everybody" else 0.12)
     assert 400 < crowd.directory.replicas(3) < 800
+
+
+@pytest.mark.parametrize("view", ["everybody", "buckets"])
+def test_at_the_start_everybody_is_seen(view: str) -> None:
+    """Who begins beside others sends to all of them, and renewals come each at a time of its own."""
+    directory = {"view": view, "record_seconds": 20.0, "look_seconds": 2.0}
+    crowd = Crowd(settings(directory=directory, devices={"forward_seconds": 1.0}), 24)
+    crowd.agenda.run(60.0)
+    of_stage = crowd.nodes.stage.count(1)
+    asked = [j for j in range(24) if crowd.nodes.stage[j] == 1 and crowd.pipeline.busy[j] > 0.0]
+    assert len(asked) == of_stage
+    crowd.nodes.sent.clear()
+    crowd.agenda.run(66.0)
+    written = crowd.nodes.sent["directory written"]
+    crowd.nodes.sent.clear()
+    crowd.agenda.run(72.0)
+    assert 0.3 < crowd.nodes.sent["directory written"] / written < 3.0
+
+
+def test_who_sends_slowly_keeps_nobody_off_a_downlink() -> None:
+    """A downlink is taken for as long as the bytes need on it; in turn where several fill it."""
+    nodes = Crowd(settings(), 24).nodes
+    nodes.up[:4], nodes.down[4] = [1e4, 1e6, 1e6, 1e6], 1e6
+    assert nodes.carry(0, 4, 1e5, 1.0) == pytest.approx(10.0)
+    assert [nodes.carry(i, 4, 1e5, 1.0) for i in (1, 2, 3)] == pytest.approx([0.2, 0.3, 0.4])
+
+
+def test_who_lags_takes_a_state_and_its_donor_goes_on() -> None:
+    """It steps with nobody until it has it; all others, whoever gives it, step on meanwhile."""
+    work = settings().work.model_copy(update={"state_bytes": 1_000_000_000})
+    crowd = Crowd(settings(work=work.model_dump(), devices={"fastest": 1.0, "forward_seconds": 4.0}), 24)
+    crowd.agenda.run(1200.0)
+    stage, progress = [i for i in range(24) if crowd.nodes.stage[i] == 1], crowd.averaging.progress
+    assert crowd.averaging.kinds["caught_up"] == 0
+    late = stage[0]
+    progress[late] = replace(progress[late], clock=0.0)
+    crowd.agenda.run(1320.0)
+    rounds = {i: progress[i].outer_rounds for i in stage}
+    crowd.agenda.run(1920.0)
+    went_on = {i for i in stage if progress[i].outer_rounds > rounds[i]}
+    assert went_on == set(stage[1:])
+    crowd.agenda.run(4000.0)
+    assert crowd.averaging.kinds["caught_up"] == 1
+    assert progress[late].clock == pytest.approx(progress[stage[1]].clock, rel=0.1)
+
+
+def test_clocks_of_a_later_stage_are_tied_to_the_origins() -> None:
+    """Ones that run ahead by much are told so by each microbatch, and come back to what time it is."""
+    crowd = crowd_of(24, devices={"fastest": 1.0, "forward_seconds": 4.0}, seconds=1200)
+    nodes, progress = crowd.nodes, crowd.averaging.progress
+    for i in range(24):
+        if nodes.stage[i] == 1:
+            progress[i] = replace(progress[i], clock=1.6 * progress[i].clock)
+    before = [_median(progress[i].clock for i in range(24) if nodes.stage[i] == stage) for stage in (0, 1)]
+    crowd.agenda.run(2400.0)
+    after = [_median(progress[i].clock for i in range(24) if nodes.stage[i] == stage) for stage in (0, 1)]
+    assert after[1] - after[0] < 0.8 * (before[1] - before[0])
+
+
+def _median(values: Iterable[float]) -> float:
+    return median(list(values))
 
 
 def test_unevenness_tells_chance_from_a_preference() -> None:
