@@ -21,7 +21,8 @@ import torch
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import build_stage
-from noloco_node.training.stage_trainer import ForwardContext, StageTrainer
+from noloco_node.training.stage_trainer import StageTrainer
+from noloco_node.training.trainer import ForwardContext
 
 WAYS = ("keep", "recompute", "checkpoint")
 WINDOWS, TOKENS, VOCABULARY = 4, 512, 256

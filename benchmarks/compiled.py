@@ -24,7 +24,8 @@ from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import build_stage
 from noloco_node.training.compiled_stage import INDUCTOR
-from noloco_node.training.stage_trainer import ForwardContext, StageTrainer
+from noloco_node.training.stage_trainer import StageTrainer
+from noloco_node.training.trainer import ForwardContext
 
 MOST_APART = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "bf16-pure": 0.05}
 """Largest difference of a vector to that of the plain form, in norms, by precision."""

@@ -116,8 +116,3 @@ def audits_under_way(auditor: object) -> Sized:
 def optimizer_of(trainer: object) -> Any:
     """What steps a stage's parameters."""
     return cast("Any", trainer)._optimizer.torch
-
-
-def published_by(trainer: object) -> Any:
-    """The weights that a trainer's next forward uses."""
-    return cast("Any", trainer)._versions.current.flat

@@ -26,7 +26,8 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.records import PeerState
 from noloco_node.model.stage import build_stage
 from noloco_node.training.compute_thread import Priority
-from noloco_node.training.stage_trainer import ForwardContext, StageTrainer
+from noloco_node.training.stage_trainer import StageTrainer
+from noloco_node.training.trainer import ForwardContext
 from tests.inside import thread_of
 from tests.worlds import Swarm, libp2p_world, micro_spec, window_batch
 

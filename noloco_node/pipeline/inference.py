@@ -18,8 +18,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import StageCut
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.fair_queue import QueueTurn
-from noloco_node.training.stage_trainer import MicrobatchNotFinite
 from noloco_node.training.stage_worker import StageWorker
+from noloco_node.training.trainer import MicrobatchNotFinite
 from noloco_node.transport.calls import NOTHING, Method, Nothing, Reply, on_tensors
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.headers import ProtocolVersion, RunName, StageIndex, WireModel, check_addressed

@@ -49,8 +49,8 @@ from noloco_node.telemetry.metric_table import HOP_SECONDS
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.fair_queue import QueueTurn
 from noloco_node.training.norm_bound import NormBound
-from noloco_node.training.stage_trainer import ForwardContext, MicrobatchNotFinite
 from noloco_node.training.stage_worker import StageWorker
+from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
 from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.transport.calls import Reply, ask, judging, on_tensors
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError

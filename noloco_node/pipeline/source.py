@@ -21,8 +21,8 @@ from noloco_node.pauses import Doubling
 from noloco_node.pipeline.in_flight import InFlight
 from noloco_node.pipeline.messages import HopFailed, Ledger, Mode, Outgoing, Sample
 from noloco_node.pipeline.passing import Downstream
-from noloco_node.training.stage_trainer import ForwardContext, MicrobatchNotFinite
 from noloco_node.training.stage_worker import StageWorker
+from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
 from noloco_node.transport.errors import Refusal
 from noloco_node.trust.sources_seen import DrawnBy
 

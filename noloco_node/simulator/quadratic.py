@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -29,10 +29,8 @@ from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_thread import Compute, Priority
 from noloco_node.training.layout import FlatLayout
-from noloco_node.training.loss_bound import LossBound
-from noloco_node.training.stage_trainer import ForwardContext, LossResult, StepResult
 from noloco_node.training.stage_worker import PlacedStage, outer_of
-from noloco_node.training.versions import VersionStore
+from noloco_node.training.trainer import ForwardContext, LossResult, StepResult, Trainer
 from noloco_node.transport.memory import Parcel
 from noloco_node.transport.messages import TensorSpec
 
@@ -84,38 +82,25 @@ class Landscape:
         return _numbers(self.optimum)
 
 
-class QuadraticTrainer:
-    """Implements `Trainer`: the gradient at θ is θ − θ* and the microbatch's noise; inner steps are plain descent.
+class QuadraticTrainer(Trainer):
+    """A `Trainer` whose gradient at θ is θ − θ* and the microbatch's noise; inner steps are plain descent.
 
     Many methods: those of a `Trainer` are given.
     """
 
+    _loss: float | None = None
+    """Of the present weights; None until somebody asks."""
+
     def __init__(self, facts: QuadraticFacts, land: Landscape, wire_dtype: torch.dtype) -> None:
-        self.device = torch.device("cpu")
-        self.router: Router | None = None
-        self.loss_bound = LossBound(VOCABULARY)
-        self.bounded: dict[str, int] = {}
-        self.master = land.begin.clone()
-        self.layout = FlatLayout.of({"weights": self.master.view(8, -1)})
-        self.tokens_accumulated = 0
-        self.loss_accumulated = 0.0
+        master = land.begin.clone()
+        super().__init__(facts, FlatLayout.of({"weights": master.view(8, -1)}), master, published=torch.float32)
         self._first = facts.cut.is_first
         self._wire_dtype = wire_dtype
         self._land = land
-        self._gradient = torch.zeros(DIMENSIONS)
-        self._versions = VersionStore(self.layout, torch.float32)
-        self._versions.publish(self.master)
-        self._loss: float | None = None
-        """Of the present weights; None until somebody asks."""
-
-    @property
-    def live_versions(self) -> int:
-        """See `Trainer`."""
-        return self._versions.live
 
     def forward(self, inputs: Tensor, passage: ForwardContext) -> Tensor:
         """See `Trainer`: the first token of each row goes on, as a stand-in for the activations."""
-        passage.version = self._versions.acquire()
+        passage.version = self.versions.acquire()
         passage.inputs = inputs
         return self._stand_in(inputs)
 
@@ -142,7 +127,7 @@ class QuadraticTrainer:
         del source, chosen
         tokens = labels.numel()
         loss_sum = self._present_loss() * tokens
-        self._gather(self._versions.current.flat, inputs, loss_sum, tokens)
+        self._gather(self.versions.current.flat, inputs, loss_sum, tokens)
         return LossResult(loss_sum, tokens, None if self._first else torch.ones_like(inputs))
 
     def evaluate(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -159,48 +144,20 @@ class QuadraticTrainer:
         """See `Trainer`: it has no words to say."""
         return torch.zeros(inputs.shape[0], VOCABULARY)
 
-    def discard(self, passage: ForwardContext) -> None:
-        """See `Trainer`."""
-        version, passage.version, passage.inputs = passage.version, None, None
-        if version is not None:
-            self._versions.release(version)
-
     def step(self, learning_rate: float) -> StepResult:
         """See `Trainer`; nothing is clipped."""
         tokens, loss = self.tokens_accumulated, self.loss_accumulated / self.tokens_accumulated
-        mean = self._gradient.div_(tokens)
+        mean = self.gradient.div_(tokens)
         norm = math.sqrt(math.fsum(number * number for number in _numbers(mean)))
         self.master.sub_(mean.mul(learning_rate))
         self._publish()
-        self._gradient.zero_()
-        self.tokens_accumulated, self.loss_accumulated = 0, 0.0
+        self._used()
         return StepResult(tokens, loss, norm, skipped=False)
-
-    def add_to_weights(self, correction: Tensor, part: slice = slice(None)) -> None:
-        """See `Trainer`."""
-        self.master[part].add_(correction)
-        self._publish()
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """See `Trainer`: plain descent has none, and what a real one has takes its bytes."""
         moments = {name: torch.zeros(DIMENSIONS) for name in ("exp_avg", "exp_avg_sq")}
         return {**moments, "optimizer_steps": torch.tensor(0)}
-
-    def load(self, fast: Tensor, optimizer_state: Mapping[str, Tensor]) -> None:
-        """See `Trainer`."""
-        del optimizer_state
-        self.master.copy_(fast)
-        self._publish()
-
-    def copy_into(self, room: Mapping[str, Tensor]) -> None:
-        """See `Trainer`."""
-        room["fast"].copy_(self.master)
-        room["gradient"].copy_(self._gradient)
-
-    def load_gradient(self, gradient: Tensor, tokens: int, loss_sum: float) -> None:
-        """See `Trainer`."""
-        self._gradient.copy_(gradient)
-        self.tokens_accumulated, self.loss_accumulated = tokens, loss_sum
 
     def _stand_in(self, inputs: Tensor) -> Tensor:
         if inputs.dim() == 2:
@@ -210,9 +167,8 @@ class QuadraticTrainer:
     def _gather(self, weights: Tensor, inputs: Tensor, loss_sum: float, tokens: int) -> None:
         first = inputs[0].flatten()[:4]
         noise = self._land.noises[int(math.fsum(_numbers(first)) * 31 + float(first[-1])) % NOISES]
-        self._gradient.add_(weights.sub(self._land.optimum).add_(noise).mul_(tokens))
-        self.tokens_accumulated += tokens
-        self.loss_accumulated += loss_sum
+        self.gradient.add_(weights.sub(self._land.optimum).add_(noise).mul_(tokens))
+        self._count(loss_sum, tokens)
 
     def _present_loss(self) -> float:
         if self._loss is None:
@@ -222,7 +178,7 @@ class QuadraticTrainer:
 
     def _publish(self) -> None:
         self._loss = None
-        self._versions.publish(self.master)
+        super()._publish()
 
 
 EXCHANGES = "outer"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -27,61 +27,13 @@ from noloco_node.training.flat_adamw import FlatAdamW
 from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.layer_checkpoints import checkpoint_layers
 from noloco_node.training.layout import FlatLayout
-from noloco_node.training.loss_bound import LossBound
 from noloco_node.training.norm_bound import NormBound
 from noloco_node.training.precision import PRECISIONS
-from noloco_node.training.versions import Version, VersionStore
+from noloco_node.training.trainer import ForwardContext, LossResult, MicrobatchNotFinite, StepResult, Trainer
+from noloco_node.training.versions import Version
 
 GRADIENT_MULTIPLE = 8.0
 """A microbatch's gradient with a norm so many times the usual one is scaled down."""
-
-
-class MicrobatchNotFinite(ValueError):
-    """A microbatch's loss, one of its gradients or what would travel of it is NaN or infinite; nothing was
-    accumulated."""
-
-
-@dataclass(slots=True, eq=False)
-class ForwardContext:
-    """A microbatch's stay at this stage, between its forward and its backward. Made by the caller, filled by `forward`,
-    emptied by `backward` or `discard`; so that whoever made it can always clean up."""
-
-    source: str = ""
-    """Who sent the inputs; empty for this node's own."""
-    taken_in: bool = True
-    """Whether its gradient was accumulated (`LossBound`); set by `backward`."""
-    chosen: tuple[int, ...] = ()
-    """How often this stage chose each expert, where its routers are trained; set by `forward`."""
-    positions: Tensor | None = None
-    """Of the microbatch's tokens in their documents, int64 [B, T]; None where they count from the row's beginning."""
-    version: Version | None = None
-    inputs: Tensor | None = None
-    outputs: Tensor | None = field(default=None, repr=False)
-    routed: Routed | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class LossResult:
-    """The last stage's answer: the loss summed over tokens, the tokens, and the gradient of that sum with respect to
-    the inputs (None on a first stage, whose inputs are token ids)."""
-
-    loss_sum: float
-    tokens: int
-    input_gradient: Tensor | None
-    taken_in: bool = True
-    """Whether the stage's own gradient was accumulated (`LossBound`)."""
-    chosen: tuple[int, ...] = ()
-    """How often all stages chose each expert, where routers are trained."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What an inner step did. `gradient_norm` is that of the mean gradient, before clipping."""
-
-    tokens: int
-    loss: float
-    gradient_norm: float
-    skipped: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,22 +48,21 @@ class _Gradients:
     """Norm of its own, and beyond stage 0 norm of the inputs' and the sum of `wire`."""
 
 
-class StageTrainer:
-    """One stage with its optimizer. Gradients of losses summed over tokens accumulate until `step` divides them.
+class StageTrainer(Trainer):
+    """One stage with AdamW.
 
-    Many methods: forward, backward, step and loading work on the same weights, gradients and optimizer.
+    Many methods: see `Trainer`.
     """
 
     def __init__(self, stage: Stage, inner: InnerSpec, *, device: str, wire_dtype: torch.dtype) -> None:
-        self.device = torch.device(device)
+        self._precision = PRECISIONS[inner.precision]
+        layout = FlatLayout.of(dict(stage.named_parameters()))
+        flat = layout.flatten(dict(stage.named_parameters()))
+        master = flat.to(device=torch.device(device), dtype=self._precision.masters)
+        super().__init__(stage, layout, master, published=self._precision.published)
         self.copies = HostCopies(self.device)
         self.wire_dtype = wire_dtype
-        self.layout = FlatLayout.of(dict(stage.named_parameters()))
-        self._precision = PRECISIONS[inner.precision]
-        flat = self.layout.flatten(dict(stage.named_parameters()))
-        self.master = flat.to(device=self.device, dtype=self._precision.masters)
         self._is_first, self._is_last = stage.cut.is_first, stage.cut.is_last
-        self.router = stage.router
         self._stage = stage.to(self.device)
         _without_weights(self._stage)
         self._backward = inner.backward
@@ -124,36 +75,12 @@ class StageTrainer:
         """On the gradients that the next stage gives back."""
         self.caused_bound = NormBound(GRADIENT_MULTIPLE)
         """On this stage's own gradient of each microbatch that others had a hand in."""
-        self.loss_bound = LossBound(stage.vocab_size)
-        """On the loss of each microbatch that others drew."""
-        self.gradient = torch.zeros_like(self.master)
-        """Sum over the tokens gathered since the last step; the step takes the mean."""
         self._gradient_views = list(self.layout.views(self.gradient).values())
-        self._tokens = 0
-        self._loss_sum = 0.0
         self._optimizer = FlatAdamW(self.layout, self.master, self.gradient, inner)
-        self._versions = VersionStore(self.layout, self._precision.published)
-        self._versions.publish(self.master)
-
-    @property
-    def tokens_accumulated(self) -> int:
-        """Tokens behind the gradient that no step has used yet."""
-        return self._tokens
-
-    @property
-    def loss_accumulated(self) -> float:
-        """The loss of those tokens, summed."""
-        return self._loss_sum
-
-    @property
-    def live_versions(self) -> int:
-        """Published weights that are current or held by a microbatch."""
-        return self._versions.live
 
     @property
     def bounded(self) -> dict[str, int]:
-        """Gradients scaled down so far: those that the next stage `returned`, and those that microbatches `caused`; and
-        microbatches answered and not taken in, since their `losses` are a guesser's."""
+        """See `Trainer.bounded`."""
         bounds = {"returned": self.returned_bound.exceeded, "caused": self.caused_bound.exceeded}
         return {**bounds, "losses": self.loss_bound.left_out}
 
@@ -169,7 +96,7 @@ class StageTrainer:
 
     def _there_and_back(self, shape: tuple[int, int], positions: Tensor | None) -> None:
         """All kinds of calls that training makes, so that none is compiled while others wait; nothing accumulates."""
-        passage = ForwardContext(positions=positions, version=self._versions.acquire())
+        passage = ForwardContext(positions=positions, version=self.versions.acquire())
         assert passage.version is not None
         try:
             inputs = self._to_device(torch.zeros(shape if self._is_first else (*shape, self._stage.hidden_size)))
@@ -183,10 +110,9 @@ class StageTrainer:
             self.discard(passage)
 
     def forward(self, inputs: Tensor, passage: ForwardContext) -> Tensor:
-        """Activations [B, T, hidden] on the host in the wire precision; `passage` holds what the backward needs.
-        Raises MicrobatchNotFinite; the passage stays for `discard` then."""
+        """See `Trainer.forward`."""
         assert passage.version is None, "a passage is used once"
-        passage.version = self._versions.acquire()
+        passage.version = self.versions.acquire()
         inputs = self._to_device(inputs)
         if self._recompute:
             passage.inputs = inputs
@@ -210,13 +136,7 @@ class StageTrainer:
         source: str = "",
         chosen: Sequence[int] = (),
     ) -> Tensor | None:
-        """Accumulate the gradient of a microbatch; returns that of its inputs (host, wire precision; None on stage 0).
-
-        `output_gradient` [B, T, hidden] is that of the loss summed over the microbatch's `tokens`, as the peer `source`
-        gave it back; its norm, and that of the stage's own gradient, are held to what is usual (`NormBound`), and so is
-        the loss (`LossBound`). Where routers are trained, `chosen` is how often all stages chose each expert. Raises
-        MicrobatchNotFinite; the passage stays for `discard` then.
-        """
+        """See `Trainer.backward`. Norms are held to what is usual (`NormBound`)."""
         assert passage.version is not None, "backward needs a forward"
         assert passage.inputs is not None
         inputs, outputs, routed = passage.inputs, passage.outputs, passage.routed
@@ -238,11 +158,8 @@ class StageTrainer:
         return wire
 
     def loss(self, inputs: Tensor, labels: Tensor, *, source: str = "", chosen: Sequence[int] = ()) -> LossResult:
-        """Last stage: forward, loss and backward in one. `inputs` [B, T, hidden] (ids [B, T] where P = 1) of the peer
-        `source`, `labels` int [B, T], with marks where documents begin; where routers are trained, `chosen` is how
-        often the stages before chose each expert. The routers' loss is no part of the one that is given back. Raises
-        MicrobatchNotFinite."""
-        passage = ForwardContext(source, positions=positions_of(labels), version=self._versions.acquire())
+        """See `Trainer.loss`."""
+        passage = ForwardContext(source, positions=positions_of(labels), version=self.versions.acquire())
         assert passage.version is not None
         tokens = labels.numel()
         try:
@@ -264,17 +181,16 @@ class StageTrainer:
         return LossResult(loss_sum, tokens, wire, passage.taken_in, _counts(counts))
 
     def evaluate(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Forward only: activations on the host in the wire precision; `positions` as a passage has them. Raises
-        MicrobatchNotFinite."""
+        """See `Trainer.evaluate`."""
         with torch.no_grad():
-            wire = self._run(self._versions.current, self._to_device(inputs), positions).to(self.wire_dtype)
+            wire = self._run(self.versions.current, self._to_device(inputs), positions).to(self.wire_dtype)
             host, total = self.copies.to_host(wire, _sum(wire))
         return self._fitting(host, total)
 
     def evaluate_loss(self, inputs: Tensor, labels: Tensor) -> float:
-        """Last stage, forward only: loss summed over tokens. Raises MicrobatchNotFinite."""
+        """See `Trainer.evaluate_loss`."""
         with torch.no_grad():
-            logits = self._run(self._versions.current, self._to_device(inputs), positions_of(labels))
+            logits = self._run(self.versions.current, self._to_device(inputs), positions_of(labels))
             (loss,) = self.copies.to_host(_summed_loss(logits, self.copies.to_device(labels, labels.dtype)))
         loss_sum = cast(float, loss.tolist())  # pyright: ignore[reportUnknownMemberType]
         if not math.isfinite(loss_sum):
@@ -282,28 +198,17 @@ class StageTrainer:
         return loss_sum
 
     def last_logits(self, inputs: Tensor) -> Tensor:
-        """Last stage, forward only: logits of the last position, fp32 [B, vocab] on the host. Raises
-        MicrobatchNotFinite."""
+        """See `Trainer.last_logits`."""
         with torch.no_grad():
-            logits = self._run(self._versions.current, self._to_device(inputs))[:, -1].to("cpu", torch.float32)
+            logits = self._run(self.versions.current, self._to_device(inputs))[:, -1].to("cpu", torch.float32)
         if not math.isfinite(float(logits.sum())):
             raise MicrobatchNotFinite("the logits are not finite")
         return logits.contiguous()
 
-    def discard(self, passage: ForwardContext) -> None:
-        """Let go of a passage's graph and weights; harmless for one that is empty."""
-        version, passage.version = passage.version, None
-        passage.inputs = passage.outputs = passage.routed = None
-        if version is not None:
-            self._versions.release(version)
-
     def step(self, learning_rate: float) -> StepResult:
-        """One inner step on the mean gradient of the accumulated tokens, clipped to this stage's norm bound.
-
-        A gradient that is not finite is thrown away and the weights stay as they are.
-        """
-        assert self._tokens > 0, "a step needs tokens"
-        tokens, loss = self._tokens, self._loss_sum / self._tokens
+        """See `Trainer.step`; the mean is clipped to this stage's norm bound."""
+        assert self.tokens_accumulated > 0, "a step needs tokens"
+        tokens, loss = self.tokens_accumulated, self.loss_accumulated / self.tokens_accumulated
         (length,) = self.copies.to_host(torch.linalg.vector_norm(self.gradient, dtype=torch.float32))  # pyright: ignore
         norm = cast(float, length.tolist()) / tokens  # pyright: ignore[reportUnknownMemberType]
         skipped = not math.isfinite(norm)
@@ -311,39 +216,23 @@ class StageTrainer:
             clip = min(1.0, self._clip_norm / (norm + 1e-6))
             self.gradient.mul_(clip / tokens)
             self._optimizer.step(learning_rate)
-            self._versions.publish(self.master)
-        self.gradient.zero_()
-        self._tokens, self._loss_sum = 0, 0.0
+            self._publish()
+        self._used()
         return StepResult(tokens, loss, norm, skipped)
 
-    def add_to_weights(self, correction: Tensor, part: slice = slice(None)) -> None:
-        """θ ← θ + correction (flat, host, fp32) in that part of the vector, rounded once, and publish."""
-        with torch.no_grad():
-            self.master[part].add_(correction.to(self.device))
-        self._versions.publish(self.master)
-
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Copies (host) of AdamW's moments as flat vectors and its step count as an int64 scalar."""
+        """See `Trainer.optimizer_state`."""
         return self._optimizer.state()
 
     def load(self, fast: Tensor, optimizer_state: Mapping[str, Tensor]) -> None:
-        """Replace weights (flat, any device) and AdamW's state; `optimizer_state` as `optimizer_state()` gives it."""
-        with torch.no_grad():
-            self.master.copy_(fast)
+        """See `Trainer.load`."""
+        super().load(fast, optimizer_state)
         self._optimizer.load(optimizer_state, self.device)
-        self._versions.publish(self.master)
 
     def copy_into(self, room: Mapping[str, Tensor]) -> None:
-        """Fill `room` (zeroed host tensors) with weights `fast`, AdamW's state as `optimizer_state()` gives it, and the
-        accumulated `gradient`."""
-        room["fast"].copy_(self.master)
-        room["gradient"].copy_(self.gradient)
+        """See `Trainer.copy_into`."""
+        super().copy_into(room)
         self._optimizer.copy_into(room)
-
-    def load_gradient(self, gradient: Tensor, tokens: int, loss_sum: float) -> None:
-        """Replace what has accumulated: the flat gradient of a loss summed over `tokens`, and that loss."""
-        self.gradient.copy_(gradient)
-        self._tokens, self._loss_sum = tokens, loss_sum
 
     def _forward_with_graph(self, passage: ForwardContext, inputs: Tensor) -> tuple[Tensor, Tensor, Routed | None]:
         assert passage.version is not None
@@ -452,10 +341,6 @@ class StageTrainer:
 
     def _at(self, positions: Tensor | None) -> Tensor | None:
         return None if positions is None else self.copies.to_device(positions, torch.int64)
-
-    def _count(self, loss_sum: float, tokens: int) -> None:
-        self._loss_sum += loss_sum
-        self._tokens += tokens
 
 
 def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ from noloco_node.training.compute_thread import Compute, Priority
 from noloco_node.training.fair_queue import OWN, QueueTurn
 from noloco_node.training.progress import LastTrained, Progress, staggered
 from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch, tied_pace
-from noloco_node.training.stage_trainer import ForwardContext, LossResult, StageTrainer, StepResult
-from noloco_node.training.trainer import StageFacts, Trainer
+from noloco_node.training.stage_trainer import StageTrainer
+from noloco_node.training.trainer import ForwardContext, LossResult, StageFacts, StepResult, Trainer
 
 T = TypeVar("T")
 
@@ -205,7 +205,7 @@ class StageWorker:
     @property
     def live_versions(self) -> int:
         """Published weights that are current or held by a microbatch."""
-        return self._trainer.live_versions
+        return self._trainer.versions.live
 
     @property
     def trained_tokens(self) -> int:
@@ -239,7 +239,7 @@ class StageWorker:
 
     @property
     def bounded(self) -> dict[str, int]:
-        """See `StageTrainer.bounded`."""
+        """See `Trainer.bounded`."""
         return self._trainer.bounded
 
     def current_learning_rate(self) -> float:

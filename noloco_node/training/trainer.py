@@ -1,18 +1,69 @@
-"""What a replica asks of its stage and of whatever trains it: `Stage` and `StageTrainer`, or a model of both."""
+"""What is asked of a stage and of whatever trains it, a real stage (`StageTrainer`) or a model of one; and the part of
+it that all have in common: weights, what has gathered for the next step, versions."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from noloco_node.model.cut import StageCut
-from noloco_node.model.router import Router
+from noloco_node.model.router import Routed, Router
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.loss_bound import LossBound
-from noloco_node.training.stage_trainer import ForwardContext, LossResult, StepResult
+from noloco_node.training.versions import Version, VersionStore
+
+
+class MicrobatchNotFinite(ValueError):
+    """A microbatch's loss, one of its gradients or what would travel of it is NaN or infinite; nothing was
+    accumulated."""
+
+
+@dataclass(slots=True, eq=False)
+class ForwardContext:
+    """A microbatch's stay at this stage, between its forward and its backward. Made by the caller, filled by `forward`,
+    emptied by `backward` or `discard`; so that whoever made it can always clean up."""
+
+    source: str = ""
+    """Who sent the inputs; empty for this node's own."""
+    taken_in: bool = True
+    """Whether its gradient was accumulated (`LossBound`); set by `backward`."""
+    chosen: tuple[int, ...] = ()
+    """How often this stage chose each expert, where its routers are trained; set by `forward`."""
+    positions: Tensor | None = None
+    """Of the microbatch's tokens in their documents, int64 [B, T]; None where they count from the row's beginning."""
+    version: Version | None = None
+    inputs: Tensor | None = None
+    outputs: Tensor | None = field(default=None, repr=False)
+    routed: Routed | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LossResult:
+    """The last stage's answer: the loss summed over tokens, the tokens, and the gradient of that sum with respect to
+    the inputs (None on a first stage, whose inputs are token ids)."""
+
+    loss_sum: float
+    tokens: int
+    input_gradient: Tensor | None
+    taken_in: bool = True
+    """Whether the stage's own gradient was accumulated (`LossBound`)."""
+    chosen: tuple[int, ...] = ()
+    """How often all stages chose each expert, where routers are trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an inner step did. `gradient_norm` is that of the mean gradient, before clipping."""
+
+    tokens: int
+    loss: float
+    gradient_norm: float
+    skipped: bool
 
 
 class StageFacts(Protocol):
@@ -43,58 +94,44 @@ class StageFacts(Protocol):
         ...
 
 
-class Trainer(Protocol):
-    """A stage with its optimizer, as `StageTrainer` says it; synchronous, and belongs to the compute thread.
+class Trainer(ABC):
+    """A stage's weights, the gradient that gathers for its next step, and what computes with both. Gradients of losses
+    summed over tokens accumulate until `step` divides them. Synchronous; belongs to the compute thread.
 
-    Many methods: see `StageTrainer`.
+    Many methods: forward, backward, step and loading work on the same weights, gradients and optimizer.
     """
 
-    loss_bound: LossBound
-
-    @property
-    def device(self) -> torch.device:
+    def __init__(self, stage: StageFacts, layout: FlatLayout, master: Tensor, *, published: torch.dtype) -> None:
+        """`master` is taken over, with its device: all parameters in one vector, written to in place. Versions of it
+        are `published` in that precision."""
+        self.layout = layout
+        self.master = master
+        self.device = master.device
         """Where it computes."""
-        ...
-
-    @property
-    def layout(self) -> FlatLayout:
-        """Its parameters as one vector."""
-        ...
-
-    @property
-    def master(self) -> Tensor:
-        """That vector; written to in place."""
-        ...
-
-    @property
-    def router(self) -> Router | None:
-        """See `StageTrainer.router`."""
-        ...
+        self.router = stage.router
+        self.loss_bound = LossBound(stage.vocab_size)
+        """On the loss of each microbatch that others drew."""
+        self.gradient = torch.zeros_like(master)
+        """Sum over the tokens gathered since the last step; the step takes the mean."""
+        self.tokens_accumulated = 0
+        """Tokens behind the gradient that no step has used yet."""
+        self.loss_accumulated = 0.0
+        """The loss of those tokens, summed."""
+        self.versions = VersionStore(layout, published)
+        self._publish()
 
     @property
     def bounded(self) -> dict[str, int]:
-        """See `StageTrainer.bounded`."""
-        ...
+        """Gradients scaled down so far: those that the next stage `returned`, and those that microbatches `caused`; and
+        microbatches answered and not taken in, since their `losses` are a guesser's. Only what can be bounded here."""
+        return {}
 
-    @property
-    def tokens_accumulated(self) -> int:
-        """See `StageTrainer.tokens_accumulated`."""
-        ...
-
-    @property
-    def loss_accumulated(self) -> float:
-        """See `StageTrainer.loss_accumulated`."""
-        ...
-
-    @property
-    def live_versions(self) -> int:
-        """See `StageTrainer.live_versions`."""
-        ...
-
+    @abstractmethod
     def forward(self, inputs: Tensor, passage: ForwardContext) -> Tensor:
-        """See `StageTrainer.forward`."""
-        ...
+        """Activations [B, T, hidden] on the host in the wire precision; `passage` holds what the backward needs.
+        Raises MicrobatchNotFinite; the passage stays for `discard` then."""
 
+    @abstractmethod
     def backward(
         self,
         passage: ForwardContext,
@@ -105,49 +142,85 @@ class Trainer(Protocol):
         source: str = "",
         chosen: Sequence[int] = (),
     ) -> Tensor | None:
-        """See `StageTrainer.backward`."""
-        ...
+        """Accumulate the gradient of a microbatch; returns that of its inputs (host, wire precision; None on stage 0).
 
+        `output_gradient` [B, T, hidden] is that of the loss summed over the microbatch's `tokens`, as the peer `source`
+        gave it back; its norm, and that of the stage's own gradient, are held to what is usual (`NormBound`), and so is
+        the loss (`LossBound`). Where routers are trained, `chosen` is how often all stages chose each expert. Raises
+        MicrobatchNotFinite; the passage stays for `discard` then.
+        """
+
+    @abstractmethod
     def loss(self, inputs: Tensor, labels: Tensor, *, source: str = "", chosen: Sequence[int] = ()) -> LossResult:
-        """See `StageTrainer.loss`."""
-        ...
+        """Last stage: forward, loss and backward in one. `inputs` [B, T, hidden] (ids [B, T] where P = 1) of the peer
+        `source`, `labels` int [B, T], with marks where documents begin; where routers are trained, `chosen` is how
+        often the stages before chose each expert. The routers' loss is no part of the one that is given back. Raises
+        MicrobatchNotFinite."""
 
+    @abstractmethod
     def evaluate(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
-        """See `StageTrainer.evaluate`."""
-        ...
+        """Forward only: activations on the host in the wire precision; `positions` as a passage has them. Raises
+        MicrobatchNotFinite."""
 
+    @abstractmethod
     def evaluate_loss(self, inputs: Tensor, labels: Tensor) -> float:
-        """See `StageTrainer.evaluate_loss`."""
-        ...
+        """Last stage, forward only: loss summed over tokens. Raises MicrobatchNotFinite."""
 
+    @abstractmethod
     def last_logits(self, inputs: Tensor) -> Tensor:
-        """See `StageTrainer.last_logits`."""
-        ...
+        """Last stage, forward only: logits of the last position, fp32 [B, vocab] on the host. Raises
+        MicrobatchNotFinite."""
+
+    @abstractmethod
+    def step(self, learning_rate: float) -> StepResult:
+        """One inner step on the mean gradient of the accumulated tokens. A gradient that is not finite is thrown away
+        and the weights stay as they are."""
+
+    @abstractmethod
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Copies (host) of AdamW's moments as flat vectors and its step count as an int64 scalar."""
 
     def discard(self, passage: ForwardContext) -> None:
-        """See `StageTrainer.discard`."""
-        ...
-
-    def step(self, learning_rate: float) -> StepResult:
-        """See `StageTrainer.step`."""
-        ...
+        """Let go of a passage's graph and weights; harmless for one that is empty."""
+        version, passage.version = passage.version, None
+        passage.inputs = passage.outputs = passage.routed = None
+        if version is not None:
+            self.versions.release(version)
 
     def add_to_weights(self, correction: Tensor, part: slice = slice(None)) -> None:
-        """See `StageTrainer.add_to_weights`."""
-        ...
-
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """See `StageTrainer.optimizer_state`."""
-        ...
+        """θ ← θ + correction (flat, host, fp32) in that part of the vector, rounded once, and publish."""
+        with torch.no_grad():
+            self.master[part].add_(correction.to(self.device))
+        self._publish()
 
     def load(self, fast: Tensor, optimizer_state: Mapping[str, Tensor]) -> None:
-        """See `StageTrainer.load`."""
-        ...
+        """Replace weights (flat, any device) and AdamW's state; `optimizer_state` as `optimizer_state()` gives it."""
+        del optimizer_state
+        with torch.no_grad():
+            self.master.copy_(fast)
+        self._publish()
 
     def copy_into(self, room: Mapping[str, Tensor]) -> None:
-        """See `StageTrainer.copy_into`."""
-        ...
+        """Fill `room` (zeroed host tensors) with weights `fast`, AdamW's state as `optimizer_state()` gives it, and the
+        accumulated `gradient`."""
+        room["fast"].copy_(self.master)
+        room["gradient"].copy_(self.gradient)
 
     def load_gradient(self, gradient: Tensor, tokens: int, loss_sum: float) -> None:
-        """See `StageTrainer.load_gradient`."""
-        ...
+        """Replace what has accumulated: the flat gradient of a loss summed over `tokens`, and that loss."""
+        self.gradient.copy_(gradient)
+        self.tokens_accumulated, self.loss_accumulated = tokens, loss_sum
+
+    def _count(self, loss_sum: float, tokens: int) -> None:
+        """Of a microbatch whose gradient was added."""
+        self.loss_accumulated += loss_sum
+        self.tokens_accumulated += tokens
+
+    def _used(self) -> None:
+        """A step has used what had gathered."""
+        self.gradient.zero_()
+        self.tokens_accumulated, self.loss_accumulated = 0, 0.0
+
+    def _publish(self) -> None:
+        """The weights have changed: from now on new work takes these."""
+        self.versions.publish(self.master)

@@ -15,7 +15,7 @@ from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.quadratic import BEST_LOSS, Landscape, Quadratic, QuadraticFacts, QuadraticTrainer
 from noloco_node.simulator.world import World
 from noloco_node.telemetry.events import InnerStep
-from noloco_node.training.stage_trainer import ForwardContext
+from noloco_node.training.trainer import ForwardContext
 from tests.worlds import micro_spec
 
 SPEC = micro_spec(

@@ -18,7 +18,6 @@ from noloco_node.sizing.screen import memory_lines
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import StageWorker, outer_of
-from tests.inside import published_by
 from tests.worlds import micro_spec
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
@@ -45,7 +44,7 @@ def test_every_vector_of_a_stage_is_counted(precision: str) -> None:
     assert planned.weights == own["master"].nbytes
     assert planned.gradient == own["gradient"].nbytes
     assert planned.moments == 2 * own["master"].nbytes
-    version = published_by(trainer)
+    version = trainer.versions.current.flat
     assert planned.versions == 2 * version.nbytes
     vectors = [value for value in vars(outer).values() if isinstance(value, torch.Tensor)]
     assert planned.outer == sum(vector.nbytes for vector in vectors) == 20 * count

@@ -25,7 +25,7 @@ from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.telemetry.events import Account, OuterStep
 from noloco_node.training.compute_thread import Priority
-from noloco_node.training.stage_trainer import LossResult
+from noloco_node.training.trainer import LossResult
 from noloco_node.transport import bans as conduct
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.trust.reputation import SET_ASIDE_AT, Trust

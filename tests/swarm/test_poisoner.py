@@ -13,7 +13,7 @@ from noloco_node.config.run_spec import OuterSpec, RunSpec
 from noloco_node.node.replica import Replica
 from noloco_node.pipeline.audit import Finding
 from noloco_node.telemetry.events import OuterStep
-from noloco_node.training.stage_trainer import LossResult
+from noloco_node.training.trainer import LossResult
 from tests.worlds import MICROBATCH, World, last_accounts, micro_spec, run_to_the_end, trainer_of, window_batch, world
 
 REPLICAS = 4

@@ -20,8 +20,9 @@ from noloco_node.marks import BEGINS
 from noloco_node.model.stage import build_stage
 from noloco_node.training import placing
 from noloco_node.training.compute_thread import ComputeThread
-from noloco_node.training.stage_trainer import ForwardContext, StageTrainer
+from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import PlacedStage
+from noloco_node.training.trainer import ForwardContext
 from tests.model.families import spec_of
 from tests.training.made_trainers import make_trainer
 from tests.worlds import LENGTH, WINDOWS, micro_spec, window_batch
@@ -79,7 +80,7 @@ def test_a_compiled_stage_gives_the_same_numbers_and_compiles_nothing_under_way(
     assert made == 2  # with a gradient, and without
     assert compiled.tokens_accumulated == 0
     assert not compiled.gradient.any()
-    assert compiled.live_versions == 1
+    assert compiled.versions.live == 1
     for number in range(3):
         under_way = [ForwardContext(), ForwardContext()]
         for trainer, passage in zip((plain, compiled), under_way, strict=True):

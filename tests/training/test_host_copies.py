@@ -21,8 +21,8 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import inputs_and_labels
 from noloco_node.marks import positions_of
 from noloco_node.training.host_copies import HostCopies
-from noloco_node.training.stage_trainer import ForwardContext, StageTrainer
-from tests.inside import published_by
+from noloco_node.training.stage_trainer import StageTrainer
+from noloco_node.training.trainer import ForwardContext
 from tests.model.families import spec_of
 from tests.training.made_trainers import make_trainer
 from tests.worlds import micro_spec, window_rows
@@ -84,7 +84,7 @@ class Methods(TorchFunctionMode):
 def watched(trainer: StageTrainer, monkeypatch: pytest.MonkeyPatch) -> Generator[Device]:
     """The trainer with a device apart from the host, and what is read of that device."""
     copies = trainer.copies = HostCopies(CPU, apart=True)
-    device = Device(trainer.master, trainer.gradient, published_by(trainer))
+    device = Device(trainer.master, trainer.gradient, trainer.versions.current.flat)
     to_device, to_host = copies.to_device, copies.to_host
 
     def there(tensor: Tensor, dtype: torch.dtype) -> Tensor:

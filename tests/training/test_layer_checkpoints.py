@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from noloco_node.model.stage import build_stage
-from noloco_node.training.stage_trainer import ForwardContext, StageTrainer
-from tests.inside import published_by
+from noloco_node.training.stage_trainer import StageTrainer
+from noloco_node.training.trainer import ForwardContext
 from tests.model.families import FAMILIES, LAYERS, VOCABULARY, spec_of
 from tests.worlds import micro_spec
 
@@ -47,7 +47,7 @@ def test_the_graph_holds_nothing_of_a_layer_but_its_input() -> None:
     held: dict[str, int] = {}
     for backward in ("keep", "checkpoint"):
         trainer, storages, own = trainer_of("llama", 0, backward), dict[int, int](), set[int]()
-        own = {trainer.master.data_ptr(), published_by(trainer).untyped_storage().data_ptr()}
+        own = {trainer.master.data_ptr(), trainer.versions.current.flat.untyped_storage().data_ptr()}
 
         def keep(tensor: Tensor, storages: dict[int, int] = storages) -> Tensor:
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()

@@ -13,8 +13,9 @@ from noloco_node.config.run_spec import PrecisionName, RunSpec
 from noloco_node.laboratory.stacked import StackedStage
 from noloco_node.model.stage import Stage, build_stage
 from noloco_node.training.precision import PRECISIONS
-from noloco_node.training.stage_trainer import ForwardContext, StageTrainer
-from tests.inside import optimizer_of, published_by
+from noloco_node.training.stage_trainer import StageTrainer
+from noloco_node.training.trainer import ForwardContext
+from tests.inside import optimizer_of
 from tests.training.made_trainers import lone_worker, make_trainer
 from tests.worlds import LENGTH, VOCABULARY, WINDOWS, micro_spec
 
@@ -166,7 +167,7 @@ def test_memory_of_a_parameter_by_precision() -> None:
         trainer = make_trainer(micro_spec(stages=1, inner={"precision": name}), 0)
         trainer.loss(*batch())
         trainer.step(1e-3)
-        tensors = [trainer.master, trainer.gradient, published_by(trainer)]
+        tensors = [trainer.master, trainer.gradient, trainer.versions.current.flat]
         moments = [state[key] for state in optimizer_of(trainer).state.values() for key in ("exp_avg", "exp_avg_sq")]
         held = sum(t.nbytes for t in (*tensors, *moments))
         assert held == trainer.layout.size * PRECISIONS[name].bytes_a_parameter(1)

@@ -14,7 +14,7 @@ from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.pipeline.messages import HopFailed
 from noloco_node.training import schedule, stage_worker
-from noloco_node.training.stage_trainer import ForwardContext, MicrobatchNotFinite
+from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
 from tests.support import eventually
 from tests.training.made_trainers import lone_worker, make_trainer
 from tests.worlds import (
@@ -75,7 +75,7 @@ def test_a_microbatch_whose_gradient_overflows_does_not_spoil_those_before_it() 
     first.discard(bad)
     assert all(torch.equal(t.gradient, b) for t, b in zip((last, first), before, strict=True))
     assert [trainer.tokens_accumulated for trainer in (last, first)] == [MICROBATCH, MICROBATCH]
-    assert [trainer.live_versions for trainer in (last, first)] == [1, 1]
+    assert [trainer.versions.live for trainer in (last, first)] == [1, 1]
 
 
 async def test_a_decision_on_an_inner_step_stands_on_one_number_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:

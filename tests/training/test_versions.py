@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_node.training.layout import FlatLayout
-from noloco_node.training.stage_trainer import ForwardContext
+from noloco_node.training.trainer import ForwardContext
 from noloco_node.training.versions import Version, VersionStore
 from tests.training.made_trainers import flat_gradient, make_trainer, stage_with_weights
 from tests.worlds import LENGTH, VOCABULARY, WINDOWS, micro_spec, window_batch
@@ -78,9 +78,9 @@ def test_a_late_backward_gives_the_gradient_of_its_forwards_weights(backward: st
         trainer.forward(inputs, other)
         trainer.discard(other)
         trainer.add_to_weights(torch.randn(trainer.layout.size, generator=generator) * 0.05 * (number + 1))
-    assert trainer.live_versions == 2
+    assert trainer.versions.live == 2
     input_gradient = trainer.backward(late, output_gradient, 1.0, WINDOWS * LENGTH)
-    assert trainer.live_versions == 1
+    assert trainer.versions.live == 1
 
     expected = []
     for flat in (weights, trainer.master):
