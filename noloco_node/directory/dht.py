@@ -179,11 +179,11 @@ class DhtDirectory:
 
     async def _store(self, key_id: Any, row: Stored) -> bool:
         """Store an own record at those nearest to its key. Whether anybody took it, or nobody is there to ask."""
-        if not self._walker.near.get(key_id):
+        if not self._walker.near(key_id):
             await self._walker.walk([key_id], self._also(ALSO_ASKED))
         elif not self._walker.holders(key_id):
             await self._walker.seek(key_id)
-        peers = dict.fromkeys((*self._walker.near.get(key_id, ()), *self._also(ALSO_TOLD)))
+        peers = dict.fromkeys((*self._walker.near(key_id), *self._also(ALSO_TOLD)))
         answers = await asyncio.gather(*(self._node.store(peer, [row]) for peer in peers))
         return not answers or any(answer is not None and any(answer) for answer in answers)
 

@@ -80,7 +80,7 @@ MOST_CALL_BACKS = 64
 """Newcomers that are called back at once, each one time: who lets that call hang must not hold up anything else."""
 MAX_DICTIONARY_BYTES = 512 << 10
 """Records of one key in a message from others."""
-KEY_BYTES = float(16 << 10)
+ASKED_KEY_COST = float(16 << 10)
 """What looking a key up for a peer counts as, beside the records: it takes as long as packing so many bytes."""
 LOOKED_AT_BYTES = 512
 """What each record under a key counts as at least, also where there is no room for it any more in an answer."""
@@ -279,7 +279,7 @@ class DhtNode:
                 response.results.append(result)
                 continue
             for allowance in allowances:
-                allowance.spend(KEY_BYTES + LOOKED_AT_BYTES * self._records.count(asked.key))
+                allowance.spend(ASKED_KEY_COST + LOOKED_AT_BYTES * self._records.count(asked.key))
             await asyncio.sleep(0)
             rows = self._fitting(asked, min(left, ANSWER_BYTES))
             if rows:

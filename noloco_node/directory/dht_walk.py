@@ -51,6 +51,14 @@ class _Pause:
     """Pauses before this one since it last answered."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Near:
+    """Who answered in the last walk to a key, the nearest first, and when."""
+
+    nodes: tuple[Any, ...]
+    at: float
+
+
 @dataclass(slots=True)
 class _Walk:
     """One walk: the candidates of each key by node id, and who has been asked and has answered."""
@@ -74,14 +82,13 @@ class Walker:
         self._asking: dict[Any, asyncio.Task[None]] = {}
         self._pauses = PeerTable[Any, _Pause](MOST_REMEMBERED)
         self._reliable = PeerTable[Any, None](MOST_REMEMBERED)
-        self.near: dict[Any, tuple[Any, ...]] = {}
-        """The nearest to each key that answered in its last walk."""
-        self._found_at: dict[Any, float] = {}
+        self._near = PeerTable[Any, _Near](MOST_REMEMBERED)
+        """By key; none where nobody answered."""
 
     async def walk(self, keys: Sequence[Any], also: Sequence[Any] = ()) -> None:
         """Ask the nodes near the keys, and the peers in `also` whatever their places, until nobody nearer turns up."""
         walk = _Walk(tuple(keys), {key: {node_id: peer for node_id, peer in self._node.nearest(key)} for key in keys})
-        if all(self.near.get(key) for key in keys):
+        if all(map(self.near, keys)):
             walk.neighbours = FEW_NEIGHBOURS
         first: dict[Any, list[Any]] = {}
         for key, nodes in walk.candidates.items():
@@ -111,7 +118,7 @@ class Walker:
         False where not every key has two that answer."""
         pairs: list[tuple[Any, list[Any]]] = []
         for key in keys:
-            near = self.near.get(key, ())
+            near = self.near(key)
             if len(near) < GLANCED:
                 return False
             pairs.append((key, self._rng.sample(near, GLANCED)))
@@ -133,10 +140,14 @@ class Walker:
         if under_way:
             await asyncio.wait(under_way, timeout=seconds, return_when=until)
 
+    def near(self, key: Any) -> tuple[Any, ...]:
+        """The nearest to a key that answered in its last walk."""
+        return self._near[key].nodes if key in self._near else ()
+
     def holders(self, key: Any) -> tuple[Any, ...]:
-        """Those in `near` of a key, unless they were found too long ago."""
-        recent = self._clock() - self._found_at.get(key, float("-inf")) < HOLDERS_SECONDS
-        return self.near.get(key, ()) if recent else ()
+        """The same, unless they were found too long ago."""
+        recent = key in self._near and self._clock() - self._near[key].at < HOLDERS_SECONDS
+        return self.near(key) if recent else ()
 
     async def glance(self, key: Any) -> bool:
         """Ask two nodes that hold a bucket's records, the second for what the first did not have, or where none is
@@ -176,18 +187,14 @@ class Walker:
         return bool(answered)
 
     def _found(self, key: Any, nearest: Sequence[Any]) -> None:
-        self.near.pop(key, None)
+        self._near.pop(key, None)
         if nearest:
-            self.near[key], self._found_at[key] = tuple(nearest[:REPLICAS]), self._clock()
-        while len(self.near) > MOST_REMEMBERED:
-            del self.near[next(iter(self.near))]
-        if len(self._found_at) > 2 * MOST_REMEMBERED:
-            self._found_at = {key: at for key, at in self._found_at.items() if key in self.near}
+            self._near[key] = _Near(tuple(nearest[:REPLICAS]), self._clock())
 
     def forget(self) -> None:
         """Ask everyone again: that nobody answered was this node's own doing."""
         self._pauses.clear()
-        self.near.clear()
+        self._near.clear()
 
     async def close(self) -> None:
         """End what is under way."""

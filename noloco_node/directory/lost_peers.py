@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from noloco_node.directory.records import DirectoryView, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
+from noloco_node.peer_table import PeerTable
 
 MOST_REMEMBERED = 64
 PAUSES = Doubling(5.0, 60.0)
@@ -33,7 +34,7 @@ class LostPeers:
     def __init__(self, own: PeerId, rng: random.Random) -> None:
         self._own = own
         self._rng = rng
-        self._lost: dict[PeerId, _Lost] = {}
+        self._lost = PeerTable[PeerId, _Lost](MOST_REMEMBERED)
 
     @property
     def missed(self) -> tuple[PeerId, ...]:
@@ -49,7 +50,6 @@ class LostPeers:
             for peer in rows.keys() - present - farewells - self._lost.keys():
                 self._lost[peer] = _Lost(now, now + PAUSES.about(0, self._rng))
         self._forget([peer for peer, lost in self._lost.items() if now - lost.since > FORGET_SECONDS])
-        self._forget(self.missed[: max(0, len(self._lost) - MOST_REMEMBERED)])
 
     def due(self, now: float) -> PeerId | None:
         """Whom to ask for now, if anyone; the next time for it is set."""

@@ -11,10 +11,8 @@ import logging
 import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from noloco_node import ambient
@@ -22,6 +20,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.state_transfer.copy_fetch import COPY_CHUNK, OPEN_COPY, CopyRequest, ask_for_copy, chunks_of_copy
 from noloco_node.state_transfer.copy_manifest import (
     DTYPES,
     CopyManifest,
@@ -29,7 +28,6 @@ from noloco_node.state_transfer.copy_manifest import (
     Precision,
     StageCopy,
     choose_copy,
-    read_offer,
     root_of_weights,
     sign_copy,
     two_faced,
@@ -37,11 +35,9 @@ from noloco_node.state_transfer.copy_manifest import (
 from noloco_node.state_transfer.given_copies import READING_SECONDS, GivenCopies
 from noloco_node.state_transfer.rate import LEAST_OF_EXPORTS, least_rate
 from noloco_node.training.stage_worker import StageWorker
-from noloco_node.transport.calls import NOTHING, BadAnswer, Method, Nothing, Reply, ask, call, judging, on
+from noloco_node.transport.calls import NOTHING, Nothing, Reply, on
 from noloco_node.transport.errors import Refusal, Refused, TransportError
-from noloco_node.transport.headers import RunName, StageIndex, WireModel
 from noloco_node.transport.interface import Transport, Withdraw
-from noloco_node.transport.messages import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -62,20 +58,6 @@ SLOWEST_SHARE = 1.5
 """A copy in full precision may be read for so many times as long as it takes at its donor's least rate."""
 LARGEST = 65504.0
 """The largest number in half precision."""
-
-
-class CopyRequest(WireModel):
-    """Asks for a copy of a stage (no root named), or for a chunk of the one with that root."""
-
-    run: RunName
-    stage: StageIndex
-    root: Annotated[str, Field(max_length=64)] = ""
-    index: Annotated[int, Field(ge=0, le=1 << 32)] = 0
-    precision: Precision = "fp16"
-
-
-OPEN = Method("copy.open", CopyRequest, CopyOffer)
-CHUNK = Method("copy.chunk", CopyRequest, Nothing, at_once=2)
 
 
 async def unpaced(_size: int, _reader: str) -> None:
@@ -112,8 +94,8 @@ class StageCopies:
     def serve(self) -> tuple[Withdraw, ...]:
         """Register with the transport, and how each method is taken back."""
         return (
-            on(self._transport, OPEN, self._handle_open, self._admit),
-            on(self._transport, CHUNK, self._handle_chunk, self._admit),
+            on(self._transport, OPEN_COPY, self._handle_open, self._admit),
+            on(self._transport, COPY_CHUNK, self._handle_chunk, self._admit),
         )
 
     async def keep(self, membership: Membership, worker: StageWorker, pace: Pace = unpaced) -> None:
@@ -220,27 +202,17 @@ class StageCopies:
         return manifest
 
     async def _open(self, peer: PeerId, stage: int, limit: float) -> tuple[CopyManifest, CopyOffer]:
-        run, size = self._spec.run_id, self._parameters[stage]
-        offer = await call(self._transport, peer, OPEN, CopyRequest(run=run, stage=stage), seconds=limit)
-        with judging(self._transport, peer, OPEN.name):
-            return read_offer(self._transport, offer, run=run, stage=stage, size=size), offer
+        return await ask_for_copy(self._spec, stage, self._transport, peer, self._parameters[stage], seconds=limit)
 
     async def _fetch(self, peer: PeerId, stage: int, *, idle_share: float) -> StageCopy:
-        """Take a copy, one chunk after another, with a pause of `idle_share` times the duration after each."""
-        step, limit = self._spec.limits.chunk_bytes // 2, self._spec.limits.exchange_progress_seconds
+        """Take a copy, with a pause of `idle_share` times the duration after each chunk."""
+        limit = self._spec.limits.exchange_progress_seconds
         manifest, offer = await self._open(peer, stage, limit)
-        request = CopyRequest(run=self._spec.run_id, stage=stage, root=manifest.root)
         weights = torch.empty(manifest.size, dtype=torch.float16)
-        for index in range(math.ceil(manifest.size / step)):
-            started = ambient.monotonic()
-            part = weights[index * step : (index + 1) * step]
-            named, specs = request.model_copy(update={"index": index}), (TensorSpec.of(part),)
-            answer = await ask(self._transport, peer, CHUNK, named, specs=specs, seconds=limit)
-            part.copy_(answer.tensors[0])
-            await asyncio.sleep(idle_share * (ambient.monotonic() - started))
-        with judging(self._transport, peer, CHUNK.name):
-            if await ambient.elsewhere(root_of_weights, weights) != manifest.root:
-                raise BadAnswer("the copy's weights are not those that its source has signed")
+        began = ambient.monotonic()
+        async for _ in chunks_of_copy(self._spec, self._transport, peer, manifest, weights, seconds=limit):
+            await asyncio.sleep(idle_share * (ambient.monotonic() - began))
+            began = ambient.monotonic()
         return StageCopy(manifest, offer, weights)
 
     def _admit(self, _peer: PeerId, request: CopyRequest) -> None:

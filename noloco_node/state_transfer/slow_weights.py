@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.state_transfer.backups import CHUNK, OPEN, CopyRequest
-from noloco_node.state_transfer.copy_manifest import CopyManifest, alike, read_offer, root_of_weights
-from noloco_node.transport.calls import BadAnswer, ask, call, judging
+from noloco_node.state_transfer.copy_fetch import OPEN_COPY, ask_for_copy, chunks_of_copy
+from noloco_node.state_transfer.copy_manifest import CopyManifest, alike
+from noloco_node.transport.calls import BadAnswer, judging
 from noloco_node.transport.interface import Transport
-from noloco_node.transport.messages import TensorSpec
 
 CHUNK_ATTEMPTS = 3
 PATIENCE = 4.0
@@ -29,24 +26,14 @@ async def fetch_slow(
     Raises Refused or TransportError; ProtocolViolation, booked against the donor, where they are not its own, not those
     that it has signed, or no numbers. `into` is then worth nothing.
     """
-    limit, step = spec.limits.exchange_progress_seconds, spec.limits.chunk_bytes // into.element_size()
-    request = CopyRequest(run=spec.run_id, stage=stage, precision="fp32")
-    offer = await call(transport, donor, OPEN, request, seconds=PATIENCE * limit)
-    with judging(transport, donor, OPEN.name):
-        manifest = read_offer(transport, offer, run=spec.run_id, stage=stage, size=into.numel(), precision="fp32")
+    seconds, size = PATIENCE * spec.limits.exchange_progress_seconds, into.numel()
+    manifest, _ = await ask_for_copy(spec, stage, transport, donor, size, precision="fp32", seconds=seconds)
+    with judging(transport, donor, OPEN_COPY.name):
         if manifest.source != donor:
             raise BadAnswer("the copy is not the donor's own")
-    named = request.model_copy(update={"root": manifest.root})
-    for index in range(math.ceil(into.numel() / step)):
-        part = into[index * step : (index + 1) * step]
-        chunk = named.model_copy(update={"index": index})
-        specs, seconds = (TensorSpec.of(part),), PATIENCE * limit
-        answer = await ask(transport, donor, CHUNK, chunk, specs=specs, seconds=seconds, attempts=CHUNK_ATTEMPTS)
-        part.copy_(answer.tensors[0])
-        told(part.numel())
-    with judging(transport, donor, CHUNK.name):
-        if await ambient.elsewhere(root_of_weights, into) != manifest.root:
-            raise BadAnswer("the copy's weights are not those that it has signed")
+    chunks = chunks_of_copy(spec, transport, donor, manifest, into, seconds=seconds, attempts=CHUNK_ATTEMPTS)
+    async for count in chunks:
+        told(count)
     return manifest
 
 

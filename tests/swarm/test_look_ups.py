@@ -89,7 +89,7 @@ async def test_between_walks_two_holders_are_asked_for_what_is_new() -> None:
     assert asked_by(reader) - asked == 2
     assert view.stages[0][writer.peer].record.sequence == 2
     assert len(told) <= 3, "the new record, and each holder's own"
-    for peer in walker_of(reader.directory).near[KEY]:
+    for peer in walker_of(reader.directory).near(KEY):
         reader.p2p.network.pop(str(peer))
     asked = asked_by(reader)
     view = await reader.directory.refresh()

@@ -24,9 +24,9 @@ from noloco_node.directory import records_call
 from noloco_node.identity.invitations import Grant, Proof
 from noloco_node.pipeline import inference
 from noloco_node.pipeline import messages as microbatch
-from noloco_node.state_transfer import backups as guard
+from noloco_node.state_transfer import copy_fetch
 from noloco_node.state_transfer import messages as state_messages
-from noloco_node.state_transfer.copy_manifest import CopyManifest, CopyOffer
+from noloco_node.state_transfer.copy_manifest import CopyManifest, CopyOffer, Precision
 from noloco_node.transport.calls import NOTHING, Method, Nothing
 from noloco_node.transport.frames import encode_envelope
 from noloco_node.transport.headers import WireModel
@@ -84,15 +84,15 @@ def _state_manifest() -> str:
     return state_messages.canonical_json(manifest.model_dump(mode="json"))
 
 
-def _copy_offer(precision: guard.Precision) -> CopyOffer:
+def _copy_offer(precision: Precision) -> CopyOffer:
     manifest = CopyManifest(
         source=PEER, run=RUN, stage=1, clock=4096.0, outer_rounds=7, size=2048, precision=precision, root=ROOT
     )
     return CopyOffer(manifest=state_messages.canonical_json(manifest.model_dump(mode="json")), seal=SEAL)
 
 
-def _copy_request(**more: Any) -> guard.CopyRequest:
-    return guard.CopyRequest(run=RUN, stage=1, **more)
+def _copy_request(**more: Any) -> copy_fetch.CopyRequest:
+    return copy_fetch.CopyRequest(run=RUN, stage=1, **more)
 
 
 def _receipt() -> receipts.ReceiptHeader:
@@ -195,10 +195,12 @@ def _transfers() -> list[Example]:
             Nothing(),
             answer_tensors=(numbers(torch.uint8, 7),),
         ),
-        Example(guard.OPEN, _copy_request(), _copy_offer("fp16")),
-        Example(guard.OPEN, _copy_request(precision="fp32"), _copy_offer("fp32"), special="in full precision"),
+        Example(copy_fetch.OPEN_COPY, _copy_request(), _copy_offer("fp16")),
         Example(
-            guard.CHUNK,
+            copy_fetch.OPEN_COPY, _copy_request(precision="fp32"), _copy_offer("fp32"), special="in full precision"
+        ),
+        Example(
+            copy_fetch.COPY_CHUNK,
             _copy_request(root=ROOT, index=1),
             Nothing(),
             answer_tensors=(numbers(torch.float16, 3),),

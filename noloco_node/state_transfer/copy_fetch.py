@@ -1,0 +1,80 @@
+"""How a copy of a stage's slow weights is asked for and read: by a guard, by who brings a lost stage back, and by who
+takes the model home."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from noloco_node import ambient
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.state_transfer.copy_manifest import CopyManifest, CopyOffer, Precision, read_offer, root_of_weights
+from noloco_node.transport.calls import BadAnswer, Method, Nothing, ask, call, judging
+from noloco_node.transport.headers import RunName, StageIndex, WireModel
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import TensorSpec
+
+
+class CopyRequest(WireModel):
+    """Asks for a copy of a stage (no root named), or for a chunk of the one with that root."""
+
+    run: RunName
+    stage: StageIndex
+    root: Annotated[str, Field(max_length=64)] = ""
+    index: Annotated[int, Field(ge=0, le=1 << 32)] = 0
+    precision: Precision = "fp16"
+
+
+OPEN_COPY = Method("copy.open", CopyRequest, CopyOffer)
+COPY_CHUNK = Method("copy.chunk", CopyRequest, Nothing, at_once=2)
+
+
+async def ask_for_copy(
+    spec: RunSpec,
+    stage: int,
+    transport: Transport,
+    peer: PeerId,
+    size: int,
+    *,
+    precision: Precision = "fp16",
+    seconds: float,
+) -> tuple[CopyManifest, CopyOffer]:
+    """What `peer` gives of a stage of so many weights. Raises Refused or TransportError; ProtocolViolation, booked
+    against it, where it is none."""
+    request = CopyRequest(run=spec.run_id, stage=stage, precision=precision)
+    offer = await call(transport, peer, OPEN_COPY, request, seconds=seconds)
+    with judging(transport, peer, OPEN_COPY.name):
+        manifest = read_offer(transport, offer, run=spec.run_id, stage=stage, size=size, precision=precision)
+    return manifest, offer
+
+
+async def chunks_of_copy(
+    spec: RunSpec,
+    transport: Transport,
+    peer: PeerId,
+    manifest: CopyManifest,
+    into: Tensor,
+    *,
+    seconds: float,
+    attempts: int = 1,
+) -> AsyncGenerator[int]:
+    """Bring the weights of `manifest` into `into`, one chunk after another, each within `seconds` and asked for
+    `attempts` times where the link fails; yields how many came since last. Raises as `ask_for_copy`: what has come is
+    worth nothing unless it goes on to its end."""
+    step = spec.limits.chunk_bytes // into.element_size()
+    named = CopyRequest(run=manifest.run, stage=manifest.stage, root=manifest.root, precision=manifest.precision)
+    for index in range(math.ceil(into.numel() / step)):
+        part = into[index * step : (index + 1) * step]
+        chunk = named.model_copy(update={"index": index})
+        specs = (TensorSpec.of(part),)
+        answer = await ask(transport, peer, COPY_CHUNK, chunk, specs=specs, seconds=seconds, attempts=attempts)
+        part.copy_(answer.tensors[0])
+        yield part.numel()
+    with judging(transport, peer, COPY_CHUNK.name):
+        if await ambient.elsewhere(root_of_weights, into) != manifest.root:
+            raise BadAnswer("the copy's weights are not those that its source has signed")
