@@ -25,7 +25,7 @@ from noloco_node.exporting.read import continued
 from noloco_node.exporting.speech import Wish
 from noloco_node.model.export import generate_sample, load_exported
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.storage.weights import SLOW, WeightsManifest
+from noloco_node.storage.weights import SLOW_FILE, WeightsManifest
 from tests.config.test_tokenizer_files import made, with_tokenizer
 from tests.made_runs import MICRO, OWN_TEXT, RUN, TEXT, finished, under_way, weights
 from tests.support import files_up_to
@@ -247,9 +247,9 @@ def tear(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda top: tear(top / "b" / "final" / SLOW), "does not match the hash"),
+        (lambda top: tear(top / "b" / "final" / SLOW_FILE), "does not match the hash"),
         (lambda top: (top / "b" / "final" / "manifest.json").write_text("{"), "damaged or incomplete"),
-        (lambda top: (top / "b" / "final" / SLOW).unlink(), "damaged or incomplete"),
+        (lambda top: (top / "b" / "final" / SLOW_FILE).unlink(), "damaged or incomplete"),
         (lambda top: (top / "b").rename(top.parent / "gone"), "there are no weights of stage 1 of 2"),
         (lambda top: finished(top / "z", 1, run=RUN.model_copy(update={"name": "other"})), "holds weights of run"),
         (lambda top: finished(top / "z", 1, shift=math.nan), "holds NaN or infinity"),

@@ -1,36 +1,46 @@
-"""One name for one thing: no two public classes of the package share one, and tests keep to what has a public name."""
+"""One name for one thing: no two public types of the package share one, and tests keep to what has a public name."""
 
 from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "noloco_node"
 
 
+def types_of(tree: ast.Module) -> Iterator[str]:
+    """Names of classes, and of other types of the file: those that are written like classes. Parameters of types
+    (`T`) are none."""
+    yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            yield from (each.id for each in node.targets if isinstance(each, ast.Name) and not each.id.isupper())
+
+
 def shared(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
-    """Name -> files, of public classes that more than one file has."""
+    """Name -> files, of public types that more than one file has."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for path, tree in trees.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found[node.name].append(path)
+        for name in types_of(tree):
+            if name[0].isupper():
+                found[name].append(path)
     return {name: paths for name, paths in found.items() if len(paths) > 1}
 
 
-def test_no_two_public_classes_share_a_name() -> None:
+def test_no_two_public_types_share_a_name() -> None:
     """Who reads it in one file need not ask which of them is meant."""
     files = sorted(PACKAGE.rglob("*.py"))
     assert shared({str(path): ast.parse(path.read_text(encoding="utf-8")) for path in files}) == {}
 
 
 def test_the_law_sees_a_shared_name() -> None:
-    """But not that of a private class, which stays in its file."""
-    one, other = ast.parse("class Course: ...\nclass _Row: ..."), ast.parse("class Course: ...\nclass _Row: ...")
-    assert shared({"one": one, "other": other}) == {"Course": ["one", "other"]}
+    """Of a class or of what stands for a type; not that of a private one, which stays in its file, nor a number's."""
+    one = ast.parse("class Course: ...\nclass _Row: ...\nTold = Callable[[int], None]\nMOST = 3\nT = TypeVar('T')")
+    other = ast.parse("class Course: ...\nclass _Row: ...\nclass Told: ...\nMOST = 4\nT = TypeVar('T')")
+    assert shared({"one": one, "other": other}) == {name: ["one", "other"] for name in ("Course", "Told")}
 
 
 MOST_REACHED = 97

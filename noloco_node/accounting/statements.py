@@ -20,8 +20,8 @@ from noloco_node.config.canonical import canonical_json
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.identity.signing import signed_by
 
-Count = Annotated[int, Field(ge=0, le=1 << 60)]
-Name = Annotated[str, Field(max_length=128)]
+_Count = Annotated[int, Field(ge=0, le=1 << 60)]
+_Name = Annotated[str, Field(max_length=128)]
 WallTime = Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
 
 SignedBy = Callable[[PeerId, bytes, bytes], bool]
@@ -33,7 +33,7 @@ MAX_LINE_BYTES = 16384
 class _Statement(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    run: Name
+    run: _Name
     since: WallTime
     until: WallTime
 
@@ -43,24 +43,24 @@ class Work(_Statement):
 
     kind: Literal["work"] = "work"
     stage: Annotated[int, Field(ge=0, lt=256)]
-    tokens: Count
+    tokens: _Count
     """Behind its inner steps."""
-    drawn: Count
+    drawn: _Count
     """Microbatches drawn from the text (stage 0)."""
-    served: Count
+    served: _Count
     """Microbatches of other peers."""
-    outer_rounds: Count
+    outer_rounds: _Count
 
 
 class Receipt(_Statement):
     """What `server` did for the one who signs. A receipt is named by its signer, `session` and `serial`."""
 
     kind: Literal["receipt"] = "receipt"
-    server: Name
+    server: _Name
     session: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     serial: Annotated[int, Field(ge=0, le=1 << 40)]
     microbatches: Annotated[int, Field(gt=0, le=1 << 40)]
-    tokens: Count
+    tokens: _Count
 
 
 _ADAPTER: TypeAdapter[Work | Receipt] = TypeAdapter(Annotated[Work | Receipt, Field(discriminator="kind")])

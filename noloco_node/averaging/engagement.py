@@ -74,7 +74,7 @@ TRANSITIONS: Mapping[Phase, Mapping[Change, Phase]] = MappingProxyType(
 )
 """All that is allowed; whatever is not here is not."""
 
-BEGINNINGS = frozenset(TRANSITIONS[Phase.FREE])
+BEGINNING_CHANGES = frozenset(TRANSITIONS[Phase.FREE])
 """Changes that bring something new."""
 DIALLED = (Phase.AGREED, Phase.OPENING, Phase.ANSWERING)
 """An exchange that a partner has dialled, while it can still be given up."""
@@ -112,13 +112,13 @@ class Engagement:
 
     def begin(self, change: Change, session: Session | None = None) -> None:
         """Engage in something new, in place of an own proposal if that was crossed. Raises NotAllowed."""
-        if change not in BEGINNINGS:
+        if change not in BEGINNING_CHANGES:
             raise NotAllowed(f"{change} begins nothing")
         self._phase, self._session = after(self._phase, change), session
 
     def go_on(self, session: Session | None, change: Change) -> None:
         """A change of what this replica is engaged in. Raises NotAllowed, also where that is not `session`."""
-        if session is not self._session or change in BEGINNINGS:
+        if session is not self._session or change in BEGINNING_CHANGES:
             raise NotAllowed(f"{change} of an outer step that is over")
         self._phase = after(self._phase, change)
         if self._phase is Phase.FREE:

@@ -20,7 +20,7 @@ from noloco_node.transport.headers import (
     check_addressed,
 )
 
-Tokens = Annotated[int, Field(ge=0, le=1 << 53)]
+_Tokens = Annotated[int, Field(ge=0, le=1 << 53)]
 
 
 class Proposal(WireModel):
@@ -32,7 +32,7 @@ class Proposal(WireModel):
     stage: StageIndex
     contract: Annotated[str, Field(max_length=64)]
     clock: ClockValue
-    tokens: Tokens
+    tokens: _Tokens
     """Tokens behind the dialler's Δ."""
     fragment: Annotated[int, Field(ge=0, lt=1 << 16)] | None = None
     """Index of the fragment to be averaged; None is the whole stage."""
@@ -59,7 +59,7 @@ def check_proposal(proposal: Proposal, spec: RunSpec, stage: int, contract: str)
 class Acceptance(WireModel):
     """The partner's yes. Both sides take the token weights from the two counts of tokens named so far."""
 
-    tokens: Tokens
+    tokens: _Tokens
     """Tokens behind the partner's Δ."""
     weightless: bool = False
     """The partner gives its half and stays as it is (`averaging.probation`): both sides take equal token weights."""

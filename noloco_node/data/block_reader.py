@@ -47,7 +47,7 @@ class _Mark:
     finished: bool
 
 
-Step = tuple[Tokens, list[_Mark]]
+_Step = tuple[Tokens, list[_Mark]]
 """A window, and how far its turn has come with it; before that, turns that had none."""
 
 
@@ -106,7 +106,7 @@ class BlockReader:
                 row.closed = True
             self._changed.notify_all()
 
-    def _next(self, steps: Sequence[Iterator[Step]], number: int) -> Step | None:
+    def _next(self, steps: Sequence[Iterator[_Step]], number: int) -> _Step | None:
         if self._order is None:
             return next(steps[number], None)
         with naming_source(number):
@@ -142,7 +142,7 @@ class _Made:
     def of(cls, rows: int) -> _Made:
         return cls([[] for _ in range(rows)], [0] * rows)
 
-    def add(self, number: int, step: Step) -> None:
+    def add(self, number: int, step: _Step) -> None:
         window, reached = step
         self.windows.append(window)
         marks = self.marks[number]
@@ -167,7 +167,7 @@ class _RowReader:
         """Names of these that were asked for."""
         self.closed = False
 
-    def steps(self) -> Generator[Step]:
+    def steps(self) -> Generator[_Step]:
         """Until it is closed. Raises UserError (DATA) as `BlockReader.portions` does."""
         passed = list[_Mark]()
         while (turn := self._take()) is not None:

@@ -46,7 +46,7 @@ PACE_SECONDS = 30.0
 """Time that is taken to have passed for whoever was first seen just now."""
 
 
-Count = Annotated[int, Field(ge=0, le=1 << 48)]
+_Count = Annotated[int, Field(ge=0, le=1 << 48)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ class SharedPosition(BaseModel):
     """When it was kept, seconds since 1970."""
     row: Annotated[int, Field(gt=0)]
     """Blocks of a pass."""
-    base: Count
+    base: _Count
     taken: Annotated[str, Field(pattern=r"^[0-9a-f]*$")]
     """Slots from `base` on: bits, the lowest first, as a hexadecimal number."""
-    open: tuple[tuple[Count, Count], ...]
+    open: tuple[tuple[_Count, _Count], ...]
     """Slots that nobody holds and that were begun, each with the windows that are drawn."""
-    own: tuple[tuple[Count, Count], ...]
+    own: tuple[tuple[_Count, _Count], ...]
     """Slots that it holds itself, likewise."""
     left: bool = False
     """It has given these back."""

@@ -36,7 +36,7 @@ _DONE, _UNDER_WAY = "manifest.json", "unfinished.json"
 _NOT_THE_TEXTS = frozenset({"path", "prepared", "fingerprint", "seed", "block_windows", "parts_per_shard"})
 """Settings of `run.data` that tokens do not depend on."""
 
-Count = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0)]
 
 
 class TextManifest(BaseModel):
@@ -49,15 +49,15 @@ class TextManifest(BaseModel):
     """The settings of `run.data` that the tokens depend on."""
     vocab_size: Annotated[int, Field(gt=0)]
     """Of the tokenizer."""
-    documents: Count = 0
+    documents: _Count = 0
     """Documents, or pieces of them, whose tokens are there."""
     so_far: str = Fingerprint().text
     """The fingerprint of these."""
-    training: Count = 0
+    training: _Count = 0
     """Tokens to train on."""
-    validation: Count = 0
+    validation: _Count = 0
     """Tokens held out."""
-    shards: Count = 0
+    shards: _Count = 0
     """Of a streamed text: each has a folder."""
     fingerprint: str = ""
     """Of the whole text, once all of it is there."""

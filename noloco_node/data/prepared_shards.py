@@ -32,7 +32,7 @@ from noloco_node.data.token_file import TokenFile, no_room, token_type
 from noloco_node.data.tokenizers import Tokenizer, Tokens
 from noloco_node.errors import UserError
 
-Count = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0)]
 PARTS = ("training", "validation")
 _ENDS = np.dtype("<u8")
 _ABOUT = "shard.json"
@@ -48,9 +48,9 @@ class PreparedShard(BaseModel):
     name: str
     source: str
     """The fingerprint of this shard alone."""
-    documents: tuple[Count, Count]
+    documents: tuple[_Count, _Count]
     """To train on, and held out."""
-    tokens: tuple[Count, Count]
+    tokens: tuple[_Count, _Count]
     """Of these."""
 
 

@@ -43,7 +43,7 @@ class Reader:
 
 MakeTurns = Callable[[int, Position], Turns]
 """Makes the turns over so many blocks, from a position on: one for each source."""
-HeldOut = tuple[Tensor, tuple[tuple[str, int], ...]]
+_HeldOut = tuple[Tensor, tuple[tuple[str, int], ...]]
 """`Samples.held_out` and `Samples.held_out_of`."""
 
 
@@ -85,14 +85,14 @@ def held_out_windows(spec: DataSpec, vocab_size: int, count: int) -> Tensor:
     return held_out_by_source(spec, vocab_size, count)[0]
 
 
-def held_out_by_source(spec: DataSpec, vocab_size: int, count: int) -> HeldOut:
+def held_out_by_source(spec: DataSpec, vocab_size: int, count: int) -> _HeldOut:
     """`held_out_windows`, and of a mixture `Samples.held_out_of`. Raises UserError (DATA) as `load_windows` does."""
     if spec.streaming:
         return _held_out(_shards(spec, vocab_size), spec, count)
     return _numbered_held_out(load_windows(spec, vocab_size), spec, count)
 
 
-def _numbered_held_out(windows: Windows, spec: DataSpec, count: int) -> HeldOut:
+def _numbered_held_out(windows: Windows, spec: DataSpec, count: int) -> _HeldOut:
     return windows.held_out(count), _named(spec, windows.held_out_counts(count))
 
 
@@ -107,7 +107,7 @@ def _streamed(shards: Shards, spec: DataSpec) -> StreamedBlocks:
 
 def _in_blocks(
     blocks: Sequence[Blocks],
-    held_out: HeldOut,
+    held_out: _HeldOut,
     spec: DataSpec,
     reader: Reader,
     position: Position,
@@ -166,7 +166,7 @@ def _shards(spec: DataSpec, vocab_size: int) -> list[Shards]:
     return found
 
 
-def _held_out(shards: Sequence[Shards], spec: DataSpec, count: int) -> HeldOut:
+def _held_out(shards: Sequence[Shards], spec: DataSpec, count: int) -> _HeldOut:
     """Of a mixture each source's share, or all that it has where these are fewer."""
     found: list[Tensor] = []
     for number, (each, wanted) in enumerate(zip(shards, apportioned(spec.weights, count), strict=True)):

@@ -32,7 +32,7 @@ lines, space. Every character belongs to one. It is what the tokenizers of Llama
 PIECE = 1 << 20
 """Characters that are handed over at once."""
 
-Told = Callable[[int, int, bool], None]
+_Told = Callable[[int, int, bool], None]
 """Hears how many documents and bytes were read, and whether that was all."""
 
 
@@ -54,7 +54,7 @@ class TextTaken:
 
     TRIED_BYTES = 1 << 20
 
-    def __init__(self, spec: DataSpec, documents: int | None, most_bytes: int, told: Told) -> None:
+    def __init__(self, spec: DataSpec, documents: int | None, most_bytes: int, told: _Told) -> None:
         self._spec, self._most, self._most_bytes, self._told = spec, documents, most_bytes, told
         self.documents = 0
         self.text_bytes = 0
@@ -116,7 +116,7 @@ def train_tokenizer(
     *,
     documents: int | None,
     most_bytes: int,
-    told: Told = lambda _documents, _bytes, _read: None,
+    told: _Told = lambda _documents, _bytes, _read: None,
 ) -> Learnt:
     """Learn a tokenizer of at most `vocab_size` tokens from the first documents of the run's text that are not held
     out, `documents` and `most_bytes` at most, and write it to `folder` for `AutoTokenizer`. `told` is called on another

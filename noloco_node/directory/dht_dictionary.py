@@ -13,7 +13,7 @@ MOST_ROWS = 1024
 
 _msgpack: Any = msgpack
 
-Row = tuple[str, bytes, float]
+_Row = tuple[str, bytes, float]
 """Signer, what it signed, expiry in DHT time."""
 
 
@@ -27,7 +27,7 @@ def unpack_one(data: bytes) -> object:
     return _msgpack.unpackb(data, raw=False, strict_map_key=True, ext_hook=_no_extension)
 
 
-def pack_dictionary(rows: Sequence[Row]) -> bytes:
+def pack_dictionary(rows: Sequence[_Row]) -> bytes:
     """As hivemind packs a value with subkeys."""
     items = [[signer, pack_one(signed), expires] for signer, signed, expires in rows]
     latest = max((expires for _, _, expires in rows), default=0.0)

@@ -30,7 +30,7 @@ LAST_LOOK_SECONDS = 3.0
 ASKED_AT_ONCE = 4
 MAX_FILE_BYTES = 256 * 1024
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,128}$")]
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,128}$")]
 """A peer id as the file has it: it is shown to a person."""
 Addresses = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=MOST_ADDRESSES)]
 
@@ -68,8 +68,8 @@ class _File(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     run: Annotated[str, Field(max_length=128)]
-    peers: Annotated[dict[Name, Addresses], Field(max_length=MOST_PEERS)]
-    held: Annotated[dict[Name, HeldState], Field(max_length=MOST_PEERS)] = {}
+    peers: Annotated[dict[_Name, Addresses], Field(max_length=MOST_PEERS)]
+    held: Annotated[dict[_Name, HeldState], Field(max_length=MOST_PEERS)] = {}
 
 
 class KnownPeers:

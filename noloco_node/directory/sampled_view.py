@@ -40,7 +40,7 @@ USUAL_LIFE = 20.0
 SETTLED = 4
 """Buckets of a level that are read at once, one at each look, when this node has come to it."""
 
-Rows = Mapping[PeerId, LiveRecord]
+_Rows = Mapping[PeerId, LiveRecord]
 
 
 def root_again(level: int, life: float) -> float:
@@ -55,7 +55,7 @@ class _Stage:
     level: StageLevel
     held: list[Place] = field(default_factory=list[Place])
     """Those that are read again and again, the older first; none at level 0."""
-    rows: dict[Place, Rows] = field(default_factory=dict[Place, Rows])
+    rows: dict[Place, _Rows] = field(default_factory=dict[Place, _Rows])
     """What was found where, until its life ends."""
     read_at: dict[Place, float] = field(default_factory=dict[Place, float])
     drawn: Place | None = None
@@ -105,7 +105,7 @@ class SampledView:
                 wanted += self._buckets_of(stage, each, now)
         return wanted
 
-    def took(self, place: Place, rows: Rows, now: float) -> None:
+    def took(self, place: Place, rows: _Rows, now: float) -> None:
         """A place was read."""
         each = self._stages[place.stage]
         each.read_at[place] = now
@@ -161,12 +161,12 @@ class SampledView:
         each.held.append(place)
         each.renewed_at = now
 
-    def _bounded(self, rows: Rows) -> Rows:
+    def _bounded(self, rows: _Rows) -> _Rows:
         if len(rows) <= MOST_ROWS:
             return rows
         return {peer: rows[peer] for peer in sorted(self._rng.sample(sorted(rows), MOST_ROWS))}
 
-    def _rows_of(self, each: _Stage, now: float) -> Rows:
+    def _rows_of(self, each: _Stage, now: float) -> _Rows:
         for place, rows in list(each.rows.items()):
             if each.read_at.get(place, now) > now or not _any_lives(rows, now):
                 del each.rows[place]
@@ -188,12 +188,12 @@ def _since(at: float, now: float) -> float:
     return now - at if at <= now else math.inf
 
 
-def _scale(each: _Stage, rows: Rows, now: float) -> Scale:
+def _scale(each: _Stage, rows: _Rows, now: float) -> Scale:
     seen, estimate = sum(row.expires > now for row in rows.values()), each.level.estimate
     if not seen or len(each.held) >= 1 << each.level.level:  # every bucket is read: who is there is seen
         return Scale()
     return Scale(max(1.0, estimate.number / seen), estimate.error)
 
 
-def _any_lives(rows: Rows, now: float) -> bool:
+def _any_lives(rows: _Rows, now: float) -> bool:
     return any(row.expires > now for row in rows.values())

@@ -39,7 +39,7 @@ CACHED_VERDICTS = 8192
 """Of more records than that some are judged anew at every look. Which verdict makes room is drawn: each look takes the
 records in about the same order, so that the oldest would be forgotten just before it is asked for, and every one."""
 
-MOST_PLACES = 4096
+MOST_BUCKET_KEYS = 4096
 """Keys of buckets that are remembered."""
 
 _DOMAIN = b"noloco directory record 1\0"
@@ -171,7 +171,7 @@ class RecordValidator(RecordValidatorBase):
     def expect(self, key: bytes, place: Place) -> None:
         """A key that is known to be that of a bucket."""
         self._places.setdefault(key, place)
-        if len(self._places) > self._stages + MOST_PLACES:
+        if len(self._places) > self._stages + MOST_BUCKET_KEYS:
             del self._places[next(islice(self._places, self._stages, None))]
 
 

@@ -53,7 +53,7 @@ LEAVING = (PeerState.DRAINING,)
 """Asked where a stage has no others: they may be gone before the copy is whole."""
 HELLO_SECONDS = 5.0
 
-Progress = Callable[[int, int], None]
+_Progress = Callable[[int, int], None]
 """Told how many bytes have come, and how many will."""
 
 
@@ -69,7 +69,7 @@ class _Copy:
 
 
 async def gather_live(
-    settings: NodeSettings, spool: Path, told: Progress, agreed: Callable[[RunSpec], object] = lambda _: None
+    settings: NodeSettings, spool: Path, told: _Progress, agreed: Callable[[RunSpec], object] = lambda _: None
 ) -> Gathered:
     """Fetch the slow weights of each stage's replicas of the run at `settings.initial_peers`, into files in `spool`.
     `agreed` sees the run, off the event loop, before anything is fetched.
@@ -103,7 +103,7 @@ class Gatherer:
         transport: Transport,
         directory: Directory,
         spool: Path,
-        told: Progress,
+        told: _Progress,
         rng: random.Random | None = None,
         pause: float = LOOK_SECONDS,
     ) -> None:

@@ -25,7 +25,7 @@ SPARE_BYTES = 16 << 20
 """For everything beside the weights."""
 BEST = "best"
 
-Tell = Callable[[str], None]
+_Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def check_out(out: Path) -> None:
 
 
 def export(
-    gathered: Gathered, out: Path, which: str, tell: Tell, shard_bytes: int = SHARD_BYTES, bench: Bench | None = None
+    gathered: Gathered, out: Path, which: str, tell: _Tell, shard_bytes: int = SHARD_BYTES, bench: Bench | None = None
 ) -> Exported:
     """Make the model and write it to `out`. `which`: `mean`, `best` (needs `bench`), or a replica's name. What the
     model is worth is said in its card where there is a `bench`.

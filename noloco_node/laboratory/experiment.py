@@ -31,7 +31,7 @@ class Finished:
     seconds_left: float
 
 
-Progress = Callable[[Finished], None]
+OnFinished = Callable[[Finished], None]
 Train = Callable[[Job], str]
 
 
@@ -72,7 +72,7 @@ class Experiment:
     """
 
     def __init__(
-        self, lab: LabSpec, cells: Sequence[Cell], journal: Journal, progress: Progress, work: Train = train
+        self, lab: LabSpec, cells: Sequence[Cell], journal: Journal, progress: OnFinished, work: Train = train
     ) -> None:
         self._lab = lab
         self._cells = cells

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar, cast
 from noloco_node.errors import ExitCode, UserError
 
 Task = TypeVar("Task")
-Answer = TypeVar("Answer")
+_Answer = TypeVar("_Answer")
 
 END_SECONDS = 5.0
 """Time that a worker has to end after it was told to, before it is killed."""
@@ -45,18 +45,18 @@ class _Worker(Generic[Task]):
     task: Task | None = None
 
 
-class Workers(AbstractContextManager["Workers[Task, Answer]"], Generic[Task, Answer]):
+class Workers(AbstractContextManager["Workers[Task, _Answer]"], Generic[Task, _Answer]):
     """A pool of `count` processes that call `work` (a function of a module, importable by its name).
 
     Leaving the block ends them, whatever they are at; so does the end of this process, however it ends.
     """
 
-    def __init__(self, count: int, work: Callable[[Task], Answer]) -> None:
+    def __init__(self, count: int, work: Callable[[Task], _Answer]) -> None:
         self._count = count
         self._work = work
         self._workers: list[_Worker[Task]] = []
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Answer]]:
+    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, _Answer]]:
         """Do all tasks, begun in the order given; yields each with its answer as it ends.
 
         Raises the UserError of a task, RuntimeError with the traceback of any other failure, and UserError (FAILURE)
@@ -101,7 +101,7 @@ class Workers(AbstractContextManager["Workers[Task, Answer]"], Generic[Task, Ans
         if worker.task is not None:
             worker.pipe.send(worker.task)
 
-    def _take(self, worker: _Worker[Task]) -> tuple[Task, Answer]:
+    def _take(self, worker: _Worker[Task]) -> tuple[Task, _Answer]:
         assert worker.task is not None
         try:
             answer: object = worker.pipe.recv()
@@ -110,7 +110,7 @@ class Workers(AbstractContextManager["Workers[Task, Answer]"], Generic[Task, Ans
             raise _death(worker.process.exitcode) from None
         if isinstance(answer, _Failure):
             raise answer.error()
-        return worker.task, cast("Answer", answer)
+        return worker.task, cast("_Answer", answer)
 
 
 def _death(code: int | None) -> UserError:
@@ -121,7 +121,7 @@ def _death(code: int | None) -> UserError:
     )
 
 
-def _serve(pipe: Connection, work: Callable[[Task], Answer]) -> None:
+def _serve(pipe: Connection, work: Callable[[Task], _Answer]) -> None:
     """The life of a worker. Ctrl-C is the parent's to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -134,7 +134,7 @@ def _serve(pipe: Connection, work: Callable[[Task], Answer]) -> None:
         pipe.send(_answer(work, task))
 
 
-def _answer(work: Callable[[Task], Answer], task: Task) -> Answer | _Failure:
+def _answer(work: Callable[[Task], _Answer], task: Task) -> _Answer | _Failure:
     try:
         return work(task)
     except UserError as error:

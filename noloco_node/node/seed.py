@@ -35,11 +35,11 @@ ANY_RUN = "any"
 NO_RUN = "a seed of any run: it holds their records, and knows of none what its nodes do; name a run's CONFIG to see it"
 """What its page says where it knows no run."""
 
-Tell = Callable[[RunSpec | None, list[str]], None]
+_Tell = Callable[[RunSpec | None, list[str]], None]
 """Told the run, if there is one, and the addresses of the seed, once it is up."""
 
 
-async def run_seed(spec: RunSpec | None, settings: NodeSettings, tell: Tell) -> None:
+async def run_seed(spec: RunSpec | None, settings: NodeSettings, tell: _Tell) -> None:
     """Hold the directory together until SIGINT or SIGTERM. Leaves no process and no socket behind.
 
     With a RunSpec, or where initial peers give it theirs, it also hands that out, so that strangers can join a run by
@@ -50,7 +50,7 @@ async def run_seed(spec: RunSpec | None, settings: NodeSettings, tell: Tell) -> 
         await _run(spec, settings, folder, tell)
 
 
-async def _run(spec: RunSpec | None, settings: NodeSettings, folder: RunFolder, tell: Tell) -> None:
+async def _run(spec: RunSpec | None, settings: NodeSettings, folder: RunFolder, tell: _Tell) -> None:
     configure_logging(settings.log_level, NodeLog(), style=settings.log_format)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

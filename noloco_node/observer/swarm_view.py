@@ -18,9 +18,9 @@ from noloco_node.telemetry.swarm_state import (
     OTHER_VERSIONS,
     SERVING,
     STATES,
-    Change,
     Followed,
     Happening,
+    NodeChange,
     NodeSeen,
     StageSeen,
     SwarmView,
@@ -194,7 +194,7 @@ def _is_over(
 
 def _changes(
     before: Mapping[str, Followed], followed: Mapping[str, Followed], records: Mapping[str, LiveRecord]
-) -> Iterator[tuple[Change, str, int]]:
+) -> Iterator[tuple[NodeChange, str, int]]:
     """Who came, moved and went since the last look."""
     for peer, seen in followed.items():
         was = before.get(peer)

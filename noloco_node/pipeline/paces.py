@@ -17,7 +17,7 @@ TOLERANCE = 1.5
 """Times what its stage peers take from which a peer is slow: it is asked the less, by the square of what is beyond."""
 OF_AN_ANSWER = 1 / 8
 """Part of one answer in what a peer usually takes and brings."""
-FORGOTTEN_AFTER = 20.0
+SLOWNESS_HALVES_AFTER = 20.0
 """Slowness halves in so many times as long as the peer takes: one slow answer costs its giver some minutes at most."""
 FAILURES_HALVE_SECONDS = 30.0
 LEAST_WEIGHT = 1 / 16
@@ -73,7 +73,7 @@ class _Pace:
         seconds = self.seconds or 0.0
         if seconds <= reference:
             return seconds
-        return reference + (seconds - reference) * 0.5 ** ((now - self.at) / (FORGOTTEN_AFTER * seconds))
+        return reference + (seconds - reference) * 0.5 ** ((now - self.at) / (SLOWNESS_HALVES_AFTER * seconds))
 
 
 class _Bounds(NamedTuple):

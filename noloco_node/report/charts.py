@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-Point = tuple[float, float]
+ChartPoint = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class ChartLine:
 
     label: str
     colour: str
-    points: tuple[Point, ...]
+    points: tuple[ChartPoint, ...]
     dashed: bool = False
     dots: bool = False
     right: bool = False

@@ -26,7 +26,7 @@ from noloco_node.telemetry.summary import NodeHistory
 from noloco_node.telemetry.utilization import Utilization
 from noloco_node.telemetry.words import printable
 
-MOMENTS = 500
+MOST_MOMENTS = 500
 """Remembered of one node: the last ones, when it had more."""
 NEAR_THE_END = 0.95
 """Of the target: from there on nodes leave because the run is over."""
@@ -35,7 +35,7 @@ BEGINNING = ("joining", "downloading")
 """What a process does before it is up."""
 LEAVING = ("finishing", "draining")
 
-Kind = Literal["start", "end", "death", "fault", "warning"]
+_Kind = Literal["start", "end", "death", "fault", "warning"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Moment:
     """Something notable at a wall time, seconds since 1970."""
 
     time: float
-    kind: Kind
+    kind: _Kind
     text: str
 
 
@@ -83,7 +83,7 @@ class Chronicle:
         """Live nodes of the swarm that were not there any more at the next account, while the run was under way."""
         self.nodes: list[tuple[float, int]] = []
         """Live nodes as this one saw them: wall time and count, at each change."""
-        self.moments: deque[Moment] = deque(maxlen=MOMENTS)
+        self.moments: deque[Moment] = deque(maxlen=MOST_MOMENTS)
         self.spent = TimeSpent()
         self.versions: set[str] = set()
         self._meter = _Meter(self.spent)
@@ -165,7 +165,7 @@ class Chronicle:
         self.counts[what] += 1
         self._say(when, "fault", text)
 
-    def _say(self, when: float, kind: Kind, text: str) -> None:
+    def _say(self, when: float, kind: _Kind, text: str) -> None:
         self.moments.append(Moment(when, kind, text))
 
 

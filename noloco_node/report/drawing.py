@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from math import ceil, cos, floor, log10, pi, sin
 
-from noloco_node.report.charts import Bars, ChartGraph, ChartLine, Curves, Point, Timeline
+from noloco_node.report.charts import Bars, ChartGraph, ChartLine, ChartPoint, Curves, Timeline
 from noloco_node.report.figures import named, shares
 
 WIDE, HIGH = 400, 240
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 38
 RIGHT_WITH_AXIS = 58
-PARTS = 12
+PART_CLASSES = 12
 """Colours of parts, `p0` to `p11` in the page's style."""
 DECADES_WITHOUT_STEPS = 1.0
 EDGES_COUNTED = 15
@@ -109,7 +109,7 @@ def _drawn(lines: Sequence[ChartLine], x: _Scale, y: _Scale) -> Iterator[str]:
             yield from (f'<circle class="dot {line.colour}" cx="{a:.1f}" cy="{b:.1f}" r="2.6"/>' for a, b in spots)
 
 
-def _joined(spots: Sequence[Point]) -> str:
+def _joined(spots: Sequence[ChartPoint]) -> str:
     return " ".join(f"{a:.1f},{b:.1f}" for a, b in spots)
 
 
@@ -126,14 +126,14 @@ def bars(chart: Bars) -> str:
     for label, row in chart.rows:
         pieces = zip(chart.parts, chart.colours, shares(row, chart.parts), strict=True)
         inside = "".join(
-            f'<span class="p{colour % PARTS}" style="width:{100 * share:.3f}%" '
+            f'<span class="p{colour % PART_CLASSES}" style="width:{100 * share:.3f}%" '
             f'title="{escape(named(part), quote=True)}: {row.get(part, 0.0):,.0f} s, {100 * share:.1f} %"></span>'
             for part, colour, share in pieces
             if share > 0.0
         )
         made.append(f'<div class="row"><b>{escape(label)}</b><div class="bar">{inside}</div></div>')
     keys = "".join(
-        f'<span><i class="key p{colour % PARTS}"></i>{escape(named(part))}</span>'
+        f'<span><i class="key p{colour % PART_CLASSES}"></i>{escape(named(part))}</span>'
         for part, colour in zip(chart.parts, chart.colours, strict=True)
     )
     return f'{"".join(made)}<div class="legend">{keys}</div>'
@@ -191,12 +191,12 @@ def graph(chart: ChartGraph) -> str:
     return "".join(made)
 
 
-def circle(count: int) -> list[Point]:
+def circle(count: int) -> list[ChartPoint]:
     """Places for so many nodes, from the top on, within −1 to 1."""
     return [(sin(2 * pi * index / count), -cos(2 * pi * index / count)) for index in range(count)]
 
 
-def _spot(place: Point) -> Point:
+def _spot(place: ChartPoint) -> ChartPoint:
     return WIDE / 2 + 125 * place[0], WIDE / 2 + 150 * place[1]
 
 

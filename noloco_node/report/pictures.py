@@ -20,7 +20,7 @@ from noloco_node.report.folder import ReportedRun
 from noloco_node.telemetry.plots import BLUE, GREEN, GREY, ORANGE, plot_run
 
 COLOURS = {"first": BLUE, "second": ORANGE, "third": GREEN, "quiet": GREY}
-PARTS = (
+PART_COLOURS = (
     "#2f6db3",
     "#5a9bd8",
     "#3a8f5c",
@@ -118,7 +118,7 @@ def _bars(chart: Bars) -> Figure:
             range(len(left)),
             widths,
             left=left,
-            color=PARTS[chart.colours[index] % len(PARTS)],
+            color=PART_COLOURS[chart.colours[index] % len(PART_COLOURS)],
             label=figures.named(part),
             height=0.7,
         )

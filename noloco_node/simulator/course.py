@@ -36,7 +36,7 @@ OPERATIONS = {Priority.STEP: 0.05, Priority.BACKWARD: 2.0, Priority.FORWARD: 1.0
 """What a device takes for each kind of work, in `sim.operation_seconds`. The last stage's forward is with its loss and
 backward: three times as long."""
 
-Progress = Callable[[float, float], None]
+_Progress = Callable[[float, float], None]
 """Told of the virtual hours that have passed, and of all that there are to be."""
 
 
@@ -80,7 +80,7 @@ def check_simulation(config: Config, footprint: Footprint) -> None:
         )
 
 
-def simulate(config: Config, progress: Progress) -> Simulated:
+def simulate(config: Config, progress: _Progress) -> Simulated:
     """Run what `config.sim` says. Raises UserError (CONFIG) as `check_simulation`."""
     footprint = footprint_of(config.run)
     check_simulation(config, footprint)
@@ -89,7 +89,7 @@ def simulate(config: Config, progress: Progress) -> Simulated:
     return Simulated(figures, trace, seconds / 3600.0, (time.process_time() - began) / 3600.0)
 
 
-async def _run(config: Config, footprint: Footprint, progress: Progress) -> tuple[SimulationFigures, str, float]:
+async def _run(config: Config, footprint: Footprint, progress: _Progress) -> tuple[SimulationFigures, str, float]:
     sim, loop = config.sim, asyncio.get_running_loop()
     quadratic = sim.tensors == "quadratic"
     way = SharedWay([[trip / 1000.0 for trip in row] for row in sim.round_trips_ms], random.Random(f"loss/{sim.seed}"))

@@ -17,7 +17,7 @@ NODE_BYTES = 32_000
 """Taken to be what a node needs at the most, books of its peers included: 100,000 took 8,500 each where only the
 directory was simulated."""
 
-Progress = Callable[[float, float], None]
+_Progress = Callable[[float, float], None]
 """Told how much is done, and of how much."""
 
 
@@ -43,7 +43,7 @@ def check_memory(settings: CrowdSettings, available: int) -> None:
         )
 
 
-def simulate_sizes(settings: CrowdSettings, progress: Progress) -> Iterator[CrowdSize]:
+def simulate_sizes(settings: CrowdSettings, progress: _Progress) -> Iterator[CrowdSize]:
     """All sizes, one after the other. Raises UserError (CONFIG) as `check_memory`."""
     check_memory(settings, free_memory("cpu").host)
     whole, before = sum(settings.nodes), 0

@@ -8,9 +8,9 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-Node = Annotated[int, Field(ge=0, lt=4096)]
+_Node = Annotated[int, Field(ge=0, lt=4096)]
 """Number of a node, in the order in which they start."""
-Seconds = Annotated[float, Field(gt=0.0, le=86_400.0, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(gt=0.0, le=86_400.0, allow_inf_nan=False)]
 
 MOST_SKEW_SECONDS = 2.9
 """Nodes whose clock is further off do not start (`checks.CLOCK_LIMIT_SECONDS`)."""
@@ -27,7 +27,7 @@ class Death(_Fault):
     """A node dies without a word. `silent`: its machine is gone, and nobody is told that streams have broken."""
 
     kind: Literal["death"] = "death"
-    node: Node
+    node: _Node
     silent: bool = False
 
 
@@ -35,25 +35,25 @@ class Freeze(_Fault):
     """A node stands still for so long, its links open."""
 
     kind: Literal["freeze"] = "freeze"
-    node: Node
-    seconds: Seconds
+    node: _Node
+    seconds: _Seconds
 
 
 class Partition(_Fault):
     """These nodes and the others do not reach each other for so long; what was sent arrives afterwards."""
 
     kind: Literal["partition"] = "partition"
-    nodes: tuple[Node, ...]
-    seconds: Seconds
+    nodes: tuple[_Node, ...]
+    seconds: _Seconds
 
 
 class SlowLink(_Fault):
     """A node's link takes so many times as long."""
 
     kind: Literal["slow_link"] = "slow_link"
-    node: Node
+    node: _Node
     times: Annotated[float, Field(gt=1.0, le=10_000.0)]
-    seconds: Seconds
+    seconds: _Seconds
 
 
 class LostMessages(_Fault):
@@ -61,7 +61,7 @@ class LostMessages(_Fault):
     without a stream."""
 
     kind: Literal["lost_messages"] = "lost_messages"
-    node: Node
+    node: _Node
     what: Literal["request", "answer", "dial"]
     calls: Annotated[int, Field(gt=0, le=1000)]
 
@@ -70,16 +70,16 @@ class LateMessages(_Fault):
     """So many calls to a node arrive so much later."""
 
     kind: Literal["late_messages"] = "late_messages"
-    node: Node
+    node: _Node
     calls: Annotated[int, Field(gt=0, le=1000)]
-    seconds: Seconds
+    seconds: _Seconds
 
 
 class RepeatedMessages(_Fault):
     """So many calls to a node arrive twice."""
 
     kind: Literal["repeated_messages"] = "repeated_messages"
-    node: Node
+    node: _Node
     calls: Annotated[int, Field(gt=0, le=1000)]
 
 
@@ -87,15 +87,15 @@ class FullDisk(_Fault):
     """A node's disk takes no checkpoint for so long."""
 
     kind: Literal["full_disk"] = "full_disk"
-    node: Node
-    seconds: Seconds
+    node: _Node
+    seconds: _Seconds
 
 
 class SkewedClock(_Fault):
     """A node's clock is set wrong by so much."""
 
     kind: Literal["skewed_clock"] = "skewed_clock"
-    node: Node
+    node: _Node
     by: Annotated[float, Field(ge=-MOST_SKEW_SECONDS, le=MOST_SKEW_SECONDS)]
     """Seconds; positive: ahead."""
 
@@ -104,7 +104,7 @@ class Twin(_Fault):
     """Somebody starts a second node with a node's key."""
 
     kind: Literal["twin"] = "twin"
-    node: Node
+    node: _Node
 
 
 class Liar(_Fault):
@@ -112,7 +112,7 @@ class Liar(_Fault):
     answers `busy` to all, or agrees to exchanges and is `mute` then."""
 
     kind: Literal["liar"] = "liar"
-    node: Node
+    node: _Node
     how: Literal["flipped", "huge", "nan", "weights", "ahead", "busy", "mute"]
 
 
@@ -126,23 +126,23 @@ class Leave(_Fault):
     """A node is told to stop, and comes back after so long, from its checkpoint; never where None."""
 
     kind: Literal["leave"] = "leave"
-    node: Node
-    back_after: Seconds | None = None
+    node: _Node
+    back_after: _Seconds | None = None
 
 
 class Crash(_Fault):
     """A node dies and is started again after so long, from its checkpoint."""
 
     kind: Literal["crash"] = "crash"
-    node: Node
-    back_after: Seconds
+    node: _Node
+    back_after: _Seconds
 
 
 class Relocate(_Fault):
     """A node leaves for another stage, as where that one is poor."""
 
     kind: Literal["relocate"] = "relocate"
-    node: Node
+    node: _Node
     stage: Annotated[int, Field(ge=0, lt=256)]
 
 
@@ -171,7 +171,7 @@ AnyFault = (
     | Relocate
     | LostStage
 )
-Fault = Annotated[AnyFault, Field(discriminator="kind")]
+DrawnFault = Annotated[AnyFault, Field(discriminator="kind")]
 
 KINDS: tuple[str, ...] = tuple(each.model_fields["kind"].default for each in get_args(AnyFault))
 ENDS_NODES = frozenset({"death", "crash", "leave", "lost_stage", "twin", "liar"})
@@ -186,7 +186,7 @@ class Schedule(BaseModel):
     seed: int
     replicas: Annotated[tuple[Annotated[int, Field(gt=0, le=64)], ...], Field(min_length=1, max_length=8)]
     """Nodes of each stage at the start."""
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[DrawnFault, ...] = ()
 
     @property
     def nodes(self) -> int:
@@ -198,12 +198,12 @@ class Schedule(BaseModel):
         """Stages of the run."""
         return len(self.replicas)
 
-    def with_faults(self, faults: tuple[Fault, ...]) -> Schedule:
+    def with_faults(self, faults: tuple[DrawnFault, ...]) -> Schedule:
         """The same swarm under others."""
         return self.model_copy(update={"faults": faults})
 
 
-FAULT: TypeAdapter[Fault] = TypeAdapter(Fault)
+FAULT: TypeAdapter[DrawnFault] = TypeAdapter(DrawnFault)
 
 
 def draw(seed: int, fewest: int = 4, most: int = 8, kinds: tuple[str, ...] = KINDS) -> Schedule:
@@ -221,7 +221,7 @@ def draw(seed: int, fewest: int = 4, most: int = 8, kinds: tuple[str, ...] = KIN
     return Schedule(seed=seed, replicas=tuple(replicas), faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
-def _draw_one(rng: random.Random, kind: str, nodes: int, stages: int) -> Fault:
+def _draw_one(rng: random.Random, kind: str, nodes: int, stages: int) -> DrawnFault:
     drawn: dict[str, object] = {"kind": kind, "at": round(rng.choice((rng.random(), rng.random(), 1.0)), 3)}
     if kind not in ("partition", "join", "lost_stage"):
         drawn["node"] = rng.randrange(nodes)

@@ -17,7 +17,7 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, OuterSpec, RunSpec
-from noloco_node.simulator.faults import ENDS_NODES, Crash, Fault, FullDisk, Leave, Schedule
+from noloco_node.simulator.faults import ENDS_NODES, Crash, DrawnFault, FullDisk, Leave, Schedule
 from noloco_node.simulator.hunted import HuntedLinks, HuntedWorld
 from noloco_node.simulator.invariants import Run, Told, breaches
 from noloco_node.simulator.learning import RealTensors
@@ -122,7 +122,7 @@ def shrunk(outcome: HuntOutcome, most_tries: int = 200, *, real_tensors: bool = 
     ways = {line.partition(":")[0] for line in outcome.breaches}
     found = {outcome.schedule.faults: outcome}
 
-    def fails(faults: Sequence[Fault]) -> bool:
+    def fails(faults: Sequence[DrawnFault]) -> bool:
         tried = carry_out(outcome.schedule.with_faults(tuple(faults)), real_tensors=real_tensors)
         found[tried.schedule.faults] = tried
         return any(line.partition(":")[0] in ways for line in tried.breaches)

@@ -11,17 +11,17 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.records import PeerRecord
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.learning import Learning
-from noloco_node.simulator.links import Links, PlainWay, Seconds
+from noloco_node.simulator.links import Links, LinkSeconds, PlainWay
 from noloco_node.simulator.node import Node
 from noloco_node.simulator.stays import Disk, StayingNode
-from noloco_node.simulator.world import Device, World
+from noloco_node.simulator.world import DeviceTimes, World
 from noloco_node.sizing.footprint import Footprint
 
 
 class HuntedLinks(Links):
     """Links of which some end nowhere."""
 
-    def __init__(self, seconds: Seconds) -> None:
+    def __init__(self, seconds: LinkSeconds) -> None:
         super().__init__(PlainWay(seconds))
         self.nowhere: set[PeerId] = set()
 
@@ -39,7 +39,7 @@ class HuntedWorld(World):
         settings: NodeSettings,
         footprint: Footprint,
         *,
-        device: Device,
+        device: DeviceTimes,
         learning: Learning,
         links: HuntedLinks,
         seed: int,

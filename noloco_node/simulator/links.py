@@ -17,7 +17,7 @@ from noloco_node.simulator.pipes import Pipe, Pipes
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.memory import Parcel
 
-Seconds = Callable[[PeerId, PeerId, int], float]
+LinkSeconds = Callable[[PeerId, PeerId, int], float]
 """In which so many bytes go from one peer to another."""
 
 STALL_SECONDS = 0.2
@@ -51,7 +51,7 @@ class LinkModel(Protocol):
 class PlainWay:
     """Implements `LinkModel`: as long as `seconds` says; transfers know nothing of each other."""
 
-    def __init__(self, seconds: Seconds) -> None:
+    def __init__(self, seconds: LinkSeconds) -> None:
         self._seconds = seconds
         self._slowed: dict[PeerId, float] = {}
 

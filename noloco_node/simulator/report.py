@@ -20,7 +20,7 @@ from noloco_node.simulator.course import Simulated
 from noloco_node.simulator.events import CrowdSize
 from noloco_node.simulator.hunting import Hunted
 
-Row = tuple[str, ...]
+_Row = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Simulation:
     virtual_hours: float
     core_hours: float
     figures: dict[str, Any]
-    rows: Sequence[Row]
+    rows: Sequence[_Row]
     """For a person; the first one is the head."""
     draw: Callable[[Path], None]
     run: tuple[str, str] | None = None
@@ -111,7 +111,7 @@ def of_swarm(config: Config, found: Simulated) -> Simulation:
 
 def of_hunt(hunt: HuntSpec, found: Hunted) -> Simulation:
     """What came of schedules of faults."""
-    rows: list[Row] = [("fault", "drawn", "took effect")]
+    rows: list[_Row] = [("fault", "drawn", "took effect")]
     rows += [(kind, f"{count:,}", f"{found.fired[kind]:,}") for kind, count in found.drawn.items()]
     rows.append(("schedules / failed", f"{found.schedules:,}", f"{len(found.failed):,}"))
     return Simulation(
@@ -146,7 +146,7 @@ def of_crowd(settings: CrowdSettings, sizes: Sequence[CrowdSize]) -> Simulation:
     )
 
 
-def _swarm_rows(found: Simulated) -> Iterable[Row]:
+def _swarm_rows(found: Simulated) -> Iterable[_Row]:
     figures = found.figures
     yield "virtual time", f"{found.virtual_hours:.2f} h"
     yield "virtual hours a core hour", f"{found.virtual_hours / max(found.core_hours, 1e-9):.0f}"
@@ -170,7 +170,7 @@ def _swarm_rows(found: Simulated) -> Iterable[Row]:
     yield "trace", found.trace
 
 
-def _crowd_rows(sizes: Sequence[CrowdSize]) -> list[Row]:
+def _crowd_rows(sizes: Sequence[CrowdSize]) -> list[_Row]:
     """A column for each size."""
     rows: dict[str, list[str]] = {"figure": [f"{size.figures.nodes:,} nodes" for size in sizes]}
 

@@ -12,7 +12,7 @@ from noloco_node.placement.migration import Move
 from noloco_node.simulator.faults import (
     Crash,
     Death,
-    Fault,
+    DrawnFault,
     Freeze,
     FullDisk,
     Join,
@@ -32,8 +32,7 @@ from noloco_node.simulator.faults import (
 from noloco_node.simulator.hunted import HuntedWorld
 from noloco_node.simulator.node import Node
 from noloco_node.simulator.stays import StayingNode
-from noloco_node.transport.memory import Fault as Rule
-from noloco_node.transport.memory import FaultKind
+from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message
 
 LOOK_SECONDS = 0.25
@@ -57,7 +56,7 @@ class Strikes:
     _apart: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
     _still: Counter[int] = field(default_factory=Counter[int])
     _slow: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
-    _rules: dict[int, Rule] = field(default_factory=dict[int, Rule])
+    _rules: dict[int, Fault] = field(default_factory=dict[int, Fault])
     _full: dict[int, StayingNode] = field(default_factory=dict[int, StayingNode])
 
     def __post_init__(self) -> None:
@@ -85,13 +84,13 @@ class Strikes:
         for index, rule in self._rules.items():
             self.fired[index] |= rule.times is None or rule.times < _calls(self.schedule.faults[index])
 
-    def _node(self, fault: Fault) -> StayingNode | None:
+    def _node(self, fault: DrawnFault) -> StayingNode | None:
         """The fault's node, if it is one of a node that lives."""
         number: int | None = getattr(fault, "node", None)
         node = self.world.nodes[number] if number is not None and number < len(self.world.nodes) else None
         return node if isinstance(node, StayingNode) and node.condition == "running" else None
 
-    async def _strike(self, index: int, fault: Fault) -> None:
+    async def _strike(self, index: int, fault: DrawnFault) -> None:
         world, node = self.world, self._node(fault)
         match fault:
             case Join():
@@ -112,7 +111,7 @@ class Strikes:
             case _:
                 pass
 
-    async def _strike_node(self, index: int, fault: Fault, node: StayingNode) -> bool:
+    async def _strike_node(self, index: int, fault: DrawnFault, node: StayingNode) -> bool:
         """Whether it has fired; of what befalls messages and disks `settle` says so."""
         world, later = self.world, asyncio.get_running_loop().call_later
         match fault:
@@ -205,12 +204,12 @@ class Strikes:
         if replica is None:
             return False
         if how in ("flipped", "huge", "nan"):
-            network.inject(Rule(FaultKind.TAMPER, target=node.peer, method="microbatch", change=_GRADIENTS[how]))
+            network.inject(Fault(FaultKind.TAMPER, target=node.peer, method="microbatch", change=_GRADIENTS[how]))
         elif how == "busy":
             for method in ("microbatch", "outer.propose"):
-                network.inject(Rule(FaultKind.REFUSE, target=node.peer, method=method))
+                network.inject(Fault(FaultKind.REFUSE, target=node.peer, method=method))
         elif how == "mute":
-            network.inject(Rule(FaultKind.DELAY, target=node.peer, method="outer.open", wait=_for_ever))
+            network.inject(Fault(FaultKind.DELAY, target=node.peer, method="outer.open", wait=_for_ever))
         elif how == "ahead":
             self.world.claim(node, _ahead)
         else:
@@ -238,19 +237,19 @@ _GRADIENTS: dict[str, Callable[[Message], Message]] = {
 }
 
 
-def _rule(fault: LostMessages | LateMessages | RepeatedMessages, node: Node) -> Rule:
+def _rule(fault: LostMessages | LateMessages | RepeatedMessages, node: Node) -> Fault:
     match fault:
         case LostMessages(what=what, calls=calls):
-            return Rule(LOST[what], target=node.peer, times=calls)
+            return Fault(LOST[what], target=node.peer, times=calls)
         case RepeatedMessages(calls=calls):
-            return Rule(FaultKind.REPEAT, target=node.peer, times=calls)
+            return Fault(FaultKind.REPEAT, target=node.peer, times=calls)
         case LateMessages(calls=calls, seconds=seconds):
-            return Rule(FaultKind.DELAY, target=node.peer, times=calls, wait=_after(seconds))
+            return Fault(FaultKind.DELAY, target=node.peer, times=calls, wait=_after(seconds))
 
 
 def _after(seconds: float) -> Callable[[], Awaitable[None]]:
     return lambda: asyncio.sleep(seconds)
 
 
-def _calls(fault: Fault) -> int:
+def _calls(fault: DrawnFault) -> int:
     return fault.calls if isinstance(fault, LostMessages | LateMessages | RepeatedMessages) else 0

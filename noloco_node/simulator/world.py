@@ -27,7 +27,7 @@ ENTRANCES = 3
 SECONDS = {Priority.STEP: 0.01, Priority.BACKWARD: 0.4, Priority.FORWARD: 0.2, Priority.DRAW: 0.2}
 """What a device takes for each kind of work where nothing else is said."""
 
-Device = Callable[[int], Callable[[Priority], float]]
+DeviceTimes = Callable[[int], Callable[[Priority], float]]
 """Of the node with this number: what its device takes for each kind of work, seconds."""
 
 
@@ -46,7 +46,7 @@ class World:
         settings: NodeSettings | None = None,
         *,
         learning: Learning | None = None,
-        device: Device = lambda _number: SECONDS.__getitem__,
+        device: DeviceTimes = lambda _number: SECONDS.__getitem__,
         links: Links | None = None,
         seed: int = 0,
     ) -> None:

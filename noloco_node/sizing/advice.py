@@ -136,10 +136,10 @@ def loads_of(run: RunSpec, footprint: Footprint, flop_per_second: float) -> list
     ]
 
 
-Change = dict[str, Any]
+_Change = dict[str, Any]
 
 
-def _changes(config: Config, now_under_way: int) -> Iterator[Change]:
+def _changes(config: Config, now_under_way: int) -> Iterator[_Change]:
     """What an owner could turn, one thing at a time."""
     run = config.run
     for more in (2 * now_under_way, 4 * now_under_way):
@@ -162,7 +162,7 @@ def _changes(config: Config, now_under_way: int) -> Iterator[Change]:
         yield {"run.outer.fragments": min(4, run.outer.inner_steps)}
 
 
-def _changed(config: Config, change: Change) -> Config:
+def _changed(config: Config, change: _Change) -> Config:
     """A copy with other values; groups on the way are copied, not validated anew."""
     copied: Any = config
     for name, value in change.items():
@@ -176,7 +176,7 @@ def _with(group: Any, path: list[str], value: object) -> Any:
     return group.model_copy(update={head: inner})
 
 
-def _words(change: Change) -> tuple[str, ...]:
+def _words(change: _Change) -> tuple[str, ...]:
     return tuple(f"{name}={_as_written(value)}" for name, value in change.items())
 
 

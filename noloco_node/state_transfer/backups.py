@@ -25,7 +25,7 @@ from noloco_node.state_transfer.copy_manifest import (
     DTYPES,
     CopyManifest,
     CopyOffer,
-    Precision,
+    CopyPrecision,
     StageCopy,
     choose_copy,
     root_of_weights,
@@ -41,7 +41,7 @@ from noloco_node.transport.interface import Transport, Withdraw
 
 logger = logging.getLogger(__name__)
 
-Pace = Callable[[int, str], Awaitable[None]]
+_Pace = Callable[[int, str], Awaitable[None]]
 """Waits until so many bytes may be given to this reader."""
 
 IDLE_SHARE = 3.0
@@ -78,11 +78,11 @@ class StageCopies:
         least = least_rate(limits, LEAST_OF_EXPORTS)
         self.reading_seconds = max(READING_SECONDS, SLOWEST_SHARE * 4 * max(parameters, default=0) / least)
         """For so long a copy in full precision is held at most for who reads it."""
-        self._given: dict[Precision, GivenCopies] = {
+        self._given: dict[CopyPrecision, GivenCopies] = {
             "fp16": GivenCopies(limits.guard_seconds / 2, idle),
             "fp32": GivenCopies(EXPORT_FRESH_SECONDS, idle, most=1, reading_seconds=self.reading_seconds),
         }
-        self._pace: Pace = unpaced
+        self._pace: _Pace = unpaced
         self._taking = asyncio.Lock()
         self.kept: StageCopy | None = None
 
@@ -98,7 +98,7 @@ class StageCopies:
             on(self._transport, COPY_CHUNK, self._handle_chunk, self._admit),
         )
 
-    async def keep(self, membership: Membership, worker: StageWorker, pace: Pace = unpaced) -> None:
+    async def keep(self, membership: Membership, worker: StageWorker, pace: _Pace = unpaced) -> None:
         """During one stay: give copies of this stage, those in full precision at this `pace`, and keep that of another
         one where the run asks for it."""
         self._own, self._pace = (membership.stage, worker), pace
@@ -244,7 +244,7 @@ class StageCopies:
             await self._pace(part.nbytes, peer)
         return Reply(NOTHING, (part,))
 
-    async def _copy_of(self, stage: int, peer: PeerId, precision: Precision) -> StageCopy:
+    async def _copy_of(self, stage: int, peer: PeerId, precision: CopyPrecision) -> StageCopy:
         """The copy that this node gives `peer` of `stage`: of its own, or the one that it keeps. Raises Refused."""
         async with self._taking:
             given = self._given[precision]
@@ -261,7 +261,7 @@ class StageCopies:
                 given.add(copy, peer, taken, ambient.monotonic())
             return copy
 
-    async def _copy_own(self, stage: int, worker: StageWorker, precision: Precision) -> StageCopy:
+    async def _copy_own(self, stage: int, worker: StageWorker, precision: CopyPrecision) -> StageCopy:
         progress, slow = await worker.slow_weights()
 
         def work() -> tuple[Tensor, str]:

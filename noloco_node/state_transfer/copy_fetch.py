@@ -13,7 +13,7 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.state_transfer.copy_manifest import CopyManifest, CopyOffer, Precision, read_offer, root_of_weights
+from noloco_node.state_transfer.copy_manifest import CopyManifest, CopyOffer, CopyPrecision, read_offer, root_of_weights
 from noloco_node.transport.calls import BadAnswer, Method, Nothing, ask, call, judging
 from noloco_node.transport.headers import RunName, StageIndex, WireModel
 from noloco_node.transport.interface import Transport
@@ -27,7 +27,7 @@ class CopyRequest(WireModel):
     stage: StageIndex
     root: Annotated[str, Field(max_length=64)] = ""
     index: Annotated[int, Field(ge=0, le=1 << 32)] = 0
-    precision: Precision = "fp16"
+    precision: CopyPrecision = "fp16"
 
 
 OPEN_COPY = Method("copy.open", CopyRequest, CopyOffer)
@@ -41,7 +41,7 @@ async def ask_for_copy(
     peer: PeerId,
     size: int,
     *,
-    precision: Precision = "fp16",
+    precision: CopyPrecision = "fp16",
     seconds: float,
 ) -> tuple[CopyManifest, CopyOffer]:
     """What `peer` gives of a stage of so many weights. Raises Refused or TransportError; ProtocolViolation, booked

@@ -30,9 +30,9 @@ MOST_FURTHER = 4.0
 PIECE = 1 << 20
 
 
-Precision = Literal["fp16", "fp32"]
+CopyPrecision = Literal["fp16", "fp32"]
 """`fp16` for guards, who keep copies; `fp32` for who takes the model home."""
-DTYPES: dict[Precision, torch.dtype] = {"fp16": torch.float16, "fp32": torch.float32}
+DTYPES: dict[CopyPrecision, torch.dtype] = {"fp16": torch.float16, "fp32": torch.float32}
 
 
 class CopyManifest(WireModel):
@@ -45,7 +45,7 @@ class CopyManifest(WireModel):
     outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)]
     size: Annotated[int, Field(gt=0, le=1 << 44)]
     """Weights."""
-    precision: Precision = "fp16"
+    precision: CopyPrecision = "fp16"
     root: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     """Hash over all of them, as hex. By it a copy is asked for: what it names nobody can choose."""
 
@@ -89,7 +89,7 @@ def sign_copy(transport: Transport, manifest: CopyManifest, weights: Tensor) -> 
 
 
 def read_offer(
-    transport: Transport, offer: CopyOffer, *, run: str, stage: int, size: int, precision: Precision = "fp16"
+    transport: Transport, offer: CopyOffer, *, run: str, stage: int, size: int, precision: CopyPrecision = "fp16"
 ) -> CopyManifest:
     """The manifest of an offer. Raises BadAnswer unless its source has signed it, for this run, stage, size and
     precision."""

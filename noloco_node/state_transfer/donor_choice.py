@@ -48,7 +48,7 @@ RELAYED_TRIES = 4
 """Times that a donor is asked to which there is only a relayed connection: a direct one may be under way."""
 RELAYED_REST_SECONDS = 30.0
 """From one such try of a laggard to the next: it trains meanwhile."""
-PROGRESS_SECONDS = 1.0
+TOLD_EVERY_SECONDS = 1.0
 """Between two progress events."""
 
 
@@ -305,6 +305,6 @@ class _Progress:
     def __call__(self, received: int) -> None:
         now = ambient.monotonic()
         if now >= self._next or received == self._total:
-            self._next = now + PROGRESS_SECONDS
+            self._next = now + TOLD_EVERY_SECONDS
             seconds = now - self._started
             self._emit(StateDownload(donor=self._donor, received=received, total=self._total, seconds=seconds))

@@ -23,7 +23,7 @@ DIGEST_BYTES = 16
 MAX_SEAL_CHARACTERS = 8192
 MAX_MANIFEST_CHARACTERS = 4096
 
-Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+_Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of each tensor of a state, by name."""
 
 
@@ -144,12 +144,12 @@ class PackedState:
         return torch.frombuffer(bytearray(every), dtype=torch.uint8).view(-1, DIGEST_BYTES)
 
 
-def packed_size(sizes: Sizes) -> int:
+def packed_size(sizes: _Sizes) -> int:
     """Bytes of a state with these tensors."""
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in sizes.values())
 
 
-def unpack(buffer: bytearray | memoryview, sizes: Sizes) -> dict[str, Tensor]:
+def unpack(buffer: bytearray | memoryview, sizes: _Sizes) -> dict[str, Tensor]:
     """The tensors of a `PackedState`, as views. Raises BadAnswer where one is not finite."""
     state: dict[str, Tensor] = {}
     offset = 0

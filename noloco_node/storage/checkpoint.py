@@ -37,7 +37,7 @@ MOST = 1 << 53
 NEVER_NEGATIVE = ("exp_avg_sq", "optimizer_steps")
 """Tensors whose roots and powers the optimizer takes."""
 
-Count = Annotated[int, Field(ge=0, le=MOST)]
+_Count = Annotated[int, Field(ge=0, le=MOST)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -52,7 +52,7 @@ class HeldSample(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    put_backs: Count
+    put_backs: _Count
 
 
 class KeptStanding(BaseModel):
@@ -61,11 +61,11 @@ class KeptStanding(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run_id: str
-    stage: Count
+    stage: _Count
     progress: Progress
     credit: Finite
     """Tokens by which earlier inner steps exceeded their share of the batch."""
-    tokens_accumulated: Count
+    tokens_accumulated: _Count
     """Tokens behind the gradient that no inner step has used yet."""
     loss_accumulated: Finite
     walk: Position

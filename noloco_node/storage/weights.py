@@ -20,8 +20,8 @@ from noloco_node.model.cut import StageCut
 from noloco_node.storage import atomic
 
 MANIFEST = "manifest.json"
-SLOW = "slow.safetensors"
-FAST = "fast.safetensors"
+SLOW_FILE = "slow.safetensors"
+FAST_FILE = "fast.safetensors"
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -90,8 +90,8 @@ def save_stage(
     try:
         with atomic.new_folder(folder) as partial:
             files = {
-                SLOW: _write_tensors(partial / SLOW, slow),
-                FAST: _write_tensors(partial / FAST, fast),
+                SLOW_FILE: _write_tensors(partial / SLOW_FILE, slow),
+                FAST_FILE: _write_tensors(partial / FAST_FILE, fast),
             }
             manifest = _sealed(run_id, cut, clock, outer_rounds, files)
             atomic.write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
@@ -107,7 +107,7 @@ def save_stage(
 def load_stage(folder: Path) -> SavedStage:
     """Read what `save_stage` wrote. Raises UserError (RUN_FOLDER) when a file is missing, torn or altered."""
     manifest = read_manifest(folder)
-    return SavedStage(manifest, _read_tensors(folder, SLOW, manifest), _read_tensors(folder, FAST, manifest))
+    return SavedStage(manifest, _read_tensors(folder, SLOW_FILE, manifest), _read_tensors(folder, FAST_FILE, manifest))
 
 
 def read_manifest(folder: Path) -> WeightsManifest:
@@ -124,7 +124,7 @@ def read_manifest(folder: Path) -> WeightsManifest:
 def load_slow(folder: Path) -> dict[str, Tensor]:
     """The slow weights alone: full Hugging Face name -> fp32 tensor, on the CPU. The file with the fast ones may be
     missing. Raises UserError (RUN_FOLDER) as `load_stage` does."""
-    return _read_tensors(folder, SLOW, read_manifest(folder))
+    return _read_tensors(folder, SLOW_FILE, read_manifest(folder))
 
 
 def _sealed(run_id: str, cut: StageCut, clock: float, outer_rounds: int, files: dict[str, str]) -> WeightsManifest:

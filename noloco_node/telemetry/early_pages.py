@@ -12,7 +12,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.telemetry.node_view import NodeView
 from noloco_node.telemetry.page import node_page
 from noloco_node.telemetry.state import LogTail, NodeState
-from noloco_node.telemetry.web import JSON, Answer, Page, WebServer
+from noloco_node.telemetry.web import JSON, Page, PageMaker, WebServer
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def early_pages(settings: NodeSettings) -> Generator[WebServer | None]:
         web.stop()
 
 
-def _answers() -> dict[str, Answer]:
+def _answers() -> dict[str, PageMaker]:
     page, state = node_page(), NodeState(__version__, NodeView(), LogTail())
     return {
         "/": lambda _: page,

@@ -10,7 +10,7 @@ import psutil
 
 from noloco_node.telemetry.events import Warned
 
-GROUPS = Path("/sys/fs/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 NO_LIMIT = 1 << 60
 """A version 1 group without a limit says a number beyond this."""
@@ -35,7 +35,7 @@ class MemoryUse:
         return self.used / self.limit
 
 
-def memory_use(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> MemoryUse:
+def memory_use(groups: Path = CGROUPS, own: Path = OWN_GROUPS) -> MemoryUse:
     """The limit that is nearest: one of this process's control groups (version 2 or 1), or the machine's memory."""
     machine = psutil.virtual_memory()
     whole = MemoryUse(int(machine.total), int(machine.total - machine.available), "the machine's memory")

@@ -6,12 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["counter", "gauge", "histogram", "info"]
+_Kind = Literal["counter", "gauge", "histogram", "info"]
 
 HOP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Bounds of the buckets of `noloco_hop_duration_seconds`."""
 EXCHANGE_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-WARNINGS = ("checkpoints_unusable", "stage_lost", "state_elsewhere", "last_of_stage", "memory_short", "text_damaged")
+WARNINGS = (
+    "checkpoints_unusable",
+    "stage_lost",
+    "state_elsewhere",
+    "last_of_stage",
+    "memory_short",
+    "text_damaged",
+)
 ROUNDS = ("paired", "alone", "caught_up")
 BLOCK_OUTCOMES = ("claimed", "finished", "given_back", "yielded")
 RECOVERY_SECONDS = (1.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -24,7 +31,7 @@ class Metric:
 
     name: str
     """As it is scraped; that of a histogram without `_bucket`, `_sum` and `_count`."""
-    kind: Kind
+    kind: _Kind
     unit: str
     help: str
     labels: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from noloco_node.aio import Heartbeat
 from noloco_node.telemetry.metrics import Metrics
 from noloco_node.telemetry.page import node_page
 from noloco_node.telemetry.state import NodeState, Surroundings
-from noloco_node.telemetry.web import JSON, Answer, Page
+from noloco_node.telemetry.web import JSON, Page, PageMaker
 
 BEATEN_WITHIN_SECONDS = 10.0
 """An event loop that has not come round for longer is stuck."""
@@ -39,7 +39,7 @@ class NodePages:
         self.look: Callable[[], Surroundings] | None = None
         """Whom the node sees now; called on its own loop. None while it has no stage."""
 
-    def answers(self) -> dict[str, Answer]:
+    def answers(self) -> dict[str, PageMaker]:
         """By path."""
         page = node_page()
         return {
@@ -82,7 +82,7 @@ class NodePages:
         return self._around
 
 
-def liveness(heartbeat: Heartbeat) -> Answer:
+def liveness(heartbeat: Heartbeat) -> PageMaker:
     """What `/healthz` answers: that the process should be left alone, not that it does anything of use."""
 
     def answer(_: Headers) -> Page:

@@ -25,24 +25,24 @@ GIVEN_UP_SECONDS = 1800.0
 NEAR_THE_END = 0.95
 """Of the target: from there on nodes leave because the run is over."""
 
-Rate = tuple[float, float]
+_Rate = tuple[float, float]
 """Wall time, and tokens per second then."""
 
 
-def speed_before(rates: Sequence[Rate], lost_at: float) -> float | None:
+def speed_before(rates: Sequence[_Rate], lost_at: float) -> float | None:
     """The median speed in the time before; None where too little of it was seen."""
     seen = [rate for when, rate in rates if lost_at - BEFORE_SECONDS <= when <= lost_at]
     return median(seen) if len(seen) >= LEAST_RATES else None
 
 
-def slow_since(rates: Sequence[Rate], lost_at: float, before: float) -> float:
+def slow_since(rates: Sequence[_Rate], lost_at: float, before: float) -> float:
     """When the speed fell below `BACK` of `before` and did not rise again until `lost_at`; that time itself where it
     had not fallen yet. A peer is seen to be lost up to a record's life after it died."""
     slow = list(takewhile(lambda rate: rate[1] < BACK * before, reversed([r for r in rates if r[0] <= lost_at])))
     return slow[-1][0] if slow else lost_at
 
 
-def time_back(rates: Sequence[Rate], lost_at: float, before: float) -> tuple[float, bool]:
+def time_back(rates: Sequence[_Rate], lost_at: float, before: float) -> tuple[float, bool]:
     """For how many seconds the speed was, or is, below `BACK` of `before` after a peer was seen to be lost, from the
     first such figure; 0 where it has not fallen. And whether it is back."""
     since = slow_since(rates, lost_at, before)
@@ -61,7 +61,7 @@ class Recovery:
         self.slow_for = 0.0
         self._stage = stage
         self._steps: deque[tuple[float, int]] = deque()
-        self._rates: deque[Rate] = deque()
+        self._rates: deque[_Rate] = deque()
         self._nodes: Sequence[int] = ()
         self._trains = True
         self._lost: tuple[float, float] | None = None

@@ -31,16 +31,16 @@ from noloco_node.telemetry.node_view import NodeFigures, NodeView
 
 POINTS = 200
 """Of each curve, however long the node has lived."""
-EXCHANGES = 16
+EXCHANGES_KEPT = 16
 LOG_LINES = 60
 LOG_LETTERS = 400
 MOST_PEERS = 256
-WARNINGS = 8
+WARNINGS_KEPT = 8
 FAULTS = ("skipped_steps", "failed_checkpoints", "failed_donors")
 
 E = TypeVar("E", bound=Event)
 
-Document = dict[str, Any]
+_Document = dict[str, Any]
 """What JSON can say: numbers are finite or null."""
 
 
@@ -127,7 +127,7 @@ class LogTail(logging.Handler):
             text = f"{text}: {record.exc_info[1]!r}"
         self._lines.append((record.created, record.levelname, text[:LOG_LETTERS]))
 
-    def lines(self) -> list[Document]:
+    def lines(self) -> list[_Document]:
         """From the oldest to the newest."""
         with self.lock or threading.RLock():
             rows = list(self._lines)
@@ -157,8 +157,8 @@ class NodeState:
         self._parameters = 0
         self._missing: list[int] = []
         self._curves = _Curves()
-        self._exchanges: deque[OuterStep] = deque(maxlen=EXCHANGES)
-        self._warnings: deque[Warned] = deque(maxlen=WARNINGS)
+        self._exchanges: deque[OuterStep] = deque(maxlen=EXCHANGES_KEPT)
+        self._warnings: deque[Warned] = deque(maxlen=WARNINGS_KEPT)
         self._faults: dict[str, int] = dict.fromkeys(FAULTS, 0)
         self.leaving = False
         """A signal has told the node to end."""
@@ -221,7 +221,7 @@ class NodeState:
             return doing.what, f"waiting for {doing.detail}"
         return ("ending" if doing.what == "draining" else doing.what), doing.detail
 
-    def document(self, around: Surroundings | None, *, now: float | None = None, lag: float = 0.0) -> Document:
+    def document(self, around: Surroundings | None, *, now: float | None = None, lag: float = 0.0) -> _Document:
         """Everything at wall time `now`, as JSON can say it. `lag`: seconds since the event loop last came round."""
         now = ambient.wall() if now is None else now
         figures = self._view.figures(now)
@@ -248,7 +248,7 @@ class NodeState:
         }
         return _finite(made)
 
-    def _who(self, figures: NodeFigures) -> Document:
+    def _who(self, figures: NodeFigures) -> _Document:
         known, reached = self._latest(NodeStarted), self._latest(Reachability)
         return {
             "version": self._version,
@@ -260,7 +260,7 @@ class NodeState:
             "reachability": reached and {"way": reached.way, "words": reached.words},
         }
 
-    def _does(self, figures: NodeFigures) -> Document:
+    def _does(self, figures: NodeFigures) -> _Document:
         what, detail = self._doing(figures)
         doing, copying = figures.doing, figures.download
         return {
@@ -271,7 +271,7 @@ class NodeState:
             "download": copying and {"received": copying.received, "total": copying.total},
         }
 
-    def _stands(self, figures: NodeFigures) -> Document:
+    def _stands(self, figures: NodeFigures) -> _Document:
         last = figures.last_outer
         met = next((step for step in reversed(self._exchanges) if step.spread is not None), None)
         return {
@@ -291,16 +291,16 @@ class NodeState:
             "outer_steps": {name: getattr(figures, name) for name in ("paired", "alone", "caught_up", "aborted")},
         }
 
-    def _contribution(self) -> Document | None:
+    def _contribution(self) -> _Document | None:
         books = self._latest(Account)
         if books is None:
             return None
         names = ("tokens", "drawn", "trained", "held_at_end", "served", "bytes_sent", "bytes_received")
         return {name: getattr(books, name) for name in names} | {"busy_seconds": books.busy_seconds}
 
-    def _counted_faults(self) -> Document:
+    def _counted_faults(self) -> _Document:
         books, restarted = self._latest(Account), self._latest(P2pdRestarted)
-        made: Document = {**self._faults}
+        made: _Document = {**self._faults}
         made["p2pd_restarts"] = restarted.restarts if restarted else 0
         if books is not None:
             made |= {name: getattr(books, name) for name in ("dropped", "put_back", "retried", "repeated")}
@@ -309,7 +309,7 @@ class NodeState:
         return made
 
 
-def _exchange(step: OuterStep) -> Document:
+def _exchange(step: OuterStep) -> _Document:
     names = ("time", "kind", "round", "fragment", "partner", "role", "spread", "clipped", "seconds")
     return {name: getattr(step, name) for name in names}
 
@@ -319,7 +319,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in cast(Document, value).items()}
+        return {name: _finite(one) for name, one in cast(_Document, value).items()}
     if isinstance(value, list | tuple):
         return [_finite(one) for one in cast(Sequence[Any], value)]
     return value

@@ -13,7 +13,7 @@ from noloco_node.telemetry.metrics import exposition
 from noloco_node.telemetry.swarm_state import SwarmView
 from noloco_node.telemetry.web import Page
 
-Rows = list[tuple[tuple[str, ...], float]]
+_Rows = list[tuple[tuple[str, ...], float]]
 """Values of labels, and the value."""
 
 
@@ -38,7 +38,7 @@ class SwarmMetrics:
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
         view, age = self._view(), self._age()
-        rows: dict[str, Rows] = {
+        rows: dict[str, _Rows] = {
             "noloco_seed_info": [((__version__, view.run_id if view else ""), 1.0)],
             "noloco_seed_records": [((), self._records())],
             "noloco_seed_look_age_seconds": [] if age is None else [((), age)],
@@ -50,7 +50,7 @@ class SwarmMetrics:
                 yield _family(name, values)
 
 
-def rows_of(view: SwarmView) -> dict[str, Rows]:
+def rows_of(view: SwarmView) -> dict[str, _Rows]:
     """What each metric of the swarm is. As many rows as the run has stages, times states; none grows with peers."""
     stages = [(str(number), stage) for number, stage in enumerate(view.stages)]
     speed = view.tokens_per_second if view.speed_from == "clocks" else None
@@ -72,7 +72,7 @@ def rows_of(view: SwarmView) -> dict[str, Rows]:
     }
 
 
-def _family(name: str, rows: Rows) -> Metric:
+def _family(name: str, rows: _Rows) -> Metric:
     metric = SEED_TABLE[name]
     match metric.kind:
         case "counter":

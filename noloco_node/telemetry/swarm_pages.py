@@ -12,8 +12,8 @@ from noloco_node.telemetry.node_pages import CACHED_SECONDS, Headers, liveness
 from noloco_node.telemetry.page import swarm_page
 from noloco_node.telemetry.state import Curve
 from noloco_node.telemetry.swarm_metrics import SwarmMetrics
-from noloco_node.telemetry.swarm_state import Document, SwarmView, document
-from noloco_node.telemetry.web import JSON, Answer, Page
+from noloco_node.telemetry.swarm_state import SwarmDocument, SwarmView, document
+from noloco_node.telemetry.web import JSON, Page, PageMaker
 
 
 class SwarmPages:
@@ -42,7 +42,7 @@ class SwarmPages:
             if view.speed_from == "clocks" and view.tokens_per_second is not None:
                 self._curves["tokens_per_second"].add(view.time, view.tokens_per_second)
 
-    def answers(self) -> dict[str, Answer]:
+    def answers(self) -> dict[str, PageMaker]:
         """By path."""
         page = swarm_page()
         return {
@@ -63,7 +63,7 @@ class SwarmPages:
             self.made = now, Page(body, JSON)
         return self.made[1]
 
-    def _document(self) -> Document:
+    def _document(self) -> SwarmDocument:
         """The swarm, and the seed that shows it."""
         with self._lock:
             view, curves = self._view, {name: curve.points() for name, curve in self._curves.items()}

@@ -16,8 +16,8 @@ MOST_VERSIONS = 8
 OTHER_VERSIONS = "other"
 HAPPENINGS = 16
 
-Document = dict[str, Any]
-Change = Literal["joined", "left", "lost", "moved"]
+SwarmDocument = dict[str, Any]
+NodeChange = Literal["joined", "left", "lost", "moved"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Happening:
 
     time: float
     """Wall time at which it was seen."""
-    what: Change
+    what: NodeChange
     peer_id: str
     stage: int
 
@@ -150,7 +150,7 @@ class SwarmView:
         return max(0.0, self.target - self.clock) / self.tokens_per_second
 
 
-def document(view: SwarmView) -> Document:
+def document(view: SwarmView) -> SwarmDocument:
     """The view as JSON can say it."""
     named = ("time", "target", "introduced", "clock", "tokens_per_second", "speed_from", "joins", "moves", "over")
     return {
@@ -186,6 +186,6 @@ def version_labels(known: Sequence[str], found: Mapping[str, int]) -> tuple[str,
     return (*known, *by_number)[:MOST_VERSIONS]
 
 
-def _stage(stage: StageSeen) -> Document:
+def _stage(stage: StageSeen) -> SwarmDocument:
     names = ("claimed", "capacity", "clock", "lag", "missing", "serving")
     return {"nodes": dict(stage.nodes), **{name: getattr(stage, name) for name in names}}

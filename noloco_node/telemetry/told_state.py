@@ -8,7 +8,7 @@ import socket
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-ANSWER_SECONDS = 4.0
+TOLD_SECONDS = 4.0
 MOST_BYTES = 4 << 20
 
 
@@ -83,7 +83,7 @@ class NoState(Exception):
 def ask_state(host: str, port: int) -> ToldState:
     """Of the node whose pages are there. Raises NoState."""
     try:
-        connection = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
+        connection = http.client.HTTPConnection(host, port, timeout=TOLD_SECONDS)
     except http.client.HTTPException as error:
         raise NoState(str(error)) from None
     try:

@@ -49,7 +49,7 @@ class Page:
     """Its Content-Security-Policy."""
 
 
-Answer = Callable[[Mapping[str, str]], Page]
+PageMaker = Callable[[Mapping[str, str]], Page]
 """Makes a page from the headers of a request, by lower-case name. Called on the server's thread: it must be quick."""
 
 
@@ -78,7 +78,7 @@ class WebServer:
 
     def __init__(
         self,
-        pages: Mapping[str, Answer],
+        pages: Mapping[str, PageMaker],
         *,
         request_seconds: float = REQUEST_SECONDS,
         asking_seconds: float = ASKING_SECONDS,
@@ -107,7 +107,7 @@ class WebServer:
         self.address = f"{host}:{listener.getsockname()[1]}"
         return self.address
 
-    def show(self, pages: Mapping[str, Answer]) -> None:
+    def show(self, pages: Mapping[str, PageMaker]) -> None:
         """Answer with these pages from now on."""
         self._pages = dict(pages)
 

@@ -35,16 +35,16 @@ TRAIL = "trail"
 """Name of `OuterReplica.trail` among a state's tensors, where the codec trails."""
 
 
-Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+_Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of each of a state's tensors."""
 
 
-def sizes_of(tensors: Mapping[str, Tensor]) -> Sizes:
+def sizes_of(tensors: Mapping[str, Tensor]) -> _Sizes:
     """As they are."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def without_missing_trail(sizes: Sizes, tensors: Mapping[str, Tensor]) -> Sizes:
+def without_missing_trail(sizes: _Sizes, tensors: Mapping[str, Tensor]) -> _Sizes:
     """What `tensors` must have of `sizes`: states of versions that had no trail lack it."""
     return {name: size for name, size in sizes.items() if name != TRAIL or TRAIL in tensors}
 
@@ -443,10 +443,10 @@ class StageWorker:
         """Zeroed memory for a whole state, touched here: no copy waits for pages while the device waits for it."""
         return {name: torch.empty(shape, dtype=dtype).zero_() for name, (dtype, shape) in self._whole_sizes().items()}
 
-    def _whole_sizes(self) -> Sizes:
+    def _whole_sizes(self) -> _Sizes:
         return {**self.state_sizes(), "gradient": (torch.float32, (self._trainer.layout.size,))}
 
-    def state_sizes(self) -> Sizes:
+    def state_sizes(self) -> _Sizes:
         """Names, dtypes and shapes of `full_state()`: what a joiner expects to receive."""
         vector = (torch.float32, (self._trainer.layout.size,))
         names = ["fast", "slow", "momentum", "exp_avg", "exp_avg_sq"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import StageCut
-from noloco_node.storage.weights import FAST, MANIFEST, SLOW, load_stage, save_stage
+from noloco_node.storage.weights import FAST_FILE, MANIFEST, SLOW_FILE, load_stage, save_stage
 
 CUT = StageCut(index=1, stages=2, first_layer=2, end_layer=4)
 
@@ -42,7 +42,7 @@ def test_a_stage_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert saved.manifest.cut == CUT
     assert (saved.manifest.clock, saved.manifest.outer_rounds) == (12345.678901234567, 7)
     assert saved.manifest.run_id == "ab" * 16
-    assert sorted(path.name for path in (tmp_path / "final").iterdir()) == sorted([MANIFEST, SLOW, FAST])
+    assert sorted(path.name for path in (tmp_path / "final").iterdir()) == sorted([MANIFEST, SLOW_FILE, FAST_FILE])
 
 
 def test_saving_again_replaces_the_former_weights(tmp_path: Path) -> None:
@@ -76,9 +76,9 @@ def flip_last_bit(name: str) -> Callable[[Path], None]:
 
 def swap_files(folder: Path) -> None:
     """Slow for fast: both files are well-formed."""
-    slow, fast = (folder / SLOW).read_bytes(), (folder / FAST).read_bytes()
-    (folder / SLOW).write_bytes(fast)
-    (folder / FAST).write_bytes(slow)
+    slow, fast = (folder / SLOW_FILE).read_bytes(), (folder / FAST_FILE).read_bytes()
+    (folder / SLOW_FILE).write_bytes(fast)
+    (folder / FAST_FILE).write_bytes(slow)
 
 
 def change_clock(folder: Path) -> None:
@@ -90,9 +90,9 @@ def change_clock(folder: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        *(remove(name) for name in (MANIFEST, SLOW, FAST)),
-        *(truncate(name) for name in (MANIFEST, SLOW, FAST)),
-        *(flip_last_bit(name) for name in (SLOW, FAST)),
+        *(remove(name) for name in (MANIFEST, SLOW_FILE, FAST_FILE)),
+        *(truncate(name) for name in (MANIFEST, SLOW_FILE, FAST_FILE)),
+        *(flip_last_bit(name) for name in (SLOW_FILE, FAST_FILE)),
         swap_files,
         change_clock,
     ],

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from noloco_node.averaging.engagement import (
-    BEGINNINGS,
+    BEGINNING_CHANGES,
     DIALLED,
     TRANSITIONS,
     Change,
@@ -55,7 +55,7 @@ def test_each_change_in_each_phase_is_allowed_or_refused_as_it_is_written_here(p
     engagement._phase, engagement._session = phase, present
     allowed = change in ALLOWED[phase].split()
     ways = {"begin": lambda: engagement.begin(change, new), "go on": lambda: engagement.go_on(present, change)}
-    right = ways.pop("begin" if change in BEGINNINGS else "go on")
+    right = ways.pop("begin" if change in BEGINNING_CHANGES else "go on")
     for wrong in (*ways.values(), *(() if allowed else (right, lambda: after(phase, change)))):
         with pytest.raises(NotAllowed):
             wrong()
@@ -64,7 +64,7 @@ def test_each_change_in_each_phase_is_allowed_or_refused_as_it_is_written_here(p
         right()
         assert engagement.phase is after(phase, change) is TRANSITIONS[phase][change]
         over = engagement.phase is Phase.FREE
-        assert engagement.session is (new if change in BEGINNINGS else None if over else present)
+        assert engagement.session is (new if change in BEGINNING_CHANGES else None if over else present)
 
 
 def test_every_phase_can_be_reached_and_left() -> None:

@@ -26,7 +26,7 @@ from noloco_node.pipeline import inference
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.state_transfer import copy_fetch
 from noloco_node.state_transfer import messages as state_messages
-from noloco_node.state_transfer.copy_manifest import CopyManifest, CopyOffer, Precision
+from noloco_node.state_transfer.copy_manifest import CopyManifest, CopyOffer, CopyPrecision
 from noloco_node.transport.calls import NOTHING, Method, Nothing
 from noloco_node.transport.frames import encode_envelope
 from noloco_node.transport.headers import WireModel
@@ -84,7 +84,7 @@ def _state_manifest() -> str:
     return state_messages.canonical_json(manifest.model_dump(mode="json"))
 
 
-def _copy_offer(precision: Precision) -> CopyOffer:
+def _copy_offer(precision: CopyPrecision) -> CopyOffer:
     manifest = CopyManifest(
         source=PEER, run=RUN, stage=1, clock=4096.0, outer_rounds=7, size=2048, precision=precision, root=ROOT
     )
