@@ -4,34 +4,71 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from noloco_node import ambient
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 LAG_PROBE_SECONDS = 0.1
 BEAT_SECONDS = 1.0
+CANCEL_AGAIN_SECONDS = 10.0
+"""Longer than any clean-up takes that a second cancellation would cut short."""
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel `tasks` and wait until every one has ended. What they end with is not raised.
 
-    A task that swallows the cancellation is waited for, however long it takes; if the caller itself is cancelled
-    meanwhile, it still sees that cancellation.
+    One that has not ended after some seconds is cancelled again: a task may lose a cancellation that comes while it
+    fails, and would be waited for without end. What must not be cut short runs under `run_to_end`. If the caller itself
+    is cancelled meanwhile, it still sees that cancellation.
     """
     every = list(tasks)
-    pending = [task for task in every if not task.done()]
-    for task in pending:
-        task.cancel()
-    if pending:
-        await asyncio.wait(pending)
+    while pending := [task for task in every if not task.done()]:
+        for task in pending:
+            task.cancel()
+        _, there = await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)
+        if there:
+            logger.warning("told to end and still there: %s", ", ".join(sorted(map(_name_of, there))))
     for task in every:
         if task.done() and not task.cancelled():
             task.exception()
+
+
+def _name_of(task: asyncio.Future[Any]) -> str:
+    """What a task is about, for a log."""
+    if not isinstance(task, asyncio.Task):
+        return repr(task)
+    coroutine = task.get_coro()
+    return f"{task.get_name()} ({getattr(coroutine, '__qualname__', coroutine)})"
+
+
+async def all_of(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait until all of `tasks` have ended, and those that they add to it. Where one fails the others are ended, and
+    its failure is raised.
+
+    In place of a TaskGroup wherever the failure is taken and the caller goes on: a TaskGroup (before Python 3.13) that
+    ends the others just then forgets a cancellation of the caller, who would never end.
+    """
+    failed: asyncio.Task[None] | None = None
+    try:
+        while failed is None and (pending := [task for task in tasks if not task.done()]):
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            failed = next((task for task in pending if task in done and _has_failed(task)), None)
+    finally:
+        await cancel_and_wait(tasks)
+    if failed is not None:
+        failed.result()
+
+
+def _has_failed(task: asyncio.Task[None]) -> bool:
+    return not task.cancelled() and task.exception() is not None
 
 
 class Pulse:
@@ -117,12 +154,12 @@ async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     cancellation: asyncio.CancelledError | None = None
     while not task.done():
         try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            if not task.done():
-                cancellation = error
+            await asyncio.wait((task,))  # not its shield: that tells its failure before a cancellation
+        except asyncio.CancelledError as error:  # also where the work has ended in the same turn of the loop
+            cancellation = error
     if cancellation is not None:
-        task.exception()
+        if not task.cancelled():
+            task.exception()
         raise cancellation
     return task.result()
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeVar
 
-from noloco_node.aio import Pulse
+from noloco_node.aio import Pulse, cancel_and_wait
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
@@ -99,8 +99,7 @@ class Supervisor:
             async with asyncio.TaskGroup() as group:
                 others = [group.create_task(self._watch()), *(group.create_task(each) for each in companions)]
                 result = await work
-                for task in others:
-                    task.cancel()
+                await cancel_and_wait(others)
                 return result
         except* UserError as errors:
             raise _first(errors) from None

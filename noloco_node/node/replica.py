@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection
 from noloco_node import ambient
 from noloco_node.accounting.activity import Activity, doing, facts_of
 from noloco_node.accounting.stats import NodeStats
-from noloco_node.aio import Pulse
+from noloco_node.aio import Pulse, cancel_and_wait
 from noloco_node.averaging.participant import Averaging
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
@@ -179,8 +179,7 @@ class Replica:
             self.books.write()
             for participant in self.participants:
                 participant.shut()
-            for task in background:
-                task.cancel()
+            await cancel_and_wait(background)
         await self.membership.announce(PeerState.GONE)
 
     async def _live_through_the_run(self, group: asyncio.TaskGroup) -> None:
@@ -205,8 +204,7 @@ class Replica:
             logger.info("the time to finish is over: %d microbatches are unfinished", self.pipeline.in_hand)
             for participant in self.participants:
                 participant.hand_back()
-        course.cancel()
-        await asyncio.wait((course,))
+        await cancel_and_wait((course,))
 
     async def _keep_account(self) -> None:
         while True:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.aio import run_to_end
+from noloco_node.aio import all_of, run_to_end
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples, by_source, inputs_and_labels
 from noloco_node.marks import positions_of
@@ -154,12 +154,7 @@ class MicrobatchSource:
                 loss, tokens = await self._evaluate_part(rows)
                 results[number] = (results[number][0] + loss, results[number][1] + tokens)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(EVALUATED_AT_ONCE, len(parts))):
-                    group.create_task(work_off())
-        except* HopFailed as failures:
-            raise failures.exceptions[0] from None
+        await all_of([asyncio.create_task(work_off()) for _ in range(min(EVALUATED_AT_ONCE, len(parts)))])
         return results
 
     async def _carry_through(self, sample: Sample) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 from noloco_node import ambient
+from noloco_node.aio import all_of
 
 T = TypeVar("T")
 
@@ -86,7 +87,7 @@ class Width:
 async def side_by_side(items: Iterable[T], width: Width, work: Callable[[T], Awaitable[None]]) -> None:
     """Do `work` on each item, in their order, on `width.pieces` at once. Raises the first failure, and does no more
     then."""
-    waiting, working = deque(items), 0
+    waiting, working, tasks = deque(items), 0, list[asyncio.Task[None]]()
 
     async def go_on() -> None:
         nonlocal working
@@ -106,10 +107,7 @@ async def side_by_side(items: Iterable[T], width: Width, work: Callable[[T], Awa
         for _ in range(min(width.pieces - working, len(waiting))):
             working += 1
             width.wider()
-            group.create_task(go_on())
+            tasks.append(asyncio.create_task(go_on()))
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            begin()
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+    begin()
+    await all_of(tasks)

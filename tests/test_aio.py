@@ -1,0 +1,166 @@
+"""No cancellation is lost, whatever ends in the same moment: who is told to end and goes on is waited for for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from noloco_node import aio
+from noloco_node.aio import all_of, cancel_and_wait, run_to_end
+from noloco_node.transport.pieces import Width, side_by_side
+from tests.support import one_turn
+
+TURNS = range(6)
+SOON = 5.0
+
+
+async def ends(task: asyncio.Task[None]) -> bool:
+    """Whether a task that was cancelled is cancelled, and soon."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.wait((task,), timeout=SOON)
+    return task.cancelled()
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize("fails", [False, True])
+async def test_who_runs_something_to_its_end_sees_a_cancellation_of_that_moment(turns: int, fails: bool) -> None:
+    """`turns` of the loop after the work could go on; whether it comes to a result or to a failure."""
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        begun.set()
+        await may_end.wait()
+        if fails:
+            raise OSError
+
+    async def caller() -> None:
+        while True:  # as whoever writes down a receipt now and then
+            with contextlib.suppress(OSError):
+                await run_to_end(work())
+            await for_ever()
+
+    task = asyncio.create_task(caller())
+    await begun.wait()
+    may_end.set()
+    for _ in range(turns):
+        await one_turn()
+    task.cancel()
+    assert await ends(task)
+
+
+async def test_what_is_run_to_its_end_comes_to_it_though_its_caller_is_cancelled_again_and_again() -> None:
+    """And only then the caller sees it."""
+    may_end, done = asyncio.Event(), list[bool]()
+
+    async def work() -> None:
+        await may_end.wait()
+        done.append(True)
+
+    task = asyncio.create_task(run_to_end(work()))
+    for _ in range(3):
+        await one_turn()
+        task.cancel()
+    await one_turn()
+    assert not task.done()
+    may_end.set()
+    assert await ends(task)
+    assert done == [True]
+
+
+async def lost_by_the_others(run: Callable[[Callable[[int], Awaitable[None]]], Awaitable[None]], turns: int) -> bool:
+    """Whether a caller ends that is cancelled so many turns after one of its two pieces has failed, while the other one
+    still takes a few turns to end; it takes a failure and goes on."""
+    failed = asyncio.Event()
+
+    async def piece(number: int) -> None:
+        if number == 0:
+            await one_turn()
+            failed.set()
+            raise ValueError
+        try:
+            await for_ever()
+        finally:
+            for _ in range(3):
+                await one_turn()
+
+    async def caller() -> None:
+        while True:
+            with contextlib.suppress(ValueError):
+                await run(piece)
+            await for_ever()
+
+    task = asyncio.create_task(caller())
+    await failed.wait()
+    for _ in range(turns):
+        await one_turn()
+    task.cancel()
+    return await ends(task)
+
+
+@pytest.mark.parametrize("turns", TURNS)
+async def test_a_failure_among_several_hides_no_cancellation(turns: int) -> None:
+    """Where the caller is cancelled while the others are ended."""
+
+    async def run(piece: Callable[[int], Awaitable[None]]) -> None:
+        async def one(number: int) -> None:
+            await piece(number)
+
+        await all_of([asyncio.create_task(one(number)) for number in range(2)])
+
+    assert await lost_by_the_others(run, turns)
+
+
+@pytest.mark.parametrize("turns", TURNS)
+async def test_a_transfer_that_breaks_off_hides_no_cancellation(turns: int) -> None:
+    """A stream breaks as this node is told to leave: whoever dialled takes the failure, and would try again."""
+
+    async def run(piece: Callable[[int], Awaitable[None]]) -> None:
+        await side_by_side(range(2), Width(2, 1.0), piece)
+
+    assert await lost_by_the_others(run, turns)
+
+
+async def test_the_first_failure_ends_the_others_and_is_the_one_that_is_raised() -> None:
+    """Those that were added on the way among them."""
+    tasks = list[asyncio.Task[None]]()
+
+    async def fails() -> None:
+        tasks.append(asyncio.create_task(for_ever()))
+        await one_turn()
+        raise ValueError("first")
+
+    tasks += [asyncio.create_task(for_ever()), asyncio.create_task(fails())]
+    with pytest.raises(ValueError, match="first"):
+        await all_of(tasks)
+    assert [task.cancelled() for task in tasks] == [True, False, True]
+
+
+async def test_who_loses_a_cancellation_is_told_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody waits for ever for a task that has gone on, and the log names it."""
+    monkeypatch.setattr(aio, "CANCEL_AGAIN_SECONDS", 0.05)
+    lost = list[bool]()
+
+    async def loses_one() -> None:
+        try:
+            await for_ever()
+        except asyncio.CancelledError:
+            lost.append(True)
+        await for_ever()
+
+    task = asyncio.create_task(loses_one(), name="the one that goes on")
+    await one_turn()
+    async with asyncio.timeout(SOON):
+        await cancel_and_wait((task,))
+    assert lost
+    assert task.cancelled()
+    assert "the one that goes on" in caplog.text
+    assert "loses_one" in caplog.text
