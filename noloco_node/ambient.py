@@ -79,6 +79,18 @@ async def elsewhere(work: Callable[P, T], /, *args: P.args, **named: P.kwargs) -
     return await asyncio.to_thread(work, *args, **named)
 
 
+class LeftBehind(ThreadPoolExecutor):
+    """Threads for `elsewhere` in a process that ends at once after its loop (`cli.main.entry`): work that nobody awaits
+    any more is not waited for. It may be a disk or a server that never answers."""
+
+    def __init__(self) -> None:
+        super().__init__(thread_name_prefix="elsewhere")
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002 - neither is asked
+        """Begin nothing more."""
+        super().shutdown(wait=False, cancel_futures=True)
+
+
 class OneByOne:
     """Work off the event loop, one piece after another, on a thread of this name."""
 

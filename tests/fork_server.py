@@ -30,6 +30,7 @@ from noloco_node.collector import loading
 
 MODULES = (
     *("noloco_node", "tests.chaos.paced_node", "tests.chaos.hostile_node", "tests.daemons.patient_node"),
+    "tests.daemons.hung_node",
     "tests.says_itself",
 )
 """What is forked: these, run as `python -m`."""

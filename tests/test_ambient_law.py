@@ -31,6 +31,8 @@ NAMED: dict[str, str] = {
     "noloco_node.telemetry.web": "the pages have a thread with an event loop of its own",
     "noloco_node.laboratory.workers": "the laboratory's processes end with their parent",
     "noloco_node.cli.main": "a node ends with whoever holds its input",
+    "noloco_node.node.interrupts": "signals are heard where the event loop hangs",
+    "noloco_node.node.way_out": "ends the process where nothing else does; last words may be what hangs",
 }
 """Modules that may have threads or processes of their own, and why. Clocks and chance are nobody's."""
 

@@ -302,6 +302,7 @@ def _run(options: argparse.Namespace) -> int:
     _tie_to_launcher(options)
     from noloco_node.config.load import load_config
     from noloco_node.node.early_checks import check_peers, check_trainable
+    from noloco_node.node.way_out import bounded_way_out
     from noloco_node.storage.private_folder import leave_shared_folder
     from noloco_node.telemetry.early_pages import early_pages
 
@@ -312,16 +313,14 @@ def _run(options: argparse.Namespace) -> int:
         if not looked:
             check_trainable(config)
         return _on_devices(options, config.node)
-    with early_pages(config.node) as web:
+    with bounded_way_out() as way_out, early_pages(config.node) as web:
         if not looked:
             check_trainable(config)
         with loading():
-            import uvloop
-
             from noloco_node.node.daemon import run_node
 
         try:
-            return _exit_code(uvloop.run(run_node(config.run, config.node, web)))
+            return _exit_code(way_out.run(run_node(config.run, config.node, web, way_out)))
         finally:
             if options.end_with_stdin:
                 leave_shared_folder()
@@ -331,6 +330,7 @@ def _join(options: argparse.Namespace) -> int:
     _tie_to_launcher(options)
     from noloco_node.config.load import load_join
     from noloco_node.node.early_checks import check_own_data, check_peers
+    from noloco_node.node.way_out import bounded_way_out
     from noloco_node.telemetry.early_pages import early_pages
 
     config = load_join(node_overrides(options), os.environ)
@@ -338,13 +338,11 @@ def _join(options: argparse.Namespace) -> int:
     check_peers(config.node, joins=not options.devices)
     if options.devices:
         return _on_devices(options, config.node)
-    with early_pages(config.node) as web:
+    with bounded_way_out() as way_out, early_pages(config.node) as web:
         with loading():
-            import uvloop
-
             from noloco_node.node.daemon import join_node
 
-        return _exit_code(uvloop.run(join_node(config.run, config.node, print_run, web)))
+        return _exit_code(way_out.run(join_node(config.run, config.node, print_run, web, way_out)))
 
 
 def _on_devices(options: argparse.Namespace, settings: NodeSettings) -> int:
@@ -355,15 +353,15 @@ def _on_devices(options: argparse.Namespace, settings: NodeSettings) -> int:
 
 def _seed(options: argparse.Namespace) -> int:
     from noloco_node.node.early_checks import check_peers
+    from noloco_node.node.way_out import bounded_way_out
 
     run, settings = seed_settings(options)
     check_peers(settings)
-    with loading():
-        import uvloop
+    with bounded_way_out() as way_out:
+        with loading():
+            from noloco_node.node.seed import run_seed
 
-        from noloco_node.node.seed import run_seed
-
-    uvloop.run(run_seed(run, settings, print_seed))
+        way_out.run(run_seed(run, settings, print_seed, way_out))
     return int(ExitCode.INTERRUPTED)
 
 

@@ -17,15 +17,19 @@ from noloco_node.node.claiming import check_folder
 from noloco_node.node.interrupts import interruptible
 from noloco_node.node.journey import Departure, Show, stopped_event, travel
 from noloco_node.node.network import Agree, Entrance
+from noloco_node.node.way_out import WayOut
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import NodeStopped
 from noloco_node.telemetry.of_node import telemetry_of
 from noloco_node.telemetry.web import WebServer
 
 
-async def run_node(spec: RunSpec, settings: NodeSettings, web: WebServer | None = None) -> NodeStopped:
+async def run_node(
+    spec: RunSpec, settings: NodeSettings, web: WebServer | None = None, way_out: WayOut | None = None
+) -> NodeStopped:
     """Run one daemon to the run's end, or until SIGINT or SIGTERM. Leaves no process, socket or thread behind. It shows
-    itself on `web`, where that is given (`early_pages`), or opens its own.
+    itself on `web`, where that is given (`early_pages`), or opens its own; where its `way_out` takes too long, the
+    process ends.
 
     Raises UserError for everything that the person who started it can change.
     """
@@ -35,10 +39,12 @@ async def run_node(spec: RunSpec, settings: NodeSettings, web: WebServer | None 
         return spec
 
     await ambient.elsewhere(check_folder, RunFolder(settings.run_folder), spec, settings)  # before anything is written
-    return await _run(agree, settings, None, spec.run_id, web)
+    return await _run(agree, settings, None, spec.run_id, web, way_out)
 
 
-async def join_node(own: OwnRun, settings: NodeSettings, show: Show, web: WebServer | None = None) -> NodeStopped:
+async def join_node(
+    own: OwnRun, settings: NodeSettings, show: Show, web: WebServer | None = None, way_out: WayOut | None = None
+) -> NodeStopped:
     """`run_node` for the run that the initial peers serve: its RunSpec comes from one of them, and is shown."""
 
     async def agree(door: Entrance) -> RunSpec:
@@ -56,11 +62,16 @@ async def join_node(own: OwnRun, settings: NodeSettings, show: Show, web: WebSer
             await ambient.elsewhere(check_text_here, spec.data)  # before a stage is chosen, announced and built
         return spec
 
-    return await _run(agree, settings, show, None, web)
+    return await _run(agree, settings, show, None, web, way_out)
 
 
 async def _run(
-    agree: Agree, settings: NodeSettings, show: Show | None, run: str | None, web: WebServer | None
+    agree: Agree,
+    settings: NodeSettings,
+    show: Show | None,
+    run: str | None,
+    web: WebServer | None,
+    way_out: WayOut | None,
 ) -> NodeStopped:
     started = ambient.monotonic()
     folder, opened = RunFolder.create(settings.run_folder), asyncio.Event()
@@ -68,11 +79,23 @@ async def _run(
 
     def last_word(stopped: NodeStopped) -> None:
         """Not into the diary of a run that this node only stumbled into."""
-        if opened.is_set() or folder.may_be_of(run):
+        nonlocal told
+        if not told and (opened.is_set() or folder.may_be_of(run)):
+            told = True
             emit(stopped)
 
-    with folder.lock(), telemetry_of(folder.events, settings, web) as telemetry, interruptible() as interrupts:
+    def given_up(words: str) -> None:
+        last_word(stopped_event("failed", words, started))
+
+    told, bound = False, settings.leave_seconds
+    with (
+        folder.lock(),
+        telemetry_of(folder.events, settings, web) as telemetry,
+        interruptible(way_out, bound) as interrupts,
+    ):
         emit, interrupts.told = telemetry.emit, telemetry.ends
+        if way_out is not None:
+            way_out.say = given_up
         try:
             stopped = await travel(departure, telemetry, interrupts)
         except asyncio.CancelledError:

@@ -6,17 +6,31 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
+import threading
 from collections.abc import Callable, Generator
+from types import FrameType
+
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.node.way_out import AT_ONCE_SECONDS, LISTENING, WayOut
 
 logger = logging.getLogger(__name__)
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class Interrupts:
-    """SIGINT and SIGTERM: the first asks for an orderly end, the second (or one before training) cancels at once."""
+    """SIGINT and SIGTERM: the first asks for an orderly end, the second (or one before training) cancels at once.
 
-    def __init__(self) -> None:
+    Whatever makes a node leave, it has `seconds` for its `way_out` from then on, where it has one; where it is to leave
+    at once, `AT_ONCE_SECONDS`.
+    """
+
+    def __init__(self, way_out: WayOut | None = None, seconds: float = AT_ONCE_SECONDS) -> None:
         self._main = asyncio.current_task()
         self._stop: asyncio.Event | None = None
+        self._way_out, self._seconds = way_out, seconds
+        self._heard = 0
         self.asked = False
         """A signal has come."""
         self.cancelled_by_signal = False
@@ -29,27 +43,99 @@ class Interrupts:
         if self.asked:
             stop.set()
 
+    def heard(self) -> None:
+        """A signal has come: on the thread that hears them, whatever the event loop does."""
+        self._heard += 1
+        if self._way_out is not None:
+            in_order = self._heard == 1 and self._stop is not None
+            seconds = self._seconds if in_order else min(self._seconds, AT_ONCE_SECONDS)
+            self._way_out.begin(seconds, ExitCode.INTERRUPTED)
+
     def on_signal(self) -> None:
-        """A signal has come."""
+        """A signal has come: on the event loop."""
         self.told()
         if self._stop is not None and not self.asked:
             self.asked = True
             logger.info("stopping: finishing what is under way; once more to leave at once")
             self._stop.set()
-        elif self._main is not None:
+        else:
+            self._cancel()
+
+    def leaves(self, code: ExitCode = ExitCode.FAILURE) -> None:
+        """The node is on its way out; it ends with this code, or as one that was told to."""
+        if self._way_out is not None:
+            self._way_out.begin(self._seconds, ExitCode.INTERRUPTED if self._heard else code)
+
+    def moves_on(self) -> None:
+        """The node goes on at another stage. Until it trains there a signal cancels at once; so does one that has come
+        since it left: nobody is to wait for a state that is on its way."""
+        self._stop = None
+        if self.asked:
+            self._cancel()
+        elif self._way_out is not None:
+            self._way_out.over()
+
+    def _cancel(self) -> None:
+        if self._main is not None:
             self.cancelled_by_signal = True
             self._main.cancel()
 
+    @contextlib.contextmanager
+    def leaving(self, *, only_failed: bool = False) -> Generator[None]:
+        """When this block has ended, however it has (or `only_failed`), the node is on its way out."""
+        try:
+            yield
+        except BaseException as error:
+            self.leaves(error.exit_code if isinstance(error, UserError) else ExitCode.FAILURE)
+            raise
+        if not only_failed:
+            self.leaves(ExitCode.OK)
+
 
 @contextlib.contextmanager
-def interruptible() -> Generator[Interrupts]:
-    """The signals of this process, as long as the block lasts."""
+def interruptible(way_out: WayOut | None = None, seconds: float = AT_ONCE_SECONDS) -> Generator[Interrupts]:
+    """The signals of this process, as long as the block lasts; see `Interrupts`."""
     loop = asyncio.get_running_loop()
-    interrupts = Interrupts()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupts.on_signal)
-    try:
+    interrupts = Interrupts(way_out, seconds)
+    if way_out is not None:
+        way_out.loop = loop
+
+    def heard() -> None:
+        interrupts.heard()
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(interrupts.on_signal)
+
+    with _hearing(heard):
         yield interrupts
+
+
+@contextlib.contextmanager
+def _hearing(heard: Callable[[], None]) -> Generator[None]:
+    """Call `heard` on a thread of its own at each signal: where the event loop hangs nobody else hears it."""
+    ear, mouth = socket.socketpair()
+    mouth.setblocking(False)
+
+    def listen() -> None:
+        while numbers := ear.recv(64):
+            for number in numbers:
+                if number in SIGNALS:
+                    heard()
+
+    def nothing(number: int, frame: FrameType | None) -> None:
+        """The system's handler has written its number to the socket; without one of ours it would end the process."""
+
+    thread = threading.Thread(target=listen, name=LISTENING, daemon=True)
+    thread.start()
+    others_ear = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+    before = {number: signal.signal(number, nothing) for number in SIGNALS}
+    for number in SIGNALS:
+        signal.siginterrupt(number, False)
+    try:
+        yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(others_ear)
+        mouth.close()
+        thread.join()
+        ear.close()

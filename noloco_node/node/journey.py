@@ -38,7 +38,7 @@ from noloco_node.node.claiming import open_run
 from noloco_node.node.custody import last_of_stage, unusable_checkpoints
 from noloco_node.node.first_state import obtain_state
 from noloco_node.node.interrupts import Interrupts
-from noloco_node.node.network import Agree, Network, network
+from noloco_node.node.network import Agree, Entrance, Network, network
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import BeginsFrom, StageLifecycle, stays_of
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
@@ -103,10 +103,10 @@ class _Stay:
 async def travel(departure: Departure, telemetry: Telemetry, interrupts: Interrupts) -> NodeStopped:
     """The whole way; the last event says how it ended. Raises UserError for what the person who started it can
     change."""
-    async with _enter(departure, telemetry) as place:
+    async with _enter(departure, telemetry, interrupts) as place:
         stage = await _choose(place, departure.show)
         while True:
-            async with _obtain(place, stage) as stay:
+            async with _obtain(place, stage, interrupts) as stay:
                 in_vain, stopped = stay is None, None
                 if stay is not None:
                     await _train(place, stay, interrupts)
@@ -114,27 +114,37 @@ async def travel(departure: Departure, telemetry: Telemetry, interrupts: Interru
             del stay  # two stages may be more than the memory holds
             if stopped is not None:
                 return stopped
+            interrupts.moves_on()
             stage = place.stays.back() if in_vain else place.stays.departs()
 
 
 @contextlib.asynccontextmanager
-async def _enter(departure: Departure, telemetry: Telemetry) -> AsyncGenerator[_Place]:
+async def _enter(departure: Departure, telemetry: Telemetry, interrupts: Interrupts) -> AsyncGenerator[_Place]:
     """Onto the network, to agreement on the run, and into the folder."""
     settings, folder, emit = departure.settings, departure.folder, telemetry.emit
     check_device(settings.device)
     logger.info("%s", describe_device(settings.device))
     torch.set_num_threads(settings.torch_threads)
     checkpoints = CheckpointFolder(folder.checkpoints, settings.checkpoints_kept)
-    async with network(departure.agree, settings, folder, run=departure.run) as net, _compute_thread() as thread:
-        saved = await ambient.elsewhere(open_run, folder, checkpoints, net.spec, net.settings)
-        departure.opened.set()
-        if saved is None and (warning := unusable_checkpoints(checkpoints)) is not None:
-            emit(warning)
-        await ambient.elsewhere(net.known.save, net.spec.run_id)  # the folder is this run's now
-        stays = await stays_of(net.spec, net.settings, net.transport, net.directory)
-        place = _Place(net, folder, checkpoints, thread, telemetry, stays, saved)
-        del saved  # it holds a copy of everything, and is `place`'s to let go of
-        yield place
+
+    async def agree(door: Entrance) -> RunSpec:
+        with interrupts.leaving(only_failed=True):
+            return await departure.agree(door)
+
+    async with (
+        network(agree, settings, folder, run=departure.run) as net,
+        _compute_thread() as thread,
+    ):
+        with interrupts.leaving():
+            saved = await ambient.elsewhere(open_run, folder, checkpoints, net.spec, net.settings)
+            departure.opened.set()
+            if saved is None and (warning := unusable_checkpoints(checkpoints)) is not None:
+                emit(warning)
+            await ambient.elsewhere(net.known.save, net.spec.run_id)  # the folder is this run's now
+            stays = await stays_of(net.spec, net.settings, net.transport, net.directory)
+            place = _Place(net, folder, checkpoints, thread, telemetry, stays, saved)
+            del saved  # it holds a copy of everything, and is `place`'s to let go of
+            yield place
 
 
 async def _choose(place: _Place, show: Show | None) -> int:
@@ -161,58 +171,60 @@ async def _choose(place: _Place, show: Show | None) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _obtain(place: _Place, stage_index: int) -> AsyncGenerator[_Stay | None]:
+async def _obtain(place: _Place, stage_index: int, interrupts: Interrupts) -> AsyncGenerator[_Stay | None]:
     """A replica of the stage with the state to begin with, or None where this node came from another stage in vain."""
     net, stays, spec = place.net, place.stays, place.net.spec
     saved, place.saved = place.saved, None
     async with contextlib.AsyncExitStack() as stack:
-        async with stays.arriving(stage_index):
-            walk = stays.ledger.walk if saved is None else saved.standing.walk
-            ahead = net.settings.prefetch_bytes
-            stage, samples = await ambient.elsewhere(_prepare, spec, stage_index, net.daemon.own_id, walk, ahead)
-            if samples is not None:
-                stack.push_async_callback(ambient.elsewhere, samples.close)
-            replica = Replica(
-                spec,
-                net.settings,
-                await on_its_device(spec, net.settings, stage, place.thread),
-                net.transport,
-                net.directory,
-                place.thread,
-                samples=samples,
-                emit=place.emit,
-                ledger=stays.ledger,
-                guards=lambda: stays.copies.guards,
-                relayed=net.relayed,
-            )
-            stack.callback(replica.close)
-            replica.heed_relays(lambda: net.reach.relayed)
-            stack.enter_context(place.telemetry.showing(replica.books.surroundings))
-            keeper = stack.enter_context(CheckpointKeeper(replica, place.checkpoints, place.emit, net.settings))
-            if saved is not None:
-                await keeper.resume(saved)
-            clock, resumed, saved = saved and saved.standing.progress.clock, saved is not None, None
-            receipts = await open_receipts(
-                place.folder.contribution,
-                spec.run_id,
-                stage_index,
-                net.transport,
-                replica.pipeline.ledger,
-                lambda: replica.worker.progress,
-            )
-            stack.callback(receipts.close)
-            replica.serve()
-            holders = net.known.holders(spec.run_id, stage_index)
-            origin = await net.beside(obtain_state(replica, stays, clock, place.checkpoints, holders))
-        if origin is not None:
-            place.emit(stays.arrived(replica, origin) or _started_event(place, stage, origin, resumed=resumed))
-        yield None if origin is None else _Stay(replica, keeper, receipts)
+        with interrupts.leaving():
+            async with stays.arriving(stage_index):
+                walk = stays.ledger.walk if saved is None else saved.standing.walk
+                ahead = net.settings.prefetch_bytes
+                stage, samples = await ambient.elsewhere(_prepare, spec, stage_index, net.daemon.own_id, walk, ahead)
+                if samples is not None:
+                    stack.push_async_callback(ambient.elsewhere, samples.close)
+                replica = Replica(
+                    spec,
+                    net.settings,
+                    await on_its_device(spec, net.settings, stage, place.thread),
+                    net.transport,
+                    net.directory,
+                    place.thread,
+                    samples=samples,
+                    emit=place.emit,
+                    ledger=stays.ledger,
+                    guards=lambda: stays.copies.guards,
+                    relayed=net.relayed,
+                )
+                stack.callback(replica.close)
+                replica.heed_relays(lambda: net.reach.relayed)
+                stack.enter_context(place.telemetry.showing(replica.books.surroundings))
+                keeper = stack.enter_context(CheckpointKeeper(replica, place.checkpoints, place.emit, net.settings))
+                if saved is not None:
+                    await keeper.resume(saved)
+                clock, resumed, saved = saved and saved.standing.progress.clock, saved is not None, None
+                receipts = await open_receipts(
+                    place.folder.contribution,
+                    spec.run_id,
+                    stage_index,
+                    net.transport,
+                    replica.pipeline.ledger,
+                    lambda: replica.worker.progress,
+                )
+                stack.callback(receipts.close)
+                replica.serve()
+                holders = net.known.holders(spec.run_id, stage_index)
+                origin = await net.beside(obtain_state(replica, stays, clock, place.checkpoints, holders))
+            if origin is not None:
+                place.emit(stays.arrived(replica, origin) or _started_event(place, stage, origin, resumed=resumed))
+            yield None if origin is None else _Stay(replica, keeper, receipts)
 
 
 async def _train(place: _Place, stay: _Stay, interrupts: Interrupts) -> None:
     """One stay, to its end, and what is kept of it."""
     replica = stay.replica
     interrupts.graceful(replica.stop)
+    replica.on_leaving = interrupts.leaves
     leaving = (PeerState.FINISHING, PeerState.DRAINING)
     work = stay.receipts.beside(replica.run(), replica.context.moved, lambda: replica.membership.state in leaving)
     farewell = _say_if_last(place, replica, interrupts)

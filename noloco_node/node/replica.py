@@ -106,6 +106,8 @@ class Replica:
         )
         self.books = NodeStats(context, self.membership, self.pipeline, self.missing)
         transport.conduct.on_ban = lambda _: self._directory_read()
+        self.on_leaving: Callable[[], None] = lambda: None
+        """Called when it has lived through the run, or fails: all that follows is its end."""
 
     def _make_clocks(self) -> PeerClocks:
         return PeerClocks(
@@ -175,7 +177,10 @@ class Replica:
             lives = [*self.participants, self.outer_steps]
             background = [group.create_task(life.run()) for life in lives]
             background += [group.create_task(self._keep_account()), group.create_task(self.books.lag.measure())]
-            await self._live_through_the_run(group)
+            try:
+                await self._live_through_the_run(group)
+            finally:
+                self.on_leaving()
             self.books.write()
             for participant in self.participants:
                 participant.shut()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
@@ -20,7 +19,9 @@ from noloco_node.directory.dht import DhtDirectory, join_directory
 from noloco_node.directory.last_words import LastWords
 from noloco_node.directory.records import Directory
 from noloco_node.errors import UserError
+from noloco_node.node.interrupts import Interrupts, interruptible
 from noloco_node.node.network import Entrance, entrance, supervisor
+from noloco_node.node.way_out import WayOut
 from noloco_node.observer.onlooker import Onlooker
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.logging import NodeLog, configure_logging
@@ -39,25 +40,30 @@ _Tell = Callable[[RunSpec | None, list[str]], None]
 """Told the run, if there is one, and the addresses of the seed, once it is up."""
 
 
-async def run_seed(spec: RunSpec | None, settings: NodeSettings, tell: _Tell) -> None:
-    """Hold the directory together until SIGINT or SIGTERM. Leaves no process and no socket behind.
+async def run_seed(spec: RunSpec | None, settings: NodeSettings, tell: _Tell, way_out: WayOut | None = None) -> None:
+    """Hold the directory together until SIGINT or SIGTERM. Leaves no process and no socket behind; where its `way_out`
+    takes too long, the process ends.
 
     With a RunSpec, or where initial peers give it theirs, it also hands that out, so that strangers can join a run by
     the seed's address alone; without, it serves whatever runs come by. Raises UserError as a node does.
     """
     folder = RunFolder.create(settings.run_folder)
-    with folder.lock():
-        await _run(spec, settings, folder, tell)
+    with folder.lock(), interruptible(way_out) as interrupts:
+        try:
+            await _run(spec, settings, folder, tell, interrupts)
+        except asyncio.CancelledError:
+            if not interrupts.cancelled_by_signal:
+                raise
 
 
-async def _run(spec: RunSpec | None, settings: NodeSettings, folder: RunFolder, tell: _Tell) -> None:
+async def _run(
+    spec: RunSpec | None, settings: NodeSettings, folder: RunFolder, tell: _Tell, interrupts: Interrupts
+) -> None:
     configure_logging(settings.log_level, NodeLog(), style=settings.log_format)
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    interrupts.graceful(stop)
     run = None if spec is None else spec.run_id
-    heartbeat = Heartbeat(loop)
+    heartbeat = Heartbeat(asyncio.get_running_loop())
     pages = SwarmPages(heartbeat)
     web = WebServer(pages.answers())
     try:
@@ -76,8 +82,6 @@ async def _run(spec: RunSpec | None, settings: NodeSettings, folder: RunFolder, 
     finally:
         web.stop()
         heartbeat.stop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
 
 
 async def _agree(spec: RunSpec | None, door: Entrance) -> RunSpec | None:

@@ -94,7 +94,11 @@ async def side_by_side(items: Iterable[T], width: Width, work: Callable[[T], Awa
         first = True
         while waiting and working <= width.pieces:
             began = ambient.monotonic()
-            await work(waiting.popleft())
+            try:
+                await work(waiting.popleft())
+            except BaseException:
+                waiting.clear()
+                raise
             width.came(began, ambient.monotonic(), first=first)
             first = False
             begin()

@@ -1,0 +1,55 @@
+"""A real daemon a part of which hangs: what the environment names never comes to its end.
+
+Run as `python -m tests.daemons.hung_node run ...`. It says HANGS in its log once it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from typing import NoReturn
+
+from noloco_node.cli import main as cli
+from noloco_node.directory.dht import DhtDirectory
+from noloco_node.node import journey
+from noloco_node.node.replica import Replica
+
+PART = "NOLOCO_CHAOS_HANGS"
+LONGER_THAN_ANY_TEST = 3600.0
+
+
+def on_a_thread(*_: object, **__: object) -> NoReturn:
+    """As a disk that does not answer."""
+    logging.getLogger("noloco_node").warning("HANGS")
+    while True:
+        time.sleep(LONGER_THAN_ANY_TEST)
+
+
+async def in_a_task(_: object) -> None:
+    """As a peer, or a task that has lost its cancellation."""
+    logging.getLogger("noloco_node").warning("HANGS")
+    await asyncio.sleep(LONGER_THAN_ANY_TEST)
+
+
+def main() -> None:
+    """The command line of `noloco-node`."""
+    match os.environ[PART]:
+        case "building":
+            journey.build_stage = on_a_thread
+        case "weights":
+            journey.save_stage = on_a_thread
+        case "loop":
+            Replica.close = on_a_thread
+        case "directory":
+            DhtDirectory.close = in_a_task
+        case part:
+            raise ValueError(part)
+    cli.entry()
+
+
+if __name__ == "__main__":
+    sys.argv[0] = "noloco-node"
+    main()

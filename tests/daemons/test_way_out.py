@@ -1,0 +1,99 @@
+"""Real daemons a part of which hangs, whichever: they end within their time, and say what they still waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from noloco_node.errors import ExitCode
+from noloco_node.storage.private_folder import sweep_dead_folders
+from noloco_node.telemetry.events import EventReader, InnerStep, NodeStopped
+from tests.daemons.hung_node import PART
+from tests.made_runs import MICRO, OWN_TEXT
+from tests.support import eventually, p2pd_children, printed_file
+
+pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
+
+LEAVES = 3.0
+ALONE = ("run.inner.target_tokens=1_000_000_000", "run.model.stages=1", "node.drain_seconds=0.5")
+SLOW_MACHINE = 20.0
+
+
+@pytest.mark.parametrize(
+    ("part", "waits_for"),
+    [
+        ("weights", "_save_weights (node/journey.py"),
+        ("loop", "thread MainThread: "),
+        ("directory", "network (node/network.py"),
+    ],
+)
+async def test_no_part_that_hangs_holds_a_node_that_was_told_to_leave(
+    part: str, waits_for: str, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor its p2pd; the exit code is that of a node that was told to leave, and its last event says what it was."""
+    monkeypatch.setenv(PART, part)
+    folder = tmp_path / "node"
+    overrides = [
+        word for setting in (*ALONE, *OWN_TEXT, f"node.leave_seconds={LEAVES:g}") for word in ("--set", setting)
+    ]
+    before = set(p2pd_children())
+    with printed_file(folder) as printed:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.daemons.hung_node", "run", str(MICRO), "--run-folder", str(folder)),
+            *overrides,
+            stdout=printed,
+            stderr=printed,
+        )
+    reader = EventReader(folder / "events.jsonl")
+    try:
+        await eventually(lambda: [e for e in reader.new_events() if isinstance(e, InnerStep)], 150, "it trains")
+        process.send_signal(signal.SIGTERM)
+        told = time.monotonic()
+        assert await asyncio.wait_for(process.wait(), LEAVES + SLOW_MACHINE) == ExitCode.INTERRUPTED
+        assert time.monotonic() - told >= LEAVES, "it has its whole time"
+    finally:
+        if process.returncode is None:
+            os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
+    said = (folder / "printed").read_text()
+    _, hangs, words = said.partition("HANGS")
+    assert hangs
+    assert "noloco-node: leaving has taken 3 s and is given up" in words
+    assert waits_for in words
+    assert "hung_node" not in words, "only this package's own places are named"
+    stopped = [event for event in reader.new_events() if isinstance(event, NodeStopped)]
+    assert [event.reason for event in stopped] == ["failed"]
+    assert "is given up" in stopped[0].detail
+    await eventually(lambda: set(p2pd_children()) <= before, what="its p2pd is gone")
+    sweep_dead_folders()  # as the next node does
+
+
+async def test_who_is_told_to_leave_before_it_trains_waits_for_nothing_that_was_begun(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large stage that is being built, a server that sends no text: the process has ended long before its time."""
+    monkeypatch.setenv(PART, "building")
+    folder = tmp_path / "node"
+    overrides = [word for setting in (*ALONE, *OWN_TEXT) for word in ("--set", setting)]
+    with printed_file(folder) as printed:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.daemons.hung_node", "run", str(MICRO), "--run-folder", str(folder)),
+            *overrides,
+            stdout=printed,
+            stderr=printed,
+        )
+    try:
+        await eventually(lambda: "HANGS" in (folder / "printed").read_text(), 150, "it builds its stage")
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), SLOW_MACHINE) == ExitCode.INTERRUPTED
+    finally:
+        if process.returncode is None:
+            os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
+    assert "is given up" not in (folder / "printed").read_text()
