@@ -65,7 +65,11 @@ async def test_last_words_that_nobody_takes_hold_nothing_up(monkeypatch: pytest.
     """A terminal that is stopped, a disk that hangs."""
     monkeypatch.setattr(bounds, "SAY_SECONDS", SOON)
     ended, for_ever = Ended(), threading.Event()
-    ended.way_out.say = lambda _: for_ever.wait() or None
+
+    def say(words: str) -> None:
+        for_ever.wait()
+
+    ended.way_out.say = say
     ended.way_out.begin(SOON, ExitCode.INTERRUPTED)
     assert await ended.with_code() == ExitCode.INTERRUPTED
     for_ever.set()

@@ -87,10 +87,13 @@ class WayOut:
             self._under_way = False
             self._changed.notify()
 
+    def _left(self) -> float | None:
+        return self._ends_at - ambient.monotonic() if self._under_way else None
+
     def _watch(self) -> None:
         with self._changed:
-            while not self._under_way or (left := self._ends_at - ambient.monotonic()) > 0.0:
-                self._changed.wait(left if self._under_way else None)
+            while (left := self._left()) is None or left > 0.0:
+                self._changed.wait(left)
             took, code = ambient.monotonic() - self._began, self.code
         words = last_words(took, standing(self.loop))
         for tell in (_print, self.say):

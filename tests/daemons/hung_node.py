@@ -28,7 +28,7 @@ def on_a_thread(*_: object, **__: object) -> NoReturn:
         time.sleep(LONGER_THAN_ANY_TEST)
 
 
-async def in_a_task(_: object) -> None:
+async def in_a_task(self: DhtDirectory) -> None:
     """As a peer, or a task that has lost its cancellation."""
     logging.getLogger("noloco_node").warning("HANGS")
     await asyncio.sleep(LONGER_THAN_ANY_TEST)
