@@ -19,7 +19,7 @@ from noloco_node.directory.dht import DhtDirectory
 from noloco_node.directory.headcount import is_there
 from noloco_node.directory.records import DirectoryView
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.state_transfer import backups as guard
+from noloco_node.state_transfer import copy_fetch
 from noloco_node.state_transfer import messages as state_messages
 from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.transport.bans import Bans, Offence
@@ -31,7 +31,7 @@ WATCHED = "NOLOCO_CHAOS_WATCHED"
 """Path of the file."""
 HONEST = "honest.json"
 """Peer ids of the honest nodes, in the folder above that of the file."""
-ASKED = (exchange_messages.PROPOSE.name, state_messages.OFFER.name, guard.OPEN.name)
+ASKED = (exchange_messages.PROPOSE.name, state_messages.OFFER.name, copy_fetch.OPEN_COPY.name)
 """Requests that a node makes of a peer of its own choice."""
 
 

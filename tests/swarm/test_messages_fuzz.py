@@ -43,9 +43,10 @@ from noloco_node.pauses import Doubling
 from noloco_node.pipeline import inference
 from noloco_node.pipeline import ledger as repeats
 from noloco_node.pipeline import messages as microbatch
-from noloco_node.state_transfer import backups as guard
+from noloco_node.state_transfer import copy_fetch
 from noloco_node.state_transfer import fetch as state_transfer
 from noloco_node.state_transfer import messages as state_messages
+from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.telemetry.events import AnyEvent, OuterStep
 from noloco_node.transport import bans as conduct
 from noloco_node.transport.errors import Refusal, Refused, TransportError
@@ -138,9 +139,9 @@ class Target:
         """The header of a method that has no tensors and is no part of training or averaging."""
         run, stage, stranger = self.spec.run_id, self.replica.stage, self.strangers[recipe.peer]
         match recipe.method:
-            case guard.OPEN.name:
+            case copy_fetch.OPEN_COPY.name:
                 return {"run": run, "stage": stage}
-            case guard.CHUNK.name:
+            case copy_fetch.COPY_CHUNK.name:
                 return {"run": run, "stage": stage, "root": self.copy_root, "index": recipe.number % 20}
             case receipts.RECEIPT.name:
                 statement = Receipt(
@@ -192,7 +193,7 @@ class Target:
         )
         if recipe.method == state_transfer.OPEN.name:
             self.snapshot = json.loads(answer.header["manifest"])["snapshot"]
-        if recipe.method == guard.OPEN.name:
+        if recipe.method == copy_fetch.OPEN_COPY.name:
             self.copy_root = json.loads(answer.header["manifest"])["root"]
         if recipe.method == microbatch.MICROBATCH.name:
             assert math.isfinite(answer.header["loss_sum"])
@@ -316,7 +317,7 @@ async def serve_the_rest(target: Target, file: ContributionFile) -> None:
     dial_back.serve_dial_back(transport, nowhere)
     progress = lambda: replica.worker.progress  # noqa: E731 - as the daemon passes it
     receipts.Receipts(spec.run_id, replica.stage, transport, replica.pipeline.ledger, progress, file).start()
-    copies = guard.StageCopies(spec, [0] * spec.stages, transport, random.Random(0))
+    copies = StageCopies(spec, [0] * spec.stages, transport, random.Random(0))
     copies.serve()
     target.tasks.append(asyncio.create_task(copies.keep(replica.membership, replica.worker)))
 

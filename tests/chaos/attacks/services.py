@@ -12,8 +12,7 @@ from noloco_node.averaging import messages as exchange_messages
 from noloco_node.bootstrap import hello
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline import messages as microbatch
-from noloco_node.state_transfer import backups as guard
-from noloco_node.state_transfer import copy_manifest
+from noloco_node.state_transfer import copy_fetch, copy_manifest
 from noloco_node.state_transfer import messages as state_messages
 from noloco_node.state_transfer.messages import (
     StateManifest,
@@ -231,6 +230,6 @@ async def hostile_copies(life: Life) -> None:
         life.tally.count(attack, "chunks given")
         return Message({}, (torch.full((max(0, min(step, left)),), 3e4, dtype=torch.float16),))
 
-    life.serve(attack, guard.OPEN.name, opened)
-    life.serve(attack, guard.CHUNK.name, piece)
+    life.serve(attack, copy_fetch.OPEN_COPY.name, opened)
+    life.serve(attack, copy_fetch.COPY_CHUNK.name, piece)
     await asyncio.Event().wait()

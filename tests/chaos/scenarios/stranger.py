@@ -23,7 +23,7 @@ import psutil
 
 from noloco_node.averaging import messages as exchange_messages
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.state_transfer import backups as guard
+from noloco_node.state_transfer import copy_fetch
 from noloco_node.state_transfer import messages as state_messages
 from noloco_node.telemetry.events import Account, DonorFailed, InnerStep, StateDownload
 from tests.chaos.attacks import ATTACKS
@@ -48,7 +48,7 @@ NO_SIGN = frozenset({LOST, "rounds", BROKEN})
 ANSWERS = {
     "bad answers to exchanges": exchange_messages.PROPOSE.name,
     "dripping donor": state_messages.OFFER.name,
-    "hostile copies of a stage": guard.OPEN.name,
+    "hostile copies of a stage": copy_fetch.OPEN_COPY.name,
 }
 """Attacks by answers alone, and what an honest node must ask for it; whom it asks is its own choice."""
 MICROBATCH_TOKENS = 128
