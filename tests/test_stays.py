@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
+from noloco_node.aio import cancel_and_wait
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.directory import first_look, membership
 from noloco_node.directory.first_look import look_for_others
-from noloco_node.directory.memory import MemoryDirectory
-from noloco_node.directory.records import Directory, DirectoryView, PeerState
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.directory.records import Directory, DirectoryView, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import stage_lifecycle as stays_module
 from noloco_node.node.first_state import STARTS_ALONE, obtain_state
@@ -20,9 +23,11 @@ from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.placement.migration import Move
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.storage.checkpoint import CheckpointFolder
+from tests.support import eventually
 from tests.worlds import NAMED, World, micro_spec, peer_name, world
 
 SECONDS = 0.05
+SHORT = LimitsSpec(record_seconds=2.0)
 JOINS = NodeSettings(in_flight=1, initial_peers=(NAMED,))
 
 
@@ -122,3 +127,95 @@ async def test_a_move_that_is_given_up_is_taken_back() -> None:
         await stays.give_up_move()
         assert made.hub.rows[1][peer_name(0, 0)].record.state is PeerState.GONE
         assert stays.move is None
+
+
+async def test_who_goes_back_in_vain_is_waited_for_no_longer() -> None:
+    """Nobody gave it the state: others must not take the stage for one that somebody is on the way to."""
+    async with world(micro_spec(stages=2)) as made:
+        stays = stays_in(made, NodeSettings())
+        stays.move = Move(1, "poor")
+        async with stays.arriving(stays.departs()):
+            pass
+        assert made.hub.rows[1][peer_name(0, 0)].record.state is PeerState.JOINING
+        assert await stays.back() == 0
+        assert made.hub.rows[1][peer_name(0, 0)].record.state is PeerState.GONE
+
+
+class Hindered(MemoryDirectory):
+    """Something happens while its node says that it comes to a stage."""
+
+    def __init__(self, hub: MemoryDirectoryHub, happens: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(hub)
+        self._happens = happens
+
+    async def publish(self, record: PeerRecord, life: float) -> bool:
+        """See `MemoryDirectory.publish`."""
+        if record.state is PeerState.JOINING:
+            await self._happens()
+        return await super().publish(record, life)
+
+
+async def rescues(
+    made: World, monkeypatch: pytest.MonkeyPatch, happens: Callable[[], Awaitable[None]]
+) -> StageLifecycle:
+    """The stays of one of two replicas of stage 0, whose next stage nobody serves, after it has set out for it
+    while that `happens`."""
+    monkeypatch.setattr(stays_module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("noloco_node.placement.balancing.RESCUE_SLOT_SECONDS", 0.02)
+    replica, tried = made.replicas[0], list[PeerState]()
+
+    async def noted() -> None:
+        tried.append(replica.membership.state)
+        await happens()
+
+    transport = replica.context.transport
+    settings, spec = NodeSettings(moves="always"), replica.context.spec
+    directory = Hindered(made.hub, noted)
+    stays = StageLifecycle(spec, settings, footprint_of(spec), transport, directory)
+    for each in made.replicas[:2]:
+        await each.membership.announce(PeerState.TRAINING)
+    beside = [asyncio.create_task(each.participants[0].run()) for each in made.replicas[:2]]
+
+    async def looks() -> None:
+        while True:
+            await directory.refresh()
+            await asyncio.sleep(stays_module.LOOK_SECONDS)
+
+    beside += [asyncio.create_task(stays.accompany(replica)), asyncio.create_task(looks())]
+    await eventually(lambda: tried or stays.move, 30, "it sets out")
+    await eventually(lambda: stays.move or made.hub.rows[1][peer_name(0, 0)].record.state is PeerState.GONE, 30)
+    await cancel_and_wait(beside)
+    return stays
+
+
+@pytest.mark.parametrize("told", ["the run has ended", "to leave"])
+async def test_a_node_that_ends_as_it_sets_out_for_another_stage_ends(
+    told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It saves what it has, which one that only moves does not, and nobody waits for it there."""
+    async with world(micro_spec(stages=2, limits=SHORT), replicas=2) as made:
+        replica = made.replicas[0]
+
+        async def ends() -> None:
+            if told == "to leave":
+                replica.stop.set()
+            else:
+                await replica.membership.announce(PeerState.FINISHING)
+
+        stays = await rescues(made, monkeypatch, ends)
+        assert stays.move is None
+        assert replica.stop.is_set() is (told == "to leave")
+        assert made.hub.rows[1][peer_name(0, 0)].record.state is PeerState.GONE
+
+
+async def test_a_clock_that_is_set_back_puts_no_rescue_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an hour, after the stage was first seen empty: how long ago that was another clock says."""
+    async with world(micro_spec(stages=2, limits=SHORT), replicas=2) as made:
+        now = made.hub.now
+
+        async def nothing() -> None:
+            return
+
+        asyncio.get_running_loop().call_later(0.2, setattr, made.hub, "now", lambda: now() - 3600.0)
+        stays = await rescues(made, monkeypatch, nothing)
+        assert stays.move == Move(1, "lost")

@@ -115,7 +115,7 @@ async def travel(departure: Departure, telemetry: Telemetry, interrupts: Interru
             if stopped is not None:
                 return stopped
             interrupts.moves_on()
-            stage = place.stays.back() if in_vain else place.stays.departs()
+            stage = await place.stays.back() if in_vain else place.stays.departs()
 
 
 @contextlib.asynccontextmanager

@@ -156,9 +156,10 @@ class StageLifecycle:
             await self.arrival.withdraw(self.move.stage)
             self.move = None
 
-    def back(self) -> int:
-        """The stage that this node left for one whose state nobody gave it."""
+    async def back(self) -> int:
+        """The stage that this node left for one whose state nobody gave it; there nobody must wait for it."""
         assert self._came_from is not None
+        await self.arrival.withdraw(self.stage)
         stage, _ = self._came_from
         self._came_from = None
         return stage
@@ -210,7 +211,7 @@ class StageLifecycle:
         standing = MigrationStanding(
             work,
             self._fitting,
-            self._directory.now(),
+            ambient.monotonic(),
             self._settings.min_stay_seconds,
             self._spec.limits.record_seconds,
         )
@@ -219,23 +220,24 @@ class StageLifecycle:
             await asyncio.sleep(LOOK_SECONDS)
             if replica.stop.is_set() or not replica.course.run_goes_on():
                 continue
-            now = self._directory.now()
-            seen, shut = (
-                servers_of(self._directory.view, work, now, self._known, without=self._own),
-                self._shut(replica),
-            )
+            view, shut = self._directory.view, self._shut(replica)
+            seen = servers_of(view, work, self._directory.now(), self._known, without=self._own)
             others = as_seen_at_work(seen, replica.stage, replica.membership.counted_stage_peers(), shut=shut)
             strength = replica.capacity * work[replica.stage] or usual_strength(others)
             here = Server(self._own, replica.stage, strength, guards=self.copies.guards)
-            move = relocation.look(now, here, others, shut=bool(shut))
-            if move is not None and await self.arrival.confirmed(
-                move.stage, work, partial(relocation.still_worth, move, here)
-            ):
-                for peer in shut if move.why == "lost" else ():
-                    self._known.let_down(peer)
-                logger.warning("leaving stage %d for stage %d, which %s", replica.stage, move.stage, _why(move))
-                self.move = move
-                replica.stop.set()
+            # How long a stage has been empty is not told by a clock that somebody may set.
+            move = relocation.look(ambient.monotonic(), here, others, shut=bool(shut))
+            worth = partial(relocation.still_worth, move, here) if move else None
+            if move is None or worth is None or not await self.arrival.confirmed(move.stage, work, worth):
+                continue
+            if replica.stop.is_set() or not replica.course.run_goes_on():
+                await self.arrival.withdraw(move.stage)  # meanwhile it was told to leave, or the run has ended
+                continue
+            for peer in shut if move.why == "lost" else ():
+                self._known.let_down(peer)
+            logger.warning("leaving stage %d for stage %d, which %s", replica.stage, move.stage, _why(move))
+            self.move = move
+            replica.stop.set()
 
     def _shut(self, replica: Replica) -> list[PeerId]:
         """Peers that answer at the next stage, where nothing gets through to it and a stage peer that works stays

@@ -54,11 +54,14 @@ class Arrival:
     async def confirmed(self, stage: int, work: Sequence[float], worth: Callable[[Sequence[Server]], bool]) -> bool:
         """Announce this node at `stage`, look again, and keep to it if it is still `worth` it beside all others that
         count by then: of several nodes that decide within one look of each other, only one goes, or none."""
-        await self._publish(stage, PeerState.JOINING)
-        if worth(await self._others_anew(work)):
-            return True
-        await self.withdraw(stage)
-        return False
+        stays = True
+        try:
+            await self._publish(stage, PeerState.JOINING)
+            stays = not worth(await self._others_anew(work))
+        finally:
+            if stays:  # also where it was told to end meanwhile: nobody must wait for it there
+                await self.withdraw(stage)
+        return not stays
 
     def _others(self, work: Sequence[float]) -> list[Server]:
         return servers_of(self._directory.view, work, self._directory.now(), self._known, without=self._own)

@@ -101,7 +101,7 @@ class StayingNode(Node):
                 folder = self.disk or CheckpointFolder(Path("nowhere"), KEPT)
                 origin = await obtain_state(replica, stays, clock, folder)
             if origin is None:
-                self.stage = stays.back()
+                self.stage = await stays.back()
                 return False
             moved = stays.arrived(replica, origin)
             if moved is not None:

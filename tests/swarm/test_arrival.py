@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
+from noloco_node.aio import cancel_and_wait
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
@@ -106,3 +107,19 @@ async def test_of_movers_that_decide_at_the_same_time_no_more_go_than_are_needed
     assert at_once or going[0]
     announced = (await MemoryDirectory(hub).refresh()).live(1, hub.now(), PeerState.JOINING)
     assert len(announced) == sum(going), "who stays withdraws its announcement"
+
+
+async def test_a_node_that_is_ended_as_it_sets_out_is_waited_for_no_longer() -> None:
+    """Its training has come to an end, and with it what looks for other stages."""
+    hub, begun, peer = MemoryDirectoryHub(2), asyncio.Event(), PeerId("mover-0000001")
+
+    async def asked() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    arrival = Arrival(MemoryDirectory(hub), peer, 20.0, AllAnswer(), asked)
+    setting_out = asyncio.create_task(arrival.confirmed(1, (1.0, 1.0), lambda _: True))
+    await begun.wait()
+    assert hub.rows[1][peer].record.state is PeerState.JOINING
+    await cancel_and_wait((setting_out,))
+    assert hub.rows[1][peer].record.state is PeerState.GONE
