@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
@@ -23,6 +24,9 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 LEGEND_INCHES = 0.7
 """Width of a label's mark in the common legend, and of the room around it."""
 INCHES_A_LETTER = 0.078
+INCHES_A_ROW = 0.21
+ROWS_WITHIN = 4
+"""So many rows of the legend the sheet has room for; each further one makes it higher, not the panels lower."""
 
 
 class Sheet:
@@ -47,6 +51,8 @@ class Sheet:
         if handles:
             widest = LEGEND_INCHES + INCHES_A_LETTER * max(map(len, handles))
             columns = max(1, min(len(handles), int(self._width / widest)))
+            more = max(0, math.ceil(len(handles) / columns) - ROWS_WITHIN)
+            self._figure.set_figheight(self._figure.get_figheight() + more * INCHES_A_ROW)
             self._figure.legend(
                 list(handles.values()), list(handles), loc="outside lower center", ncols=columns, frameon=False
             )
@@ -82,8 +88,18 @@ def caption(panel: Axes, text: str) -> None:
 def tokens_axis(panel: Axes) -> None:
     """Name the x axis by tokens, with k and M."""
     panel.set_xlabel("tokens")
-    panel.xaxis.set_major_locator(MaxNLocator(5))
+    few_ticks(panel)
     panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def few_ticks(panel: Axes) -> None:
+    """Numbers of the x axis that stand apart, however many digits they have."""
+    panel.xaxis.set_major_locator(MaxNLocator(5))
+
+
+def whole_numbers(axis: Axis) -> None:
+    """Ticks of what is counted."""
+    axis.set_major_locator(MaxNLocator(5, integer=True))
 
 
 def ticks_at(panel: Axes, values: Sequence[float], labels: Sequence[str]) -> None:

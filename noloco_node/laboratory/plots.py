@@ -18,6 +18,7 @@ from noloco_node.laboratory.canvas import (
     REFERENCE_COLOUR,
     Sheet,
     caption,
+    few_ticks,
     legend_beside,
     logarithmic,
     mark_above,
@@ -132,6 +133,7 @@ def spread(record: Results) -> Sheet:
         logarithmic(left)
         left.set_ylabel(SPREAD_LABEL)
         right.set_xlabel("learning rate after the warm-up")
+        few_ticks(right)
         right.set_ylabel("√spread, as share of its greatest")
         right.set_ylim(bottom=0.0)
         legend_beside(right)

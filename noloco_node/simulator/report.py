@@ -15,7 +15,7 @@ from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.load import Config
 from noloco_node.config.sim_spec import HuntSpec
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.laboratory.canvas import PALETTE, Sheet, caption
+from noloco_node.laboratory.canvas import PALETTE, Sheet, caption, whole_numbers
 from noloco_node.simulator.course import Simulated
 from noloco_node.simulator.events import CrowdSize
 from noloco_node.simulator.hunting import Hunted
@@ -226,6 +226,8 @@ def _draw_swarm(found: Simulated, path: Path) -> None:
     for stage in range(len(found.figures.work_share)):
         spread(hours, [_or_gap(s.spread[stage]) for s in samples], color=PALETTE[stage % 10], label=f"stage {stage}")
     nodes(hours, [sample.nodes for sample in samples], color=PALETTE[2])
+    sheet.panels[0][2].set_ylim(bottom=0)  # pyright: ignore[reportUnknownMemberType]
+    whole_numbers(sheet.panels[0][2].yaxis)
     sheet.legend()
     sheet.save(path)
 
@@ -235,6 +237,7 @@ def _draw_hunt(found: Hunted, path: Path) -> None:
     panel, kinds = sheet.panels[0][0], list(found.drawn)
     panel.barh(kinds, list(found.drawn.values()), color="#d0d0d0", label="drawn")  # pyright: ignore[reportUnknownMemberType]
     panel.barh(kinds, [found.fired[kind] for kind in kinds], color=PALETTE[0], label="took effect")  # pyright: ignore[reportUnknownMemberType]
+    whole_numbers(panel.xaxis)
     sheet.legend()
     sheet.save(path)
 

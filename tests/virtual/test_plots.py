@@ -10,7 +10,7 @@ import pytest
 
 from noloco_node.config.lab_spec import Plot
 from noloco_node.laboratory import plots
-from noloco_node.laboratory.canvas import PALETTE, Sheet
+from noloco_node.laboratory.canvas import PALETTE, Sheet, whole_numbers
 from noloco_node.laboratory.result import Results
 from noloco_node.outer.stability import admissible_gamma
 from tests.telemetry.test_plots import pixels_of
@@ -203,6 +203,39 @@ def test_a_variant_has_the_same_colour_in_every_plot() -> None:
     record = comparison()
     curve = labels(plots.convergence(record))["gossip"].get_color()
     assert labels(plots.spread(record))["gossip"].get_color() == curve == PALETTE[3]
+
+
+def test_a_long_legend_makes_the_picture_higher_and_not_its_panels_lower(tmp_path: Path) -> None:
+    """Eight names that fill a line each: a label of the y axis would be longer than its axis."""
+    heights: list[float] = []
+    for count in (2, 8):
+        variants = [
+            {"name": f"a variant with a name as long as a line, number {k}", "algorithm": "noloco"}
+            for k in range(count)
+        ]
+        sheet = plots.convergence(made.everything(made.config({"variants": variants, "replicas": [4]})))
+        sheet.legend()
+        sheet.save(tmp_path / f"{count}.png")
+        panel: Any = sheet.panels[0][0]
+        heights.append(panel.get_window_extent().height / panel.figure.dpi)
+    assert heights[1] > 2.4
+    assert heights[1] > heights[0] - 0.5
+
+
+def test_the_rates_under_the_spread_stand_apart() -> None:
+    """Numbers of four decimals."""
+    panel: Any = plots.spread(comparison(replicas=[4])).panels[0][1]
+    assert len(panel.get_xticks()) <= 7
+
+
+def test_what_is_counted_has_whole_numbers_beside_it() -> None:
+    """Of two faults, or sixteen nodes."""
+    panel: Any = Sheet(1, 1, title="").panels[0][0]
+    for values in ([0, 2], [0, 16]):
+        panel.clear()
+        panel.plot([0, 1], values)
+        whole_numbers(panel.yaxis)
+        assert all(tick == round(tick) for tick in panel.get_yticks())
 
 
 def test_an_experiment_in_which_all_diverged_still_has_its_plots(tmp_path: Path) -> None:
