@@ -30,7 +30,8 @@ GOOD_FINDINGS = ("agreed",)
 LETTERS = 300
 """Of a text that a peer may have written."""
 UNITS = ((3 * 86400.0, 86400.0, "days"), (3 * 3600.0, 3600.0, "hours"), (300.0, 60.0, "minutes"))
-BUSY = ("forward", "backward", "step", "draw")
+BUSY = {"forward": "forward", "backward": "backward", "step": "step", "draw": "forward of newly drawn microbatches"}
+"""What a device works on, by its name in the events."""
 ACTIVITIES = ("training", "waiting_for_work", "waiting_for_peers", "downloading", "joining", "finishing", "draining")
 IDLE = {
     "answers": "idle: its microbatches were with others",
@@ -75,6 +76,11 @@ class TimeAxis:
     def end(self) -> float:
         """Where the last event lies."""
         return max(self.at(self.until), 1e-9)
+
+
+def nodes_told(count: int) -> str:
+    """Whose events a report is made of: there may have been others in the run."""
+    return f"{count} nodes in this folder" if count != 1 else "one node in this folder"
 
 
 def losses(told: ReportedRun) -> Curves:
@@ -189,11 +195,11 @@ def time_spent(told: ReportedRun) -> Bars:
     rows: list[tuple[str, dict[str, float]]] = []
     for chronicle in told.chronicles:
         spent = chronicle.spent
-        busy = {name: spent.busy.get(name, 0.0) for name in BUSY}
+        busy = {text: spent.busy.get(name, 0.0) for name, text in BUSY.items()}
         other = sum(spent.busy.values()) - sum(busy.values())
         row = {**busy, "other work": max(0.0, other)} | {text: spent.idle.get(name, 0.0) for name, text in IDLE.items()}
         rows.append((chronicle.name, row))
-    return _bars("Where the time of the devices went", (*BUSY, "other work", *IDLE.values()), rows)
+    return _bars("Where the time of the devices went", (*BUSY.values(), "other work", *IDLE.values()), rows)
 
 
 def activities(told: ReportedRun) -> Bars:

@@ -68,10 +68,9 @@ def _header(told: ReportedRun) -> Iterator[str]:
     axis = figures.TimeAxis.of(told.chronicles)
     versions = sorted({version for chronicle in told.chronicles for version in chronicle.versions})
     yield f"<h1>{escape(words(s.run_name) or 'a run')}</h1>"
-    nodes = f"{s.nodes} nodes" if s.nodes != 1 else "one node"
     yield (
-        f'<p class="dim">run {escape(words(s.run_id))} · {s.stages} stages · {nodes} in this folder · noloco-node '
-        f"{escape(', '.join(map(words, versions)))} · {_day(axis.since)} to {_day(axis.until)}, "
+        f'<p class="dim">run {escape(words(s.run_id))} · {s.stages} stages · {figures.nodes_told(s.nodes)} · '
+        f"noloco-node {escape(', '.join(map(words, versions)))} · {_day(axis.since)} to {_day(axis.until)}, "
         f"{as_long(axis.until - axis.since)}</p>"
     )
     if told.running:

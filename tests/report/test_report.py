@@ -269,6 +269,20 @@ def test_the_time_of_a_node_adds_up_over_its_lives() -> None:
     assert fmean(life.last - life.began for life in told.lives) == 20.5
 
 
+def test_the_time_on_a_device_is_told_in_words_of_the_work(tmp_path: Path) -> None:
+    """`draw` is what the compute thread calls the forward of a microbatch that its own node has drawn."""
+    spent = {"draw": 4.0, "backward": 1.0}
+    accounts = [made.account(time=at, busy_seconds=0.0, busy_by_work={}) for at in (1001.0,)]
+    accounts.append(made.account(time=1011.0, busy_seconds=5.0, busy_by_work=spent))
+    begun = made.started("s0-r0").model_copy(update={"time": 1000.0})
+    told = read_folder(write(tmp_path / "nodes" / "s0-r0", [begun, *accounts]).parent.parent, NOW)
+    bars = figures.time_spent(told)
+    assert "forward of newly drawn microbatches" in bars.parts
+    assert "draw" not in bars.parts
+    assert figures.nodes_told(told.summary.nodes) == "one node in this folder"
+    assert "· one node in this folder ·" in page(told)
+
+
 def test_the_time_between_two_processes_is_nobodys() -> None:
     """A process begins with `joining`, before it is up: what its forerunner did last is not done all the while."""
     told = Chronicle.of(
