@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -93,7 +94,16 @@ def prepare(
     Raises UserError (DATA) as `load_windows` does, where the folder holds another text's tokens, where the text has
     changed since the interruption, and where the disk is full. OSError where the folder cannot be made.
     """
+    made = not folder.is_dir()
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return _prepare(spec, tokenizer, folder, told)
+    except UserError:
+        _leave_nothing(folder, made=made)
+        raise
+
+
+def _prepare(spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[[PreparedSoFar], None]) -> TextManifest:
     files_now = fingerprint_of_shards(shard_files(spec)) if spec.source == "text" else ""
     begun = _begun(spec, tokenizer, folder)
     if begun.files and begun.files != files_now:
@@ -137,6 +147,17 @@ def prepare(
     _save(folder, files, done)
     (folder / _UNDER_WAY).rename(folder / _DONE)
     return done
+
+
+def _leave_nothing(folder: Path, *, made: bool) -> None:
+    """Of a preparation that cannot be gone on with, since it ended before it was written down how far it had come."""
+    if any((folder / name).exists() for name in (_DONE, _UNDER_WAY)):
+        return
+    with contextlib.suppress(OSError):
+        for held_out in (False, True):
+            _tokens(folder, held_out).unlink(missing_ok=True)
+        if made:
+            folder.rmdir()
 
 
 def _bytes_of(spec: DataSpec) -> int:

@@ -113,6 +113,20 @@ def test_a_text_that_changed_meanwhile_is_not_gone_on_with(
         prepare(spec, ByteTokenizer(), tmp_path / "tokens")
 
 
+def test_a_text_that_cannot_be_read_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Neither files without a manifest nor the folder, unless that was there; and the next text goes there."""
+    write_texts(tmp_path / "whole.jsonl.gz", STORIES)
+    whole = (tmp_path / "whole.jsonl.gz").read_bytes()
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "there").mkdir()
+    for folder in (tmp_path / "tokens", tmp_path / "there"):
+        with pytest.raises(UserError, match="cut off or damaged"):
+            prepare(text_spec(tmp_path / "cut.jsonl.gz"), ByteTokenizer(), folder)
+    assert not (tmp_path / "tokens").exists()
+    assert not list((tmp_path / "there").iterdir())
+    assert prepare(text_spec(tmp_path / "whole.jsonl.gz"), ByteTokenizer(), tmp_path / "there").fingerprint
+
+
 def test_the_tokens_of_another_text_are_refused(spec: DataSpec, tmp_path: Path) -> None:
     """By their settings, their vocabulary, their fingerprint, their size."""
     folder = tmp_path / "tokens"
