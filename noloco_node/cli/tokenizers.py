@@ -10,6 +10,8 @@ from noloco_node.collector import loading
 from noloco_node.errors import ExitCode, UserError
 
 TEXT_BYTES = 1_000_000_000
+NOT_YET = ("run.data.tokenizer=bytes", "run.data.tokenizer_fingerprint=null")
+"""Instead of the run's tokenizer, which may be the one that is to be learnt."""
 
 
 def train_arguments(command: argparse.ArgumentParser) -> None:
@@ -35,7 +37,7 @@ def _train(options: argparse.Namespace) -> int:
     for name, value in (("--documents", options.documents), ("--text-bytes", options.text_bytes)):
         if value is not None and value < 1:
             raise UserError(ExitCode.USAGE, f"{name} is {value}", "name 1 or more")
-    run = load_config(options.config, options.set).run
+    run = load_config(options.config, [*options.set, *NOT_YET]).run
     with loading():
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn

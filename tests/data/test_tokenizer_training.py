@@ -108,3 +108,14 @@ def test_the_command_says_what_to_set(stories: Path, tmp_path: Path, capsys: pyt
     assert "bytes a token" in told
     assert f"--set run.data.tokenizer={out} --set run.model.config.vocab_size={size}\n" in told
     assert main(command) == ExitCode.RUN_FOLDER
+
+
+def test_a_file_may_name_the_tokenizer_that_is_to_be_learnt(stories: Path, tmp_path: Path) -> None:
+    """Who writes the file first has no folder yet, and perhaps the fingerprint of an earlier one."""
+    text = ("--set", "run.data.source=text", "--set", f"run.data.path={stories}", "--set", "run.data.text_field=text")
+    earlier = ("--set", "run.data.tokenizer_fingerprint=tokenizer-" + "0" * 32)
+    for out, more in ((tmp_path / "made", ()), (tmp_path / "again", earlier)):
+        named = (*text, "--set", f"run.data.tokenizer={out}", *more)
+        command = ["tokenizer", "train", str(MICRO), *named, "--vocab-size", "300", "--out", str(out)]
+        assert main(command) == ExitCode.OK
+        assert (out / "tokenizer.json").is_file()
