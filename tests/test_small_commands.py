@@ -171,11 +171,13 @@ def test_an_example_is_written_whole_and_never_over_a_file(
 
 
 def test_the_configurations_that_come_along_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each with its first line."""
+    """Each with the first sentence of its head, whole or with a sign that there is more."""
     assert cli.main(["config", "list"]) == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(shipped_configs())
     assert all(len(line.split()) > 3 for line in lines)
+    assert all(line.endswith((".", "?", "…")) for line in lines)
+    assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in lines}) == 1, "one column"
 
 
 def test_a_shell_completes_commands_and_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

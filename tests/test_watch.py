@@ -40,6 +40,16 @@ def test_a_swarm_is_seen_with_its_stages_nodes_and_what_is_missing() -> None:
     assert "serves stage" not in nothing, "nobody has looked yet"
 
 
+def test_nodes_that_have_not_been_heard_yet_are_neither_missing_nor_ahead() -> None:
+    """At the first looks there are records only, and no clock to hold theirs against."""
+    silent = tuple(node(n, n, answers=False, lag=-300_000.0) for n in (0, 1))
+    stages = (stage(0, missing=True, claimed=1), stage(0, missing=True, claimed=1))
+    text = drawn(swarm(stages=stages, nodes=silent, introduced=2))
+    assert "2 records found, and no node of them has answered yet" in text
+    assert "serves stage" not in text
+    assert "300,000" not in text
+
+
 def test_many_stages_nodes_and_rude_words_leave_the_terminal_as_it_is() -> None:
     """What is missing is shown before what is well; nothing speaks to the terminal."""
     stages = tuple(stage(2, missing=number == 60) for number in range(64))

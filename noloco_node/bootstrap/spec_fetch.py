@@ -189,7 +189,7 @@ def _check_named(spec: RunSpec, unnamed: Sequence[int]) -> None:
             ExitCode.CONFIG,
             f"no path is named for {named} of run '{spec.name}', a text of which each volunteer has its own copy",
             f"get the text from whoever started the run, and say where it lies with {words}"
-            + ("; a node of a later stage needs none: --stage 1" if spec.stages > 1 else ""),
+            + ("; who joins a later stage, such as --stage 1, needs none" if spec.stages > 1 else ""),
         )
     raise UserError(
         ExitCode.CONFIG,
@@ -252,16 +252,16 @@ def _words(value: object) -> Iterator[str]:
 
 
 def _no_text(spec: RunSpec) -> UserError:
-    later = "; a node of a later stage needs none: --stage 1" if spec.stages > 1 else ""
+    later = "; who joins a later stage, such as --stage 1, needs none" if spec.stages > 1 else ""
     return UserError(
         ExitCode.CONFIG,
         f"run.data.path is not set, and run '{spec.name}' trains on a text of which each volunteer has its own copy",
-        f"get the text from whoever started the run, and say where it lies with --set run.data.path=FILE{later}",
+        f"get the text from whoever started the run, and say where it lies with --data-path PATH{later}",
     )
 
 
 def _no_tokenizer(spec: RunSpec) -> UserError:
-    later = "; a node of a later stage needs none: --stage 1" if spec.stages > 1 else ""
+    later = "; who joins a later stage, such as --stage 1, needs none" if spec.stages > 1 else ""
     return UserError(
         ExitCode.CONFIG,
         f"run.data.tokenizer is not set, and run '{spec.name}' has a tokenizer ({spec.data.tokenizer_fingerprint}) of "

@@ -23,7 +23,7 @@ Ctrl-C leaves in order; the same command goes on from this node's last checkpoin
 
 example:
   noloco-node run tiny --stage 0 --port 31337
-  noloco-node run tiny --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/Qm..."""
+  noloco-node run tiny --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo..."""
 
 JOIN_HELP = """\
 Join a run with nothing but the address of one of its nodes. The run's settings come from that node and are shown; then
@@ -32,9 +32,9 @@ addresses are tried together. Without any, or when none answers, the peers seen 
 run folder. Ctrl-C leaves in order; the same command goes on from this node's last checkpoint.
 
 example:
-  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm...
-  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31337 --devices all
-  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm... --data-path code=my/code --data-path books=my/books"""
+  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo...
+  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo... --host 0.0.0.0 --port 31337 --devices all
+  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo... --data-path code=my/code --data-path books=my/books"""
 
 STATUS_HELP = """\
 Show what a node is doing or waiting for, how far it is, and what it has contributed: its own signed record, and the
@@ -96,7 +96,7 @@ the end of a peer id, or the name of a node's folder, that one alone stands for 
 example:
   noloco-node export runs/tiny-20260101-120000 --out my-model
   noloco-node export from-alice/node from-bob/node --out my-model
-  noloco-node export /ip4/10.0.0.5/tcp/31337/p2p/Qm... --out my-model"""
+  noloco-node export /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo... --out my-model"""
 
 EVAL_HELP = """\
 What a model is worth: loss in nats per token, perplexity, and bits a byte, on the windows that its run held out. DIR is
@@ -111,7 +111,7 @@ example:
   noloco-node eval my-model
   noloco-node eval my-model --tasks lambada_openai,hellaswag --limit 200
   noloco-node eval runs/tiny-20260101-120000
-  noloco-node eval /ip4/10.0.0.5/tcp/31337/p2p/Qm... --set run.data.path=text.jsonl"""
+  noloco-node eval /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo... --set run.data.path=text.jsonl"""
 
 GENERATE_HELP = """\
 Let a model continue a text, with plain transformers, on the processor. The same seed gives the same text.
@@ -124,7 +124,7 @@ same seed gives another text a moment later.
 
 example:
   noloco-node generate my-model --prompt "def main(" --max-tokens 100 --temperature 0.7
-  noloco-node generate /ip4/10.0.0.5/tcp/31337/p2p/Qm... --prompt Once"""
+  noloco-node generate /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo... --prompt Once"""
 
 LAB_HELP = """\
 Compare algorithms on many replicas simulated in this process: NoLoCo, DiLoCo, data parallel, plain gossip, none. The
@@ -195,7 +195,7 @@ nobody can dial. Ctrl-C ends it.
 
 example:
   noloco-node seed tiny --host 0.0.0.0 --port 31337 --metrics-port 9100
-  noloco-node seed --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31338"""
+  noloco-node seed --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo... --host 0.0.0.0 --port 31338"""
 
 DOCTOR_HELP = """\
 Check this machine and its network, with pass, warn or fail and the remedy for each: open files, disk, memory, device,
@@ -204,7 +204,7 @@ peers, versions, and whether others can reach this node: several peers are asked
 the node is to run with. It trains nothing, and uses a peer id made for the purpose.
 
 example:
-  noloco-node doctor /ip4/10.0.0.5/tcp/31337/p2p/Qm... --host 0.0.0.0 --port 31337
+  noloco-node doctor /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo... --host 0.0.0.0 --port 31337
   noloco-node doctor --json"""
 
 INVITE_HELP = """\
@@ -214,7 +214,7 @@ is made where FILE is missing; back it up as with `noloco-node identity export`.
 
 example:
   noloco-node invite run.yaml --key owner.key --hours 72 > alice.invitation
-  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/Qm... --invitation alice.invitation"""
+  noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo... --invitation alice.invitation"""
 
 ENVIRONMENT_HELP = """\
 environment:
@@ -248,8 +248,8 @@ is told apart. Without a terminal, or with --once or --json, it looks once; spee
 have to move to be measured. Ctrl-C ends the view.
 
 examples:
-  noloco-node watch /ip4/10.0.0.5/tcp/31337/p2p/Qm...
-  noloco-node watch /ip4/10.0.0.5/tcp/31337/p2p/Qm... --json"""
+  noloco-node watch /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo...
+  noloco-node watch /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo... --json"""
 
 INIT_HELP = """\
 Write a configuration that comes with noloco-node to a new file, comments and all, as an example to start from.

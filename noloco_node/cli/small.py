@@ -7,6 +7,7 @@ import http.client
 import json
 import mmap
 import os
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +18,8 @@ DEFAULT_METRICS_PORT = 9100
 """Where a node is asked when neither an option nor the environment says on which port it answers."""
 HOST_VARIABLE, PORT_VARIABLE = "NOLOCO_NODE_METRICS_HOST", "NOLOCO_NODE_METRICS_PORT"
 FOLDER_VARIABLE, DEFAULT_RUN_FOLDER = "NOLOCO_NODE_RUN_FOLDER", "runs/node"
+SUMMARY_WIDTH = 110
+"""Letters of a line of `config list` behind the name."""
 HEALTH_SECONDS = 4.0
 """For the whole question; the image's health check gives up after 5."""
 SHELLS = ("bash", "zsh", "fish")
@@ -148,11 +151,12 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _list(_: argparse.Namespace) -> int:
-    from noloco_node.config.shipped import shipped_configs
+    from noloco_node.config.shipped import first_sentence, shipped_configs
 
-    for name, path in shipped_configs().items():
-        summary = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
-        print(f"{name:<16} {summary}")
+    configs = shipped_configs()
+    width = max(map(len, configs))
+    for name, path in configs.items():
+        print(f"{name:<{width}}  {textwrap.shorten(first_sentence(path), SUMMARY_WIDTH, placeholder=' …')}")
     return int(ExitCode.OK)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import re
 from importlib.resources import files
 from pathlib import Path
 
@@ -15,6 +17,12 @@ def shipped_configs() -> dict[str, Path]:
     """Files by name, in order: `tiny`, or `lab/first` where it lies in a folder."""
     found = {path.relative_to(_FOLDER).with_suffix("").as_posix(): path for path in _FOLDER.rglob("*.yaml")}
     return dict(sorted(found.items(), key=lambda item: ("/" in item[0], item[0])))
+
+
+def first_sentence(path: Path) -> str:
+    """What a configuration says of itself at its head, up to the first full stop."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+    return re.split(r"(?<=[.?])\s", " ".join(line.lstrip("# ") for line in lines), maxsplit=1)[0]
 
 
 def find_config(path: Path) -> Path:

@@ -137,6 +137,8 @@ def _many(count: int, what: str) -> str:
 def _troubles(view: SwarmView) -> Iterator[str]:
     if not view.time:
         yield "looking for the nodes of the run"
+    elif view.introduced and not view.present:
+        yield f"{_many(view.introduced, 'record')} found, and no node of them has answered yet"
     elif view.missing:
         yield f"no node that answers serves stage {', '.join(map(str, view.missing))}"
 
@@ -205,7 +207,7 @@ def _cells(node: NodeSeen) -> tuple[str, ...]:
         node.version,
         as_rate(node.tokens_per_second),
         as_rate(node.capacity),
-        f"{node.lag:,.0f}",
+        f"{node.lag:,.0f}" if node.answers else "–",
         f"{node.outer_rounds:,}",
     )
 

@@ -116,7 +116,7 @@ def with_text(run: RunSpec, options: argparse.Namespace) -> RunSpec:
         raise UserError(
             ExitCode.CONFIG,
             f"run.data.path is not set, and each node of run '{run.name}' has its own copy of the text",
-            "say where yours lies with --set run.data.path=FILE: its held-out part is what is evaluated on",
+            "say where yours lies with --data-path PATH: its held-out part is what is evaluated on",
         )
     return with_own_data(run, own, reads_text=True)
 

@@ -342,7 +342,7 @@ async def test_where_a_volunteer_keeps_its_text_is_not_told_and_must_be_said_by_
         error = await made.refusal()
         assert error.exit_code is ExitCode.CONFIG
         assert "run.data.path is not set" in error.message
-        assert "--set run.data.path=FILE" in error.remedy
+        assert "--data-path PATH" in error.remedy
         mine = await made.fetch(OwnData(path=str(tmp_path)))
         assert (mine.data.path, mine.run_id) == (str(tmp_path), OWN_TEXT.run_id)
         assert (await made.fetch(reads_text=False)).data.path == NOT_READ
