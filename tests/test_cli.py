@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node import __version__
+from noloco_node.cli import handlers
 from noloco_node.cli import main as cli
 from noloco_node.cli.node_options import node_overrides
 from noloco_node.cli.printing import print_run
@@ -219,7 +220,7 @@ def test_every_way_a_command_can_fail_has_its_code(
     def fail(options: object) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "_show", fail)
+    monkeypatch.setattr(handlers, "show", fail)
     assert cli.main(["config", "show", "x.yaml"]) == code
     assert words in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from deploy.reference import pages
-from noloco_node.cli.main import parser
+from noloco_node.cli.commands import parser
 from noloco_node.errors import ExitCode
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from noloco_node.accounting.statements import Receipt
-from noloco_node.cli.main import parser
+from noloco_node.cli.commands import parser
 from noloco_node.config.load import setting_names
 from noloco_node.directory.records import PeerRecord
 from noloco_node.errors import EXIT_MEANINGS, ExitCode

@@ -1,0 +1,236 @@
+"""What the commands do that have no file of their own: call and print."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from noloco_node.cli.node_options import (
+    doctor_settings,
+    node_overrides,
+    seed_settings,
+)
+from noloco_node.cli.printing import (
+    print_fingerprint,
+    print_finished,
+    print_lab_plan,
+    print_plan,
+    print_result,
+    print_run,
+    print_seed,
+    print_sized_plan,
+)
+from noloco_node.collector import loading
+from noloco_node.errors import ExitCode
+
+if TYPE_CHECKING:
+    from noloco_node.config.node_settings import NodeSettings
+    from noloco_node.telemetry.events import NodeStopped
+
+ORPHAN_SECONDS = 30.0
+"""Time that a daemon of a local swarm has to end in order after its launcher has vanished: nobody waits for it, and one
+that is killed on a busy machine leaves its sockets behind."""
+
+
+def swarm(options: argparse.Namespace) -> int:
+    """Train on a swarm of nodes on this machine."""
+    from noloco_node.config.load import load_config
+
+    config = load_config(options.config, options.set, os.environ)
+    print_plan(config)
+    from rich.console import Console
+
+    from noloco_node.launch.local_run import run_local_swarm
+
+    folder: Path = options.run_folder or Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    result = run_local_swarm(config, folder, Console())
+    print_result(result)
+    if result.exit_code is ExitCode.INTERRUPTED:
+        print(f"the same command with --run-folder {folder} goes on from here")
+    return int(result.exit_code)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run one node of a configuration, or one for each device."""
+    _tie_to_launcher(options)
+    from noloco_node.config.load import load_config
+    from noloco_node.node.early_checks import check_peers, check_trainable
+    from noloco_node.node.way_out import bounded_way_out
+    from noloco_node.storage.private_folder import leave_shared_folder
+    from noloco_node.telemetry.early_pages import early_pages
+
+    config = load_config(options.config, node_overrides(options), os.environ)
+    check_peers(config.node)
+    looked = bool(options.end_with_stdin)  # whoever started it has looked already
+    if options.devices:
+        if not looked:
+            check_trainable(config)
+        return _on_devices(options, config.node)
+    with bounded_way_out() as way_out, early_pages(config.node) as web:
+        if not looked:
+            check_trainable(config)
+        with loading():
+            from noloco_node.node.daemon import run_node
+
+        try:
+            return _exit_code(way_out.run(run_node(config.run, config.node, web, way_out)))
+        finally:
+            if options.end_with_stdin:
+                leave_shared_folder()
+
+
+def join(options: argparse.Namespace) -> int:
+    """Run one node, or one for each device, of a run that others have begun."""
+    _tie_to_launcher(options)
+    from noloco_node.config.load import load_join
+    from noloco_node.node.early_checks import check_own_data, check_peers
+    from noloco_node.node.way_out import bounded_way_out
+    from noloco_node.telemetry.early_pages import early_pages
+
+    config = load_join(node_overrides(options), os.environ)
+    check_own_data(config.run.data)
+    check_peers(config.node, joins=not options.devices)
+    if options.devices:
+        return _on_devices(options, config.node)
+    with bounded_way_out() as way_out, early_pages(config.node) as web:
+        with loading():
+            from noloco_node.node.daemon import join_node
+
+        return _exit_code(way_out.run(join_node(config.run, config.node, print_run, web, way_out)))
+
+
+def _on_devices(options: argparse.Namespace, settings: NodeSettings) -> int:
+    from noloco_node.launch.device_group import run_devices
+
+    return run_devices(options.arguments, options.devices, settings, lambda line: print(line, flush=True))
+
+
+def seed(options: argparse.Namespace) -> int:
+    """Hold a run's directory together."""
+    from noloco_node.node.early_checks import check_peers
+    from noloco_node.node.way_out import bounded_way_out
+
+    run, settings = seed_settings(options)
+    check_peers(settings)
+    with bounded_way_out() as way_out:
+        with loading():
+            from noloco_node.node.seed import run_seed
+
+        way_out.run(run_seed(run, settings, print_seed, way_out))
+    return int(ExitCode.INTERRUPTED)
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Check this machine and its network."""
+    settings = doctor_settings(options)
+    with loading():
+        import uvloop
+
+        from noloco_node.diagnostics.doctor import as_json, examine, lines
+        from noloco_node.node.checks import CheckOutcome
+
+    checks = uvloop.run(examine(settings))
+    print(json.dumps(as_json(checks), indent=2) if options.json else "\n".join(lines(checks)))
+    return int(ExitCode.CHECK_FAILED if any(c.outcome is CheckOutcome.FAIL for c in checks) else ExitCode.OK)
+
+
+def _exit_code(stopped: NodeStopped) -> int:
+    endings = {"target_reached": ExitCode.OK, "interrupted": ExitCode.INTERRUPTED, "failed": ExitCode.FAILURE}
+    return int(endings[stopped.reason])
+
+
+def lab(options: argparse.Namespace) -> int:
+    """Compare algorithms."""
+    from noloco_node.config.load import load_config
+    from noloco_node.laboratory.course import command_line, run_lab
+
+    config = load_config(options.config, options.set)
+    print_lab_plan(config)
+    command = command_line(options.config, options.out, options.set)
+    files = run_lab(config, options.out, command, print_finished)
+    for name, path in files.items():
+        print(f"{name:<30} {path}")
+    return int(ExitCode.OK)
+
+
+def invite(options: argparse.Namespace) -> int:
+    """Sign an invitation."""
+    from noloco_node.cli.invitations import make_invitation
+    from noloco_node.config.load import load_config
+
+    run = load_config(options.config, options.set).run
+    invited = make_invitation(run, options.key, peer=options.peer, hours=options.hours)
+    print("\n".join(invited.lines), file=sys.stderr)
+    print(invited.text)
+    return int(ExitCode.OK)
+
+
+def identity_show(options: argparse.Namespace) -> int:
+    """Show an identity."""
+    from noloco_node.cli.identity import default_identity, show_identity
+
+    print("\n".join(show_identity(options.file or default_identity(os.environ))))
+    return int(ExitCode.OK)
+
+
+def identity_export(options: argparse.Namespace) -> int:
+    """Back an identity up."""
+    from noloco_node.cli.identity import export_identity
+
+    peer_id = export_identity(options.file, options.to, options.passphrase_file)
+    print(f"{options.to} holds the identity of {peer_id}, encrypted")
+    return int(ExitCode.OK)
+
+
+def identity_import(options: argparse.Namespace) -> int:
+    """Bring an identity back."""
+    from noloco_node.cli.identity import default_identity, import_identity
+
+    target: Path = options.to or default_identity(os.environ)
+    peer_id = import_identity(options.file, target, options.passphrase_file)
+    print(f"{target} holds the identity of {peer_id}\nlet only one node run under it at a time")
+    return int(ExitCode.OK)
+
+
+def show(options: argparse.Namespace) -> int:
+    """Print every setting."""
+    from noloco_node.config.load import load_config, render
+
+    config = load_config(options.config, options.set, os.environ)
+    print(f"# run id: {config.run.run_id}\n{render(config)}", end="")
+    return int(ExitCode.OK)
+
+
+def validate(options: argparse.Namespace) -> int:
+    """Check a configuration."""
+    from noloco_node.config.load import load_config
+
+    config = load_config(options.config, options.set, os.environ)
+    print_sized_plan(config, options.device, options.uplink, options.round_trip)
+    print_fingerprint(config.run)
+    if "lab" in config.model_fields_set:
+        print_lab_plan(config)
+    print(f"{options.config} is valid")
+    return int(ExitCode.OK)
+
+
+def _tie_to_launcher(options: argparse.Namespace) -> None:
+    if options.end_with_stdin:
+        threading.Thread(target=_end_with_stdin, name="end with stdin", daemon=True).start()
+
+
+def _end_with_stdin() -> None:
+    """A daemon of a local swarm ends when its launcher does: the launcher holds the only writing end of stdin."""
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_SECONDS)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
