@@ -490,12 +490,8 @@ async def test_a_chunk_asked_for_each_minute_keeps_no_copy_young(monkeypatch: py
     async with trained_world(guards=1) as (made, (_, _, tail, _), _):
         limits = tail.context.spec.limits.model_copy(update={"guard_seconds": 120.0})
         spec = tail.context.spec.model_copy(update={"limits": limits})
-        giving = StageCopies(
-            spec,
-            footprint_of(tail.context.spec).parameters,
-            MemoryTransport(made.network, GIVER),
-            random.Random(0),
-        )
+        giver = MemoryTransport(made.network, GIVER)
+        giving = StageCopies(spec, footprint_of(tail.context.spec).parameters, giver, random.Random(0))
         giving.serve()
         keeping = asyncio.create_task(giving.keep(tail.membership, tail.worker))
         await one_turn()
@@ -521,7 +517,7 @@ async def test_a_chunk_asked_for_each_minute_keeps_no_copy_young(monkeypatch: py
         assert refused.value.reason is Refusal.UNKNOWN_SNAPSHOT
         keeping.cancel()
         await asyncio.wait((keeping,))
-        for each in (holder, other, giving._transport):  # pyright: ignore[reportPrivateUsage]
+        for each in (holder, other, giver):
             await each.close()
 
 

@@ -48,11 +48,27 @@ def session(name: str = THEIRS) -> Session:
     return Session(name, SMALLER, "dialled", None, None)  # type: ignore[arg-type]
 
 
+def engaged_in(phase: Phase, present: Session) -> Engagement:
+    """By the shortest way there from free."""
+    ways: dict[Phase, tuple[Change, ...]] = {Phase.FREE: ()}
+    for before in Phase:
+        for change, to in TRANSITIONS[before].items():
+            ways.setdefault(to, (*ways[before], change))
+    engagement = Engagement()
+    for change in ways[phase]:
+        if change in BEGINNING_CHANGES:
+            engagement.begin(change, present)
+        else:
+            engagement.go_on(present, change)
+    assert engagement.phase is phase
+    return engagement
+
+
 @pytest.mark.parametrize(("phase", "change"), list(product(Phase, Change)))
 def test_each_change_in_each_phase_is_allowed_or_refused_as_it_is_written_here(phase: Phase, change: Change) -> None:
     """What is not in the list is impossible, and leaves everything as it was."""
-    engagement, present, new = Engagement(), session(), session()
-    engagement._phase, engagement._session = phase, present
+    engagement, new = engaged_in(phase, session()), session()
+    present = engagement.session
     allowed = change in ALLOWED[phase].split()
     ways = {"begin": lambda: engagement.begin(change, new), "go on": lambda: engagement.go_on(present, change)}
     right = ways.pop("begin" if change in BEGINNING_CHANGES else "go on")

@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from noloco_node import ambient
 from noloco_node.aio import Heartbeat
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.telemetry.early_pages import early_pages
 from noloco_node.telemetry.events import Doing, Warned
 from noloco_node.telemetry.metrics import Metrics
@@ -28,7 +30,6 @@ from noloco_node.telemetry.node_view import NodeView
 from noloco_node.telemetry.of_node import Telemetry, telemetry_of
 from noloco_node.telemetry.state import MOST_PEERS, POINTS, Curve, LogTail, NodeState, PeerSeen, Surroundings
 from noloco_node.telemetry.web import WebServer
-from tests.support import eventually
 from tests.telemetry import made_events as made
 
 RUDE = "<script>alert(1)</script>\x1b[2J\u202e\r\nX: y"
@@ -153,7 +154,8 @@ async def test_a_node_whose_loop_hangs_is_told_apart_from_one_that_waits(monkeyp
     answers = pages.answers()
     first = await asyncio.to_thread(answers["/api/state"], {})
     assert len(json.loads(first.body)["peers"]) == 1
-    heartbeat._last -= BEATEN_WITHIN_SECONDS
+    later = time.monotonic() + BEATEN_WITHIN_SECONDS
+    monkeypatch.setattr(ambient, "monotonic", lambda: later)
     pages.made, began = None, time.monotonic()
     hung = [answers[path]({}) for path in ("/healthz", "/readyz")]  # on the loop's own thread: it cannot come round
     assert [page.status for page in hung] == [503, 503]
@@ -163,16 +165,19 @@ async def test_a_node_whose_loop_hangs_is_told_apart_from_one_that_waits(monkeyp
     heartbeat.stop()
 
 
-async def test_a_heart_beats_until_it_is_stopped() -> None:
-    """Whoever looks from another thread sees the loop come round."""
-    loop = asyncio.get_running_loop()
-    heartbeat = Heartbeat(loop)
-    heartbeat._last -= 60.0
-    heartbeat._next.cancel()
-    loop.call_soon(heartbeat._beat)
-    await eventually(lambda: heartbeat.age < 60.0)
-    heartbeat.stop()
-    assert heartbeat._next.cancelled()
+def test_a_heart_beats_until_it_is_stopped() -> None:
+    """Once a second, and each beat is counted but the first, which is its making."""
+
+    async def work() -> tuple[list[int], float, float]:
+        beats: list[int] = []
+        heartbeat = Heartbeat(asyncio.get_running_loop(), beats.append)
+        await asyncio.sleep(3.5)
+        beating = heartbeat.age
+        heartbeat.stop()
+        await asyncio.sleep(60.0)
+        return beats, beating, heartbeat.age
+
+    assert in_virtual_time(work) == ([1, 2, 3], pytest.approx(0.5), pytest.approx(60.5))
 
 
 async def test_the_state_says_what_the_events_say(tmp_path: Path) -> None:
