@@ -17,7 +17,23 @@ async def connect_hivemind(folder: Path) -> P2P:
     """hivemind's view of the p2pd whose socket is `folder`/d; its own socket lies there too."""
     # hivemind puts its own socket where this class attribute says, and has no other way to be told.
     kind = type("FolderP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
-    return cast("P2P", await cast("Any", kind).replicate(Multiaddr(f"/unix{folder}/d")))
+    p2p = cast("P2P", await cast("Any", kind).replicate(Multiaddr(f"/unix{folder}/d")))
+    forgive_late_answers(cast("Any", p2p)._client.control)
+    return p2p
+
+
+class _WaitingCalls(dict[Any, "asyncio.Future[bytes]"]):
+    """Calls by id, of which those count that still wait."""
+
+    def __contains__(self, call: object) -> bool:
+        waiting = self.get(call)
+        return waiting is not None and not waiting.done()
+
+
+def forgive_late_answers(control: Any) -> None:
+    """Have a client of p2pd pass over an answer whose call has just been given up. hivemind's would set it all the
+    same, fail, and read no answer any more: the node would be deaf in its directory while p2pd is well."""
+    control._pending_calls = _WaitingCalls(control._pending_calls)
 
 
 async def reconnect_hivemind(p2p: P2P) -> None:

@@ -1,0 +1,65 @@
+"""An answer that comes in the moment in which its call is given up costs no other call its own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from uuid import UUID
+
+import pytest
+from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.p2p.p2p_daemon_bindings.control import (  # pyright: ignore[reportMissingTypeStubs]
+    ControlClient,
+    DaemonConnector,
+)
+from hivemind.proto import p2pd_pb2  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.utils.multiaddr import Multiaddr  # pyright: ignore[reportMissingTypeStubs]
+
+from noloco_node.libp2p.hivemind_link import forgive_late_answers
+from tests.support import one_turn
+
+pb: Any = p2pd_pb2
+PEER: Any = PeerID.from_base58("12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9")
+ANSWERS: dict[str, dict[str, Any]] = {
+    "its answer": {"callUnaryResponse": pb.CallUnaryResponse(response=b"it")},
+    "the peer's failure": {"callUnaryResponse": pb.CallUnaryResponse(error=b"no")},
+    "p2pd's failure": {"daemonError": pb.DaemonError(message="no")},
+    "an empty one": {},
+}
+
+
+def packed(call: bytes, content: dict[str, Any]) -> bytes:
+    """What p2pd says of a call, as it stands on the stream."""
+    message = pb.PersistentConnectionResponse(callId=call, **content).SerializeToString()
+    assert len(message) < 128, "one byte says how long it is"
+    return bytes([len(message)]) + message
+
+
+@pytest.mark.parametrize("comes", ANSWERS)
+async def test_a_call_that_is_given_up_as_its_answer_comes_leaves_the_others_theirs(comes: str) -> None:
+    """hivemind would end its reader of all answers: every later call of this node's directory would be in vain, while
+    p2pd itself answers whoever asks whether it lives."""
+    connector: Any = DaemonConnector(Multiaddr("/unix/nowhere"))
+    control: Any = ControlClient(connector, _initialized_with_create=True)
+    forgive_late_answers(control)
+    stream = asyncio.StreamReader()
+    reading = asyncio.create_task(control._read_from_persistent_conn(stream))
+
+    async def asked() -> tuple[asyncio.Task[bytes], bytes]:
+        call = asyncio.create_task(control.call_unary_handler(PEER, "find", b""))
+        await one_turn()
+        (name,) = (UUID(bytes=(await control._pending_messages.get()).callId),)
+        return call, name.bytes
+
+    given_up, name = await asked()
+    stream.feed_data(packed(name, ANSWERS[comes]))
+    given_up.cancel()
+    await asyncio.wait((given_up,))
+    await one_turn()
+    assert not reading.done(), "it reads on"
+    assert (await control._pending_messages.get()).HasField("cancel")
+    call, name = await asked()
+    stream.feed_data(packed(name, ANSWERS["its answer"]))
+    assert await asyncio.wait_for(call, 20) == b"it"
+    reading.cancel()
+    await asyncio.wait((reading,))
