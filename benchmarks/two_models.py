@@ -233,16 +233,16 @@ def _sent(links: Links) -> Counter[str]:
 def table(runs: Sequence[Mapping[str, Any]]) -> str:
     """Means over the seeds, their ratio, and the least and the largest ratio of a seed."""
     lines = ["| figure | whole nodes | by events | ratio | of single seeds |", "|---|---|---|---|---|"]
-    for name in runs[0]["by events"]:
-        whole, events = ([run[side][name] for run in runs] for side in ("whole nodes", "by events"))
-        ratios = [made / other for made, other in zip(events, whole, strict=True) if other]
-        ratio = f"{fmean(events) / fmean(whole):.2f}" if fmean(whole) else "-"
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-"
-        lines.append(f"| {name} | {fmean(whole):.4g} | {fmean(events):.4g} | {ratio} | {spread} |")
-    for name in runs[0]["whole nodes"]:
-        if name not in runs[0]["by events"]:
-            lines.append(f"| {name} | {fmean(run['whole nodes'][name] for run in runs):.4g} | | | |")
-    spent = [fmean(run["cpu_seconds"][side] for run in runs) for side in ("whole nodes", "by events")]
+    sides = ("whole nodes", "by events")
+    for name in runs[0]["by events"] | runs[0]["whole nodes"]:
+        found = [[run[side][name] for run in runs if name in run[side]] for side in sides]
+        means = " | ".join(f"{fmean(each):.4g}" if each else "-" for each in found)
+        ratios = [made / other for other, made in zip(*found, strict=False) if other]
+        ratio = (
+            f"{fmean(found[1]) / fmean(found[0]):.2f} | {min(ratios):.2f} to {max(ratios):.2f}" if ratios else "- | -"
+        )
+        lines.append(f"| {name} | {means} | {ratio} |")
+    spent = [fmean(run["cpu_seconds"][side] for run in runs) for side in sides]
     lines.append(f"| seconds of processor time | {spent[0]:.0f} | {spent[1]:.1f} | | |")
     return "\n".join(lines)
 

@@ -206,9 +206,9 @@ class CrowdAveraging:
         self._engaged[i], self._engaged[j] = j, i
         self.nodes.exchanging[i] = self.nodes.exchanging[j] = True
         work = self.nodes.settings.work
-        seconds = self.nodes.exchange_seconds(i, j, work.exchange_bytes)
+        seconds = self.nodes.turn(i) + self.nodes.turn(j) + self.nodes.exchange_seconds(i, j, work.exchange_bytes)
         self.exchange_seconds += seconds
-        self.agenda.after(seconds, self._commit, i, j, self.progress[i], self.progress[j])
+        self.agenda.after(seconds, self._complete, i, j, self.progress[i], self.progress[j])
 
     def _heard(self, i: int) -> tuple[float, ...]:
         """Clocks of a node's stage peers, as the directory has them."""
@@ -295,6 +295,12 @@ class CrowdAveraging:
             self.kinds["caught_up"] += 1
             self.nodes.tell("caught up", i, donor)
         self.consider(i)
+
+    def _complete(self, i: int, j: int, before_i: Progress, before_j: Progress) -> None:
+        """All has come on both sides: what is changed waits for the devices."""
+        seconds = max(self.nodes.turn(i), self.nodes.turn(j))
+        self.exchange_seconds += seconds
+        self.agenda.after(seconds, self._commit, i, j, before_i, before_j)
 
     def _commit(self, i: int, j: int, before_i: Progress, before_j: Progress) -> None:
         if not self._free(i, j):

@@ -68,6 +68,8 @@ class Nodes:
         self.up_free: list[float] = []
         """When the last of what was sent is gone."""
         self.down_free: list[float] = []
+        self.works_until: list[float] = []
+        """When each device ends what it works on."""
         self.exchanging: list[bool] = []
         self.alive: list[bool] = []
         self.serving: list[bool] = []
@@ -100,6 +102,7 @@ class Nodes:
         self.down.append(125_000.0 * links.down_mbit * math.exp(rng.gauss(0.0, links.sigma)))
         self.up_free.append(0.0)
         self.down_free.append(0.0)
+        self.works_until.append(0.0)
         self.exchanging.append(False)
         self.alive.append(True)
         self.serving.append(serving)
@@ -143,6 +146,11 @@ class Nodes:
         self.up_free[i] = sent = max(now, self.up_free[i]) + times * octets / up
         self.down_free[j] = taken = max(now, self.down_free[j]) + times * octets / down
         return max(sent, taken) - now + times * self.latency(i, j)
+
+    def turn(self, i: int) -> float:
+        """Seconds until a device comes to what goes before all else: a snapshot of the weights, or a change of them. It
+        ends what it works on first; of a parcel that is one microbatch."""
+        return max(0.0, self.works_until[i] - self.agenda.now) / self.settings.parcel
 
     def exchange_seconds(self, i: int, j: int, octets: float) -> float:
         """Seconds for both to have what the other sends, beside microbatches."""

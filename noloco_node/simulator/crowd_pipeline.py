@@ -137,6 +137,7 @@ class CrowdPipeline:
         returned = passage.peer >= 0
         units = 1.0 + BACKWARDS if self.nodes.stage[i] == self._last else BACKWARDS if returned else 1.0
         seconds = units * self._parcel * self._settings.devices.forward_seconds / self.nodes.speed[i]
+        self.nodes.works_until[i] = self.agenda.now + seconds
         self.agenda.after(seconds, self._worked, passage, seconds)
 
     def _worked(self, passage: Passage, seconds: float) -> None:

@@ -72,21 +72,26 @@ class _Handle(asyncio.TimerHandle):
         self._run()  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue] - asyncio's types leave it out
 
 
-class _Numbered:
+class _Future(asyncio.Future[Any]):
     """Hashed by when it was made and not by where it lies, so that sets of futures have an order that repeats."""
 
-    number = 0
+    def __init__(self, number: int, loop: SimulatedLoop) -> None:
+        self.number = number
+        super().__init__(loop=loop)
 
     def __hash__(self) -> int:
         return self.number
 
 
-class _Future(_Numbered, asyncio.Future[Any]):
-    __hash__ = _Numbered.__hash__
+class _Task(asyncio.Task[Any]):
+    """The same. It has its number before asyncio files it among all tasks: filed as alike, each looked at all."""
 
+    def __init__(self, number: int, work: Any, **options: Any) -> None:
+        self.number = number
+        super().__init__(work, **options)
 
-class _Task(_Numbered, asyncio.Task[Any]):
-    __hash__ = _Numbered.__hash__
+    def __hash__(self) -> int:
+        return self.number
 
 
 class SimulatedLoop(asyncio.BaseEventLoop, Ambience):
@@ -138,7 +143,8 @@ class SimulatedLoop(asyncio.BaseEventLoop, Ambience):
 
     def create_future(self) -> asyncio.Future[Any]:
         """See `asyncio`."""
-        return self._number(_Future(loop=self))
+        self._made += 1
+        return _Future(self._made, self)
 
     def call_soon(
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -243,12 +249,8 @@ class SimulatedLoop(asyncio.BaseEventLoop, Ambience):
     def _task(
         self, loop: asyncio.AbstractEventLoop, work: Generator[Any, None, T] | Coroutine[Any, Any, T], **options: Any
     ) -> asyncio.Future[T]:
-        return self._number(_Task(work, loop=loop, **options))
-
-    def _number(self, made: Any) -> Any:
         self._made += 1
-        made.number = self._made
-        return made
+        return _Task(self._made, work, loop=loop, **options)
 
     def _stuck(self, why: str) -> Stuck:
         tasks = sorted((task for task in asyncio.all_tasks(self)), key=hash)

@@ -192,6 +192,13 @@ def test_who_lags_takes_a_state_and_its_donor_goes_on() -> None:
     assert progress[late].clock == pytest.approx(progress[stage[1]].clock, rel=0.1)
 
 
+def test_an_exchange_waits_for_the_devices() -> None:
+    """Its snapshots, and what it changes, come between two operations: here these take 40 s, and links nothing."""
+    averaging = crowd_of(24, devices={"fastest": 1.0, "forward_seconds": 20.0}).averaging
+    took = averaging.exchange_seconds / (averaging.kinds["paired"] / 2)
+    assert 40.0 < took < 160.0
+
+
 def test_clocks_of_a_later_stage_are_tied_to_the_origins() -> None:
     """Ones that run ahead by much are told so by each microbatch, and come back to what time it is."""
     crowd = crowd_of(24, devices={"fastest": 1.0, "forward_seconds": 4.0}, seconds=1200)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -261,3 +262,18 @@ def test_who_dies_while_bytes_are_on_their_way_breaks_the_call() -> None:
     for moment in (1.0, 3.0):
         with pytest.raises(Ended, match=rf"BrokenStream.*{moment}"):
             in_virtual_time(lambda moment=moment: work(moment))
+
+
+def test_each_task_is_filed_by_its_own_number() -> None:
+    """asyncio keeps all that there are in a set: filed as alike, each new one would be compared with all others."""
+    every = getattr(asyncio.tasks, "_scheduled_tasks", None) or getattr(asyncio.tasks, "_all_tasks", None)
+    if not isinstance(every, WeakSet):
+        pytest.skip("this Python keeps them otherwise")
+
+    async def many() -> int:
+        tasks = [asyncio.create_task(asyncio.sleep(1.0)) for _ in range(50)]
+        filed = {hash(reference) for reference in every.data}
+        await asyncio.gather(*tasks)
+        return len(filed)
+
+    assert in_virtual_time(many) > 50
