@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from noloco_node.cli.node_options import CONFIG_HELP, OWN_TEXT, guest_arguments, own_text_argument, set_argument
+from noloco_node.cli.node_options import CONFIG_ARGUMENT, OWN_TEXT, guest_arguments, own_text_argument, set_argument
 from noloco_node.collector import loading
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.sources import (
@@ -39,7 +39,7 @@ def eval_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     places = "what `export` wrote; or nodes of a run under way, or run folders, as `export` takes them"
     add("sources", metavar="DIR|ADDRESS", nargs="+", help=places)
-    add("--config", metavar="CONFIG", type=Path, help=CONFIG_HELP)
+    add("--config", metavar="CONFIG", type=Path, help=CONFIG_ARGUMENT)
     add("--tasks", metavar="NAME[,NAME]", help="tasks of lm-eval instead of the held-out text; DIR only")
     add("--include-path", metavar="DIR", type=Path, help="where tasks of your own lie, a YAML file each")
     add("--limit", metavar="N", type=int, help="only so many samples of each task")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from noloco_node import ambient
-from noloco_node.cli.node_options import CONFIG_HELP, OWN_TEXT, guest_arguments, own_text_argument, set_argument
+from noloco_node.cli.node_options import CONFIG_ARGUMENT, OWN_TEXT, guest_arguments, own_text_argument, set_argument
 from noloco_node.collector import loading
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.sources import (
@@ -35,7 +35,7 @@ def export_arguments(command: argparse.ArgumentParser) -> None:
     add("sources", metavar="ADDRESS|RUN_FOLDER", nargs="+", help="of a run under way; or folders that nodes have left")
     add("--out", metavar="DIR", type=Path, required=True, help="where the model goes, a folder that does not exist")
     add("--replicas", metavar="mean|best|PEER", default="mean", help="which of each stage (default: mean)")
-    add("--config", metavar="CONFIG", type=Path, help=CONFIG_HELP)
+    add("--config", metavar="CONFIG", type=Path, help=CONFIG_ARGUMENT)
     add("--shard-bytes", metavar="N", type=int, default=SHARD_BYTES, help="largest file of weights (default: 5 GB)")
     add("--eval", action="store_true", help="say in its card what the model loses on the run's held-out text")
     add("--push", metavar="OWNER/NAME", help="upload it to the Hugging Face hub too, with your own token, as private")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 OWN_TEXT = "run.data.path=FILE, run.data.tokenizer=DIR where the run's text or tokenizer is each volunteer's own"
 PATHS = "run.data.paths="
-CONFIG_HELP = "the run's configuration, where its folders do not say which run it is"
+CONFIG_ARGUMENT = "the run's configuration, where its folders do not say which run it is"
 
 
 def guest_arguments(command: argparse.ArgumentParser) -> None:

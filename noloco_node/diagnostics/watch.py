@@ -18,6 +18,7 @@ from rich.text import Text
 from noloco_node.bootstrap.hello import measure_hello, said_to_be_over
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.diagnostics.top import BAR_WIDTH
 from noloco_node.directory.first_look import FIRST_LOOK_SECONDS
 from noloco_node.identity.addresses import parse_address
 from noloco_node.node.interrupts import interruptible
@@ -30,7 +31,6 @@ from noloco_node.telemetry.swarm_state import Happening, NodeSeen, SwarmView, do
 from noloco_node.telemetry.words import as_clock_time, as_duration, as_rate, printable
 
 LOOK_SECONDS = 1.0
-BAR_WIDTH = 40
 _Serve = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 """Awaits something while the swarm is looked at."""
 MOST_LISTED = 40

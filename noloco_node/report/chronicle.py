@@ -22,14 +22,13 @@ from noloco_node.telemetry.events import (
     P2pdRestarted,
     Warned,
 )
+from noloco_node.telemetry.recovery import NEAR_THE_END
 from noloco_node.telemetry.summary import NodeHistory
 from noloco_node.telemetry.utilization import Utilization
 from noloco_node.telemetry.words import printable
 
 MOST_MOMENTS = 500
 """Remembered of one node: the last ones, when it had more."""
-NEAR_THE_END = 0.95
-"""Of the target: from there on nodes leave because the run is over."""
 REASON_LETTERS = 60
 BEGINNING = ("joining", "downloading")
 """What a process does before it is up."""

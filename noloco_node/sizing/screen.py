@@ -11,11 +11,10 @@ from noloco_node.sizing.advice import Expectation
 from noloco_node.sizing.devices import Device
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.sizing.loss_table import loss_table
-from noloco_node.sizing.memory import COMPILER_BYTES, StageMemory, memory_of, program_bytes
+from noloco_node.sizing.memory import COMPILER_BYTES, GIB, StageMemory, memory_of, program_bytes
 from noloco_node.sizing.quickest import Quickest
 from noloco_node.sizing.utilisation import Link
 
-GIB = 1 << 30
 STAGES_SHOWN = 6
 SETTINGS_WIDTH = 100
 PARTS = ("weights", "gradient", "moments", "versions", "held", "at_work")
